@@ -1,0 +1,43 @@
+# Every target sets itself up in .venv first; when nothing changed that costs a tenth of a second.
+PYTHON ?= python3
+RECIPE ?=
+ARGS ?=
+
+# Without byte code every process would compile its imports again, for up to 20 s.
+unexport PYTHONDONTWRITEBYTECODE
+
+FIND_PYTHON = @command -v $(PYTHON) >/dev/null || \
+	{ echo "There is no $(PYTHON) here: install Python 3.11 or newer, or name one with PYTHON=…" >&2; exit 1; }
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+
+.PHONY: help setup tools train test lint soak bench
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## make .venv with what training needs (UV=none installs with pip)
+	$(FIND_PYTHON)
+	@$(PYTHON) -S scripts/setup.py
+
+# As setup, and what development needs.
+tools:
+	$(FIND_PYTHON)
+	@$(PYTHON) -S scripts/setup.py --dev
+
+train: setup ## train [RECIPE=name or path] [ARGS="key=value …"]
+	.venv/bin/redline train $(RECIPE) $(ARGS)
+
+test: lint ## lint, then all tests but the long ones [ARGS=…]
+	$(PYTEST) -n 2 -m "not soak" $(ARGS)
+
+lint: tools ## ruff, mypy, and the import rules
+	.venv/bin/ruff check
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+soak: tools ## the fault tests at their long size [ARGS=…]
+	$(PYTEST) -m soak $(ARGS)
+
+bench: setup ## measure throughput [ARGS=…]
+	.venv/bin/python benchmarks/throughput.py $(ARGS)

@@ -1,0 +1,298 @@
+"""Make `.venv` ready: `python3 -S scripts/setup.py [--dev]`, which is what every `make` target calls first.
+
+Standard library only, in the syntax of old Pythons, so that they get a sentence instead of a traceback. A torch
+that already sees the GPU (Docker image, conda, an active venv) is used as it is; otherwise the one pinned in
+constraints.txt is installed. The second call only compares a hash and returns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterator, NamedTuple  # noqa: UP035 — collections.abc.Iterator has no [] before Python 3.9
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+VENV_PYTHON = VENV / "bin" / "python"
+STAMP = VENV / ".redline-stamp"
+LOG = VENV / "setup.log"
+CONSTRAINTS = ROOT / "constraints.txt"
+OLDEST_PYTHON = (3, 11)
+CUDA_12_WHEELS = "cu126"  # CUDA is compatible within a major version: these run on every driver for CUDA 12.x
+
+PROBE = """
+import importlib.util as find, json, sys
+about = dict(version=sys.version_info[:3], prefix=sys.prefix, base_prefix=sys.base_prefix,
+             ensurepip=bool(find.find_spec("venv") and find.find_spec("ensurepip")))
+try:
+    import pathlib, torch
+    about.update(torch=torch.__version__, cuda=torch.version.cuda, sees_gpu=torch.cuda.is_available(),
+                 site_packages=str(pathlib.Path(torch.__file__).parent.parent))
+except Exception:  # none, or a broken one: either way not one to train with
+    pass
+print(json.dumps(about))
+"""
+
+
+class SetupError(Exception):
+    """One sentence for the user, with the fix."""
+
+
+class Interpreter(NamedTuple):
+    """A Python, and the torch in it."""
+
+    path: str
+    version: tuple[int, ...]
+    prefix: str = ""
+    base_prefix: str = ""
+    ensurepip: bool = True
+    torch: str | None = None
+    cuda: str | None = None
+    sees_gpu: bool = False
+    site_packages: str = ""
+
+
+class Driver(NamedTuple):
+    """What nvidia-smi says; `trouble` is its first line when it fails."""
+
+    gpu: str = ""
+    version: str = ""
+    cuda: str = ""
+    trouble: str = ""
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """2.11.0a0+nv25.12 → (2, 11, 0): vendors' builds are named as previews of the release they hold."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def reusable(found: list[Interpreter], pyproject: str) -> Interpreter | None:
+    """The first interpreter whose torch is worth keeping: in pyproject.toml's range, and it sees the GPU."""
+    match = re.search(r'"torch>=([\d.]+),<([\d.]+)"', pyproject)
+    if not match:
+        raise SetupError('pyproject.toml: the torch requirement must read "torch>=X,<Y".')
+    lowest, below = parse_version(match[1]), parse_version(match[2])
+    for python in found:
+        fits = lowest <= parse_version(python.torch or "") < below
+        if fits and python.cuda and python.sees_gpu and python.version >= OLDEST_PYTHON:
+            return python
+    return None
+
+
+def stamp_text(root: Path, dev: bool) -> str:
+    """Changes with whatever .venv was made from; with its place too, because scripts in it hold absolute paths."""
+    parts = [str(root).encode(), (root / "pyproject.toml").read_bytes(), (root / "constraints.txt").read_bytes()]
+    return f"{hashlib.sha256(b'|'.join(parts)).hexdigest()} {'dev' if dev else 'run'}\n"
+
+
+def is_ready(stamp: str, root: Path, dev: bool) -> bool:
+    """A set-up with the development tools serves for running too."""
+    return stamp == stamp_text(root, dev=True) or (not dev and stamp == stamp_text(root, dev=False))
+
+
+def venv_serves(config: str, venv: Path, reuse: Interpreter | None) -> bool:
+    """Whether an existing .venv, by its pyvenv.cfg, can be installed into, or must be made anew."""
+    pairs = (line.split("=", 1) for line in config.splitlines() if "=" in line)
+    settings = {key.strip(): value.strip() for key, value in pairs}
+    made_here = settings.get("command", str(venv)).endswith(str(venv))
+    if reuse is None:
+        return made_here and settings.get("include-system-site-packages") == "false"
+    same_base = Path(settings.get("home", "")).parent == Path(reuse.base_prefix)
+    return made_here and same_base and settings.get("include-system-site-packages") == "true"
+
+
+def pin_torch(constraints: str, version: str) -> str:
+    return re.sub(r"(?m)^torch==.*$", f"torch=={version}", constraints)
+
+
+def install_steps(pyproject: str, dev: bool, reuse: Interpreter | None, constraints: Path) -> list[list[str]]:
+    """Arguments of `pip install`, one list a call."""
+    if reuse is None:
+        return [["-c", str(constraints), "-e", ".[dev]" if dev else "."]]
+    import tomllib  # new in Python 3.11, whose absence main() has to be able to complain about
+
+    project = tomllib.loads(pyproject)["project"]
+    # uv does not see packages outside the venv and would fetch a second torch: so torch is never asked for.
+    wanted = project["dependencies"] + (project["optional-dependencies"]["dev"] if dev else [])
+    others = [item for item in wanted if not re.match(r"torch\b(?!-)", item)]
+    return [["-c", str(constraints), *others], ["--no-deps", "-e", "."]]
+
+
+def parse_driver(smi: str, gpus: str) -> Driver:
+    """From the outputs of `nvidia-smi` and `nvidia-smi -L`."""
+    version = re.search(r"Driver Version\s*:\s*([\d.]+)", smi)
+    cuda = re.search(r"CUDA(?: \w+)? Version\s*:\s*(\d+\.\d+)", smi)
+    gpu = re.search(r"GPU \d+: (.+?) \(UUID", gpus)
+    return Driver(gpu[1] if gpu else "", version[1] if version else "", cuda[1] if cuda else "")
+
+
+def gpu_advice(driver: Driver | None, python: Interpreter) -> str:
+    """Why torch cannot use the GPU that is there, and the fix; empty when nothing is wrong."""
+    if driver is None or python.sees_gpu or not (driver.gpu or driver.trouble):
+        return ""
+    torch = f"torch {python.torch}"
+    if driver.trouble:
+        advice = f"nvidia-smi fails: {driver.trouble} After a driver update, reboot; a container needs `--gpus all`."
+    elif not python.cuda:
+        advice = (
+            f"There is a GPU ({driver.gpu}), but {torch} is a CPU build. See that pip's find-links (PIP_FIND_LINKS) "
+            "offers no CPU wheel, then run `rm -rf .venv && UV_TORCH_BACKEND=auto make setup`."
+        )
+    elif driver.cuda and parse_version(driver.cuda)[0] < parse_version(python.cuda)[0]:
+        older = f", or run `rm -rf .venv && UV_TORCH_BACKEND={CUDA_12_WHEELS} make setup`"
+        advice = (
+            f"Driver {driver.version} ({driver.gpu}) supports CUDA {driver.cuda}, but {torch} was built for CUDA "
+            f"{python.cuda}. Update the NVIDIA driver{older if driver.cuda.startswith('12.') else ''}."
+        )
+    else:
+        advice = (
+            f"{torch} does not see the GPU ({driver.gpu}), though driver {driver.version} fits. Check "
+            "CUDA_VISIBLE_DEVICES; a container needs `--gpus all`."
+        )
+    return advice + " Until then training runs on the CPU."
+
+
+def probe(python: str) -> Interpreter | None:
+    try:
+        done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=180)
+        about = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
+        return None
+    return Interpreter(path=python, **dict(about, version=tuple(about["version"])))
+
+
+def active_pythons() -> list[str]:
+    """The active environments' interpreters, then the one running this; never the .venv we are about to make."""
+    places = [os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]
+    pythons = [f"{place}/bin/python" for place in places if place]
+    pythons += [sys.executable, getattr(sys, "_base_executable", sys.executable)]
+    others = [python for python in pythons if Path(python).parent != VENV / "bin" and Path(python).exists()]
+    return list(dict.fromkeys(others))
+
+
+def read_driver() -> Driver | None:
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return None
+    try:
+        outputs = [subprocess.run([smi, *more], capture_output=True, text=True, timeout=60) for more in ([], ["-L"])]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Driver(trouble=f"{error}.")
+    if outputs[0].returncode:
+        said = (outputs[0].stdout + outputs[0].stderr).strip() or f"exit status {outputs[0].returncode}."
+        return Driver(trouble=said.splitlines()[0])
+    return parse_driver(outputs[0].stdout, outputs[1].stdout)
+
+
+def find_links() -> list[str]:
+    """Where pip was told to look for wheels; uv does not read pip's settings."""
+    ask = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
+    places = os.environ.get("PIP_FIND_LINKS") or subprocess.run(ask, capture_output=True, text=True).stdout
+    return [f"--find-links={place}" for place in places.split()]
+
+
+@contextmanager
+def phase(title: str) -> Iterator[None]:
+    start = time.monotonic()
+    print(f"  {title} ", end="", flush=True)
+    yield
+    print(f"({time.monotonic() - start:.1f} s)", flush=True)
+
+
+def logged(command: list[str]) -> bool:
+    with LOG.open("a") as log:
+        print("$", *command, file=log, flush=True)
+        return subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT).returncode == 0
+
+
+def make_venv(base: Interpreter, reuse: Interpreter | None) -> None:
+    config = VENV / "pyvenv.cfg"
+    if VENV_PYTHON.exists() and config.exists() and venv_serves(config.read_text(), VENV, reuse):
+        return
+    uv = uv_on_path()
+    if not uv and not base.ensurepip:
+        package = f"python{base.version[0]}.{base.version[1]}-venv"
+        raise SetupError(f"{base.path} cannot make virtual environments; on Debian and Ubuntu, install {package}.")
+    options = ["--clear"] + (["--without-pip"] if uv else []) + (["--system-site-packages"] if reuse else [])
+    done = subprocess.run([base.path, "-m", "venv", *options, str(VENV)], capture_output=True, text=True)
+    if done.returncode:
+        raise SetupError(f"{base.path} could not make .venv: {(done.stderr or done.stdout).strip()}")
+    if reuse and reuse.prefix != reuse.base_prefix:
+        # A venv made from a venv is linked to the base interpreter: name the active one's packages ourselves.
+        own = next((VENV / "lib").glob("python3*/site-packages"))
+        (own / "redline-active-environment.pth").write_text(reuse.site_packages + "\n")
+
+
+def uv_on_path() -> str | None:
+    """uv installs several times faster than pip; `UV=none` does without it."""
+    return None if os.environ.get("UV") == "none" else shutil.which("uv")
+
+
+def install(steps: list[list[str]]) -> str:
+    """The name of the installer that did it: uv if it can be had, else pip."""
+    python, own_uv, uv = [str(VENV_PYTHON), "-m"], VENV / "bin" / "uv", uv_on_path()
+    pip = [*python, "pip", "install", "--disable-pip-version-check"]
+    if not uv:
+        logged([*python, "pip", "--version"]) or logged([*python, "ensurepip"])
+        if os.environ.get("UV") != "none" and (own_uv.exists() or logged([*pip, "uv"])):
+            uv = str(own_uv)
+    if uv:
+        fast = [uv, "pip", "install", f"--python={VENV_PYTHON}", "--compile-bytecode", *find_links()]
+        if all(logged(fast + step) for step in steps):
+            return "uv"
+        logged([*python, "ensurepip"])
+    if all(logged(pip + step) for step in steps):
+        return "pip"
+    print("", *LOG.read_text(errors="replace").splitlines()[-15:], sep="\n")
+    raise SetupError(f"the packages could not be installed, for the reason above; the whole log is {LOG}.")
+
+
+def set_up(dev: bool) -> None:
+    start, pyproject, constraints = time.monotonic(), (ROOT / "pyproject.toml").read_text(), CONSTRAINTS
+    with phase("looking for a torch that sees a GPU"):
+        found = [python for python in map(probe, active_pythons()) if python]
+        if not found:
+            raise SetupError(f"{sys.executable} does not run; choose another with `make setup PYTHON=…`.")
+        reuse = reusable(found, pyproject)
+    with phase(f".venv around torch {reuse.torch} of {reuse.prefix}" if reuse else ".venv"):
+        make_venv(reuse or found[-1], reuse)
+        STAMP.unlink(missing_ok=True)
+        LOG.write_text("")
+        if reuse:
+            constraints = VENV / "constraints.txt"
+            constraints.write_text(pin_torch(CONSTRAINTS.read_text(), str(reuse.torch)))
+    with phase("packages" + (" and development tools" if dev else "")):
+        print(f"by {install(install_steps(pyproject, dev, reuse, constraints))} ", end="")
+    driver = read_driver()
+    if driver is not None:
+        with phase("asking torch for the GPU"):
+            python = probe(str(VENV_PYTHON))
+        advice = gpu_advice(driver, python) if python else ""
+        print(f"\n{advice}\n" if advice else "", end="")
+    STAMP.write_text(stamp_text(ROOT, dev))
+    print(f"  ready in {time.monotonic() - start:.0f} s: .venv/bin/redline")
+
+
+def main(arguments: list[str]) -> None:
+    dev = "--dev" in arguments
+    if VENV_PYTHON.exists() and STAMP.exists() and is_ready(STAMP.read_text(), ROOT, dev):
+        return
+    try:
+        if sys.version_info[:2] < OLDEST_PYTHON:
+            raise SetupError(f"Python {sys.version.split()[0]} is older than 3.11: try again with PYTHON=python3.12.")
+        set_up(dev)
+    except SetupError as error:
+        sys.exit(f"\nset-up: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

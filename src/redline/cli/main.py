@@ -1,0 +1,53 @@
+"""The `redline` command: one lazy file per verb."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from redline import __version__
+from redline.cli import evaluate, recipes, report, runs, sample, stop, train
+from redline.errors import EXIT_FAILED, UserError
+
+app = typer.Typer(
+    name="redline",
+    help="Train language models at the limit of the hardware, and know what that limit is.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"redline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+app.command("train")(train.train)
+app.command("recipes")(recipes.recipes)
+app.command("runs")(runs.runs)
+app.command("stop")(stop.stop)
+app.command("sample")(sample.sample)
+app.command("eval")(evaluate.evaluate)
+app.command("report")(report.report)
+
+
+def main() -> None:
+    try:
+        app()
+    except UserError as error:
+        sys.stderr.write(f"redline: {error.message()}\n")
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.exit(EXIT_FAILED)

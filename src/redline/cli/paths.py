@@ -1,0 +1,5 @@
+"""Where runs live."""
+
+from pathlib import Path
+
+RUNS = Path("runs")

@@ -1,0 +1,162 @@
+"""Putting a run together: recipe → data → plan → lock → trainer → report."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from redline.cli.paths import RUNS
+from redline.errors import UsageError
+from redline.monitor.console import Console
+from redline.monitor.events import SCHEMA, EventLog
+from redline.monitor.monitor import Monitor
+from redline.monitor.runs import resolve_run
+from redline.recipe.load import Loaded
+from redline.recipe.lock import LOCK, locked_recipe, make_lock, read_lock, write_lock
+from redline.recipe.resolve import Choice, Resolved, resolve
+from redline.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from redline.train.trainer import Outcome
+
+
+def new_run(loaded: Loaded, directory: Path | None, *, dry_run: bool) -> int:
+    path = directory or _fresh_name(loaded.name)
+    if (path / LOCK).exists():
+        fix = f"Go on with it: redline train --resume {path}; or choose another --run."
+        raise UsageError("this directory holds a run.", where=str(path), fix=fix)
+    if path.exists() and not path.is_dir():
+        raise UsageError("is a file, not a directory.", where=str(path), fix="Choose another --run.")
+    console = Console()
+    for note in loaded.notes:
+        console.event({"type": "warning", "message": note})
+    resolved, data = _plan(loaded.recipe, console)
+    if dry_run:
+        console.event({"type": "plan", **resolved.plan_event()})
+        console.close()
+        return 0
+    return _train(loaded.name, path, resolved, data, console, resumed=False, overrides=[])
+
+
+def resume_run(name: str, overrides: list[str], *, dry_run: bool) -> int:
+    path, selector = resolve_run(name, RUNS)
+    if selector is not None:
+        fix = f"redline train --resume {path}"
+        raise UsageError("a run goes on from its newest checkpoint.", where=name, fix=f"Leave out @{selector}: {fix}")
+    lock = read_lock(path)
+    loaded = locked_recipe(path, lock, overrides)
+    console = Console()
+    resolved, data = _plan(loaded.recipe, console)
+    if dry_run:
+        console.event({"type": "plan", **resolved.plan_event()})
+        console.close()
+        return 0
+    return _train(loaded.name, path, resolved, data, console, resumed=True, overrides=overrides)
+
+
+def _fresh_name(recipe: str) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path = RUNS / f"{recipe}-{stamp}"
+    for number in range(2, 1000):
+        if not path.exists():
+            break
+        path = RUNS / f"{recipe}-{stamp}-{number}"
+    return path
+
+
+def _plan(recipe: Recipe, console: Console) -> tuple[Resolved, Any]:
+    _environment(recipe)
+    console.event({"type": "warmup", "message": "preparing data"})
+    from redline.hardware.detect import detect
+    from redline.objectives import objective_module
+
+    data = objective_module(recipe.objective).load_data(recipe)
+    console.event({"type": "warmup", "message": "looking at the machine"})
+    return resolve(recipe, detect(recipe.train.device), data.facts), data
+
+
+def _environment(recipe: Recipe) -> None:
+    """What must be set before torch starts."""
+    from redline.data.cache import cache_dir
+
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "compile"))
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if recipe.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def _train(
+    name: str, path: Path, resolved: Resolved, data: Any, console: Console, *, resumed: bool, overrides: list[str]
+) -> int:
+    from redline.objectives import objective_module
+    from redline.train.checkpoint import clean, newest_valid
+    from redline.train.rundir import RunDirectory
+    from redline.train.trainer import Trainer
+
+    recipe = resolved.recipe
+    with RunDirectory(path) as run:
+        if resumed:
+            run_id = str(read_lock(path)["run_id"])
+        else:
+            run_id = uuid.uuid4().hex[:12]
+            write_lock(path, make_lock(name, run_id, resolved, data.facts))
+            _point_latest(path)
+        clean(run.checkpoints)
+        log = EventLog(path / "events.jsonl", on_error=lambda text: console.event({"type": "warning", "message": text}))
+        with Monitor(log, console, price_per_hour=recipe.monitor.price_per_hour) as monitor:
+            checkpoint = newest_valid(run.checkpoints, monitor.warn) if resumed else None
+            objective = objective_module(recipe.objective).create(resolved, data)
+            identity = {"data": data.facts.fingerprint, "tokenizer": data.facts.tokenizer_fingerprint}
+            trainer = Trainer(
+                resolved, objective, run, monitor, horizon_steps=resolved.horizon_steps, identity=identity
+            )
+            monitor.say("building the model")
+            trainer.build(checkpoint)
+            monitor.emit(
+                "start",
+                schema=SCHEMA,
+                run_id=run_id,
+                resumed_from=trainer.state.step if resumed else None,
+                run_dir=path,
+                recipe=name,
+                device=resolved.machine.name,
+                overrides=overrides,
+            )
+            measured = [Choice(*choice) for choice in objective.choices()]
+            plan = replace(resolved, choices=[*resolved.choices, *measured])
+            monitor.emit("plan", **plan.plan_event())
+            outcome = trainer.run()
+        _closing(path, outcome, console)
+        return outcome.exit_code
+
+
+def _closing(path: Path, outcome: Outcome, console: Console) -> None:
+    """The report, and what to try next."""
+    from redline.monitor.report import write_report
+
+    report = write_report(path)
+    again = f"redline train --resume {path}"
+    commands = [again] if outcome.exit_code else [f'redline sample {path} --prompt "import "', f"redline report {path}"]
+    typer.echo(f"report  {report}", err=True)
+    for command in commands:
+        typer.echo(f"next    {command}", err=True)
+
+
+def _point_latest(path: Path) -> None:
+    """runs/latest → the newest run, when it lies there."""
+    root = RUNS
+    if path.resolve().parent != root.resolve():
+        return
+    temporary = root / f".latest-{os.getpid()}"
+    try:
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(path.name)
+        temporary.replace(root / "latest")
+    except OSError:  # a file system without links: `latest` then means the newest run
+        temporary.unlink(missing_ok=True)

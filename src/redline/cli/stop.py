@@ -1,0 +1,25 @@
+"""redline stop"""
+
+from __future__ import annotations
+
+import typer
+
+from redline.cli.options import RunArgument
+from redline.cli.paths import RUNS
+
+
+def stop(run: RunArgument = "latest") -> None:
+    """Ask a run to finish its step, save and stop. Works across machines that share the directory.
+
+    Examples:
+      redline stop latest
+      redline stop runs/pretrain-350m-20261115-101500
+    """
+    from redline.errors import UserError
+    from redline.monitor.runs import is_locked, resolve_run, stop_request_path
+
+    path, _ = resolve_run(run, RUNS)
+    if not is_locked(path):
+        raise UserError("is not running.", where=str(path), fix="`redline runs` shows what is.")
+    stop_request_path(path).touch()
+    typer.echo(f"asked {path} to save and stop; go on later with: redline train --resume {path}")

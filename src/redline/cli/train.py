@@ -1,0 +1,49 @@
+"""redline train"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from redline.errors import UsageError
+
+
+def train(
+    recipe: Annotated[
+        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE …]", help="A shipped name or a YAML file.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="Where the run goes; runs/RECIPE-DATE-TIME if not given.")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run: path, name or latest.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, plan and print; train nothing.")] = False,
+) -> None:
+    """Train a model. Without a recipe: [bold]quickstart[/bold], two minutes on any machine.
+
+    Examples:
+      redline train
+      redline train pretrain-350m data.source=./tokens train.hours=1.5
+      redline train --resume latest train.steps=2000
+    """
+    words = recipe or []
+    overrides = [word for word in words if "=" in word]
+    names = [word for word in words if "=" not in word]
+    if len(names) > 1:
+        raise UsageError(f"one recipe at a time, not {' and '.join(names)}.", fix="Overrides are written key=value.")
+    if resume is not None:
+        if names or run:
+            raise UsageError("--resume needs no recipe and no --run: the run knows both.", fix="Leave them out.")
+        from redline.cli.running import resume_run
+
+        raise typer.Exit(resume_run(resume, overrides, dry_run=dry_run))
+    # a bad recipe is answered before torch is even imported
+    from redline.recipe.load import load
+
+    loaded = load(names[0] if names else "quickstart", overrides)
+    from redline.cli.running import new_run
+
+    raise typer.Exit(new_run(loaded, run, dry_run=dry_run))

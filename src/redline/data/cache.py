@@ -1,0 +1,35 @@
+"""Where redline keeps what it can make again: prepared data, file fingerprints, tokenizers."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """$REDLINE_CACHE, else redline's folder in the user's cache (it may not exist yet)."""
+    if own := os.environ.get("REDLINE_CACHE"):
+        return Path(own).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "redline"
+    return Path.home() / ".cache" / "redline"
+
+
+def temporary_sibling(path: Path) -> Path:
+    """A name beside `path` that no other process uses, so that a rename onto `path` stays on one file system."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old text or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_sibling(path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

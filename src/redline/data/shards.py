@@ -1,0 +1,170 @@
+"""The shard format: a 64-byte header, then little-endian token ids of two or four bytes.
+
+Header: magic, version, bytes per token, token count, the tokenizer's fingerprint, zeros. Every byte of it
+follows from `meta.json`, so a damaged header is found by comparison; the ids are covered by a sha256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from redline.errors import UserError
+
+MAGIC = b"redline1"
+_VERSION = 1
+_HEADER = struct.Struct("<8sIIQ16s24x")
+HEADER_BYTES = _HEADER.size
+_CHUNK_BYTES = 1 << 24
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """The smallest of uint16 and uint32 that holds every id."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def shard_header(dtype: np.dtype[np.unsignedinteger], tokens: int, tokenizer_fingerprint: str) -> bytes:
+    return _HEADER.pack(MAGIC, _VERSION, dtype.itemsize, tokens, tokenizer_fingerprint.encode("ascii"))
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What reading all ids of a file tells."""
+
+    sha256: str
+    max_id: int
+    # The largest of every second id. Zero all along means four-byte ids read as two-byte ones.
+    max_odd: int
+
+
+def scan_tokens(path: Path, dtype: np.dtype[np.unsignedinteger], offset: int = 0) -> Scan:
+    digest, max_id, max_odd = hashlib.sha256(), 0, 0
+    with open(path, "rb") as file:
+        file.seek(offset)
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            ids = np.frombuffer(chunk, dtype, len(chunk) // dtype.itemsize)
+            max_id = max(max_id, int(ids.max(initial=0)))
+            max_odd = max(max_odd, int(ids[1::2].max(initial=0)))
+    return Scan(digest.hexdigest(), max_id, max_odd)
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Ids in a file, from `offset` on, with what is known about them."""
+
+    path: Path
+    dtype: np.dtype[np.unsignedinteger]
+    offset: int
+    tokens: int
+    sha256: str
+    max_id: int
+
+    def map(self) -> npt.NDArray[np.unsignedinteger]:
+        return np.memmap(self.path, dtype=self.dtype, mode="r", offset=self.offset, shape=(self.tokens,))
+
+    def check_vocabulary(self, name: str, vocab_size: int) -> None:
+        if self.max_id >= vocab_size:
+            raise UserError(
+                f"holds the token id {self.max_id}, outside the vocabulary of {name} ({vocab_size} ids).",
+                where=str(self.path),
+                fix="Name the tokenizer that these tokens were made with (data.tokenizer).",
+            )
+
+    def verify(self) -> None:
+        """Read everything and compare with the recorded digest."""
+        scan = scan_tokens(self.path, self.dtype, self.offset)
+        if (scan.sha256, scan.max_id) != (self.sha256, self.max_id):
+            raise damaged(self.path, "the tokens are not those that were recorded")
+
+
+def check_shard(file: TokenFile, tokenizer_fingerprint: str) -> None:
+    """Cheap signs of damage: the size and every byte of the header."""
+    if not file.path.is_file():
+        raise damaged(file.path, "the shard is missing")
+    expected, actual = file.offset + file.tokens * file.dtype.itemsize, file.path.stat().st_size
+    if actual != expected:
+        raise damaged(file.path, f"the shard has {actual} bytes instead of {expected}")
+    with open(file.path, "rb") as opened:
+        header = opened.read(HEADER_BYTES)
+    if not header.startswith(MAGIC):
+        raise damaged(file.path, "this is not a redline shard")
+    if header != shard_header(file.dtype, file.tokens, tokenizer_fingerprint):
+        raise damaged(file.path, "the shard's header disagrees with meta.json")
+
+
+def damaged(path: Path, what: str) -> UserError:
+    return UserError(f"{what}.", where=str(path), fix="Prepare the data again, or copy them anew.")
+
+
+class ShardWriter:
+    """Writes a split's ids into `NAME-00000.tok`, `NAME-00001.tok`, …; holds one appended piece in memory."""
+
+    def __init__(
+        self, folder: Path, split: str, *, vocab_size: int, tokenizer_fingerprint: str, shard_tokens: int
+    ) -> None:
+        self._folder, self._split = folder, split
+        self._vocab_size, self._fingerprint, self._limit = vocab_size, tokenizer_fingerprint, shard_tokens
+        self._dtype = token_dtype(vocab_size)
+        self._files: list[TokenFile] = []
+        self._open: BinaryIO | None = None
+        self._path = folder
+        self._digest = hashlib.sha256()
+        self._tokens = self._max_id = 0
+
+    def append(self, ids: npt.ArrayLike) -> None:
+        wide = np.asarray(ids, dtype=np.int64)
+        if wide.size and not 0 <= int(wide.min()) <= int(wide.max()) < self._vocab_size:
+            raise ValueError(f"token ids {wide.min()}…{wide.max()} outside a vocabulary of {self._vocab_size}")
+        narrow = wide.astype(self._dtype)
+        while narrow.size:
+            shard = self._open or self._start_shard()
+            part, narrow = np.split(narrow, [self._limit - self._tokens])
+            shard.write(part.tobytes())
+            self._digest.update(part.tobytes())
+            self._tokens += part.size
+            self._max_id = max(self._max_id, int(part.max()))
+            if self._tokens == self._limit:
+                self._finish_shard()
+
+    def finish(self) -> list[TokenFile]:
+        """Complete the last shard; all are on disk when this returns."""
+        if self._open:
+            self._finish_shard()
+        return self._files
+
+    def _start_shard(self) -> BinaryIO:
+        self._path = self._folder / f"{self._split}-{len(self._files):05d}.tok"
+        self._digest, self._tokens, self._max_id = hashlib.sha256(), 0, 0
+        self._open = open(self._path, "wb")  # noqa: SIM115 - closed by _finish_shard or __exit__
+        self._open.write(bytes(HEADER_BYTES))  # the count is known at the end; until then the magic is absent
+        return self._open
+
+    def _finish_shard(self) -> None:
+        assert self._open is not None
+        self._open.seek(0)
+        self._open.write(shard_header(self._dtype, self._tokens, self._fingerprint))
+        self._open.flush()
+        os.fsync(self._open.fileno())
+        self._open.close()
+        self._open = None
+        self._files.append(
+            TokenFile(self._path, self._dtype, HEADER_BYTES, self._tokens, self._digest.hexdigest(), self._max_id)
+        )
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open:
+            self._open.close()

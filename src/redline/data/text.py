@@ -1,0 +1,147 @@
+"""Documents: text with a name, from files or from the running Python's own library.
+
+The embedded corpus lets every recipe run without a download: Python's documentation topics and the
+sources of its standard library, about 13 MB of English-rich code that is the same for a given Python.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+
+from redline.errors import UserError
+
+EMBEDDED_BYTES = 13_000_000
+
+# Not language: installed packages, caches, character maps, build settings, and the raw form of the topics.
+_SKIPPED_FOLDERS = (
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "encodings",
+    "config-*",
+    "lib-dynload",
+    "pydoc_data",
+)
+# Written by programs: long tables that teach a model nothing but their numbers.
+_GENERATED = ("_sysconfigdata*.py", "stringprep.py", "re/_casefix.py", "html/entities.py")
+_TEST_FOLDERS = {"test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True)
+class Document:
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file that will be read as one document; size and time stand for its content in cache keys."""
+
+    name: str
+    path: Path
+    size: int
+    mtime_ns: int
+
+
+def _topics() -> dict[str, str]:
+    try:
+        module = importlib.import_module("pydoc_data.topics")
+    except ImportError:  # some distributions package the documentation apart
+        return {}
+    return dict(module.topics)
+
+
+def _walk(root: Path, skipped_folders: Iterable[str]) -> Iterator[SourceFile]:
+    skipped = tuple(skipped_folders)
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [s for s in subfolders if not any(fnmatch(s, pattern) for pattern in skipped)]
+        for name in names:
+            path = Path(folder) / name
+            if name.startswith(".") or not path.is_file():
+                continue
+            stat = path.stat()
+            yield SourceFile(path.relative_to(root).as_posix(), path, stat.st_size, stat.st_mtime_ns)
+
+
+def embedded_files() -> list[SourceFile]:
+    """The library's sources by path; then, while there is room in the budget, its tests by path."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sources = [
+        file
+        for file in sorted(_walk(root, _SKIPPED_FOLDERS), key=lambda file: file.name)
+        if file.name.endswith(".py")
+        and file.size
+        and not file.path.is_symlink()
+        and not any(fnmatch(file.name, pattern) for pattern in _GENERATED)
+    ]
+    chosen = [file for file in sources if not _is_test(file)]
+    total = sum(file.size for file in chosen) + sum(len(text) for text in _topics().values())
+    for file in filter(_is_test, sources):
+        if total >= EMBEDDED_BYTES:
+            break
+        chosen.append(file)
+        total += file.size
+    return chosen
+
+
+def _is_test(file: SourceFile) -> bool:
+    return not _TEST_FOLDERS.isdisjoint(PurePosixPath(file.name).parts[:-1])
+
+
+def embedded_documents() -> Iterator[Document]:
+    """The running Python's documentation topics, then its library's sources. The same on every call."""
+    for topic, text in sorted(_topics().items()):
+        yield Document(f"topics/{topic}", text)
+    for file in embedded_files():
+        try:
+            yield Document(f"lib/{file.name}", file.path.read_bytes().decode("utf-8"))
+        except UnicodeDecodeError:
+            continue  # a few tests of Python itself are in other encodings on purpose
+
+
+def text_files(path: Path) -> list[SourceFile]:
+    """The file itself, or the non-empty files of a folder by path; hidden ones (.git, .DS_Store) are left out."""
+    if not path.exists():
+        raise UserError("no such file or folder.", where=str(path), fix="Check the path of the text.")
+    if path.is_file():
+        stat = path.stat()
+        if not stat.st_size:
+            raise UserError("the file is empty.", where=str(path), fix="Give a file that holds text.")
+        return [SourceFile(path.name, path, stat.st_size, stat.st_mtime_ns)]
+    files = sorted((file for file in _walk(path, (".*",)) if file.size), key=lambda file: file.name)
+    if not files:
+        raise UserError("the folder holds no text.", where=str(path), fix="Give a folder of text files.")
+    return files
+
+
+def file_documents(path: Path) -> Iterator[Document]:
+    """One document per file. What is not text is refused: a model would train on it without complaint."""
+    for file in text_files(path):
+        yield Document(file.name, _read_text(file.path))
+
+
+def _read_text(path: Path) -> str:
+    content = path.read_bytes()
+    if b"\0" in content:
+        raise UserError(
+            "this is a binary file, not text.", where=str(path), fix="Remove it or convert it to UTF-8 text."
+        )
+    try:
+        return content.decode("utf-8-sig")  # a byte-order mark is no part of the text
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"not UTF-8 text (byte {error.start}).", where=str(path), fix="Convert it, e.g. with `iconv -t UTF-8`."
+        ) from None
+
+
+def is_validation(name: str, fraction: float) -> bool:
+    """Whether the document of this name is held out: by the name alone, so that no order or neighbour matters."""
+    digest = hashlib.sha256(name.encode("utf-8")).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2.0**64

@@ -1,0 +1,221 @@
+"""Tokenizers: raw bytes, a BPE trained on the spot, GPT-2's, or any `tokenizer.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from redline.data.cache import cache_dir
+from redline.errors import UserError
+from redline.units import parse_count
+
+END_OF_TEXT = "<|endoftext|>"
+_END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>")
+
+_BYTES_VOCABULARY = (257, 256, hashlib.sha256(b"redline bytes: ids 0-255, end of text 256").hexdigest()[:16])
+# The fingerprint of GPT-2's published vocabulary and merges. It is written down so that token files made
+# elsewhere can be trained on without the tokenizer's files; whatever is loaded as `gpt2` must match it.
+_GPT2_VOCABULARY = (50257, 50256, "f6d629a518c01312")
+
+
+class Tokenizer(ABC):
+    """Text to ids and back. Text never encodes to `eot`: only redline places it, before each document."""
+
+    name: str
+    vocab_size: int
+    eot: int
+    fingerprint: str
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text; `eot` is written as its name, and ids that stand for nothing are left out."""
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Write the definition to the file `path`; a tokenizer without one (bytes) writes nothing."""
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes are the ids."""
+
+    def __init__(self) -> None:
+        self.name = "bytes"
+        self.vocab_size, self.eot, self.fingerprint = _BYTES_VOCABULARY
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode("utf-8")) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        parts = (END_OF_TEXT.encode() if i == self.eot else bytes((i,)) for i in ids if 0 <= i <= self.eot)
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+    def save(self, path: Path) -> None:
+        return None
+
+
+class LibraryTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library."""
+
+    def __init__(self, name: str, backend: Any) -> None:
+        backend.no_truncation()  # a setting of some published files that would silently drop text
+        backend.no_padding()
+        backend.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not a control token
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.name = name
+        self.vocab_size = max(vocabulary.values()) + 1  # some vocabularies have holes
+        self.eot = _end_of_text(name, vocabulary)
+        self.fingerprint = _fingerprint(backend)
+        self._backend = backend
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [coded.ids for coded in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+    def save(self, path: Path) -> None:
+        self._backend.save(str(path))
+
+
+def load_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) -> Tokenizer:
+    """The tokenizer that `spec` names: bytes, train:N (from `texts`), gpt2, or the path of a tokenizer.json."""
+    if spec == "bytes":
+        return ByteTokenizer()
+    if spec == "gpt2":
+        return _load_gpt2()
+    if (size := trained_size(spec)) is not None:
+        if texts is None:
+            raise UserError(
+                f"the tokenizer {spec} is trained on text, and here is none.",
+                fix="Name a tokenizer that exists already: bytes, gpt2 or the path of a tokenizer.json.",
+            )
+        return _train(spec, size, texts())
+    path = Path(spec).expanduser()
+    return LibraryTokenizer(spec, _read_definition(path / "tokenizer.json" if path.is_dir() else path))
+
+
+def named_vocabulary(spec: str) -> tuple[int, int, str] | None:
+    """(vocab_size, eot, fingerprint) of a tokenizer that is known without its files, else None."""
+    return {"bytes": _BYTES_VOCABULARY, "gpt2": _GPT2_VOCABULARY}.get(spec)
+
+
+def trained_size(spec: str) -> int | None:
+    """N of train:N; None when the spec is of another kind."""
+    if not spec.startswith("train:"):
+        return None
+    try:
+        size = parse_count(spec.removeprefix("train:"))
+    except ValueError:
+        size = 0
+    if size < 257:
+        raise UserError(
+            f"{spec!r} is not a tokenizer.", fix="Write train:N with N of at least 257 (256 bytes and the end of text)."
+        )
+    return size
+
+
+def _train(name: str, size: int, texts: Iterable[str]) -> Tokenizer:
+    """Byte-level BPE as GPT-2's (Radford et al. 2019): any text can be written, and comes back exactly."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return LibraryTokenizer(name, backend)
+
+
+def _load_gpt2() -> Tokenizer:
+    path = _find_gpt2()
+    if path is None:
+        raise UserError(
+            "the GPT-2 tokenizer's files are not on this machine.",
+            fix=f"Put its tokenizer.json at {cache_dir() / 'gpt2' / 'tokenizer.json'}, "
+            "or set REDLINE_GPT2 to the folder that holds it.",
+        )
+    tokenizer = LibraryTokenizer("gpt2", _read_definition(path))
+    if (tokenizer.vocab_size, tokenizer.eot, tokenizer.fingerprint) != _GPT2_VOCABULARY:
+        raise UserError(
+            "this is another tokenizer than GPT-2's.", where=str(path), fix="Name it by its path instead of `gpt2`."
+        )
+    return tokenizer
+
+
+def _find_gpt2() -> Path | None:
+    if chosen := os.environ.get("REDLINE_GPT2"):
+        path = Path(chosen).expanduser()
+        return path / "tokenizer.json" if path.is_dir() else path
+    return next((path for path in _gpt2_places() if path.is_file()), None)
+
+
+def _gpt2_places() -> Iterator[Path]:
+    yield cache_dir() / "gpt2" / "tokenizer.json"
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    for model in ("models--gpt2", "models--openai-community--gpt2"):
+        yield from sorted((home / "hub" / model / "snapshots").glob("*/tokenizer.json"))
+
+
+def _read_definition(path: Path) -> Any:
+    from tokenizers import Tokenizer as Backend
+
+    if not path.is_file():
+        raise UserError(
+            "no such tokenizer.", where=str(path), fix="Name bytes, gpt2, train:N or the path of a tokenizer.json."
+        )
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception for whatever it cannot read
+        raise UserError(
+            f"not a tokenizer.json that can be read ({error}).", where=str(path), fix="Save it again with `tokenizers`."
+        ) from None
+
+
+def _end_of_text(name: str, vocabulary: dict[str, int]) -> int:
+    for token in _END_NAMES:
+        if token in vocabulary:
+            return vocabulary[token]
+    raise UserError(
+        "the tokenizer has no end-of-text token.", where=name, fix=f"Add one of {', '.join(_END_NAMES)} to it."
+    )
+
+
+def _fingerprint(backend: Any) -> str:
+    """What decides the ids of a text, and no more, in a form that releases of the library agree on."""
+    definition = json.loads(backend.to_str())
+    model = {key: value for key, value in definition["model"].items() if value}  # unset, null and false are one
+    if "merges" in model:  # older releases write "a b", newer ones ["a", "b"]
+        model["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    canonical = {
+        "model": model,
+        "vocabulary": backend.get_vocab(with_added_tokens=True),
+        "added": [token for token in definition["added_tokens"] if not token["special"]],
+        "normalizer": definition["normalizer"],
+        "pre_tokenizer": _without_offsets(definition["pre_tokenizer"]),
+    }
+    text = json.dumps(canonical, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _without_offsets(part: Any) -> Any:
+    if isinstance(part, dict):
+        return {key: _without_offsets(value) for key, value in part.items() if key != "trim_offsets"}
+    return [_without_offsets(item) for item in part] if isinstance(part, list) else part

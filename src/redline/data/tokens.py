@@ -1,0 +1,270 @@
+"""Reading tokens: a prepared folder, or token files made elsewhere, as memory-mapped splits.
+
+A prepared folder holds `meta.json`, `tokenizer.json` (none for bytes) and shards `train-00000.tok`,
+`val-00000.tok`, … An end-of-text token stands before each document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from redline.data.raw import open_raw
+from redline.data.shards import HEADER_BYTES, TokenFile, check_shard, damaged, token_dtype
+from redline.data.tokenizer import Tokenizer, load_tokenizer, named_vocabulary, trained_size
+from redline.errors import UserError
+
+SCHEMA = "redline-tokens-1"
+# Held out from the end of a raw file that comes without a validation file: one per cent, within these bounds.
+_HOLD_OUT_MOST = 1_000_000
+_HOLD_OUT_LEAST = 8_192
+
+
+class TokenSplit:
+    """The tokens of one split, as if its shards were one array."""
+
+    def __init__(
+        self,
+        pieces: Sequence[npt.NDArray[np.unsignedinteger]],
+        *,
+        vocab_size: int,
+        eot: int,
+        utf8_bytes: int | None,
+        fingerprint: str,
+    ) -> None:
+        self._pieces = list(pieces)
+        self._borders = np.cumsum([0, *(len(piece) for piece in self._pieces)])
+        self.vocab_size, self.eot, self.fingerprint = vocab_size, eot, fingerprint
+        self.bytes = utf8_bytes  # of the text behind the tokens, for bits per byte; None when unknown
+
+    def __len__(self) -> int:
+        return int(self._borders[-1])
+
+    def read(self, start: int, count: int) -> npt.NDArray[np.unsignedinteger]:
+        """`count` tokens from `start` on, in the type they are stored in."""
+        if start < 0 or count < 0 or start + count > len(self):
+            raise IndexError(f"tokens {start}…{start + count} of {len(self)}")
+        out = np.empty(count, dtype=self._pieces[0].dtype)
+        done = 0
+        while done < count:
+            piece = int(np.searchsorted(self._borders, start + done, side="right")) - 1
+            inside = start + done - int(self._borders[piece])
+            part = self._pieces[piece][inside : inside + count - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+        return out
+
+    def windows(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+        """[n, length]: the tokens from each start on; only windows across a shard border are read one by one."""
+        starts = np.asarray(starts, dtype=np.int64)
+        if starts.size and (starts.min() < 0 or starts.max() + length > len(self)):
+            raise IndexError(f"windows of {length} from {starts.min()}…{starts.max()} in {len(self)} tokens")
+        out = np.empty((len(starts), length), dtype=np.int64)
+        first = np.searchsorted(self._borders, starts, side="right") - 1
+        last = np.searchsorted(self._borders, starts + length - 1, side="right") - 1
+        for piece in np.unique(first[first == last]):
+            rows = np.flatnonzero((first == piece) & (last == piece))
+            views = np.lib.stride_tricks.sliding_window_view(self._pieces[piece], length)
+            out[rows] = views[starts[rows] - self._borders[piece]]
+        for row in np.flatnonzero(first != last):
+            out[row] = self.read(int(starts[row]), length)
+        return out
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """A source of tokens, opened and checked."""
+
+    source: Path
+    train: TokenSplit
+    val: TokenSplit | None
+    tokenizer_name: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    eot: int
+    fingerprint: str
+    files: tuple[TokenFile, ...]
+
+    def verify(self) -> None:
+        """Read every token once and compare with the digests that were recorded."""
+        for file in self.files:
+            file.verify()
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens, for samples; a UserError when its files are not there."""
+        own = self.source / "tokenizer.json"
+        tokenizer = load_tokenizer(str(own) if own.is_file() else self.tokenizer_name)
+        if tokenizer.fingerprint != self.tokenizer_fingerprint:
+            raise damaged(own, "this is not the tokenizer that made the tokens")
+        return tokenizer
+
+
+def holds_tokens(source: Path) -> bool:
+    """Whether `open_tokens` is for this path, rather than `prepare`."""
+    if source.suffix == ".bin" or (source / "train.bin").is_file() or any(source.glob("*.tok")):
+        return True
+    meta = source / "meta.json"
+    return meta.is_file() and SCHEMA in meta.read_text(encoding="utf-8", errors="replace")
+
+
+def open_tokens(source: Path, tokenizer: str | None = None) -> TokenData:
+    """Open a prepared folder, a folder with `train.bin` (and `val.bin`), or one `.bin` file.
+
+    `tokenizer` is a spec or a fingerprint that the tokens must have been made with. Raw files need a spec, for
+    they do not name their own; a prepared folder does, and takes None.
+    """
+    if not source.exists():
+        raise UserError(
+            "no such file or folder.", where=str(source), fix="Give a prepared folder or a .bin file of tokens."
+        )
+    if source.suffix == ".bin" and source.is_file():
+        val = source.with_name("val.bin") if source.name == "train.bin" else None
+        return _open_raw_files(source, val, source, tokenizer)
+    if (source / "train.bin").is_file():
+        return _open_raw_files(source / "train.bin", source / "val.bin", source, tokenizer)
+    return _open_prepared(source, tokenizer)
+
+
+def data_fingerprint(tokenizer_fingerprint: str, vocab_size: int, eot: int, splits: dict[str, Any]) -> str:
+    """Names the content: the same tokens in the same shards, wherever they lie."""
+    return _digest([tokenizer_fingerprint, vocab_size, eot, splits])
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _open_prepared(folder: Path, tokenizer: str | None) -> TokenData:
+    path = folder / "meta.json"
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        made_with, vocab_size, eot = meta["tokenizer"], int(meta["vocab_size"]), int(meta["eot"])
+        name, tokenizer_fingerprint = str(made_with["name"]), str(made_with["fingerprint"])
+        files = {split: _shards(folder, vocab_size, entry) for split, entry in meta["splits"].items()}
+        whole = meta["fingerprint"] == data_fingerprint(tokenizer_fingerprint, vocab_size, eot, meta["splits"])
+        whole = whole and meta["schema"] == SCHEMA and meta["dtype"] == token_dtype(vocab_size).name
+    except FileNotFoundError:
+        raise damaged(path, "the folder is not a prepared one, for it has no meta.json") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole or not files.get("train"):
+        raise damaged(path, "the description of the data is damaged")
+    _check_tokenizer(folder, name, tokenizer_fingerprint, tokenizer)
+    for file in (file for split in files.values() for file in split):
+        check_shard(file, tokenizer_fingerprint)
+        file.check_vocabulary(name, vocab_size)
+
+    def split(name: str) -> TokenSplit | None:
+        if not files.get(name):
+            return None
+        entry = meta["splits"][name]
+        return TokenSplit(
+            [file.map() for file in files[name]],
+            vocab_size=vocab_size,
+            eot=eot,
+            utf8_bytes=entry["bytes"],
+            fingerprint=_digest(entry),
+        )
+
+    train = split("train")
+    assert train is not None
+    return TokenData(
+        source=folder,
+        train=train,
+        val=split("val"),
+        tokenizer_name=name,
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        vocab_size=vocab_size,
+        eot=eot,
+        fingerprint=meta["fingerprint"],
+        files=tuple(file for each in files.values() for file in each),
+    )
+
+
+def _shards(folder: Path, vocab_size: int, entry: dict[str, Any]) -> list[TokenFile]:
+    files = []
+    for shard in entry["shards"]:
+        if Path(shard["file"]).name != shard["file"] or int(shard["tokens"]) < 1:
+            raise ValueError("a shard lies beside meta.json and holds something")
+        files.append(
+            TokenFile(
+                path=folder / shard["file"],
+                dtype=token_dtype(vocab_size),
+                offset=HEADER_BYTES,
+                tokens=int(shard["tokens"]),
+                sha256=shard["sha256"],
+                max_id=int(shard["max_id"]),
+            )
+        )
+    return files
+
+
+def _check_tokenizer(folder: Path, name: str, fingerprint: str, requested: str | None) -> None:
+    if requested is None:
+        return
+    if re.fullmatch(r"[0-9a-f]{16}", requested):
+        same = requested == fingerprint
+    elif trained_size(requested) is not None:  # what it was trained on cannot be known here: its name must do
+        same = requested == name
+    else:
+        known = named_vocabulary(requested)
+        same = fingerprint == (known[2] if known else load_tokenizer(requested).fingerprint)
+    if not same:
+        raise UserError(
+            f"wrong tokenizer for the shards: they were made with {name} ({fingerprint}), not {requested}.",
+            where=str(folder),
+            fix=f"Set data.tokenizer={name}, or prepare the text again with {requested}.",
+        )
+
+
+def _open_raw_files(train: Path, val: Path | None, source: Path, spec: str | None) -> TokenData:
+    name, vocab_size, eot, tokenizer_fingerprint = _raw_vocabulary(train, spec)
+    files = [open_raw(train)]
+    if val is not None and val.is_file():
+        files.append(open_raw(val))
+    for file in files:
+        file.check_vocabulary(name, vocab_size)
+    pieces = [file.map() for file in files]
+    if len(files) == 1:
+        tokens = files[0].tokens
+        held_out = min(_HOLD_OUT_MOST, max(tokens // 100, min(_HOLD_OUT_LEAST, tokens // 10)))
+        pieces = [pieces[0][: tokens - held_out], pieces[0][tokens - held_out :]]
+    digests = [file.sha256 for file in files]
+    splits = [
+        TokenSplit(
+            [piece], vocab_size=vocab_size, eot=eot, utf8_bytes=None, fingerprint=_digest([digests, part, len(piece)])
+        )
+        for part, piece in zip(("train", "val"), pieces, strict=True)
+    ]
+    return TokenData(
+        source=source,
+        train=splits[0],
+        val=splits[1] if len(splits[1]) else None,
+        tokenizer_name=name,
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        vocab_size=vocab_size,
+        eot=eot,
+        fingerprint=_digest([tokenizer_fingerprint, *(split.fingerprint for split in splits)]),
+        files=tuple(files),
+    )
+
+
+def _raw_vocabulary(path: Path, spec: str | None) -> tuple[str, int, int, str]:
+    if spec is None or trained_size(spec) is not None:
+        raise UserError(
+            "a raw token file does not name its tokenizer.",
+            where=str(path),
+            fix="Name the one it was made with: data.tokenizer=gpt2, bytes, or the path of a tokenizer.json.",
+        )
+    if known := named_vocabulary(spec):
+        return (spec, *known)
+    tokenizer = load_tokenizer(spec)
+    return spec, tokenizer.vocab_size, tokenizer.eot, tokenizer.fingerprint

@@ -1,0 +1,61 @@
+"""Dense peaks of known cards. What is not known is None: never another card's number, never a sparse one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TERA = 1e12
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    name: str
+    bf16: float  # FLOP/s, dense, fp32 accumulation
+    fp8: float | None
+    fp32: float
+    memory_gb: float
+    bandwidth: float  # bytes/s
+
+    def peak(self, precision: str) -> float | None:
+        return {"bf16": self.bf16, "fp16": self.bf16, "fp8": self.fp8, "fp32": self.fp32}[precision]
+
+
+def _spec(name: str, bf16: float, fp8: float | None, fp32: float, memory_gb: float, tb_s: float) -> GpuSpec:
+    return GpuSpec(name, bf16 * TERA, fp8 * TERA if fp8 else None, fp32 * TERA, memory_gb, tb_s * TERA)
+
+
+SPECS = {
+    spec.name: spec
+    for spec in (
+        _spec("h100", 989, 1979, 67, 80, 3.35),
+        _spec("h100-pcie", 756, 1513, 51, 80, 2.0),
+        _spec("h100-nvl", 835, 1671, 60, 94, 3.9),
+        _spec("h200", 989, 1979, 67, 141, 4.8),
+        _spec("gh200", 989, 1979, 67, 96, 4.0),
+        _spec("b200", 2250, 4500, 75, 180, 7.7),
+        _spec("a100-40gb", 312, None, 19.5, 40, 1.555),
+        _spec("a100-80gb", 312, None, 19.5, 80, 2.039),
+        _spec("l40s", 362, 733, 91.6, 48, 0.864),
+        _spec("l4", 121, 242, 30.3, 24, 0.3),
+        _spec("rtx4090", 165, 330, 82.6, 24, 1.008),
+        _spec("rtx5090", 209, 419, 104.8, 32, 1.792),
+    )
+}
+
+
+def spec_of(device_name: str, memory_gb: float | None = None) -> GpuSpec | None:
+    """The spec behind a driver's device name ("NVIDIA H100 80GB HBM3"), or None."""
+    name = device_name.lower().replace("nvidia", "").replace("geforce", "").strip()
+    words = name.replace("-", " ").split()
+    if "h100" in words:
+        key = "h100-nvl" if "nvl" in words else "h100-pcie" if "pcie" in words else "h100"
+    elif "a100" in words:
+        large = any(w.startswith("80gb") for w in words) or (memory_gb or 0) > 60
+        key = "a100-80gb" if large else "a100-40gb"
+    elif "rtx" in words:
+        key = next((f"rtx{n}" for n in ("4090", "5090") if n in words and len(words) <= 2), "")
+    elif "nvl" in words:
+        key = ""  # H200 NVL is another, slower card
+    else:
+        key = next((k for k in ("gh200", "h200", "b200", "l40s", "l4") if k in words), "")
+    return SPECS.get(key)

@@ -1,0 +1,224 @@
+"""Attention: one entry point, several back-ends, chosen once and said why.
+
+Tensors are [B, H, T, K]. `Attention.bind` turns a batch's documents into what the back-end wants (a dense mask,
+borders, a block mask) once per batch; every layer then calls `attention(q, k, v, bound)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from redline.errors import UserError
+from redline.kernels.masks import MaskSpec
+
+BACKENDS = ("cudnn", "flash", "efficient", "flex", "dense")
+_SDPA = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+Shape = tuple[int, int, int, int]  # B, H, T, K
+
+
+@dataclass
+class Bound:
+    """A mask made ready for one batch."""
+
+    dense: Tensor | None = None  # [B, 1, T, T], True where seen
+    borders: Tensor | None = None  # cumulative document lengths over the flattened batch
+    longest: int = 0
+    blocks: Any = None  # flex BlockMask
+
+
+class Attention:
+    """The chosen back-end for one mask description."""
+
+    def __init__(self, backend: str, spec: MaskSpec, device: str = "cpu") -> None:
+        self.backend, self.spec, self.device = backend, spec, device
+        self.varlen = backend == "flash" and spec.documents and device == "cuda"
+
+    def bind(self, length: int, documents_BT: Tensor | None = None, borders: Tensor | None = None) -> Bound:
+        if self.backend == "flex":
+            return Bound(blocks=_block_mask(self.spec, length, documents_BT, self.device))
+        if not self.spec.documents:
+            return Bound()  # causal is a flag to these kernels, not a tensor
+        assert documents_BT is not None, "a document mask needs document ids"
+        if self.varlen:
+            return Bound(borders=borders if borders is not None else _borders(documents_BT), longest=length)
+        return Bound(dense=self.spec.dense(length, documents_BT))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> Tensor:
+        if self.backend == "dense":
+            return _dense(q, k, v, self.spec, bound.dense)
+        if self.backend == "flex":
+            return _flex(q, k, v, bound.blocks)
+        if self.varlen:
+            return _varlen(q, k, v, bound)
+        k, v = _repeat_kv(q, k, v)
+        with sdpa_kernel(_SDPA[self.backend]):
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=bound.dense, is_causal=self.spec.causal and bound.dense is None
+            )
+
+
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """New queries at positions start… against all keys so far (sampling)."""
+    k, v = _repeat_kv(q, k, v)
+    if q.shape[2] == 1:
+        return F.scaled_dot_product_attention(q, k, v)
+    rows = torch.arange(start, start + q.shape[2], device=q.device)
+    seen = rows[:, None] >= torch.arange(k.shape[2], device=q.device)[None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def _repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    groups = q.shape[1] // k.shape[1]
+    return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, spec: MaskSpec, mask: Tensor | None) -> Tensor:
+    """The reference: every score in float32, masked, softmax."""
+    k, v = _repeat_kv(q, k, v)
+    if mask is None:
+        mask = spec.dense(q.shape[2], device=q.device)
+    scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return (weights @ v.float()).to(q.dtype)
+
+
+def _borders(documents_BT: Tensor) -> Tensor:
+    """Cumulative lengths of the documents; each row begins a new one."""
+    starts = torch.ones_like(documents_BT, dtype=torch.bool)
+    starts[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    first = starts.flatten().nonzero().flatten()
+    return torch.cat([first, first.new_tensor([documents_BT.numel()])]).to(torch.int32)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    B, H, T, K = q.shape
+    k, v = _repeat_kv(q, k, v)
+    q, k, v = (x.transpose(1, 2).reshape(B * T, H, K) for x in (q, k, v))
+    assert bound.borders is not None
+    out = varlen_attn(q, k, v, bound.borders, bound.borders, bound.longest, bound.longest, window_size=(-1, 0))
+    assert isinstance(out, Tensor)
+    return out.view(B, T, H, K).transpose(1, 2)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    flex: Callable[..., Any] = (
+        _compiled_flex(flex_attention) if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+    )
+    out = flex(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
+    assert isinstance(out, Tensor)
+    return out
+
+
+_FLEX: dict[str, Callable[..., Any]] = {}
+
+
+def _compiled_flex(flex_attention: Callable[..., Any]) -> Callable[..., Any]:
+    """Uncompiled, flex materialises all scores."""
+    return _FLEX.setdefault("flex", torch.compile(flex_attention, dynamic=False))
+
+
+def _block_mask(spec: MaskSpec, length: int, documents_BT: Tensor | None, device: str) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = documents_BT[batch, query] == documents_BT[batch, key] if documents_BT is not None else None
+        return spec.allows(query, key, same)
+
+    batch = documents_BT.shape[0] if spec.documents and documents_BT is not None else None
+    return create_block_mask(allowed, batch, None, length, length, device=device)
+
+
+@dataclass(frozen=True)
+class Selection:
+    backend: str
+    reason: str
+
+
+def candidates(spec: MaskSpec, device: str, dtype: torch.dtype, head_dim: int) -> dict[str, str]:
+    """Every back-end: empty where it can run, else why it cannot."""
+    if device == "cpu":
+        no_gpu = "needs a GPU"
+        return {"cudnn": no_gpu, "flash": "", "efficient": no_gpu, "flex": "has no backward on a CPU", "dense": ""}
+    half = dtype in (torch.bfloat16, torch.float16)
+    wants_half = "" if half else "needs bf16 or fp16"
+    size = "" if head_dim % 8 == 0 and head_dim <= 256 else "needs head_dim a multiple of 8, at most 256"
+    power = "" if head_dim >= 16 and head_dim & (head_dim - 1) == 0 else "needs head_dim a power of two, at least 16"
+    cudnn = "" if torch.backends.cudnn.is_available() and head_dim <= 128 else "needs cuDNN and head_dim at most 128"
+    return {
+        "cudnn": wants_half or size or cudnn,
+        "flash": wants_half or size,
+        "efficient": "",
+        "flex": power,
+        "dense": "",
+    }
+
+
+def select(asked: str, spec: MaskSpec, *, device: str, dtype: torch.dtype, shape: Shape) -> Selection:
+    """The back-end asked for, or the fastest at the run's own shape [B, H, T, K] (measured on a GPU)."""
+    able = candidates(spec, device, dtype, shape[-1])
+    if asked != "auto":
+        if able[asked]:
+            working = ", ".join(name for name, why in able.items() if not why)
+            raise UserError(f"{asked} {able[asked]}.", where="model.attention", fix=f"Use auto, or one of {working}.")
+        return Selection(asked, "as asked")
+    if device == "cpu":
+        return Selection("flash", "torch's fused CPU kernel")
+    times = {}
+    failed = {name: why for name, why in able.items() if why}
+    for name in ("cudnn", "flash", "efficient", "flex"):
+        if not able[name]:
+            try:
+                times[name] = measure(name, spec, dtype=dtype, shape=shape)
+            except Exception as error:  # a kernel may refuse a shape in many ways; the others still serve
+                failed[name] = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
+    if not times:
+        return Selection("dense", "; ".join(f"{n}: {w}" for n, w in failed.items()))
+    best = min(times, key=times.__getitem__)
+    measured = ", ".join(f"{n} {t:.2f}" for n, t in sorted(times.items(), key=lambda item: item[1]))
+    lost = "".join(f"; {n}: {w}" for n, w in failed.items() if n != "dense")
+    return Selection(best, f"forward+backward ms at {'×'.join(map(str, shape))}: {measured}{lost}")
+
+
+def measure(backend: str, spec: MaskSpec, *, dtype: torch.dtype, shape: Shape) -> float:
+    """Milliseconds, forward and backward, at this shape with documents of a quarter of a row."""
+    B, H, T, K = shape
+    # like the model's own: views of one merged projection
+    qkv = torch.randn(B, T, 3, H, K, device="cuda", dtype=dtype, requires_grad=True)
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    documents = (torch.arange(T, device="cuda") * 4 // T).expand(B, T).contiguous() if spec.documents else None
+    attention = Attention(backend, spec, "cuda")
+    bound = attention.bind(T, documents)
+    upstream = torch.randn(B, T, H, K, device="cuda", dtype=dtype).transpose(1, 2)
+
+    def once() -> None:
+        attention(q, k, v, bound).backward(upstream)
+        qkv.grad = None
+
+    once()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(5):
+        begin.record()
+        once()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[len(times) // 2]

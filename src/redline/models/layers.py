@@ -1,0 +1,141 @@
+"""The decoder's parts. Weights are float32 masters; each layer computes in its input's precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from redline.kernels.attention import Attention, Bound, attend_cached
+from redline.models.recompute import CHECKPOINTING
+from redline.plan.shapes import DecoderShape
+
+
+class Linear(nn.Module):
+    """x·Wᵀ without bias. `splits` names the matrices stored merged along the rows."""
+
+    def __init__(self, inputs: int, outputs: int, splits: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.splits = splits or (outputs,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * self.weight).to(x.dtype)
+
+
+def rotary_table(length: int, head_dim: int, theta: float, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, K/2] in float32 (RoFormer, arXiv 2104.09864)."""
+    frequency = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequency[None, :]
+    return angle.cos(), angle.sin()
+
+
+def rotate(x_BHTK: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
+    """Pairs are (i, i + K/2), as in Llama checkpoints."""
+    a, b = x_BHTK.float().chunk(2, -1)
+    return torch.cat((a * cos_TF - b * sin_TF, b * cos_TF + a * sin_TF), -1).to(x_BHTK.dtype)
+
+
+@dataclass
+class KVCache:
+    """Keys and values of one layer, grown as tokens are sampled."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = [torch.cat([*self.keys, k], 2)], [torch.cat([*self.values, v], 2)]
+        return self.keys[0], self.values[0]
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, shape: DecoderShape, eps: float, attention: Attention) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        widths = (shape.d_attention, shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim)
+        self.qkv = Linear(shape.d_model, shape.d_qkv, widths)
+        self.out = Linear(shape.d_attention, shape.d_model)
+        self.q_norm = RMSNorm(shape.head_dim, eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, eps) if shape.qk_norm else None
+        self.attention = attention
+
+    def forward(
+        self, x_BTD: Tensor, cos: Tensor, sin: Tensor, mask: Bound, cache: KVCache | None = None, start: int = 0
+    ) -> Tensor:
+        B, T, _ = x_BTD.shape
+        qkv = self.qkv(x_BTD).view(B, T, self.heads + 2 * self.kv_heads, self.head_dim)
+        q, k, v = (x.transpose(1, 2) for x in qkv.split((self.heads, self.kv_heads, self.kv_heads), 2))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is None:
+            y = self.attention(q, k, v, mask)
+        else:
+            y = attend_cached(q, *cache.extend(k, v), start)
+        out: Tensor = self.out(y.transpose(1, 2).reshape(B, T, self.heads * self.head_dim))
+        return out
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202), gate and up merged; or squared ReLU (arXiv 2109.08668)."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.gated = shape.mlp == "swiglu"
+        self.up = Linear(shape.d_model, shape.d_up, (shape.d_ff, shape.d_ff) if self.gated else ())
+        self.down = Linear(shape.d_ff, shape.d_model)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        h = self.up(x_BTD)
+        if self.gated:
+            gate, up = h.chunk(2, -1)
+            h = F.silu(gate) * up
+        else:
+            h = F.relu(h).square()
+        out: Tensor = self.down(h)
+        return out
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the stream."""
+
+    def __init__(
+        self, shape: DecoderShape, eps: float, dropout: float, attention: Attention, checkpointing: str = "none"
+    ) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(shape.d_model, eps)
+        self.attention = SelfAttention(shape, eps, attention)
+        self.mlp_norm = RMSNorm(shape.d_model, eps)
+        self.mlp = MLP(shape)
+        self.dropout = dropout
+        self.run = CHECKPOINTING[checkpointing]
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Bound) -> Tensor:
+        return self.run(self._body, x, cos, sin, mask) if torch.is_grad_enabled() else self._body(x, cos, sin, mask)
+
+    def _body(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Bound) -> Tensor:
+        x = x + self._drop(self.attention(self.attention_norm(x), cos, sin, mask))
+        return x + self._drop(self.mlp(self.mlp_norm(x)))
+
+    def extend(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Tensor:
+        """The same for new tokens after those in the cache."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, Bound(), cache, start)
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x

@@ -1,0 +1,84 @@
+"""The one decoder: every job trains this."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from redline.kernels.attention import Attention, Bound
+from redline.models.layers import Block, KVCache, Linear, RMSNorm, rotary_table
+from redline.plan.shapes import DecoderShape
+
+_INIT_STD = 0.02
+
+
+class Decoder(nn.Module):
+    def __init__(
+        self,
+        shape: DecoderShape,
+        *,
+        attention: Attention,
+        rope_theta: float = 10000.0,
+        eps: float = 1e-5,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        dtype: torch.dtype = torch.float32,
+        checkpointing: str = "none",
+    ) -> None:
+        super().__init__()
+        self.shape, self.softcap, self.dtype, self.rope_theta = shape, softcap, dtype, rope_theta
+        self.dropout = dropout
+        self.embedding = nn.Embedding(shape.vocab, shape.d_model)
+        self.blocks = nn.ModuleList(Block(shape, eps, dropout, attention, checkpointing) for _ in range(shape.layers))
+        self.norm = RMSNorm(shape.d_model, eps)
+        self.head = None if shape.tied else Linear(shape.d_model, shape.vocab)
+        self._rotary: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    @property
+    def head_weight(self) -> Tensor:
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """GPT-2's initialisation: what adds to the stream is smaller the deeper the model."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                nn.init.ones_(parameter)
+                continue
+            adds = name.endswith(("attention.out.weight", "mlp.down.weight"))
+            std = _INIT_STD / (2 * self.shape.layers) ** 0.5 if adds else _INIT_STD
+            # drawn on the CPU so that the same seed gives the same model on every device
+            parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+    def compile_blocks(self) -> None:
+        """One graph for all layers: they are alike, so the first compiles for all."""
+        for block in self.blocks:
+            block.compile(dynamic=False)
+
+    def forward(self, tokens_BT: Tensor, mask: Bound, cache: list[KVCache] | None = None, start: int = 0) -> Tensor:
+        """Hidden states [B, T, D] after the final norm."""
+        x = F.embedding(tokens_BT, self.embedding.weight).to(self.dtype)
+        if self.dropout:
+            x = F.dropout(x, self.dropout, self.training)
+        cos, sin = self._rotary_slice(start, tokens_BT.shape[1], tokens_BT.device)
+        for i, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            x = block(x, cos, sin, mask) if cache is None else block.extend(x, cos, sin, cache[i], start)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        z = F.linear(hidden, self.head_weight.to(hidden.dtype)).float()
+        return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
+
+    def new_cache(self) -> list[KVCache]:
+        return [KVCache() for _ in self.blocks]
+
+    def _rotary_slice(self, start: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        size = 1 << max(0, start + length - 1).bit_length()
+        if (size, device) not in self._rotary:
+            self._rotary[size, device] = rotary_table(size, self.shape.head_dim, self.rope_theta, device)
+        cos, sin = self._rotary[size, device]
+        return cos[start : start + length], sin[start : start + length]

@@ -1,0 +1,296 @@
+"""What one sees while a run goes: the event log, rendered. A live bar on a terminal, plain lines anywhere else.
+
+Nothing here may disturb training: every field may be missing, the terminal may be gone, and model samples may hold
+brackets, escape codes or half characters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+from redline.monitor.events import Event, finite, number, section
+from redline.monitor.runs import stop_status
+from redline.units import format_bytes, format_count, format_seconds, format_usd
+
+if TYPE_CHECKING:
+    from redline.monitor.screen import Screen
+
+# C0 and C1 controls (escape codes among them), lone surrogates, and the marks that reverse the reading direction.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+_EVAL_SHOWN = frozenset({"type", "time", "step", "tokens", "loss", "perplexity", "bits_per_byte", "seconds", "hours"})
+
+
+class Console:
+    """Renders events. `interactive=None` asks the file whether it is a terminal; `total` is the number of steps."""
+
+    def __init__(self, file: TextIO | None = None, interactive: bool | None = None, total: int | None = None) -> None:
+        self._file = file if file is not None else sys.stderr
+        self.interactive = _is_terminal(self._file) if interactive is None else interactive
+        self._total = total
+        self._last_loss: float | None = None
+        self._lock = threading.RLock()
+        self._closed = False
+        self._screen = _open_screen(self._file) if self.interactive else None
+
+    def event(self, event: Event) -> None:
+        """Show one event. Never raises: what cannot be shown is said in one line, or not at all if no line can be."""
+        with self._lock:
+            try:
+                self._show(event)
+            except Exception as error:
+                self._write(f"({clean(event.get('type'))} could not be shown: {type(error).__name__})", "yellow")
+
+    def tick(self, step: int, progress: float | None = None, eta_s: float | None = None) -> None:
+        """Move the bar between logged steps: only stores what the screen draws about 8 times a second."""
+        if self._screen is not None and not self._closed:
+            self._screen.move(finite(progress), self._step_label(step), _duration("ETA", eta_s))
+
+    def close(self) -> None:
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            self._closed = True
+            if self._screen is not None:
+                self._screen.settle()
+
+    def _show(self, event: Event) -> None:
+        kind = event.get("type")
+        if kind == "start":
+            self._write(_start_line(event), "bold")
+        elif kind == "plan":
+            self._plan(event)
+        elif kind == "warmup":
+            self._warmup(one_line(event.get("message")) or "warming up…")
+        elif kind == "step":
+            self._step(event)
+        elif kind == "eval":
+            self._eval(event)
+        elif kind == "checkpoint":
+            self._write(_checkpoint_line(event), "dim")
+        elif kind == "sample":
+            self._sample(event)
+        elif kind in ("warning", "replan", "recovery"):
+            self._write(f"{kind}  {one_line(event.get('message'))}", "yellow")
+        elif kind == "stop":
+            self._stop(event)
+
+    def _plan(self, event: Event) -> None:
+        rows, choices = list(plan_rows(event)), _choices(event)
+        if self._screen is not None:
+            self._screen.plan(rows, choices)
+        else:
+            for label, text in rows:
+                self._write(f"  {label:<11}{text}")
+            width = max((len(key) + len(value) + 3 for key, value, _ in choices), default=0)
+            for key, value, reason in choices:
+                self._write(f"  {f'{key} = {value}':<{min(width, 48)}}  {reason}".rstrip())
+        warnings = event.get("warnings")
+        for warning in warnings if isinstance(warnings, list) else []:
+            self._write(f"warning  {one_line(warning)}", "yellow")
+
+    def _warmup(self, message: str) -> None:
+        if self._screen is not None:
+            self._screen.wait(message)
+        else:
+            self._write(message)
+
+    def _step(self, event: Event) -> None:
+        step, facts = self._step_label(event.get("step")), step_facts(event)
+        if self._screen is None:
+            percent = _number(event, "progress", "{:4.0%}")
+            self._write("  ".join(filter(None, [step, percent, *facts, _duration("ETA", event.get("eta_s"))])))
+        else:
+            self._screen.facts = facts
+            self._screen.move(number(event, "progress"), step, _duration("ETA", event.get("eta_s")))
+
+    def _eval(self, event: Event) -> None:
+        loss = number(event, "loss")
+        change = "" if loss is None or self._last_loss is None else f" ({loss - self._last_loss:+.4f})"
+        self._last_loss = loss if loss is not None else self._last_loss
+        worse = change.startswith(" (+")
+        others = [_number(event, key, f"{one_line(key)} {{:.4g}}") for key in event if key not in _EVAL_SHOWN]
+        parts = [
+            self._step_label(event.get("step")),
+            _number(event, "loss", "val loss {:.4f}") + change,
+            _number(event, "perplexity", "ppl {:.2f}"),
+            _number(event, "bits_per_byte", "bits/byte {:.4f}"),
+            *others,
+        ]
+        self._write("eval  " + "  ".join(filter(None, parts)), "yellow" if worse else "green")
+
+    def _sample(self, event: Event) -> None:
+        title = one_line(f"sample {clean(event.get('label'))} {self._step_label(event.get('step'))}")
+        prompt, text = clean(event.get("prompt")), clean(event.get("text"))
+        if self._screen is not None:
+            self._screen.sample(title, prompt, text)
+        else:
+            body = (f"> {prompt}\n" if prompt else "") + text
+            self._write("\n".join([title, *(f"    {line}" for line in body.split("\n"))]))
+
+    def _stop(self, event: Event) -> None:
+        rows = list(_stop_rows(event, self._step_label(event.get("step"))))
+        if self._screen is not None:
+            self._screen.finish(rows)
+        else:
+            for label, text in rows:
+                self._write(f"{label:<11}{text}")
+
+    def _step_label(self, step: object) -> str:
+        step = finite(step)
+        if step is None:
+            return ""
+        if not self._total:
+            return f"step {step:,}"
+        return f"step {step:>{len(f'{self._total:,}')},}/{self._total:,}"
+
+    def _write(self, text: str, style: str = "") -> None:
+        # A closed pipe or terminal is no reason to stop training; the log has the event.
+        with contextlib.suppress(OSError, ValueError):
+            if self._screen is not None:
+                self._screen.line(text, style)
+            else:
+                encoding = getattr(self._file, "encoding", None) or "utf-8"
+                self._file.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+                self._file.flush()
+
+
+def clean(value: object) -> str:
+    """Text of unknown origin, made safe to print: no escape codes, no half characters."""
+    return "" if value is None else _UNPRINTABLE.sub("�", str(value).replace("\r\n", "\n"))
+
+
+def one_line(value: object) -> str:
+    return " ".join(clean(value).split())
+
+
+def step_facts(event: Event) -> list[str]:
+    """A step in a few words; what is not known is not shown."""
+    lost = "loss not finite" if "loss" in event and event["loss"] is None else ""
+    facts = [
+        _number(event, "loss", "loss {:.4f}") or lost,
+        _number(event, "skipped", "{:.0f} skipped") if event.get("skipped") else "",
+        _number(event, "tokens_per_s", "{} tok/s", format_count),
+        _number(event, "mfu", "MFU {:.1%}"),
+        _number(event, "memory_gib", "{:.1f} GiB"),
+        _number(event, "cost_usd", "{}", format_usd),
+        _number(event, "lr", "lr {:.2e}"),
+        _number(event, "grad_norm", "grad {:.2f}"),
+    ]
+    return [fact for fact in facts if fact]
+
+
+def plan_rows(event: Event) -> Iterator[tuple[str, str]]:
+    """The plan as (label, text); a row without a label goes on with the one above."""
+    parameters, flops = section(event, "parameters"), section(event, "flops_per_token")
+    formula = f" = {one_line(flops['formula'])}" if flops.get("formula") else ""
+    yield from _row(
+        "model",
+        [
+            _number(parameters, "total", "{} parameters", format_count),
+            _number(parameters, "trainable", "{} trainable", format_count),
+            _number(flops, "useful", "{:.3g} GFLOP/token", lambda flop: flop / 1e9) + formula,
+        ],
+    )
+    batch = section(event, "batch")
+    yield from _row(
+        "batch",
+        [
+            _number(batch, "global", "{:,} sequences"),
+            _number(batch, "micro", "micro {:,}") + _number(batch, "accumulation", " × {:,}"),
+            _number(batch, "tokens_per_step", "{} tokens/step", format_count),
+        ],
+    )
+    memory = section(event, "memory_gib")
+    yield from _row("memory", [_memory_total(memory)])
+    parts = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
+    yield from _row("", [_number(memory, part, part + " {:.2f}") for part in parts])
+    horizon = section(event, "horizon")
+    yield from _row(
+        "horizon",
+        [
+            _number(horizon, "steps", "{:,} steps"),
+            _number(horizon, "tokens", "{} tokens", format_count),
+            _duration("about", horizon.get("seconds")),
+        ],
+    )
+
+
+def _row(label: str, parts: list[str]) -> Iterator[tuple[str, str]]:
+    if any(parts):
+        yield label, " · ".join(filter(None, parts))
+
+
+def _memory_total(memory: Mapping[str, Any]) -> str:
+    peak, available = number(memory, "peak"), number(memory, "available")
+    if peak is None or not available or available < 0:
+        return _number(memory, "peak", "{:.1f} GiB at the peak")
+    filled = round(24 * min(max(peak / available, 0.0), 1.0))
+    return f"{'━' * filled}{'┈' * (24 - filled)} {peak:.1f} of {available:.1f} GiB ({peak / available:.0%})"
+
+
+def _choices(event: Event) -> list[tuple[str, str, str]]:
+    choices = event.get("choices")
+    rows = [choice for choice in choices if isinstance(choice, Mapping)] if isinstance(choices, list) else []
+    return [(one_line(c.get("key")), one_line(c.get("value")), one_line(c.get("reason"))) for c in rows]
+
+
+def _start_line(event: Event) -> str:
+    resumed = _number(event, "resumed_from", "resumed from step {:,}")
+    parts = [*(one_line(event.get(key)) for key in ("run_dir", "recipe", "device")), resumed]
+    return "redline  " + " · ".join(filter(None, parts))
+
+
+def _checkpoint_line(event: Event) -> str:
+    parts = [
+        one_line(event.get("path")) or _number(event, "step", "step {:,}"),
+        _number(event, "bytes", "{}", format_bytes),
+        _duration("in", event.get("seconds")),
+    ]
+    return "saved  " + "  ".join(filter(None, parts))
+
+
+def _stop_rows(event: Event, step: str) -> Iterator[tuple[str, str]]:
+    reason = one_line(event.get("reason")) or "no reason given"
+    yield stop_status(reason), reason
+    yield from _row(
+        "after",
+        [
+            step,
+            _number(event, "tokens", "{} tokens", format_count),
+            _number(event, "hours", "{}", lambda hours: format_seconds(hours * 3600)),
+            _number(event, "cost_usd", "{}", format_usd),
+        ],
+    )
+    yield from _row("report", [one_line(event.get("report"))])
+    following = event.get("next")
+    for index, command in enumerate(following if isinstance(following, list) else []):
+        yield "" if index else "next", one_line(command)
+
+
+def _number(fields: Mapping[str, Any], key: str, form: str, show: Callable[[float], Any] = lambda value: value) -> str:
+    value = number(fields, key)
+    return "" if value is None else form.format(show(value))
+
+
+def _duration(label: str, seconds: object) -> str:
+    value = finite(seconds)
+    return "" if value is None else f"{label} {format_seconds(value)}"
+
+
+def _open_screen(file: TextIO) -> Screen:
+    from redline.monitor.screen import Screen  # rich, for those who look
+
+    return Screen(file)
+
+
+def _is_terminal(file: TextIO) -> bool:
+    """A terminal that can draw the bar: it takes control codes and characters beyond ASCII."""
+    encoding = getattr(file, "encoding", None) or ""
+    try:
+        return file.isatty() and os.environ.get("TERM") != "dumb" and encoding.lower().startswith("utf")
+    except (AttributeError, ValueError):
+        return False

@@ -1,0 +1,151 @@
+"""The one event log of a run: append-only JSON lines that everything people look at is made from.
+
+A log outlives its writer: a line may be torn by a kill, the disk may fill up, and a resumed run repeats steps that
+the log already holds. Writing never stops training, and reading never stops at a bad line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+
+Event = dict[str, Any]
+
+# What a resumed run does again; everything else (warnings, plans, recoveries) stays true.
+_REPEATED = frozenset({"step", "eval", "checkpoint", "sample"})
+
+
+class EventLog:
+    """Appends events to `path`, one flushed write a line. Safe to call from several threads."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        clock: Callable[[], float] = time.time,
+        on_error: Callable[[str], None] = warnings.warn,
+    ) -> None:
+        self.path = Path(path)
+        self._clock, self._on_error = clock, on_error
+        self._lock = threading.RLock()
+        self._error_told = False
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._torn = _ends_torn(self.path)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 — open for as long as the run
+        if self._torn:
+            self._append(b"")
+
+    def emit(self, type: str, **fields: Any) -> Event:
+        """Write one event and return it as it was written."""
+        event: Event = _plain({"type": type, "time": self._clock(), **fields})
+        text = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        # A lone surrogate has no UTF-8 form; the escape that `backslashreplace` writes is valid JSON for it.
+        self._append(text.encode("utf-8", "backslashreplace") + b"\n")
+        return event
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+    def _append(self, line: bytes) -> None:
+        with self._lock:
+            # After a torn line a newline comes first, so that only the torn event is lost and not this one too.
+            rest = memoryview(b"\n" + line if self._torn else line)
+            try:
+                while rest:
+                    self._torn = True
+                    rest = rest[self._file.write(rest) or 0 :]
+                self._torn = False
+            except OSError as error:
+                self._tell_once(error)
+
+    def _tell_once(self, error: OSError) -> None:
+        if not self._error_told:
+            self._error_told = True
+            reason = error.strerror or str(error)
+            self._on_error(f"{self.path}: events are being lost ({reason}). Training goes on; free some disk space.")
+
+
+class EventList(list[Event]):
+    """Events in order, and how many lines of the log could not be read."""
+
+    unreadable: int = 0
+
+
+def read_events(path: Path) -> EventList:
+    """Every event that still holds: bad lines are skipped, steps that a resumed run did again are dropped."""
+    events = EventList()
+    if not Path(path).exists():
+        return events
+    with open(path, "rb") as file:
+        for line in file:
+            event = _parse(line)
+            if event is not None:
+                _drop_repeated(events, event)
+                events.append(event)
+            elif line.strip():
+                events.unreadable += 1
+    return events
+
+
+def finite(value: object) -> float | None:
+    """`value` if it is a finite number, else None: logs may be older, newer or odder than their reader."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond the range of floats
+        return None
+
+
+def number(fields: Mapping[str, Any], key: str) -> float | None:
+    return finite(fields.get(key))
+
+
+def section(fields: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A nested object of an event, empty when it is missing or something else."""
+    value = fields.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _ends_torn(path: Path) -> bool:
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """Strict JSON has no NaN or infinity: they become null. Anything that is not plain data is left to fail."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _parse(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("type"), str) else None
+
+
+def _drop_repeated(events: EventList, event: Event) -> None:
+    resumed_from = number(event, "resumed_from")
+    if event["type"] == "start" and resumed_from is not None:
+        events[:] = [e for e in events if e["type"] not in _REPEATED or (number(e, "step") or 0) <= resumed_from]

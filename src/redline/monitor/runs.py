@@ -1,0 +1,194 @@
+"""The runs on disk: which there are, how each is doing, and what a name like `latest@best` means."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from redline.errors import UsageError, did_you_mean
+from redline.monitor.events import Event, number, read_events
+
+EVENTS, LOCK, LOCK_FILE = "events.jsonl", "lock.json", ".lock"
+
+Status = Literal["running", "finished", "preempted", "stopped", "failed", "crashed"]
+Selector = int | Literal["best"]
+
+# What a `stop` event's reason may begin a word with, in order of precedence; any other reason is a goal reached.
+_STATUS_WORDS: tuple[tuple[Status, str], ...] = (
+    ("failed", r"\b(fail|error|exception|non-?finite|nan\b|diverg|oom\b|out of memory)"),
+    ("preempted", r"\b(preempt|sigterm|sigusr1)"),
+    ("stopped", r"\b(interrupt|sigint|ctrl-c|stopped|stop.?request|request)"),
+)
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One line of `redline runs`. What the log does not say is None."""
+
+    name: str
+    path: Path
+    status: Status
+    step: int | None
+    loss: float | None
+    val_loss: float | None
+    tokens: int | None
+    hours: float | None
+    cost_usd: float | None
+    disk_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"path": str(self.path)}
+
+
+def find_runs(root: Path) -> list[RunSummary]:
+    """Every run directly under `root`, newest first."""
+    return [summarise(path) for path in _newest_first(root)]
+
+
+def summarise(run: Path) -> RunSummary:
+    run = Path(run)
+    events = read_events(run / EVENTS)
+    steps = [e for e in events if e["type"] == "step"]
+    counted = [e for e in events if e["type"] in ("step", "stop")]
+    return RunSummary(
+        name=run.name or run.resolve().name,
+        path=run,
+        status=run_status(run, events),
+        step=_whole(_last(counted, "step")),
+        loss=_last(steps, "loss"),
+        val_loss=_last([e for e in events if e["type"] == "eval"], "loss"),
+        tokens=_whole(_last(counted, "tokens")),
+        hours=_last(counted, "hours"),
+        cost_usd=_last(counted, "cost_usd"),
+        disk_bytes=_disk_bytes(run),
+    )
+
+
+def run_status(run: Path, events: Sequence[Event]) -> Status:
+    """Running while a process holds the lock; otherwise what the newest attempt said when it stopped."""
+    if is_locked(run):
+        return "running"
+    for event in reversed(events):
+        if event["type"] == "start":
+            break
+        if event["type"] == "stop":
+            return stop_status(str(event.get("reason", "")))
+    return "crashed"
+
+
+def stop_status(reason: str) -> Status:
+    """How a run ended, from the reason in its `stop` event."""
+    return next((status for status, words in _STATUS_WORDS if re.search(words, reason, re.IGNORECASE)), "finished")
+
+
+def is_locked(run: Path) -> bool:
+    """Whether a live process holds the run. Asks for a shared lock, so that two onlookers never see each other."""
+    try:
+        descriptor = os.open(Path(run) / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks cannot tell
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def resolve_run(name: str, root: Path) -> tuple[Path, Selector | None]:
+    """RUN on the command line: a path, a run's name or `latest`, optionally with `@step` or `@best`."""
+    run = _find(name, root)  # the whole name first: a directory may well have an @ in it
+    if run is not None:
+        return run, None
+    bare, at, tail = name.rpartition("@")
+    if not at:
+        raise _unknown(name, root)
+    run = _find(bare, root)
+    if run is None:
+        raise _unknown(bare, root)
+    return run, _selector(tail, name)
+
+
+def stop_request_path(run: Path) -> Path:
+    """The file that asks a run to save and stop."""
+    return Path(run) / "stop-requested"
+
+
+def _find(name: str, root: Path) -> Path | None:
+    if name == "latest":
+        return _latest(root)
+    return next((path for path in (Path(name), root / name) if name and _is_run(path)), None)
+
+
+def _latest(root: Path) -> Path | None:
+    link = root / "latest"
+    if _is_run(link):
+        target = link.resolve()
+        return root / target.name if target.parent == root.resolve() else target
+    return next(iter(_newest_first(root)), None)
+
+
+def _selector(text: str, name: str) -> Selector:
+    if text == "best":
+        return "best"
+    if text.isascii() and text.isdigit():
+        return int(text)
+    raise UsageError(f"{text!r} selects no checkpoint.", where=name, fix="Write @best or @ and a step, like @300.")
+
+
+def _unknown(name: str, root: Path) -> UsageError:
+    known = [path.name for path in _newest_first(root)]
+    if not known:
+        fix = f"There is none in {root}/ yet; `redline train` makes one."
+    else:
+        fix = did_you_mean(name, known) or f"The newest in {root}/ is {known[0]!r}; `redline runs` lists them."
+    return UsageError("There is no such run.", where=name or "RUN", fix=fix)
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() and ((path / LOCK).is_file() or (path / EVENTS).is_file())
+
+
+def _newest_first(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    runs = [path for path in root.iterdir() if not path.is_symlink() and _is_run(path)]
+    return sorted(runs, key=lambda path: (_born(path), path.name), reverse=True)
+
+
+def _born(run: Path) -> float:
+    """lock.json is written once, when the run begins; the log's own file changes with every event."""
+    source = run / LOCK if (run / LOCK).is_file() else run / EVENTS
+    try:
+        return source.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _last(events: Sequence[Event], key: str) -> float | None:
+    return next((value for event in reversed(events) if (value := number(event, key)) is not None), None)
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _disk_bytes(run: Path) -> int:
+    """Bytes of the run's own files: links are not followed, and a hard-linked checkpoint counts once."""
+    sizes: dict[tuple[int, int], int] = {}
+    for folder, _, names in os.walk(run):
+        for name in names:
+            try:
+                found = os.lstat(Path(folder) / name)
+            except OSError:  # a running trainer removes old checkpoints meanwhile
+                continue
+            sizes[found.st_dev, found.st_ino] = found.st_size
+    return sum(sizes.values())

@@ -1,0 +1,11 @@
+"""The jobs' torch halves, found by name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+def objective_module(name: str) -> Any:
+    """The module of a job: `load_data(recipe)` and `create(resolved, data)`."""
+    return import_module(f"redline.objectives.{name}")

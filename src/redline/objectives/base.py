@@ -1,0 +1,101 @@
+"""What the trainer knows of a job."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Term:
+    """A named part of the loss: coefficient · sum / (the step's total of `weight`)."""
+
+    sum: Tensor
+    weight: str
+    coefficient: float = 1.0
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """Parameters of one role; the optimizer maps roles to its rules."""
+
+    role: str  # matrix, embedding, head, scalar
+    parameters: dict[str, nn.Parameter]
+    splits: dict[str, tuple[int, ...]]  # matrices stored merged along the rows
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to write."""
+
+    count: int = 1
+    tokens: int = 200
+    seed: int = 0
+    temperature: float = 0.8  # 0 is greedy
+    top_k: int | None = None
+    top_p: float | None = 0.95
+
+
+@dataclass(frozen=True)
+class Sample:
+    prompt: str
+    text: str
+
+
+class Objective(ABC):
+    """A job: builds its model, turns positions of the global batch into loss terms, evaluates, samples."""
+
+    model: nn.Module  # what is trained
+
+    @abstractmethod
+    def build(self, device: torch.device) -> None:
+        """Make and initialise the model on the device."""
+
+    @abstractmethod
+    def param_groups(self) -> list[ParamGroup]: ...
+
+    @abstractmethod
+    def batch(self, samples: np.ndarray) -> Batch:
+        """Rows for these global sample numbers, on the CPU; a pure function of (seed, sample)."""
+
+    @abstractmethod
+    def weights(self, batch: Batch) -> dict[str, float]:
+        """What each loss term is divided by, known before the forward."""
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> dict[str, Term]: ...
+
+    @abstractmethod
+    def worst_batch(self, micro: int) -> Batch:
+        """The largest batch that can come, for the warm-up."""
+
+    @abstractmethod
+    def evaluate(self, micro: int) -> dict[str, float | None]:
+        """Metrics on the validation data; `loss` among them."""
+
+    @abstractmethod
+    def sample(self, prompt: str, how: Sampling) -> list[Sample]:
+        """Continuations of a prompt; none when the tokenizer's files are not there."""
+
+    def compile(self) -> None:
+        """Compile the hot parts of the model."""
+        return
+
+    def choices(self) -> list[tuple[str, Any, str]]:
+        """What the job chose by measurement while it was built: key, value, reason."""
+        return []
+
+    def state(self) -> dict[str, Any]:
+        """What must survive a restart besides the weights."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Before `build`: take up what `state` kept."""
+        return

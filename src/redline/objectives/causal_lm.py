@@ -1,0 +1,197 @@
+"""causal_lm: predict the next token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from redline.data.index import WindowIndex
+from redline.data.packing import cu_seqlens, document_ids, inputs_and_targets
+from redline.data.prepare import prepare_cached
+from redline.data.tokenizer import Tokenizer
+from redline.data.tokens import TokenData, TokenSplit
+from redline.errors import UserError
+from redline.kernels.attention import Attention, Bound, Selection, select
+from redline.kernels.cross_entropy import IGNORE, compile_kernels, linear_cross_entropy
+from redline.kernels.masks import MaskSpec
+from redline.kernels.precision import DTYPES
+from redline.metrics.likelihood import bits_per_byte, perplexity
+from redline.models.generate import generate
+from redline.models.transformer import Decoder
+from redline.objectives.base import Batch, Objective, ParamGroup, Sample, Sampling, Term
+from redline.objectives.roles import role_groups
+from redline.recipe.resolve import DataFacts, Resolved
+from redline.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class CausalData:
+    tokens: TokenData
+
+    @property
+    def facts(self) -> DataFacts:
+        data = self.tokens
+        return DataFacts(
+            vocab_size=data.vocab_size,
+            train_tokens=len(data.train),
+            val_tokens=len(data.val) if data.val is not None else 0,
+            fingerprint=data.fingerprint,
+            tokenizer=data.tokenizer_name,
+            tokenizer_fingerprint=data.tokenizer_fingerprint,
+        )
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """For samples; token files can be trained on without it."""
+        try:
+            return self.tokens.tokenizer()
+        except UserError:
+            return None
+
+
+def load_data(recipe: Recipe) -> CausalData:
+    return CausalData(prepare_cached(recipe.data.source, recipe.data.tokenizer, recipe.data.val_fraction))
+
+
+class CausalLM(Objective):
+    model: Decoder
+
+    def __init__(self, resolved: Resolved, data: CausalData) -> None:
+        self.resolved, self.recipe, self.data = resolved, resolved.recipe, data
+        self.selection: Selection | None = None
+        self.seq_len = self.recipe.data.seq_len
+        self.mask = MaskSpec(causal=True, documents=self.recipe.data.pack)
+        self.dtype = DTYPES[self.recipe.train.precision]
+        self.index = WindowIndex(
+            len(data.tokens.train), self.seq_len, self.recipe.train.seed, shuffle=self.recipe.data.shuffle
+        )
+
+    # --- building
+
+    def build(self, device: torch.device) -> None:
+        self.device = device
+        options, shape = self.recipe.model, self.resolved.shape
+        self.selection = self.selection or self._select_attention()
+        self.attention = Attention(self.selection.backend, self.mask, device.type)
+        self.model = Decoder(
+            shape,
+            attention=self.attention,
+            rope_theta=options.rope_theta,
+            eps=options.norm_eps,
+            dropout=options.dropout,
+            softcap=options.softcap,
+            dtype=self.dtype,
+            checkpointing=self.recipe.train.grad_checkpointing,
+        ).to(device)
+        self.model.initialise(torch.Generator().manual_seed(self.recipe.train.seed))
+
+    def _select_attention(self) -> Selection:
+        """Measured once in a run's life: a resumed run computes with what it began with."""
+        asked, train, shape = self.recipe.model.attention, self.recipe.train, self.resolved.shape
+        if train.deterministic and asked == "auto":
+            return Selection("flash", "its backward can be deterministic")
+        at = (self.resolved.batch.micro, shape.heads, self.seq_len, shape.head_dim)
+        return select(asked, self.mask, device=self.device.type, dtype=self.dtype, shape=at)
+
+    def choices(self) -> list[tuple[str, Any, str]]:
+        assert self.selection is not None
+        return [("model.attention", self.selection.backend, self.selection.reason)]
+
+    def param_groups(self) -> list[ParamGroup]:
+        return role_groups(self.model)
+
+    def compile(self) -> None:
+        compile_kernels()
+        self.model.compile_blocks()
+
+    # --- training
+
+    def batch(self, samples: np.ndarray) -> Batch:
+        return self._rows(self.data.tokens.train, self.index.starts(samples))
+
+    def _rows(self, split: TokenSplit, starts: np.ndarray) -> Batch:
+        inputs, targets = inputs_and_targets(split.windows(starts, self.seq_len + 1))
+        return self._batch(inputs, targets)
+
+    def _batch(self, inputs: np.ndarray, targets: np.ndarray) -> Batch:
+        batch = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+        if self.mask.documents:
+            documents = document_ids(inputs, self.data.tokens.eot)
+            batch["documents"] = torch.from_numpy(documents)
+            if self.attention.varlen:
+                batch["borders"] = torch.from_numpy(_padded(cu_seqlens(documents), inputs.size))
+        return batch
+
+    def worst_batch(self, micro: int) -> Batch:
+        shape = (micro, self.seq_len + 1)
+        rows = np.random.default_rng(0).integers(0, self.data.tokens.vocab_size, shape, dtype=np.int64)
+        return self._batch(*inputs_and_targets(rows))
+
+    def weights(self, batch: Batch) -> dict[str, float]:
+        return {"tokens": float((batch["targets"] != IGNORE).sum())}
+
+    def loss(self, batch: Batch) -> dict[str, Term]:
+        hidden = self.model(batch["inputs"], self._bind(batch))
+        total = linear_cross_entropy(
+            hidden.flatten(0, 1), self.model.head_weight, batch["targets"].flatten(), softcap=self.model.softcap
+        )
+        return {"cross_entropy": Term(total, "tokens")}
+
+    def _bind(self, batch: Batch) -> Bound:
+        return self.attention.bind(batch["inputs"].shape[1], batch.get("documents"), batch.get("borders"))
+
+    # --- looking
+
+    @torch.no_grad()
+    def evaluate(self, micro: int) -> dict[str, float | None]:
+        split = self.data.tokens.val
+        if split is None or len(split) <= self.seq_len:
+            return {"loss": None, "perplexity": None, "bits_per_byte": None}
+        index = WindowIndex(len(split), self.seq_len, 0, shuffle=False)
+        count = min(len(index), self.recipe.eval.sequences)
+        total, tokens = torch.zeros((), device=self.device), 0.0
+        self.model.eval()
+        for first in range(0, count, micro):
+            batch = self._rows(split, index.starts(np.arange(first, min(first + micro, count))))
+            tokens += self.weights(batch)["tokens"]
+            total += self.loss({k: v.to(self.device) for k, v in batch.items()})["cross_entropy"].sum
+        self.model.train()
+        loss = total.item() / tokens
+        per_byte = None if split.bytes is None else bits_per_byte(loss, len(split), split.bytes)
+        return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": per_byte}
+
+    def sample(self, prompt: str, how: Sampling) -> list[Sample]:
+        tokenizer = self.data.tokenizer
+        if tokenizer is None:
+            return []
+        start = [self.data.tokens.eot, *tokenizer.encode(prompt)]
+        self.model.eval()
+        rows = generate(
+            self.model,
+            start,
+            stop=self.data.tokens.eot,
+            vocab=self.data.tokens.vocab_size,
+            **vars(how),
+        )
+        self.model.train()
+        return [Sample(prompt, tokenizer.decode(row)) for row in rows]
+
+    def state(self) -> dict[str, Any]:
+        return {"attention": self.selection.backend} if self.selection else {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.selection = Selection(state["attention"], "as chosen when the run began")
+
+
+create = CausalLM
+
+
+def _padded(borders: np.ndarray, total: int) -> np.ndarray:
+    """Empty documents at the end, so that the compiled step meets few lengths."""
+    room = max(256, total // 32)
+    size = -(-len(borders) // room) * room
+    return np.concatenate([borders, np.full(size - len(borders), total, dtype=borders.dtype)])

@@ -1,0 +1,60 @@
+"""Micro-batch × accumulation × world = global batch. Any two give the third; three must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from redline.errors import Problem
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    micro: int
+    accumulation: int
+    world: int = 1
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro * self.accumulation * self.world
+
+    def halved(self) -> BatchPlan | None:
+        """The same global batch in micro-batches of half the size; None when that cannot be."""
+        if self.micro % 2:
+            return None
+        return BatchPlan(self.micro // 2, self.accumulation * 2, self.world)
+
+
+def given_batch(
+    global_batch: int | None, micro: int | None, accumulation: int | None, world: int = 1
+) -> BatchPlan | Problem | None:
+    """The batch when the recipe settles it, what is wrong when it contradicts itself, None when the plan may choose."""
+    if global_batch and micro and accumulation and micro * accumulation * world != global_batch:
+        return Problem(
+            "train.global_batch",
+            f"{global_batch} is not micro_batch {micro} × accumulation {accumulation} × {world} GPU(s)"
+            f" = {micro * accumulation * world}.",
+            "Give any two of the three.",
+        )
+    if micro and accumulation:
+        return BatchPlan(micro, accumulation, world)
+    part = micro or accumulation
+    if global_batch and part:
+        if global_batch % (part * world):
+            name = "micro_batch" if micro else "accumulation"
+            return Problem(
+                f"train.{name}",
+                f"{part} × {world} GPU(s) does not divide train.global_batch {global_batch}.",
+                f"Use a divisor of {global_batch // world}.",
+            )
+        other = global_batch // (part * world)
+        return BatchPlan(part, other, world) if micro else BatchPlan(other, part, world)
+    return None
+
+
+def largest_micro(global_batch: int, world: int, fits: Callable[[int], bool], cap: int | None = None) -> BatchPlan:
+    """The largest divisor of a rank's share that fits; 1 when nothing does (the warm-up then says what happens)."""
+    share = global_batch // world
+    divisors = [m for m in range(share, 0, -1) if share % m == 0 and (cap is None or m <= cap)]
+    micro = next((m for m in divisors if fits(m)), 1)
+    return BatchPlan(micro, share // micro, world)

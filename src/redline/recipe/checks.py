@@ -1,0 +1,49 @@
+"""What no single key can know: the contradictions between keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from redline.errors import Problem
+from redline.fields import AUTO
+from redline.plan.batch import given_batch
+from redline.recipe.schema import Model, Recipe, Train
+
+
+def number(value: Any) -> Any:
+    """The value, or None while it is still auto."""
+    return None if value == AUTO else value
+
+
+def contradictions(recipe: Recipe) -> list[Problem]:
+    return [*_model(recipe.model), *_stops(recipe.train), *_batch(recipe.train)]
+
+
+def _model(model: Model) -> list[Problem]:
+    problems = []
+    d_model, heads = number(model.d_model), number(model.heads)
+    kv_heads, head_dim = number(model.kv_heads), number(model.head_dim)
+    if model.size is None:
+        missing = [k for k in ("layers", "d_model", "heads") if getattr(model, k) == AUTO]
+        problems += [Problem(f"model.{key}", "is missing.", "Give it, or model.size: auto.") for key in missing]
+    if d_model and heads and not head_dim and d_model % heads:
+        problems.append(Problem("model.heads", f"{heads} does not divide model.d_model {d_model}."))
+    elif d_model and heads and (head_dim or d_model // heads) % 2:
+        problems.append(
+            Problem("model.head_dim", f"{head_dim or d_model // heads} is odd; rotary embeddings need pairs.")
+        )
+    if heads and kv_heads and heads % kv_heads:
+        problems.append(Problem("model.kv_heads", f"{kv_heads} does not divide model.heads {heads}."))
+    return problems
+
+
+def _stops(train: Train) -> list[Problem]:
+    if train.steps or train.tokens or train.epochs or train.hours:
+        return []
+    fix = "Give train.steps, train.tokens, train.epochs or train.hours."
+    return [Problem("train.steps", "nothing says when to stop, and the learning rate needs a horizon.", fix)]
+
+
+def _batch(train: Train) -> list[Problem]:
+    batch = given_batch(number(train.global_batch), number(train.micro_batch), number(train.accumulation))
+    return [batch] if isinstance(batch, Problem) else []

@@ -1,0 +1,193 @@
+"""From YAML and key=value to a validated recipe — or to every mistake at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from redline.errors import Problem, RecipeError, UsageError, did_you_mean
+from redline.recipe.aliases import ALIASES, canonical
+from redline.recipe.checks import contradictions
+from redline.recipe.schema import Recipe, recipe_class
+
+_FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?$")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that reads 1e-4 as a number and refuses a key given twice."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: dict[Any, int] = {}
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str):
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not a word", key_node.start_mark)
+        line = key_node.start_mark.line + 1
+        if key in seen:
+            problem = f"the key {key!r} is given twice (lines {seen[key]} and {line})"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        seen[key] = line
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    name: str
+    recipe: Recipe
+    notes: list[str] = field(default_factory=list)  # one line for each alias that was used
+
+
+def shipped() -> dict[str, Path]:
+    folder = Path(str(resources.files("redline") / "recipes"))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_recipe(name: str) -> Path:
+    path = Path(name)
+    known = shipped()
+    if name in known and not path.is_file():
+        return known[name]
+    if path.is_file():
+        return path
+    if path.suffix in {".yaml", ".yml"} or "/" in name:
+        raise UsageError(f"there is no recipe file {name!r}.", fix="`redline recipes` lists the shipped ones.")
+    hint = did_you_mean(name, known) or f"Shipped: {', '.join(known)}."
+    raise UsageError(f"there is no recipe {name!r}.", fix=f"{hint} A path to a YAML file works too.")
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}" if error.problem_mark else "file"
+        raise RecipeError(where, [Problem(line, f"{error.problem}.", "Mend the YAML there.")]) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise RecipeError(where, [Problem("file", f"not YAML: {error}.")]) from None
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(str(path), [Problem("file", f"cannot be read: {error}.")]) from None
+    tree = parse_yaml(text, str(path))
+    if not isinstance(tree, dict):
+        what = "is empty." if tree is None else f"holds a {type(tree).__name__}, not sections of keys."
+        raise RecipeError(str(path), [Problem("file", what, "Begin with `objective: causal_lm`.")])
+    return tree
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    problems = []
+    for item in overrides:
+        key, separator, text = item.removeprefix("+").partition("=")
+        if not separator or not key:
+            problems.append(Problem(item, "is not key=value.", "Write for instance train.steps=100."))
+            continue
+        try:
+            flat[key] = parse_yaml(text, "override") if text else ""
+        except RecipeError:
+            flat[key] = text  # a value with YAML punctuation in it, such as a prompt
+    if problems:
+        raise RecipeError("command line", problems)
+    return flat
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _nest(flat: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    tree: dict[str, Any] = {}
+    problems = []
+    for key, value in flat.items():
+        *sections, last = key.split(".")
+        node: Any = tree
+        for section in sections:
+            node = node.setdefault(section, {}) if isinstance(node, dict) else None
+        if isinstance(node, dict) and not isinstance(node.get(last), dict):
+            node[last] = value
+        else:
+            problems.append(Problem(key, "is both a section and a value."))
+    return tree, problems
+
+
+def _canonical(flat: dict[str, Any], origin: str) -> tuple[dict[str, Any], list[str], list[Problem]]:
+    renamed: dict[str, Any] = {}
+    notes, problems = [], []
+    for key, value in flat.items():
+        name, value = canonical(key, value)
+        if name in renamed:
+            problems.append(Problem(key, f"and another spelling of {name} are both given in the {origin}."))
+        if name != key:
+            notes.append(f"{key} is spelt {name} here")
+        renamed[name] = value
+    return renamed, notes, problems
+
+
+def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, info in schema.model_fields.items():
+        inner = info.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from known_keys(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _hint(key: str, schema: type[BaseModel]) -> str:
+    """The key that was probably meant: the right word in the wrong section, or a slip of the fingers."""
+    keys = list(known_keys(schema))
+    same_word = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    if same_word:
+        return f"Did you mean {same_word[0]!r}?"
+    sections = list(schema.model_fields)
+    return did_you_mean(key, sections if "." not in key else [*keys, *ALIASES]) or "See `redline train --help`."
+
+
+def _problem(error: Any, schema: type[BaseModel]) -> Problem:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return Problem(key, "is not a key redline knows.", _hint(key, schema))
+    if error["type"] in ("model_type", "model_attributes_type"):
+        return Problem(key, f"is a section of keys, not {error['input']!r}.", f"Write {key}.SOMETHING=….")
+    return Problem(key, str(error.get("ctx", {}).get("error") or error["msg"]))
+
+
+def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
+    """A recipe by name or path, with overrides, validated."""
+    path = find_recipe(name)
+    base, notes, problems = _canonical(dict(flatten(read_recipe(path))), "file")
+    extra, more_notes, more = _canonical(parse_overrides(overrides), "command line")
+    tree, clashes = _nest({**base, **extra})
+    recipe = validate(tree, where=name, problems=[*problems, *more, *clashes])
+    return Loaded(path.stem, recipe, notes + more_notes)
+
+
+def validate(tree: dict[str, Any], *, where: str, problems: Sequence[Problem] = ()) -> Recipe:
+    found = list(problems)
+    schema = recipe_class(tree.get("objective", "causal_lm"))
+    try:
+        recipe = schema.model_validate(tree)
+    except ValidationError as error:
+        raise RecipeError(where, [*found, *(_problem(e, schema) for e in error.errors())]) from None
+    found += contradictions(recipe)
+    if found:
+        raise RecipeError(where, found)
+    return recipe

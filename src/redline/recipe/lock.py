@@ -1,0 +1,120 @@
+"""lock.json: what was asked for, what was decided and why, and where it ran. Written once, never changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from redline import __version__
+from redline.errors import UsageError, UserError, did_you_mean
+from redline.recipe.load import Loaded, flatten, known_keys, parse_overrides, validate
+from redline.recipe.resolve import DataFacts, Resolved
+from redline.recipe.schema import RESUMABLE, Recipe
+
+LOCK = "lock.json"
+SCHEMA = 1
+_PACKAGES = ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers")
+
+
+def make_lock(name: str, run_id: str, resolved: Resolved, data: DataFacts) -> dict[str, Any]:
+    plan = resolved.plan_event()
+    return {
+        "schema": SCHEMA,
+        "run_id": run_id,
+        "created": time.time(),
+        "recipe_name": name,
+        "recipe": resolved.recipe.model_dump(mode="json"),
+        "choices": plan["choices"],
+        "seed": resolved.recipe.train.seed,
+        "parameters": plan["parameters"],
+        "flops_per_token": plan["flops_per_token"],
+        "memory_gib": plan["memory_gib"],
+        "batch": plan["batch"],
+        "data": vars(data),
+        "machine": resolved.machine.facts(),
+        "versions": versions(),
+        "git": git_state(),
+    }
+
+
+def write_lock(run: Path, lock: dict[str, Any]) -> None:
+    temporary = run / f".{LOCK}.{os.getpid()}"
+    temporary.write_text(json.dumps(lock, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    temporary.rename(run / LOCK)
+
+
+def read_lock(run: Path) -> dict[str, Any]:
+    try:
+        lock = json.loads((run / LOCK).read_text(encoding="utf-8"))
+        if lock["schema"] != SCHEMA:
+            raise UserError(f"was written by another version (schema {lock['schema']}).", where=str(run / LOCK))
+        return dict(lock)
+    except FileNotFoundError:
+        fix = "`redline runs` lists the runs here."
+        raise UserError("is not a run: it has no lock.json.", where=str(run), fix=fix) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fix = "The run cannot be read without it; use another."
+        raise UserError(f"is damaged ({type(error).__name__}).", where=str(run / LOCK), fix=fix) from None
+
+
+def locked_recipe(run: Path, lock: dict[str, Any], overrides: list[str] | None = None) -> Loaded:
+    """The run's recipe, with the few keys that may change while it goes on."""
+    base = dict(flatten(lock["recipe"]))
+    changes = parse_overrides(overrides or [])
+    frozen = [k for k, v in changes.items() if not k.startswith(RESUMABLE) and base.get(k) != v]
+    if frozen:
+        lines = []
+        for key in frozen:
+            known = key in base
+            hint = f"it is {base[key]!r} in this run" if known else did_you_mean(key, known_keys(Recipe)) or "unknown"
+            lines.append(f"{key}={changes[key]!r} ({hint})")
+        raise UsageError(
+            f"only stop conditions and eval, checkpoint and monitor keys may change on resume, not {', '.join(lines)}.",
+            where=str(run),
+            fix="Start a new run for anything else.",
+        )
+    tree: dict[str, Any] = json.loads(json.dumps(lock["recipe"]))
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        node = tree
+        for section in sections:
+            node = node[section]
+        node[last] = value
+    return Loaded(str(lock["recipe_name"]), validate(tree, where=str(run)))
+
+
+def versions() -> dict[str, str]:
+    found = {"redline": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state() -> dict[str, Any]:
+    """The commit of the code that runs, when it runs from a checkout."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(here), *arguments], capture_output=True, text=True, timeout=5, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "HEAD")
+    if commit is None:
+        return {"commit": None, "dirty": None}
+    return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}

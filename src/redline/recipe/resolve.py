@@ -1,0 +1,311 @@
+"""Every `auto` becomes a value with a reason. Pure: the machine and the data come in as facts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from redline.errors import Problem, RecipeError
+from redline.fields import AUTO
+from redline.hardware.machine import Machine
+from redline.jobs import job
+from redline.plan.batch import BatchPlan, given_batch, largest_micro
+from redline.plan.flops import FlopsPerToken
+from redline.plan.memory import MemoryParts
+from redline.plan.schedule import horizon_steps, sqrt_scaled_lr
+from redline.plan.shapes import SIZES, DecoderShape, padded_vocab
+from redline.recipe.checks import number
+from redline.recipe.schema import Recipe
+from redline.units import GIB, format_count, format_seconds
+
+# Share of the peak that training reaches, before anything is measured.
+PRIOR_SHARE = {"cuda": 0.35, "cpu": 0.45}
+# quickstart: a larger model learns more from each token, until it is too large for the tokens it will see.
+TOKENS_PER_PARAMETER = {"cuda": 0.3, "cpu": 0.6}
+CPU_MICRO_TOKENS = 2048
+UNKNOWN_GPU_FLOPS = 20e12  # only to size the demonstration model on a card without a spec
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What the plan must know of the data."""
+
+    vocab_size: int
+    train_tokens: int
+    val_tokens: int
+    fingerprint: str
+    tokenizer: str
+    tokenizer_fingerprint: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe without a single `auto`, why each was chosen, and the arithmetic behind it."""
+
+    recipe: Recipe
+    shape: DecoderShape
+    batch: BatchPlan
+    flops: FlopsPerToken
+    memory: MemoryParts
+    machine: Machine
+    horizon_steps: int | None
+    choices: list[Choice] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch.global_batch * int(self.recipe.data.seq_len)
+
+    def plan_event(self) -> dict[str, Any]:
+        train = self.recipe.train
+        return {
+            "objective": self.recipe.objective,
+            "parameters": self.parameters(),
+            "flops_per_token": asdict(self.flops),
+            "memory_gib": {**self.memory.gib(), "available": round(self.machine.memory_bytes / GIB, 2)},
+            "batch": {
+                "micro": self.batch.micro,
+                "accumulation": self.batch.accumulation,
+                "global": self.batch.global_batch,
+                "tokens_per_step": self.tokens_per_step,
+            },
+            "learning_rate": train.lr,
+            "horizon": {
+                "steps": self.horizon_steps,
+                "tokens": self.horizon_steps * self.tokens_per_step if self.horizon_steps else None,
+                "seconds": train.hours * 3600 if train.hours else None,
+            },
+            "choices": [asdict(choice) for choice in self.choices],
+            "warnings": self.warnings,
+        }
+
+    def parameters(self) -> dict[str, int]:
+        total = self.shape.parameters
+        return {"total": total, "trainable": total, "matmul": self.shape.matmul_parameters}
+
+
+class _Resolver:
+    """Collects values and reasons, one key after the other."""
+
+    def __init__(self, recipe: Recipe, machine: Machine, data: DataFacts) -> None:
+        self.recipe, self.machine, self.data = recipe, machine, data
+        self.values: dict[str, dict[str, Any]] = {"model": {}, "train": {}, "data": {}}
+        self.choices: list[Choice] = []
+        self.warnings: list[str] = []
+
+    def choose(self, key: str, value: Any, reason: str) -> Any:
+        section, name = key.split(".")
+        self.values[section][name] = value
+        self.choices.append(Choice(key, value, reason))
+        return value
+
+    def get(self, key: str) -> Any:
+        section, name = key.split(".")
+        return self.values[section].get(name, getattr(getattr(self.recipe, section), name))
+
+    # --- model
+
+    def vocab(self) -> int:
+        given, needed = number(self.recipe.model.vocab), self.data.vocab_size
+        if given is None:
+            return int(self.choose("model.vocab", padded_vocab(needed), f"{needed:,} entries, to a multiple of 64"))
+        if given < needed:
+            fix = f"Use at least {needed}, or model.vocab: auto."
+            raise RecipeError("recipe", [Problem("model.vocab", f"{given} is below the tokenizer's {needed}.", fix)])
+        return int(given)
+
+    def shape(self) -> DecoderShape:
+        vocab = self.vocab()
+        model = self.recipe.model
+        size = self.size(vocab) if model.size == AUTO else model.size
+        if size:
+            for key, value in zip(("layers", "d_model", "heads", "d_ff"), SIZES[size], strict=True):
+                if getattr(model, key) == AUTO:
+                    self.values["model"][key] = value
+        d_model, heads = self.get("model.d_model"), self.get("model.heads")
+        derived = {
+            "kv_heads": heads,
+            "head_dim": d_model // heads,
+            "d_ff": max(64, round(8 * d_model / 3 / 64) * 64),
+        }
+        for key, value in derived.items():
+            if self.get(f"model.{key}") == AUTO:
+                self.values["model"][key] = value
+        got = {k: self.get(f"model.{k}") for k in ("layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff")}
+        return DecoderShape(vocab=vocab, mlp=model.mlp, tied=model.tied, qk_norm=model.qk_norm, **got)
+
+    def size(self, vocab: int) -> str:
+        """The largest model that sees enough tokens within the budget."""
+        rate, limit = self.rate(), self.token_limit()
+        ratio = TOKENS_PER_PARAMETER[self.machine.device]
+        seconds = self.recipe.train.hours * 3600 if self.recipe.train.hours else math.inf
+        best, seen = next(iter(SIZES)), 0.0
+        for name, (layers, d_model, heads, d_ff) in SIZES.items():
+            shape = DecoderShape(layers, d_model, heads, heads, d_model // heads, d_ff, vocab)
+            tokens = min(limit, seconds * rate / (6.0 * shape.matmul_parameters))
+            if tokens < ratio * shape.parameters:
+                break
+            best, seen = name, tokens
+        self.values["model"]["size"] = best
+        reason = (
+            f"the largest that sees {ratio:g} tokens per parameter: about {format_count(seen)} tokens at "
+            f"{rate / 1e12:.3g} TFLOP/s" + (f" in {format_seconds(seconds)}" if math.isfinite(seconds) else "")
+        )
+        return str(self.choose("model.size", best, reason))
+
+    def rate(self) -> float:
+        machine = self.machine
+        peak = machine.cpu_flops if machine.device == "cpu" else machine.peak("bf16") or UNKNOWN_GPU_FLOPS
+        return (peak or 1e11) * PRIOR_SHARE[machine.device]
+
+    def token_limit(self) -> float:
+        train = self.recipe.train
+        limits = [math.inf]
+        if train.epochs:
+            limits.append(train.epochs * self.data.train_tokens)
+        if train.tokens:
+            limits.append(train.tokens)
+        return min(limits)
+
+    # --- training
+
+    def precision(self) -> str:
+        asked, machine = self.recipe.train.precision, self.machine
+        if asked == AUTO:
+            if machine.fast_bf16:
+                native = "native tensor-core bf16" if machine.device == "cuda" else "this CPU multiplies bf16 natively"
+                return str(self.choose("train.precision", "bf16", native))
+            if machine.device == "cuda":
+                return str(self.choose("train.precision", "fp16", "the card is older than Ampere: no bf16 units"))
+            return str(self.choose("train.precision", "fp32", "this CPU has no fast bf16"))
+        if asked == "fp16" and machine.device == "cpu":
+            fix = "Use bf16 or fp32."
+            raise RecipeError("recipe", [Problem("train.precision", "fp16 is for GPUs; CPUs emulate it.", fix)])
+        return asked
+
+    def compile(self) -> bool:
+        if self.recipe.train.compile != AUTO:
+            return bool(self.recipe.train.compile)
+        if self.machine.device == "cuda":
+            return bool(self.choose("train.compile", True, "fuses the memory-bound work; cached after the first run"))
+        return bool(self.choose("train.compile", False, "on a CPU compiling takes longer than it saves in a short run"))
+
+    def batch(self, shape: DecoderShape, precision: str) -> tuple[BatchPlan, str, MemoryParts]:
+        """Micro-batch and checkpointing: no recomputation if the batch can be split instead."""
+        train, seq_len = self.recipe.train, self.recipe.data.seq_len
+        asked = train.grad_checkpointing
+
+        def memory(micro: int, checkpointing: str) -> MemoryParts:
+            parts: MemoryParts = job(self.recipe.objective).memory(
+                shape,
+                tokens=micro * seq_len,
+                bytes_per_value=4 if precision == "fp32" else 2,
+                optimizer=train.optimizer,
+                ema=train.ema is not None,
+                checkpointing=checkpointing,
+                gpu=self.machine.device == "cuda",
+            )
+            return parts
+
+        room = train.memory_fraction * self.machine.memory_bytes
+        levels = ("none", "selective", "full") if asked == AUTO else (asked,)
+        checkpointing = next((c for c in levels if memory(1, c).peak <= room), levels[-1])
+        if asked == AUTO:
+            fits = memory(1, checkpointing).peak <= room
+            reason = "one sequence fits without recomputation" if checkpointing == "none" else "less would not fit"
+            self.choose("train.grad_checkpointing", checkpointing, reason if fits else "nothing fits by estimate")
+
+        batch = given_batch(number(train.global_batch), number(train.micro_batch), number(train.accumulation))
+        if isinstance(batch, Problem):
+            raise RecipeError("recipe", [batch])
+        if batch is None:
+            batch = self._choose_batch(lambda micro: memory(micro, checkpointing).peak <= room, room)
+        self.values["train"] |= {
+            "micro_batch": batch.micro,
+            "accumulation": batch.accumulation,
+            "global_batch": batch.global_batch,
+        }
+        return batch, checkpointing, memory(batch.micro, checkpointing)
+
+    def _choose_batch(self, fits: Any, room: float) -> BatchPlan:
+        train = self.recipe.train
+        total = number(train.global_batch)
+        if total is None:
+            total = self.choose("train.global_batch", train.batch_base, "the batch that lr_base was tuned for")
+        if number(train.micro_batch):
+            micro = int(train.micro_batch)
+            return BatchPlan(micro, max(1, total // micro))
+        if number(train.accumulation):
+            return BatchPlan(max(1, total // train.accumulation), int(train.accumulation))
+        # on a CPU large micro-batches fall out of the cache and gain nothing
+        cap = max(1, CPU_MICRO_TOKENS // self.recipe.data.seq_len) if self.machine.device == "cpu" else None
+        batch = largest_micro(total, 1, fits, cap)
+        where = f"the largest divisor of {total} that fits {room / GIB:.0f} GiB by estimate"
+        self.choose(
+            "train.micro_batch", batch.micro, where if cap is None else f"about {CPU_MICRO_TOKENS} tokens suit a CPU"
+        )
+        return batch
+
+    def lr(self, batch: int) -> float:
+        train = self.recipe.train
+        if train.lr != AUTO:
+            return float(train.lr)
+        value = sqrt_scaled_lr(train.lr_base, batch, train.batch_base)
+        reason = f"{train.lr_base:g}·√({batch}/{train.batch_base})"
+        return float(self.choose("train.lr", float(f"{value:.6g}"), reason))
+
+    def warmup(self, steps: int | None, flops: FlopsPerToken, tokens_per_step: int) -> int:
+        if self.recipe.train.warmup_steps != AUTO:
+            return int(self.recipe.train.warmup_steps)
+        expected = steps or math.inf
+        if self.recipe.train.hours:
+            speed = self.rate() / flops.causal / tokens_per_step
+            expected = min(expected, self.recipe.train.hours * 3600 * speed)
+        value = int(min(1000, max(5, expected // 50)))
+        return int(self.choose("train.warmup_steps", value, f"about 2 % of an expected {expected:.0f} steps"))
+
+
+def steps_of(recipe: Recipe, train_tokens: int, tokens_per_step: int) -> int | None:
+    train = recipe.train
+    return horizon_steps(
+        steps=train.steps,
+        tokens=train.tokens,
+        epochs=train.epochs,
+        train_tokens=train_tokens,
+        tokens_per_step=tokens_per_step,
+    )
+
+
+def resolve(recipe: Recipe, machine: Machine, data: DataFacts) -> Resolved:
+    r = _Resolver(recipe, machine, data)
+    r.choose("train.device", machine.device, machine.name)
+    shape = r.shape()
+    precision = r.precision()
+    compiled = r.compile()
+    batch, checkpointing, memory = r.batch(shape, precision)
+    flops: FlopsPerToken = job(recipe.objective).flops(shape, recipe.data.seq_len, checkpointing)
+    tokens_per_step = batch.global_batch * recipe.data.seq_len
+    steps = steps_of(recipe, data.train_tokens, tokens_per_step)
+    r.values["train"] |= {
+        "precision": precision,
+        "compile": compiled,
+        "grad_checkpointing": checkpointing,
+        "lr": r.lr(batch.global_batch),
+        "warmup_steps": r.warmup(steps, flops, tokens_per_step),
+    }
+    if memory.peak > machine.memory_bytes:
+        r.warnings.append(
+            f"by estimate this needs {memory.peak / GIB:.1f} GiB and {machine.name} has "
+            f"{machine.memory_bytes / GIB:.1f} GiB: expect smaller micro-batches"
+        )
+    sections = {name: getattr(recipe, name).model_copy(update=values) for name, values in r.values.items() if values}
+    done = recipe.model_copy(update=sections)
+    return Resolved(done, shape, batch, flops, memory, machine, steps, r.choices, r.warnings)

@@ -1,0 +1,164 @@
+"""The recipe: everything a user can ask for. Frozen, and an unknown key is an error."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, create_model
+
+from redline.fields import (
+    AUTO,
+    AutoCount,
+    AutoFlag,
+    AutoPositive,
+    AutoWhole,
+    Count,
+    Flag,
+    Fraction,
+    MaybeCount,
+    MaybeHours,
+    MaybePositive,
+    MaybeProbability,
+    NonNegative,
+    Positive,
+    Probability,
+    Section,
+    Text,
+    Whole,
+    one_of,
+)
+from redline.jobs import JOBS, options_of
+from redline.plan.schedule import SCHEDULES
+from redline.plan.shapes import SIZES
+
+ATTENTION = (AUTO, "cudnn", "flash", "efficient", "flex", "dense")
+CHECKPOINTING = (AUTO, "none", "selective", "full")
+
+
+def _checkpointing(value: Any) -> Any:
+    """The guides write true and false."""
+    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    numbers = value if isinstance(value, list | tuple) else ()
+    if len(numbers) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in numbers):
+        raise ValueError(f"{value!r} is not two numbers between 0 and 1.")
+    return float(numbers[0]), float(numbers[1])
+
+
+class Model(Section):
+    """The decoder's shape."""
+
+    size: Annotated[str | None, one_of(AUTO, *SIZES)] | None = None  # fills what is auto below
+    layers: AutoCount = AUTO
+    d_model: AutoCount = AUTO
+    heads: AutoCount = AUTO
+    kv_heads: AutoCount = AUTO  # auto: as many as heads
+    head_dim: AutoCount = AUTO  # auto: d_model / heads
+    d_ff: AutoCount = AUTO  # auto: 8/3·d_model, to a multiple of 64
+    vocab: AutoCount = AUTO  # auto: the tokenizer's, to a multiple of 64
+    mlp: Annotated[str, one_of("swiglu", "relu2")] = "swiglu"
+    tied: Flag = True
+    qk_norm: Flag = False
+    softcap: MaybePositive = None  # logits ← cap·tanh(logits / cap)
+    rope_theta: Positive = 10000.0
+    norm_eps: Positive = 1e-5
+    dropout: Probability = 0.0
+    attention: Annotated[str, one_of(*ATTENTION)] = AUTO
+
+
+class Data(Section):
+    source: Text = "embedded"  # embedded, a text file or folder, prepared shards, or .bin tokens
+    tokenizer: Text = "train:4096"  # train:N, bytes, gpt2, or a tokenizer.json
+    seq_len: Count = 1024
+    pack: Flag = False  # true: documents in a row never see each other
+    shuffle: Flag = True
+    workers: Whole = 2
+    val_fraction: Fraction = 0.05
+
+
+class Train(Section):
+    device: Annotated[str, one_of(AUTO, "cuda", "cpu")] = AUTO
+    # what is reached first stops; the LR horizon is the earliest of the first four
+    steps: MaybeCount = None
+    tokens: MaybeCount = None
+    epochs: MaybePositive = None
+    hours: MaybeHours = None
+    target_loss: MaybePositive = None  # on validation
+    global_batch: AutoCount = AUTO  # in sequences
+    micro_batch: AutoCount = AUTO
+    accumulation: AutoCount = AUTO
+    optimizer: Annotated[str, one_of("adamw", "muon")] = "adamw"
+    lr: AutoPositive = AUTO  # a number is never touched; auto = lr_base·√(batch / batch_base)
+    lr_base: Positive = 4e-4
+    batch_base: Count = 128
+    muon_lr: Positive = 0.02  # for the hidden matrices; the rest has `lr`
+    muon_momentum: Probability = 0.95
+    betas: Annotated[tuple[float, float], BeforeValidator(_pair)] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.1  # on matrices only
+    clip: MaybePositive = 1.0
+    schedule: Annotated[str, one_of(*SCHEDULES)] = "cosine"
+    warmup_steps: AutoWhole = AUTO
+    decay_fraction: Positive = 0.4  # wsd: the share of the run in which the LR falls
+    min_lr_ratio: Fraction = 0.1
+    ema: MaybeProbability = None
+    precision: Annotated[str, one_of(AUTO, "bf16", "fp16", "fp32")] = AUTO
+    compile: AutoFlag = AUTO
+    grad_checkpointing: Annotated[str, BeforeValidator(_checkpointing), one_of(*CHECKPOINTING)] = AUTO
+    memory_fraction: Fraction = 0.9
+    max_nonfinite: Count = 20  # this many bad steps in a row stop the run
+    seed: Whole = 1337
+    deterministic: Flag = False
+
+
+class Eval(Section):
+    every: Count = 1000  # steps; also at the end
+    sequences: Count = 256  # of the validation split
+    samples: Whole = 1  # texts written before and after
+    sample_tokens: Count = 120
+    prompt: str = ""
+
+
+class Checkpoint(Section):
+    every: Count = 5000  # steps; also at the end and when asked to stop
+    keep: Count = 2
+    best: Flag = True  # and the one with the lowest validation loss
+
+
+class MonitorSection(Section):
+    log_every: Count = 100
+    price_per_hour: MaybePositive = None
+
+
+class Recipe(Section):
+    objective: Annotated[str, one_of(*JOBS)] = "causal_lm"
+    description: str = ""
+    model: Model = Model()
+    data: Data = Data()
+    train: Train = Train()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    monitor: MonitorSection = MonitorSection()
+
+
+RESUMABLE = (
+    "train.steps",
+    "train.tokens",
+    "train.epochs",
+    "train.hours",
+    "train.target_loss",
+    "eval.",
+    "checkpoint.",
+    "monitor.",
+)
+
+
+def recipe_class(objective: object) -> type[Recipe]:
+    """The schema with the chosen job's own options under its name; the other jobs are not even imported."""
+    if objective not in JOBS:
+        return Recipe  # its `objective` field then says what is wrong
+    options = options_of(str(objective))
+    fields: dict[str, Any] = {str(objective): (options, options())}
+    return create_model(f"Recipe[{objective}]", __base__=Recipe, **fields)

@@ -1,0 +1,59 @@
+"""From places in the global batch to a step's micro-batches on the device."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from redline.data.loader import Prefetcher, pin
+from redline.objectives.base import Batch, Objective
+from redline.plan.batch import BatchPlan
+from redline.train.step import StepBatch
+
+
+class Feed:
+    """Makes batches ahead of the steps. What a step gets depends on its number alone."""
+
+    def __init__(self, objective: Objective, plan: BatchPlan, device: torch.device, workers: int, first: int) -> None:
+        self.objective, self.plan, self.device = objective, plan, device
+        self._loader: Prefetcher[StepBatch] = Prefetcher(self._make, first, workers=workers)
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loader.close()
+
+    def next(self, step: int) -> StepBatch:
+        begin = time.perf_counter()
+        batch = self._loader.next(step)
+        waited = time.perf_counter() - begin
+        return StepBatch([to_device(micro, self.device) for micro in batch.micros], batch.weights, waited)
+
+    def _make(self, step: int) -> StepBatch:
+        first, micro = step * self.plan.global_batch, self.plan.micro
+        starts = range(first, first + self.plan.global_batch, micro)
+        batch = step_batch(self.objective, [self.objective.batch(np.arange(s, s + micro)) for s in starts])
+        if self.device.type != "cuda":
+            return batch
+        return StepBatch([pin(m) for m in batch.micros], batch.weights)
+
+
+def step_batch(objective: Objective, micros: list[Batch]) -> StepBatch:
+    """Micro-batches with the weights of all of them together."""
+    weights: dict[str, float] = {}
+    for micro in micros:
+        for name, weight in objective.weights(micro).items():
+            weights[name] = weights.get(name, 0.0) + weight
+    return StepBatch(micros, weights)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    if device.type == "cpu":
+        return batch
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

@@ -1,0 +1,92 @@
+"""The step log: the only place where training waits for the GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from pathlib import Path
+
+import torch
+
+from redline.hardware.nvml import Nvml
+from redline.monitor.monitor import Monitor
+from redline.monitor.throughput import Throughput
+from redline.train.state import TrainState
+from redline.train.step import StepResult
+from redline.units import GIB
+
+_STEPS_AHEAD = 2  # the host may queue this many steps before it waits for the GPU
+
+
+class StepLog:
+    def __init__(self, monitor: Monitor, throughput: Throughput, device: torch.device) -> None:
+        self.monitor, self.throughput, self.device = monitor, throughput, device
+        self.skipped = 0
+        self.bad_in_a_row = 0
+        self._bad: list[torch.Tensor] = []
+        self._last: StepResult | None = None
+        self._queued: deque[torch.cuda.Event] = deque()
+        self._nvml = Nvml() if device.type == "cuda" else None
+
+    def note(self, result: StepResult, tokens: int, data_wait: float) -> None:
+        """Remember a step without looking at it."""
+        self._last = result
+        self._bad.append(result.bad)
+        self.throughput.add(tokens, data_wait)
+        if self.device.type == "cuda":
+            # the GPU stays fed, and signals and clocks are answered within a step or two
+            event = torch.cuda.Event()
+            event.record()
+            self._queued.append(event)
+            if len(self._queued) > _STEPS_AHEAD:
+                self._queued.popleft().synchronize()
+
+    def emit(self, state: TrainState, *, lr: float, progress: float, eta_s: float | None) -> None:
+        result = self._last
+        if result is None:
+            return
+        bad = self._count_bad()
+        rates = self.throughput.read()
+        hours = state.seconds / 3600
+        self.monitor.emit(
+            "step",
+            step=state.step,
+            tokens=state.tokens,
+            loss=result.loss.item(),
+            **({f"loss_{n}": v.item() for n, v in result.terms.items()} if len(result.terms) > 1 else {}),
+            lr=lr,
+            grad_norm=result.grad_norm.item(),
+            **(vars(rates) if rates else {}),
+            memory_gib=peak_memory_gib(self.device),
+            **(self._nvml.read() if self._nvml else {"gpu_util": None, "power_w": None}),
+            hours=hours,
+            cost_usd=self.monitor.cost(hours),
+            progress=progress,
+            eta_s=eta_s,
+            skipped=bad,
+        )
+
+    def _count_bad(self) -> int:
+        """How many steps since the last look changed nothing."""
+        bad = [value > 0 for value in torch.stack(self._bad).tolist()]  # waits for the GPU
+        self._bad.clear()
+        for is_bad in bad:
+            self.bad_in_a_row = self.bad_in_a_row + 1 if is_bad else 0
+        self.skipped += sum(bad)
+        if any(bad):
+            self.monitor.warn(
+                f"{sum(bad)} of the last {len(bad)} steps had a loss or gradient that is not finite; "
+                "they changed nothing"
+            )
+        return sum(bad)
+
+
+def peak_memory_gib(device: torch.device) -> float | None:
+    """The most that was used: of the GPU by tensors, of the host by this process."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated() / GIB, 3)
+    if sys.platform == "linux":
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return round(int(line.split()[1]) * 1024 / GIB, 3)
+    return None

@@ -1,0 +1,44 @@
+"""Where a run stands in time. The clock counts over all resumes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+
+
+class Pace:
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.clock = clock
+        self._zero = clock()
+        self._began: tuple[int, float] | None = None
+        self.closing: dict[str, float] = {}  # seconds that the last evaluation, sample and save will take
+
+    def resume(self, seconds: float) -> None:
+        """Count on from what earlier parts of the run have used."""
+        self._zero = self.clock() - seconds
+
+    @property
+    def seconds(self) -> float:
+        return self.clock() - self._zero
+
+    def begin(self, step: int) -> None:
+        """The loop begins; compiling lies behind."""
+        self._began = (step, self.seconds)
+
+    def seconds_per_step(self, step: int) -> float:
+        """Measured over the loop, with its evaluations and saves: what the clock on the wall will see."""
+        if self._began is None or step <= self._began[0]:
+            return 0.0
+        return (self.seconds - self._began[1]) / (step - self._began[0])
+
+    @property
+    def reserve(self) -> float:
+        """What must be left of a time budget when the last step ends."""
+        return 1.25 * sum(self.closing.values())
+
+    def timed(self, what: str, action: Callable[[], None]) -> None:
+        begin = self.clock()
+        action()
+        self.closing[what] = max(self.closing.get(what, 0.0), self.clock() - begin)

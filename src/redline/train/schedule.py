@@ -1,0 +1,74 @@
+"""Progress towards the horizon — which moves, when the horizon is a clock.
+
+Progress is piecewise linear in steps. With `train.hours` each re-plan lays a new piece from the present progress to
+the step that measured speed will reach in time; so the learning rate never jumps and has decayed when time is up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+REPLAN_AT = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97)  # shares of the time budget
+
+
+@dataclass(frozen=True)
+class Piece:
+    """From `step` on, progress grows from `progress` to 1 within `length` steps."""
+
+    step: int
+    progress: float
+    length: int
+
+
+class Horizon:
+    def __init__(self, steps: int | None, hours: float | None) -> None:
+        self.steps, self.seconds = steps, hours * 3600 if hours else None
+        # before anything is measured a clocked run is at its beginning, however long it will be
+        self.pieces = [Piece(0, 0.0, steps or 1 << 62)]
+        self._next = 0
+
+    def progress(self, step: int) -> float:
+        piece = self.pieces[-1]
+        return min(1.0, piece.progress + (1.0 - piece.progress) * (step - piece.step) / piece.length)
+
+    @property
+    def end(self) -> int:
+        """The step at which progress is 1."""
+        return self.pieces[-1].step + self.pieces[-1].length
+
+    def due(self, seconds: float) -> bool:
+        if self.seconds is None or self._next >= len(REPLAN_AT):
+            return False
+        return seconds >= REPLAN_AT[self._next] * self.seconds
+
+    def replan(self, step: int, seconds: float, seconds_per_step: float, reserve: float) -> Piece:
+        """Lay the rest of the run out from measured speed; `reserve` is kept for the last evaluation and save."""
+        assert self.seconds is not None
+        while self.due(seconds):
+            self._next += 1
+        left = math.floor((self.seconds - seconds - reserve) / seconds_per_step)
+        if self.steps is not None:
+            left = min(left, self.steps - step)
+        self.pieces.append(Piece(step, self.progress(step), max(1, left)))
+        return self.pieces[-1]
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "pieces": [[p.step, p.progress, p.length] for p in self.pieces],
+            "next": self._next,
+        }
+
+    def load_state(self, state: dict[str, Any], step: int) -> None:
+        """Replay the decisions; a horizon that was changed on resume goes on from the progress already made."""
+        old = Horizon(None, None)
+        old.pieces = [Piece(int(s), float(progress), int(length)) for s, progress, length in state["pieces"]]
+        same = state["steps"] == self.steps and state["seconds"] == self.seconds
+        self.pieces, self._next = old.pieces, int(state["next"])
+        if not same and self.steps is not None:
+            self.pieces.append(Piece(step, old.progress(step), max(1, self.steps - step)))
+        if state["seconds"] != self.seconds:
+            self._next = 0

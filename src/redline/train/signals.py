@@ -1,0 +1,61 @@
+"""Signals ask; the loop answers between steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+from redline.errors import EXIT_INTERRUPTED
+
+
+class StopRequested(Exception):  # noqa: N818 - a request, not an error
+    """Raised out of long work that can be abandoned (compiling, preparing)."""
+
+
+class Signals:
+    """SIGTERM and SIGUSR1 mean "preempted"; the first Ctrl-C means "interrupted", the second leaves at once."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._abandon = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self.reason == "interrupted":
+                sys.stderr.write("\nleft at once; the last committed checkpoint stays valid\n")
+                os._exit(EXIT_INTERRUPTED)
+            sys.stderr.write("\nfinishing this step, saving and reporting; Ctrl-C again leaves at once\n")
+        self.reason = "interrupted" if number == signal.SIGINT else self.reason or "preempted"
+        if self._abandon:
+            raise StopRequested
+
+    @contextmanager
+    def abandonable(self) -> Iterator[None]:
+        """A signal in here interrupts the work instead of waiting for its end."""
+        self._abandon = True
+        try:
+            if self.reason:
+                raise StopRequested
+            yield
+        finally:
+            self._abandon = False

@@ -1,0 +1,32 @@
+"""What a run has done so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainState:
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0  # of training, over all resumes
+    best_loss: float | None = None
+    best_step: int | None = None
+
+    def after(self, tokens: int, seconds: float) -> TrainState:
+        return replace(self, step=self.step + 1, tokens=self.tokens + tokens, seconds=seconds)
+
+    def evaluated(self, loss: float | None) -> TrainState:
+        if loss is None or loss != loss or (self.best_loss is not None and loss >= self.best_loss):
+            return self
+        return replace(self, best_loss=loss, best_step=self.step)
+
+    def to_json(self) -> dict[str, Any]:
+        best = {"step": self.best_step, "loss": self.best_loss} if self.best_step is not None else None
+        return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "best": best}
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any]) -> TrainState:
+        best = state["best"] or {"step": None, "loss": None}
+        return cls(int(state["step"]), int(state["tokens"]), float(state["seconds"]), best["loss"], best["step"])

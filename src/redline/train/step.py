@@ -1,0 +1,102 @@
+"""One update: micro-batches → gradients → one gated step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from redline.objectives.base import Batch, Objective
+from redline.train.optim import Ema, Optimizer
+from redline.train.precision import LossScale
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """A step's micro-batches, and what its loss terms are divided by."""
+
+    micros: list[Batch]
+    weights: dict[str, float]
+    seconds: float = 0.0  # the trainer waited this long for it
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Device tensors: reading them waits for the GPU, so only the log does."""
+
+    loss: Tensor
+    terms: dict[str, Tensor]
+    grad_norm: Tensor
+    bad: Tensor  # 1.0 when loss or gradient was not finite and nothing was changed
+
+
+def seed_of(seed: int, step: int, micro: int) -> int:
+    """Randomness is a function of these, never of what ran before."""
+    return (seed * 1_000_003 + step) * 4099 + micro & 0x7FFF_FFFF_FFFF_FFFF
+
+
+class Step:
+    def __init__(
+        self,
+        objective: Objective,
+        optimizer: Optimizer,
+        *,
+        scale: LossScale,
+        ema: Ema | None,
+        clip: float | None,
+        seed: int,
+    ) -> None:
+        self.objective, self.optimizer, self.scale, self.ema = objective, optimizer, scale, ema
+        self.clip, self.seed = clip, seed
+        self.parameters = [p for p in objective.model.parameters() if p.requires_grad]
+
+    def __call__(self, step: int, batch: StepBatch, lr_factor: float) -> StepResult:
+        loss, terms = self.backward(step, batch)
+        grad_norm, bad = self._measure(loss)
+        self._update(lr_factor, grad_norm, bad)
+        return StepResult(loss, terms, grad_norm, bad)
+
+    def backward(self, step: int, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Gradients of Σ c·sum/W over all micro-batches."""
+        totals: dict[str, Tensor] = {}
+        self.clear()
+        for index, micro in enumerate(batch.micros):
+            torch.manual_seed(seed_of(self.seed, step, index))
+            found = self.objective.loss(micro)
+            parts = {name: term.coefficient * term.sum / batch.weights[term.weight] for name, term in found.items()}
+            loss = torch.stack(list(parts.values())).sum()
+            (loss * self.scale.scale).backward()
+            for name, part in parts.items():
+                totals[name] = totals[name] + part.detach() if name in totals else part.detach()
+        return torch.stack(list(totals.values())).sum(), totals
+
+    @torch.no_grad()
+    def _measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) / self.scale.scale
+        finite = torch.isfinite(grad_norm) & torch.isfinite(loss)
+        return grad_norm, (~finite).float()
+
+    @torch.no_grad()
+    def _update(self, lr_factor: float, grad_norm: Tensor, bad: Tensor) -> None:
+        # clipping and unscaling ride along in the optimizer's own pass over the gradients
+        divisor = self.scale.scale
+        if self.clip is not None:
+            divisor = divisor * torch.clamp_min(grad_norm / self.clip, 1.0)
+        divisor = torch.where(bad > 0, 1.0, divisor)
+        self.optimizer.step(lr_factor, (divisor, bad))
+        if self.ema is not None:
+            self.ema.update(bad)
+        self.scale.update(bad)
+
+    def rehearse(self, batch: StepBatch) -> None:
+        """Everything a step does except to change anything: compiles, allocates, meets an OOM early."""
+        loss, _ = self.backward(0, batch)
+        grad_norm, bad = self._measure(loss)
+        self._update(0.0, grad_norm, torch.ones_like(bad))
+        self.clear()
+
+    def clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None

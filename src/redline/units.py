@@ -1,0 +1,73 @@
+"""Numbers as people write them: "512k", "1.5h", "$20" — parsed and printed."""
+
+from __future__ import annotations
+
+import re
+
+_COUNT = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER = re.compile(r"^\s*([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*([a-z]*)\s*$", re.IGNORECASE)
+
+GIB = 1 << 30
+
+
+def _split(text: str, units: dict[str, float], kind: str) -> float:
+    match = _NUMBER.match(text)
+    if not match or match[2].lower() not in units:
+        names = ", ".join(u for u in units if u)
+        raise ValueError(f"{text!r} is not a {kind}; write a number, optionally with {names}")
+    return float(match[1].replace("_", "").replace(",", "")) * units[match[2].lower()]
+
+
+def parse_count(value: str | int | float) -> int:
+    """512k → 512000, 1.5B → 1500000000."""
+    if isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a count")
+    number = float(value) if isinstance(value, int | float) else _split(value, _COUNT, "count")
+    if number != number or number in (float("inf"), float("-inf")) or abs(number - round(number)) > 1e-6:
+        raise ValueError(f"{value!r} is not a whole number")
+    return round(number)
+
+
+def parse_hours(value: str | int | float) -> float:
+    """90m → 1.5, 2 → 2.0 (a bare number is hours)."""
+    if isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a duration")
+    if isinstance(value, int | float):
+        return float(value)
+    match = _NUMBER.match(value)
+    if match and not match[2]:
+        return float(match[1].replace("_", "").replace(",", ""))
+    return _split(value, _SECONDS, "duration") / 3600.0
+
+
+def format_count(number: float) -> str:
+    """350444544 → 350.4M"""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= limit:
+            return f"{number / limit:.4g}{unit}"
+    return f"{number:.4g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """4210 → 1h10m"""
+    seconds = max(0.0, seconds)
+    if seconds < 60:
+        return f"{seconds:.1f}s" if seconds < 10 else f"{seconds:.0f}s"
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    if hours >= 24:
+        return f"{hours // 24}d{hours % 24:02d}h"
+    if hours:
+        return f"{hours}h{minutes % 60:02d}m"
+    return f"{minutes}m{int(seconds % 60):02d}s"
+
+
+def format_bytes(number: float) -> str:
+    for limit, unit in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if number >= limit:
+            return f"{number / limit:.1f} {unit}"
+    return f"{number:.0f} B"
+
+
+def format_usd(dollars: float) -> str:
+    return f"${dollars:.2f}" if dollars < 100 else f"${dollars:,.0f}"

@@ -1,0 +1,165 @@
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from redline.monitor.events import EventLog, finite, read_events
+
+
+def lines(path):
+    return path.read_bytes().split(b"\n")
+
+
+def test_an_event_is_one_line_with_its_type_and_time_first(tmp_path):
+    log = EventLog(tmp_path / "run" / "events.jsonl", clock=lambda: 12.5)
+    returned = log.emit("step", step=1, loss=2.0, where=tmp_path / "a", shape=(2, 3))
+    log.close()
+    (line, rest) = lines(log.path)
+    assert list(json.loads(line)) == ["type", "time", "step", "loss", "where", "shape"]
+    assert json.loads(line) == returned
+    assert returned == {
+        "type": "step",
+        "time": 12.5,
+        "step": 1,
+        "loss": 2.0,
+        "where": str(tmp_path / "a"),
+        "shape": [2, 3],
+    }
+    assert rest == b""
+
+
+def test_every_event_is_on_disk_before_the_log_is_closed(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.emit("start")
+    assert [e["type"] for e in read_events(log.path)] == ["start"]
+
+
+def test_non_finite_numbers_become_null_at_any_depth(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    event = log.emit("step", loss=float("nan"), terms={"a": [float("inf"), 1.0], "b": float("-inf")})
+    assert (event["loss"], event["terms"]) == (None, {"a": [None, 1.0], "b": None})
+    assert json.loads(log.path.read_text(), parse_constant=pytest.fail) == event
+
+
+def test_what_is_not_plain_data_is_refused_and_leaves_no_half_line(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    with pytest.raises(TypeError):
+        log.emit("step", loss=object())
+    assert log.path.read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    "text", ["line\nbreak\r\n", "\u2028 separator", "lone \ud800 surrogate", "emoji 🚄", "\x00\x1b["]
+)
+def test_any_text_survives_the_round_trip_on_one_line(tmp_path, text):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.emit("sample", text=text)
+    assert len(lines(log.path)) == 2
+    assert read_events(log.path)[0]["text"] == text
+
+
+def test_a_torn_last_line_swallows_nothing_that_follows(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"type":"step","time":1,"step":1}\n{"type":"step","ti')
+    log = EventLog(path)
+    assert path.read_bytes().endswith(b'"ti\n')
+    log.emit("step", step=2)
+    events = read_events(path)
+    assert [e["step"] for e in events] == [1, 2]
+    assert events.unreadable == 1
+
+
+def test_opening_a_whole_log_changes_nothing(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"type":"start","time":1}\n')
+    EventLog(path).close()
+    assert path.read_bytes() == b'{"type":"start","time":1}\n'
+
+
+def test_bad_lines_are_skipped_and_counted(tmp_path):
+    path = tmp_path / "events.jsonl"
+    bad = [b"\xff\xfe", b"[1,2]", b'{"no":"type"}', b'{"type":5}', b"[" * 100_000, b'"x"']
+    path.write_bytes(b"\n".join([b'{"type":"start"}', *bad, b"", b'{"type":"step","loss":NaN}', b""]))
+    events = read_events(path)
+    assert events == [{"type": "start"}, {"type": "step", "loss": None}]
+    assert events.unreadable == len(bad)
+
+
+def test_a_log_that_does_not_exist_yet_is_empty(tmp_path):
+    assert read_events(tmp_path / "events.jsonl") == []
+
+
+def test_resuming_drops_what_will_be_done_again_and_nothing_else(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.emit("start", resumed_from=None)
+    for step in (100, 200, 300):
+        for kind in ("step", "eval", "checkpoint", "sample", "warning"):
+            log.emit(kind, step=step)
+    log.emit("stop", step=300)
+    log.emit("start", resumed_from=200)
+    log.emit("step", step=300)
+    kept = [(e["type"], e.get("step")) for e in read_events(log.path)]
+    for kind in ("eval", "checkpoint", "sample"):
+        assert [step for k, step in kept if k == kind] == [100, 200]
+    assert [step for k, step in kept if k == "step"] == [100, 200, 300]
+    assert [step for k, step in kept if k == "warning"] == [100, 200, 300]
+    assert [k for k, _ in kept].count("stop") == 1
+    assert kept[-1] == ("step", 300)
+
+
+def test_resuming_from_step_zero_drops_every_step(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.emit("step", step=1)
+    log.emit("start", resumed_from=0)
+    assert [e["type"] for e in read_events(log.path)] == ["start"]
+
+
+class FullDisk:
+    """A file that takes `room` more bytes, then says that the disk is full."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        taken = bytes(data)[: self.room]
+        if not taken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= len(taken)
+        return self.file.write(taken)
+
+    def close(self):
+        self.file.close()
+
+
+@pytest.mark.parametrize("room", [0, 1, 20])
+def test_a_full_disk_is_told_once_and_writing_goes_on_when_there_is_room_again(tmp_path, room):
+    told = []
+    log = EventLog(tmp_path / "events.jsonl", on_error=told.append)
+    log.emit("step", step=1)
+    log._file = FullDisk(log._file, room)
+    assert log.emit("step", step=2)["step"] == 2
+    log.emit("step", step=3)
+    assert len(told) == 1
+    assert "No space left" in told[0]
+    assert str(log.path) in told[0]
+    log._file.room = 10_000
+    log.emit("step", step=4)
+    assert [e["step"] for e in read_events(log.path)] == [1, 4]
+
+
+def test_a_really_full_device_does_not_stop_the_run():
+    device = Path("/dev/full")
+    if not device.exists():
+        pytest.skip("no /dev/full here")
+    told = []
+    log = EventLog(device, on_error=told.append)
+    log.emit("step", step=1)
+    log.emit("step", step=2)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("value", [True, None, "1", float("nan"), float("inf"), 10**400, [1]])
+def test_only_finite_numbers_are_numbers(value):
+    assert finite(value) is None
+    assert finite(3) == 3
