@@ -94,13 +94,13 @@ def test_without_validation(documents: list[Document], tmp_path: Path) -> None:
         prepare(documents, load_tokenizer("bytes"), tmp_path / "other", val_fraction=1.0)
 
 
-def test_long_document_in_pieces_has_the_tokens_of_the_whole(
-    trained: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documents: list[Document]
-) -> None:
-    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 100)
-    text = "".join(document.text + "\n\n" for document in documents[:40])
-    data = prepare([Document("long", text)], trained, tmp_path / "out", val_fraction=0.0)
-    assert data.train.read(0, len(data.train)).tolist() == [trained.eot, *trained.encode(text)]
+def test_long_document_in_pieces_has_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 10)
+    text = "".join(f"def f{i}():\n\n    if x:\n        return {i}\n\n\nplain text\nand more\n" for i in range(60))
+    tokenizer = load_tokenizer("train:400", lambda: [text])
+    assert len(tokenizer.encode("\n\n")) == 1, "runs of white space must be tokens, or cutting them shows nothing"
+    data = prepare([Document("long", text)], tokenizer, tmp_path / "out", val_fraction=0.0)
+    assert data.train.read(0, len(data.train)).tolist() == [tokenizer.eot, *tokenizer.encode(text)]
 
 
 def test_progress_counts_tokens(documents: list[Document], tmp_path: Path) -> None:

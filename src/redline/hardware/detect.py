@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import torch
 
 from redline.errors import UserError
@@ -18,7 +21,13 @@ def detect(device: str = "auto") -> Machine:
         fp32 = cpu_matmul_flops(torch.float32)
         fast_bf16 = bf16 > 1.5 * fp32  # AMX or AVX512-BF16; elsewhere bf16 is emulated and slower
         return Machine(
-            "cpu", cpu_name(), host_memory_bytes(), available_cores(), None, max(bf16, fp32), fast_bf16=fast_bf16
+            "cpu",
+            cpu_name(),
+            host_memory_bytes(),
+            available_cores(),
+            cpu_flops=max(bf16, fp32),
+            fast_bf16=fast_bf16,
+            compiler=any(shutil.which(name) for name in ("g++", "clang++", os.environ.get("CXX", "g++"))),
         )
     if not torch.cuda.is_available():
         raise UserError(

@@ -19,6 +19,7 @@ class Machine:
     capability: tuple[int, int] | None = None
     cpu_flops: float | None = None  # measured: no table knows every CPU
     fast_bf16: bool = False
+    compiler: bool = True  # a C++ compiler, which torch.compile needs on a CPU
 
     @property
     def spec(self) -> GpuSpec | None:

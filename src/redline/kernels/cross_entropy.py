@@ -81,7 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return loss
 
         scale = _FP16_SCALE if x_ND.dtype == torch.float16 else 1.0
-        fused = _COMPILED.get("loss_and_gradient", _loss_and_gradient) if x_ND.is_cuda else _loss_and_gradient
+        fused = _COMPILED.get("loss_and_gradient", _loss_and_gradient)
         grad_x = torch.empty_like(x_ND)
         grad_weight = torch.zeros(weight.shape, device=weight.device, dtype=torch.float32)
         for i, (x, target) in enumerate(zip(x_ND.split(chunk), target_N.split(chunk), strict=True)):

@@ -24,6 +24,7 @@ PRIOR_SHARE = {"cuda": 0.35, "cpu": 0.45}
 # quickstart: a larger model learns more from each token, until it is too large for the tokens it will see.
 TOKENS_PER_PARAMETER = {"cuda": 0.3, "cpu": 0.6}
 CPU_MICRO_TOKENS = 2048
+WORTH_COMPILING = 60.0  # seconds of a CPU run
 UNKNOWN_GPU_FLOPS = 20e12  # only to size the demonstration model on a card without a spec
 
 
@@ -194,9 +195,14 @@ class _Resolver:
     def compile(self) -> bool:
         if self.recipe.train.compile != AUTO:
             return bool(self.recipe.train.compile)
+        fuses = "fuses the memory-bound work; cached after the first run"
         if self.machine.device == "cuda":
-            return bool(self.choose("train.compile", True, "fuses the memory-bound work; cached after the first run"))
-        return bool(self.choose("train.compile", False, "on a CPU compiling takes longer than it saves in a short run"))
+            return bool(self.choose("train.compile", True, fuses))
+        if not self.machine.compiler:
+            return bool(self.choose("train.compile", False, "no C++ compiler (g++ or clang++) on this machine"))
+        if self.recipe.train.hours is None or self.recipe.train.hours * 3600 < WORTH_COMPILING:
+            return bool(self.choose("train.compile", False, "on a CPU it pays only in runs of over a minute"))
+        return bool(self.choose("train.compile", True, fuses))
 
     def batch(self, shape: DecoderShape, precision: str) -> tuple[BatchPlan, str, MemoryParts]:
         """Micro-batch and checkpointing: no recomputation if the batch can be split instead."""

@@ -1,0 +1,170 @@
+"""A tiny world to train in: a text, a recipe, a trainer."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest
+
+TINY = (
+    "model.size=null",
+    "model.layers=2",
+    "model.d_model=32",
+    "model.heads=2",
+    "model.d_ff=64",
+    "data.tokenizer=bytes",
+    "data.seq_len=32",
+    "data.workers=2",
+    "train.device=cpu",
+    "train.precision=fp32",
+    "train.compile=false",
+    "train.hours=null",
+    "train.epochs=null",
+    "train.global_batch=8",
+    "train.micro_batch=4",
+    "train.warmup_steps=2",
+    "eval.every=1000",
+    "eval.sequences=4",
+    "eval.samples=0",
+    "checkpoint.every=1000",
+    "monitor.log_every=1",
+)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    before = os.environ.get("REDLINE_CACHE")
+    os.environ["REDLINE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["REDLINE_CACHE"]
+    else:
+        os.environ["REDLINE_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eighty short documents: many borders within a sequence."""
+    folder = tmp_path_factory.mktemp("corpus")
+    chance = random.Random(5)
+    words = ["red", "line", "train", "token", "block", "mask", "loss", "step", "king", "river", "stone", "light"]
+    for number in range(80):
+        sentences = [" ".join(chance.choices(words, k=chance.randint(3, 9))) + ".\n" for _ in range(chance.randint(1, 9))]
+        (folder / f"{number:03d}.txt").write_text("".join(sentences))
+    return folder
+
+
+class Quiet:
+    """A view that remembers what it was shown."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def event(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+
+    def tick(self, step: int, progress: float | None = None, eta_s: float | None = None) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Around:
+    """A trainer's step with something before and after it."""
+
+    def __init__(self, step: Any, before: Callable[[int], None] | None = None, after: Callable[[int], None] | None = None):
+        self.step, self.before, self.after = step, before, after
+
+    def __call__(self, number: int, *rest: Any) -> Any:
+        if self.before:
+            self.before(number)
+        result = self.step(number, *rest)
+        if self.after:
+            self.after(number)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.step, name)
+
+
+class World:
+    """Everything `redline train` puts together, within the test's own process."""
+
+    def __init__(self, corpus: Path) -> None:
+        self.corpus = corpus
+
+    def recipe(self, *overrides: str) -> Any:
+        from redline.recipe.load import load
+
+        steps = () if any(o.startswith(("train.steps", "train.hours=", "train.tokens")) for o in overrides) else ("train.steps=6",)
+        return load("quickstart", [*TINY, f"data.source={self.corpus}", *steps, *overrides]).recipe
+
+    def trainer(self, run: Any, *overrides: str, checkpoint: Path | None = None, build: bool = True, **options: Any) -> Any:
+        from redline.hardware.machine import Machine
+        from redline.monitor.events import EventLog
+        from redline.monitor.monitor import Monitor
+        from redline.objectives import objective_module
+        from redline.recipe.resolve import resolve
+        from redline.train.trainer import Trainer
+
+        recipe = self.recipe(*overrides)
+        module = objective_module(recipe.objective)
+        data = module.load_data(recipe)
+        machine = options.pop("machine", Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11))
+        resolved = resolve(recipe, machine, data.facts)
+        monitor = Monitor(EventLog(run.path / "events.jsonl"), options.pop("view", Quiet()))
+        identity = {"data": data.facts.fingerprint, "tokenizer": data.facts.tokenizer_fingerprint}
+        trainer = Trainer(
+            resolved,
+            module.create(resolved, data),
+            run,
+            monitor,
+            horizon_steps=resolved.horizon_steps,
+            identity=identity,
+            **options,
+        )
+        if build:
+            trainer.build(checkpoint)
+        return trainer
+
+    def around(self, trainer: Any, **hooks: Any) -> None:
+        trainer.step = Around(trainer.step, **hooks)
+
+    def run(self, path: Path, *overrides: str, resume: bool = False, stop_at: int | None = None, **options: Any) -> Any:
+        """Train; with `stop_at`, a SIGTERM arrives while that step is computed."""
+        import signal
+
+        from redline.train.checkpoint import newest_valid
+        from redline.train.rundir import RunDirectory
+
+        with RunDirectory(path) as run:
+            checkpoint = newest_valid(run.checkpoints) if resume else None
+            trainer = self.trainer(run, *overrides, checkpoint=checkpoint, **options)
+            if stop_at is not None:
+                self.around(trainer, before=lambda n: n == stop_at - 1 and os.kill(os.getpid(), signal.SIGTERM))
+            trainer.outcome = trainer.run()
+            trainer.monitor.log.close()
+        return trainer
+
+
+@pytest.fixture
+def world(corpus: Path) -> World:
+    return World(corpus)
+
+
+@pytest.fixture
+def tensors_of() -> Callable[[Path], dict[str, Any]]:
+    from redline.train.checkpoint import read_tensors
+
+    def read(checkpoint: Path) -> dict[str, Any]:
+        stems = sorted(p.stem for p in checkpoint.glob("*.safetensors"))
+        return {f"{stem}/{name}": t for stem in stems for name, t in read_tensors(checkpoint, stem).items()}
+
+    return read

@@ -1,0 +1,83 @@
+"""The chunked head and loss against plain torch, values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from redline.kernels import cross_entropy
+from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy, reference
+
+
+def problem(n: int, d: int, v: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, d, generator=generator).requires_grad_()
+    weight = torch.randn(v, d, generator=generator).requires_grad_()
+    target = torch.randint(0, v, (n,), generator=generator)
+    target[torch.rand(n, generator=generator) < 0.2] = IGNORE
+    return x, weight, target
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    n=st.integers(1, 40), d=st.integers(1, 9), v=st.integers(2, 33), chunk=st.integers(1, 50), cap=st.sampled_from([None, 5.0])
+)
+def test_any_chunking_equals_the_reference(n: int, d: int, v: int, chunk: int, cap: float | None) -> None:
+    results = []
+    for function in (linear_cross_entropy, reference):
+        x, weight, target = problem(n, d, v)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cross_entropy, "head_chunk", lambda *_: chunk)
+            loss = function(x, weight, target, softcap=cap)
+        (3.0 * loss).backward()
+        results.append((loss.detach(), x.grad, weight.grad))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_without_gradients_nothing_but_the_loss_is_made() -> None:
+    x, weight, target = problem(7, 5, 11)
+    with torch.no_grad():
+        loss = linear_cross_entropy(x, weight, target)
+    torch.testing.assert_close(loss, reference(x, weight, target).detach())
+
+
+def test_nan_reaches_the_loss_and_the_gradient() -> None:
+    x, weight, target = problem(4, 3, 5)
+    target[:] = 1
+    with torch.no_grad():
+        x[2, 0] = float("nan")
+    loss = linear_cross_entropy(x, weight, target)
+    loss.backward()
+    assert loss.isnan()
+    assert weight.grad is not None
+    assert weight.grad.isnan().any()
+
+
+def test_never_more_than_2_31_logits_at_once() -> None:
+    from redline.plan.memory import head_chunk
+
+    assert head_chunk(50304, 64 * 1024) * 50304 < 2**31
+    assert head_chunk(1 << 40, 5) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_half_precision_on_a_gpu(dtype: torch.dtype, compiled: bool) -> None:
+    if compiled:
+        cross_entropy.compile_kernels()
+    x, weight, target = problem(1000, 64, 5000)
+    with torch.no_grad():
+        x *= 0.3
+    got_x, got_w = (t.detach().cuda().requires_grad_() for t in (x, weight))
+    linear_cross_entropy(got_x.to(dtype), got_w, target.cuda(), softcap=30.0).backward()
+    reference(x, weight, target, softcap=30.0).backward()
+    for got, expected in ((got_x.grad, x.grad), (got_w.grad, weight.grad)):
+        assert got is not None
+        assert expected is not None
+        assert ((got.cpu() - expected).norm() / expected.norm()).item() < 2e-2
+    cross_entropy._COMPILED.clear()

@@ -1,0 +1,75 @@
+"""A step that is not finite changes no tensor by one bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.errors import EXIT_FAILED
+from redline.monitor.events import read_events
+from redline.train.rundir import RunDirectory
+
+
+def poison(trainer: Any, at: set[int], value: float) -> None:
+    plain = trainer.objective.loss
+
+    def loss(batch: Any) -> Any:
+        terms = plain(batch)
+        if trainer.state.step in at:
+            first = next(iter(trainer.parameters.values()))
+            terms = {n: type(t)(t.sum + value * first.sum(), t.weight, t.coefficient) for n, t in terms.items()}
+        return terms
+
+    trainer.objective.loss = loss
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nothing_changes(world: Any, tmp_path: Path, optimizer: str, value: float) -> None:
+    with RunDirectory(tmp_path / "run") as run:
+        trainer = world.trainer(run, f"train.optimizer={optimizer}", "train.ema=0.9", "train.steps=8")
+        snapshots: dict[int, dict[str, torch.Tensor]] = {}
+
+        def keep(number: int) -> None:
+            files = trainer.tensors()
+            snapshots[number] = {f"{f}/{n}": t.clone() for f, ts in files.items() for n, t in ts.items()}
+
+        world.around(trainer, after=keep)
+        poison(trainer, {3, 4}, value)
+        outcome = trainer.run()
+    assert outcome.reason == "steps"
+    for name, before in snapshots[2].items():
+        after = snapshots[4][name]
+        assert before.view(torch.uint8).equal(after.view(torch.uint8)) if before.dim() else before.equal(after), name
+    changed = [n for n, t in snapshots[5].items() if not t.equal(snapshots[4][n])]
+    assert len(changed) > len(snapshots[4]) // 2, "the step after goes on"
+    warnings = [e for e in read_events(tmp_path / "run/events.jsonl") if e["type"] == "warning"]
+    assert any("changed nothing" in e["message"] for e in warnings)
+
+
+def test_many_in_a_row_stop_the_run(world: Any, tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "run") as run:
+        trainer = world.trainer(run, "train.steps=50", "train.max_nonfinite=3")
+        poison(trainer, set(range(2, 50)), float("nan"))
+        outcome = trainer.run()
+    assert outcome.reason == "nonfinite"
+    assert outcome.exit_code == EXIT_FAILED
+    assert outcome.state.step == 5
+
+
+def test_fp16_scaling_backs_off_and_recovers() -> None:
+    from redline.train.precision import LossScale
+
+    scale = LossScale("fp16", torch.device("cpu"))
+    first = scale.scale.item()
+    scale.update(torch.tensor(1.0))
+    assert scale.scale.item() == first / 2
+    for _ in range(2000):
+        scale.update(torch.tensor(0.0))
+    assert scale.scale.item() == first
+    fixed = LossScale("bf16", torch.device("cpu"))
+    fixed.update(torch.tensor(1.0))
+    assert fixed.scale.item() == 1.0
