@@ -60,6 +60,6 @@ class UsageError(UserError):
     exit_code = EXIT_USAGE
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"Did you mean {close[0]!r}?" if close else ""
+    return f"Did you mean {prefix + close[0]!r}?" if close else ""

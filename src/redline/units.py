@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _COUNT = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
@@ -16,15 +17,21 @@ def _split(text: str, units: dict[str, float], kind: str) -> float:
     if not match or match[2].lower() not in units:
         names = ", ".join(u for u in units if u)
         raise ValueError(f"{text!r} is not a {kind}; write a number, optionally with {names}")
-    return float(match[1].replace("_", "").replace(",", "")) * units[match[2].lower()]
+    return _plain(match[1]) * units[match[2].lower()]
+
+
+def _plain(digits: str) -> float:
+    return float(digits.replace("_", "").replace(",", ""))
 
 
 def parse_count(value: str | int | float) -> int:
     """512k → 512000, 1.5B → 1500000000."""
     if isinstance(value, bool):
         raise ValueError(f"{value!r} is not a count")
-    number = float(value) if isinstance(value, int | float) else _split(value, _COUNT, "count")
-    if number != number or number in (float("inf"), float("-inf")) or abs(number - round(number)) > 1e-6:
+    if isinstance(value, int):
+        return value
+    number = value if isinstance(value, float) else _split(value, _COUNT, "count")
+    if not math.isfinite(number) or not math.isclose(number, round(number), rel_tol=1e-12, abs_tol=1e-6):
         raise ValueError(f"{value!r} is not a whole number")
     return round(number)
 
@@ -33,12 +40,10 @@ def parse_hours(value: str | int | float) -> float:
     """90m → 1.5, 2 → 2.0 (a bare number is hours)."""
     if isinstance(value, bool):
         raise ValueError(f"{value!r} is not a duration")
-    if isinstance(value, int | float):
-        return float(value)
-    match = _NUMBER.match(value)
-    if match and not match[2]:
-        return float(match[1].replace("_", "").replace(",", ""))
-    return _split(value, _SECONDS, "duration") / 3600.0
+    if isinstance(value, str):
+        match = _NUMBER.match(value)
+        return _plain(match[1]) if match and not match[2] else _split(value, _SECONDS, "duration") / 3600.0
+    return float(value)
 
 
 def format_count(number: float) -> str:

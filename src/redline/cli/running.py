@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from redline.cli.paths import RUNS
-from redline.errors import UsageError
+from redline.errors import EXIT_PREEMPTED, UsageError
 from redline.monitor.console import Console
 from redline.monitor.events import SCHEMA, EventLog
 from redline.monitor.monitor import Monitor
@@ -28,20 +33,10 @@ if TYPE_CHECKING:
 
 def new_run(loaded: Loaded, directory: Path | None, *, dry_run: bool) -> int:
     path = directory or _fresh_name(loaded.name)
-    if (path / LOCK).exists():
-        fix = f"Go on with it: redline train --resume {path}; or choose another --run."
-        raise UsageError("this directory holds a run.", where=str(path), fix=fix)
+    _refuse_run(path)
     if path.exists() and not path.is_dir():
         raise UsageError("is a file, not a directory.", where=str(path), fix="Choose another --run.")
-    console = Console()
-    for note in loaded.notes:
-        console.event({"type": "warning", "message": note})
-    resolved, data = _plan(loaded.recipe, console)
-    if dry_run:
-        console.event({"type": "plan", **resolved.plan_event()})
-        console.close()
-        return 0
-    return _train(loaded.name, path, resolved, data, console, resumed=False, overrides=[])
+    return _start(loaded, path, dry_run=dry_run, resumed=False, overrides=[])
 
 
 def resume_run(name: str, overrides: list[str], *, dry_run: bool) -> int:
@@ -51,13 +46,41 @@ def resume_run(name: str, overrides: list[str], *, dry_run: bool) -> int:
         raise UsageError("a run goes on from its newest checkpoint.", where=name, fix=f"Leave out @{selector}: {fix}")
     lock = read_lock(path)
     loaded = locked_recipe(path, lock, overrides)
+    return _start(loaded, path, dry_run=dry_run, resumed=True, overrides=overrides)
+
+
+def _start(loaded: Loaded, path: Path, *, dry_run: bool, resumed: bool, overrides: list[str]) -> int:
     console = Console()
-    resolved, data = _plan(loaded.recipe, console)
-    if dry_run:
-        console.event({"type": "plan", **resolved.plan_event()})
-        console.close()
-        return 0
-    return _train(loaded.name, path, resolved, data, console, resumed=True, overrides=overrides)
+    for note in loaded.notes:
+        console.event({"type": "warning", "message": note})
+    with _preemptible():
+        resolved, data = _plan(loaded.recipe, console)
+        if dry_run:
+            console.event({"type": "plan", **resolved.plan_event()})
+            console.close()
+            return 0
+        return _train(loaded.name, path, resolved, data, console, resumed=resumed, overrides=overrides)
+
+
+@contextmanager
+def _preemptible() -> Iterator[None]:
+    """Where the trainer does not listen itself, a scheduler's signal leaves at once, and says "resume me" too."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(EXIT_PREEMPTED)
+
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _refuse_run(path: Path) -> None:
+    if (path / LOCK).exists():
+        fix = f"Go on with it: redline train --resume {path}; or choose another --run."
+        raise UsageError("this directory holds a run.", where=str(path), fix=fix)
 
 
 def _fresh_name(recipe: str) -> Path:
@@ -100,28 +123,27 @@ def _train(
     from redline.train.trainer import Trainer
 
     recipe = resolved.recipe
+    objective = objective_module(recipe.objective).create(resolved, data)
     with RunDirectory(path) as run:
-        if resumed:
-            run_id = str(read_lock(path)["run_id"])
-        else:
-            run_id = uuid.uuid4().hex[:12]
-            write_lock(path, make_lock(name, run_id, resolved, data.facts))
-            _point_latest(path)
+        if not resumed:
+            _refuse_run(path)  # another process may have begun one, and ended it, while this one prepared its data
         clean(run.checkpoints)
         log = EventLog(path / "events.jsonl", on_error=lambda text: console.event({"type": "warning", "message": text}))
         with Monitor(log, console, price_per_hour=recipe.monitor.price_per_hour) as monitor:
             checkpoint = newest_valid(run.checkpoints, monitor.warn) if resumed else None
-            objective = objective_module(recipe.objective).create(resolved, data)
             identity = {"data": data.facts.fingerprint, "tokenizer": data.facts.tokenizer_fingerprint}
             trainer = Trainer(
                 resolved, objective, run, monitor, horizon_steps=resolved.horizon_steps, identity=identity
             )
             monitor.say("building the model")
             trainer.build(checkpoint)
+            if not resumed:  # only now, so that what cannot be built leaves no run behind
+                write_lock(path, make_lock(name, uuid.uuid4().hex[:12], resolved, data.facts))
+                _point_latest(path)
             monitor.emit(
                 "start",
                 schema=SCHEMA,
-                run_id=run_id,
+                run_id=read_lock(path)["run_id"],
                 resumed_from=trainer.state.step if resumed else None,
                 run_dir=path,
                 recipe=name,

@@ -47,6 +47,8 @@ def spec_of(device_name: str, memory_gb: float | None = None) -> GpuSpec | None:
     """The spec behind a driver's device name ("NVIDIA H100 80GB HBM3"), or None."""
     name = device_name.lower().replace("nvidia", "").replace("geforce", "").strip()
     words = name.replace("-", " ").split()
+    if "mig" in words:
+        return None  # a slice of a card has a slice of its peak
     if "h100" in words:
         key = "h100-nvl" if "nvl" in words else "h100-pcie" if "pcie" in words else "h100"
     elif "a100" in words:

@@ -7,7 +7,6 @@ borders, a block mask) once per batch; every layer then calls `attention(q, k, v
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ _SDPA = {
 
 
 Shape = tuple[int, int, int, int]  # B, H, T, K
+_FLEX: dict[str, Any] = {}  # the compiled function, once it was needed
 
 
 @dataclass
@@ -119,20 +119,12 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> Tensor:
 def _flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
-    flex: Callable[..., Any] = (
-        _compiled_flex(flex_attention) if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
-    )
-    out = flex(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
+    run: Any = flex_attention
+    if q.is_cuda and not torch.compiler.is_compiling():
+        run = _FLEX.setdefault("flex", torch.compile(flex_attention, dynamic=False))  # uncompiled, it makes all scores
+    out = run(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
     assert isinstance(out, Tensor)
     return out
-
-
-_FLEX: dict[str, Callable[..., Any]] = {}
-
-
-def _compiled_flex(flex_attention: Callable[..., Any]) -> Callable[..., Any]:
-    """Uncompiled, flex materialises all scores."""
-    return _FLEX.setdefault("flex", torch.compile(flex_attention, dynamic=False))
 
 
 def _block_mask(spec: MaskSpec, length: int, documents_BT: Tensor | None, device: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -52,9 +53,14 @@ def given_batch(
     return None
 
 
+def _divisors(number: int) -> list[int]:
+    """Largest first."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)}, reverse=True)
+
+
 def largest_micro(global_batch: int, world: int, fits: Callable[[int], bool], cap: int | None = None) -> BatchPlan:
     """The largest divisor of a rank's share that fits; 1 when nothing does (the warm-up then says what happens)."""
     share = global_batch // world
-    divisors = [m for m in range(share, 0, -1) if share % m == 0 and (cap is None or m <= cap)]
-    micro = next((m for m in divisors if fits(m)), 1)
+    micro = next((m for m in _divisors(share) if (cap is None or m <= cap) and fits(m)), 1)
     return BatchPlan(micro, share // micro, world)

@@ -38,7 +38,8 @@ def activation_bytes_per_token(shape: DecoderShape, bytes_per_value: int, checkp
     """What the forward keeps for the backward, one token, all layers."""
     d = shape.d_model
     residual_and_norms = 4 * d  # block input, both normalised inputs, the stream between attention and MLP
-    attention = shape.d_qkv + shape.d_attention
+    rotated = (shape.heads + shape.kv_heads) * shape.head_dim
+    attention = shape.d_qkv + rotated + 2 * shape.d_attention  # the output in the kernel's layout and in ours
     mlp = shape.d_up + shape.d_ff
     values = {
         "none": residual_and_norms + attention + mlp,
@@ -64,8 +65,8 @@ def training_memory(
     matrices = shape.layers * shape.layer_matmul_parameters
     moments = 4 * (matrices + 2 * (total - matrices)) if optimizer == "muon" else 8 * total
     chunk = head_chunk(shape.vocab, tokens)
-    # logits and their gradient share a buffer; the head's weight gradient is summed in fp32
-    logits = chunk * shape.vocab * (bytes_per_value + 4 * (not gpu)) + 6 * shape.head_parameters
+    # a chunk's logits and their gradient (on a CPU float32 copies too); the head's weight gradient, summed in fp32
+    logits = chunk * shape.vocab * (2 * bytes_per_value + (0 if gpu else 12)) + 6 * shape.head_parameters
     activations = tokens * activation_bytes_per_token(shape, bytes_per_value, checkpointing)
     cast_weights = 2 * shape.matmul_parameters if bytes_per_value == 2 else 0
     return MemoryParts(

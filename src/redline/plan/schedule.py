@@ -18,10 +18,11 @@ def lr_factor(
         return 1.0
     if schedule == "wsd":  # warm-up, stable, decay
         return floor + (1.0 - floor) * min(1.0, (1.0 - progress) / decay_fraction)
+    fallen = _since_warmup(step, warmup, progress)
     if schedule == "linear":
-        return floor + (1.0 - floor) * (1.0 - progress)
+        return floor + (1.0 - floor) * (1.0 - fallen)
     if schedule in ("cosine", "one_cycle"):
-        return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * fallen))
     raise ValueError(f"unknown schedule {schedule!r}")
 
 
@@ -29,6 +30,16 @@ def _rise(schedule: str, share: float) -> float:
     if schedule == "one_cycle":  # Smith's one-cycle begins at 1/25 and rises on a half cosine
         return 0.04 + 0.96 * 0.5 * (1.0 - math.cos(math.pi * share))
     return share
+
+
+def _since_warmup(step: int, warmup: int, progress: float) -> float:
+    """Progress counted from the warm-up's end, so that the decay begins at the peak and the LR does not jump.
+
+    (step − warmup) / (total − warmup) with total = step / progress; it stays continuous when the horizon moves.
+    """
+    if not warmup or not 0.0 < progress < 1.0:
+        return progress
+    return progress * (step - warmup) / (step - progress * warmup)
 
 
 def sqrt_scaled_lr(lr_base: float, batch: int, batch_base: int) -> float:

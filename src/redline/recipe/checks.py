@@ -7,6 +7,7 @@ from typing import Any
 from redline.errors import Problem
 from redline.fields import AUTO
 from redline.plan.batch import given_batch
+from redline.plan.shapes import SIZES
 from redline.recipe.schema import Model, Recipe, Train
 
 
@@ -21,17 +22,22 @@ def contradictions(recipe: Recipe) -> list[Problem]:
 
 def _model(model: Model) -> list[Problem]:
     problems = []
-    d_model, heads = number(model.d_model), number(model.heads)
+    sized = dict(zip(("layers", "d_model", "heads", "d_ff"), SIZES.get(model.size or "", ()), strict=False))
+    d_model, heads = number(model.d_model) or sized.get("d_model"), number(model.heads) or sized.get("heads")
     kv_heads, head_dim = number(model.kv_heads), number(model.head_dim)
     if model.size is None:
         missing = [k for k in ("layers", "d_model", "heads") if getattr(model, k) == AUTO]
         problems += [Problem(f"model.{key}", "is missing.", "Give it, or model.size: auto.") for key in missing]
+    if model.size == AUTO and not heads and (d_model or kv_heads):
+        key = "model.d_model" if d_model else "model.kv_heads"
+        problems.append(Problem("model.heads", f"is missing beside {key}.", "Give both, or leave both to model.size."))
+    if model.size == AUTO and heads and not d_model:
+        fix = "Give both, or leave both to model.size."
+        problems.append(Problem("model.d_model", "is missing beside model.heads.", fix))
     if d_model and heads and not head_dim and d_model % heads:
         problems.append(Problem("model.heads", f"{heads} does not divide model.d_model {d_model}."))
-    elif d_model and heads and (head_dim or d_model // heads) % 2:
-        problems.append(
-            Problem("model.head_dim", f"{head_dim or d_model // heads} is odd; rotary embeddings need pairs.")
-        )
+    elif (width := head_dim or (d_model // heads if d_model and heads else 0)) % 2:
+        problems.append(Problem("model.head_dim", f"{width} is odd; rotary embeddings need pairs."))
     if heads and kv_heads and heads % kv_heads:
         problems.append(Problem("model.kv_heads", f"{kv_heads} does not divide model.heads {heads}."))
     return problems

@@ -17,11 +17,22 @@ from redline.recipe.aliases import ALIASES, canonical
 from redline.recipe.checks import contradictions
 from redline.recipe.schema import Recipe, recipe_class
 
+_INTEGER = re.compile(r"^[-+]?(0|[1-9][0-9_]*)$")
 _FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?$")
+_YAML = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads 1e-4 as a number and refuses a key given twice."""
+    """Safe YAML that reads 1e-4 as a number and refuses a key given twice.
+
+    YAML 1.1 also reads 1:30 as ninety, 010 as eight and 2026-01-01 as a date: here a number is decimal, or a text.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):  # a few nested ones would unfold to more than any memory
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "references (*name) have no place in a recipe", mark)
+        return super().compose_node(parent, index)
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -39,7 +50,12 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in forms if tag in (f"{_YAML}bool", f"{_YAML}null")]
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(f"{_YAML}int", _INTEGER, list("-+0123456789"))
+_Loader.add_implicit_resolver(f"{_YAML}float", _FLOAT, list("-+.0123456789"))
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,8 @@ def find_recipe(name: str) -> Path:
         return path
     if path.suffix in {".yaml", ".yml"} or "/" in name:
         raise UsageError(f"there is no recipe file {name!r}.", fix="`redline recipes` lists the shipped ones.")
+    if name in known_keys(Recipe):
+        raise UsageError(f"{name!r} is a key, not a recipe.", fix=f"Give it a value: {name}=….")
     hint = did_you_mean(name, known) or f"Shipped: {', '.join(known)}."
     raise UsageError(f"there is no recipe {name!r}.", fix=f"{hint} A path to a YAML file works too.")
 
@@ -97,13 +115,18 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         if not separator or not key:
             problems.append(Problem(item, "is not key=value.", "Write for instance train.steps=100."))
             continue
-        try:
-            flat[key] = parse_yaml(text, "override") if text else ""
-        except RecipeError:
-            flat[key] = text  # a value with YAML punctuation in it, such as a prompt
+        flat[key] = _override(text)
     if problems:
         raise RecipeError("command line", problems)
-    return flat
+    return dict(flatten(flat))
+
+
+def _override(text: str) -> Any:
+    try:
+        value = parse_yaml(text, "override") if text else ""
+    except RecipeError:
+        return text  # a value with YAML punctuation in it, such as a prompt
+    return text if value == text.strip() else value  # YAML drops the space at the end of a prompt
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -114,7 +137,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def _nest(flat: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def nest(flat: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     tree: dict[str, Any] = {}
     problems = []
     for key, value in flat.items():
@@ -129,7 +152,8 @@ def _nest(flat: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     return tree, problems
 
 
-def _canonical(flat: dict[str, Any], origin: str) -> tuple[dict[str, Any], list[str], list[Problem]]:
+def canonical_keys(flat: dict[str, Any], origin: str) -> tuple[dict[str, Any], list[str], list[Problem]]:
+    """The keys by their one name, a note for each that had another, and what was given under two at once."""
     renamed: dict[str, Any] = {}
     notes, problems = [], []
     for key, value in flat.items():
@@ -157,8 +181,13 @@ def _hint(key: str, schema: type[BaseModel]) -> str:
     same_word = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     if same_word:
         return f"Did you mean {same_word[0]!r}?"
-    sections = list(schema.model_fields)
-    return did_you_mean(key, sections if "." not in key else [*keys, *ALIASES]) or "See `redline train --help`."
+    section, dot, word = key.rpartition(".")
+    here = [k.removeprefix(f"{section}.") for k in [*keys, *ALIASES] if dot and k.startswith(f"{section}.")]
+    if here:
+        known = [name for name in here if f"{section}.{name}" not in ALIASES]
+        return did_you_mean(word, here, prefix=f"{section}.") or f"There are {', '.join(known)}."
+    top = list(schema.model_fields)
+    return did_you_mean(key, [*keys, *ALIASES, *top]) or f"There are {', '.join(top)}."
 
 
 def _problem(error: Any, schema: type[BaseModel]) -> Problem:
@@ -173,9 +202,9 @@ def _problem(error: Any, schema: type[BaseModel]) -> Problem:
 def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     """A recipe by name or path, with overrides, validated."""
     path = find_recipe(name)
-    base, notes, problems = _canonical(dict(flatten(read_recipe(path))), "file")
-    extra, more_notes, more = _canonical(parse_overrides(overrides), "command line")
-    tree, clashes = _nest({**base, **extra})
+    base, notes, problems = canonical_keys(dict(flatten(read_recipe(path))), "file")
+    extra, more_notes, more = canonical_keys(parse_overrides(overrides), "command line")
+    tree, clashes = nest({**base, **extra})
     recipe = validate(tree, where=name, problems=[*problems, *more, *clashes])
     return Loaded(path.stem, recipe, notes + more_notes)
 

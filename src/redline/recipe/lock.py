@@ -13,7 +13,7 @@ from typing import Any
 
 from redline import __version__
 from redline.errors import UsageError, UserError, did_you_mean
-from redline.recipe.load import Loaded, flatten, known_keys, parse_overrides, validate
+from redline.recipe.load import Loaded, canonical_keys, flatten, known_keys, nest, parse_overrides, validate
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import RESUMABLE, Recipe
 
@@ -55,7 +55,10 @@ def read_lock(run: Path) -> dict[str, Any]:
     try:
         lock = json.loads((run / LOCK).read_text(encoding="utf-8"))
         if lock["schema"] != SCHEMA:
-            raise UserError(f"was written by another version (schema {lock['schema']}).", where=str(run / LOCK))
+            fix = "Use the version that wrote it."
+            raise UserError(f"was written in another form (schema {lock['schema']}).", where=str(run / LOCK), fix=fix)
+        if not isinstance(lock["recipe"], dict) or not lock["recipe_name"] or not lock["run_id"]:
+            raise ValueError("not a lock")
         return dict(lock)
     except FileNotFoundError:
         fix = "`redline runs` lists the runs here."
@@ -68,7 +71,7 @@ def read_lock(run: Path) -> dict[str, Any]:
 def locked_recipe(run: Path, lock: dict[str, Any], overrides: list[str] | None = None) -> Loaded:
     """The run's recipe, with the few keys that may change while it goes on."""
     base = dict(flatten(lock["recipe"]))
-    changes = parse_overrides(overrides or [])
+    changes, notes, problems = canonical_keys(parse_overrides(overrides or []), "command line")
     frozen = [k for k, v in changes.items() if not k.startswith(RESUMABLE) and base.get(k) != v]
     if frozen:
         lines = []
@@ -81,14 +84,9 @@ def locked_recipe(run: Path, lock: dict[str, Any], overrides: list[str] | None =
             where=str(run),
             fix="Start a new run for anything else.",
         )
-    tree: dict[str, Any] = json.loads(json.dumps(lock["recipe"]))
-    for key, value in changes.items():
-        *sections, last = key.split(".")
-        node = tree
-        for section in sections:
-            node = node[section]
-        node[last] = value
-    return Loaded(str(lock["recipe_name"]), validate(tree, where=str(run)))
+    tree, clashes = nest({**base, **changes})
+    recipe = validate(tree, where=str(run), problems=[*problems, *clashes])
+    return Loaded(str(lock["recipe_name"]), recipe, notes)
 
 
 def versions() -> dict[str, str]:

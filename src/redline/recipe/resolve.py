@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,13 +18,14 @@ from redline.plan.schedule import horizon_steps, sqrt_scaled_lr
 from redline.plan.shapes import SIZES, DecoderShape, padded_vocab
 from redline.recipe.checks import number
 from redline.recipe.schema import Recipe
-from redline.units import GIB, format_count, format_seconds
+from redline.units import GIB, format_count
 
 # Share of the peak that training reaches, before anything is measured.
-PRIOR_SHARE = {"cuda": 0.35, "cpu": 0.45}
+PRIOR_SHARE = {"cuda": 0.35, "cpu": 0.28}
 # quickstart: a larger model learns more from each token, until it is too large for the tokens it will see.
 TOKENS_PER_PARAMETER = {"cuda": 0.3, "cpu": 0.6}
 CPU_MICRO_TOKENS = 2048
+ENOUGH_STEPS = 1000
 WORTH_COMPILING = 60.0  # seconds of a CPU run
 UNKNOWN_GPU_FLOPS = 20e12  # only to size the demonstration model on a card without a spec
 
@@ -145,21 +147,16 @@ class _Resolver:
 
     def size(self, vocab: int) -> str:
         """The largest model that sees enough tokens within the budget."""
-        rate, limit = self.rate(), self.token_limit()
         ratio = TOKENS_PER_PARAMETER[self.machine.device]
-        seconds = self.recipe.train.hours * 3600 if self.recipe.train.hours else math.inf
-        best, seen = next(iter(SIZES)), 0.0
+        best, seen = "", 0.0
         for name, (layers, d_model, heads, d_ff) in SIZES.items():
             shape = DecoderShape(layers, d_model, heads, heads, d_model // heads, d_ff, vocab)
-            tokens = min(limit, seconds * rate / (6.0 * shape.matmul_parameters))
-            if tokens < ratio * shape.parameters:
+            tokens = self.expected_tokens(shape)
+            if best and tokens < ratio * shape.parameters:
                 break
             best, seen = name, tokens
-        self.values["model"]["size"] = best
-        reason = (
-            f"the largest that sees {ratio:g} tokens per parameter: about {format_count(seen)} tokens at "
-            f"{rate / 1e12:.3g} TFLOP/s" + (f" in {format_seconds(seconds)}" if math.isfinite(seconds) else "")
-        )
+        fits = f"the largest that sees {ratio:g} tokens per parameter"
+        reason = f"{fits}: {format_count(seen)} at {self.rate() / 1e12:.2g} TFLOP/s within the budget"
         return str(self.choose("model.size", best, reason))
 
     def rate(self) -> float:
@@ -233,7 +230,7 @@ class _Resolver:
         if isinstance(batch, Problem):
             raise RecipeError("recipe", [batch])
         if batch is None:
-            batch = self._choose_batch(lambda micro: memory(micro, checkpointing).peak <= room, room)
+            batch = self._choose_batch(shape, lambda micro: memory(micro, checkpointing).peak <= room, room)
         self.values["train"] |= {
             "micro_batch": batch.micro,
             "accumulation": batch.accumulation,
@@ -241,11 +238,28 @@ class _Resolver:
         }
         return batch, checkpointing, memory(batch.micro, checkpointing)
 
-    def _choose_batch(self, fits: Any, room: float) -> BatchPlan:
+    def expected_tokens(self, shape: DecoderShape) -> float:
+        """How many tokens the run will see: by its limits, or by the clock at the speed one may expect."""
+        hours = self.recipe.train.hours
+        by_clock = hours * 3600 * self.rate() / (6.0 * shape.matmul_parameters) if hours else math.inf
+        return min(self.token_limit(), by_clock)
+
+    def _choose_global_batch(self, shape: DecoderShape) -> int:
+        """A short run learns by its number of updates: as large as leaves about a thousand of them."""
+        base, seq_len = self.recipe.train.batch_base, self.recipe.data.seq_len
+        expected = self.expected_tokens(shape)
+        if not math.isfinite(expected):
+            return int(self.choose("train.global_batch", base, "the batch that lr_base was tuned for"))
+        doublings = round(math.log2(max(1.0, expected / (ENOUGH_STEPS * seq_len * base))))
+        total = base * 2 ** min(6, doublings)
+        reason = f"leaves about {expected / (total * seq_len):.0f} steps of an expected {format_count(expected)} tokens"
+        return int(self.choose("train.global_batch", total, reason))
+
+    def _choose_batch(self, shape: DecoderShape, fits: Callable[[int], bool], room: float) -> BatchPlan:
         train = self.recipe.train
         total = number(train.global_batch)
         if total is None:
-            total = self.choose("train.global_batch", train.batch_base, "the batch that lr_base was tuned for")
+            total = self._choose_global_batch(shape)
         if number(train.micro_batch):
             micro = int(train.micro_batch)
             return BatchPlan(micro, max(1, total // micro))

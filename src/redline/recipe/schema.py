@@ -11,6 +11,7 @@ from redline.fields import (
     AutoCount,
     AutoFlag,
     AutoPositive,
+    AutoSequences,
     AutoWhole,
     Count,
     Flag,
@@ -23,8 +24,11 @@ from redline.fields import (
     Positive,
     Probability,
     Section,
+    Sequences,
+    Share,
     Text,
     Whole,
+    Words,
     one_of,
 )
 from redline.jobs import JOBS, options_of
@@ -42,7 +46,8 @@ def _checkpointing(value: Any) -> Any:
 
 def _pair(value: Any) -> tuple[float, float]:
     numbers = value if isinstance(value, list | tuple) else ()
-    if len(numbers) != 2 or not all(isinstance(b, int | float) and 0 <= b < 1 for b in numbers):
+    fine = [isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in numbers]
+    if fine != [True, True]:
         raise ValueError(f"{value!r} is not two numbers between 0 and 1.")
     return float(numbers[0]), float(numbers[1])
 
@@ -75,7 +80,7 @@ class Data(Section):
     pack: Flag = False  # true: documents in a row never see each other
     shuffle: Flag = True
     workers: Whole = 2
-    val_fraction: Fraction = 0.05
+    val_fraction: Probability = 0.05
 
 
 class Train(Section):
@@ -86,13 +91,13 @@ class Train(Section):
     epochs: MaybePositive = None
     hours: MaybeHours = None
     target_loss: MaybePositive = None  # on validation
-    global_batch: AutoCount = AUTO  # in sequences
-    micro_batch: AutoCount = AUTO
-    accumulation: AutoCount = AUTO
+    global_batch: AutoSequences = AUTO  # in sequences
+    micro_batch: AutoSequences = AUTO
+    accumulation: AutoSequences = AUTO
     optimizer: Annotated[str, one_of("adamw", "muon")] = "adamw"
     lr: AutoPositive = AUTO  # a number is never touched; auto = lr_base·√(batch / batch_base)
     lr_base: Positive = 4e-4
-    batch_base: Count = 128
+    batch_base: Sequences = 128
     muon_lr: Positive = 0.02  # for the hidden matrices; the rest has `lr`
     muon_momentum: Probability = 0.95
     betas: Annotated[tuple[float, float], BeforeValidator(_pair)] = (0.9, 0.95)
@@ -101,13 +106,14 @@ class Train(Section):
     clip: MaybePositive = 1.0
     schedule: Annotated[str, one_of(*SCHEDULES)] = "cosine"
     warmup_steps: AutoWhole = AUTO
-    decay_fraction: Positive = 0.4  # wsd: the share of the run in which the LR falls
+    decay_fraction: Share = 0.4  # wsd: the share of the run in which the LR falls
     min_lr_ratio: Fraction = 0.1
     ema: MaybeProbability = None
     precision: Annotated[str, one_of(AUTO, "bf16", "fp16", "fp32")] = AUTO
     compile: AutoFlag = AUTO
-    grad_checkpointing: Annotated[str, BeforeValidator(_checkpointing), one_of(*CHECKPOINTING)] = AUTO
-    memory_fraction: Fraction = 0.9
+    # of two validators the right one runs first
+    grad_checkpointing: Annotated[str, one_of(*CHECKPOINTING), BeforeValidator(_checkpointing)] = AUTO
+    memory_fraction: Share = 0.9
     max_nonfinite: Count = 20  # this many bad steps in a row stop the run
     seed: Whole = 1337
     deterministic: Flag = False
@@ -118,7 +124,7 @@ class Eval(Section):
     sequences: Count = 256  # of the validation split
     samples: Whole = 1  # texts written before and after
     sample_tokens: Count = 120
-    prompt: str = ""
+    prompt: Words = ""
 
 
 class Checkpoint(Section):
@@ -134,7 +140,7 @@ class MonitorSection(Section):
 
 class Recipe(Section):
     objective: Annotated[str, one_of(*JOBS)] = "causal_lm"
-    description: str = ""
+    description: Words = ""
     model: Model = Model()
     data: Data = Data()
     train: Train = Train()

@@ -2,22 +2,26 @@
 
 A checkpoint is a directory of files and a manifest with the size and SHA-256 of each, the manifest's own digest
 included. It is written to a temporary sibling, synced, and renamed: what has the final name and a valid manifest is
-committed, everything else does not exist.
+committed, everything else does not exist. Links count as damage: a checkpoint lies within its run, whole.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,7 +29,7 @@ from redline.errors import UserError
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-_NAME = re.compile(r"^step-(\d{8,})$")
+_NAME = re.compile(r"step-(\d{8,})", re.ASCII)
 _TEMPORARY = ".writing-"
 
 Tensors = dict[str, Tensor]
@@ -60,33 +64,47 @@ def canonical_json(value: Any) -> bytes:
 
 
 def commit(folder: Path, snapshot: Snapshot) -> Committed:
-    """Write a checkpoint; when this returns it survives a power cut."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a checkpoint; when this returns it survives a power cut. OSError when the disk does not take it."""
+    _make_folder(folder)
     final = folder / step_name(snapshot.step)
+    if _is_valid(final):  # committed before; nothing may be lost in replacing it
+        _sync(folder)  # that may be what failed the last time
+        return Committed(final, snapshot.step, _size(read_manifest(final)))
     temporary = folder / f"{_TEMPORARY}{step_name(snapshot.step)}-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    _discard(temporary)
     try:
-        for stem, tensors in snapshot.tensors.items():
-            save_file(tensors, temporary / f"{stem}.safetensors")
-        (temporary / STATE).write_bytes(canonical_json(snapshot.state))
-        manifest = _manifest(temporary, snapshot.step)
-        (temporary / MANIFEST).write_bytes(canonical_json(manifest))
-        size = sum(entry["bytes"] for entry in manifest["files"].values())
-        for path in temporary.iterdir():
-            _sync(path)
-        _sync(temporary)
-        if _is_valid(final):  # this step was committed before; nothing may be lost in replacing it
-            shutil.rmtree(temporary)
-            return Committed(final, snapshot.step, size)
-        if final.exists():
+        temporary.mkdir()
+        manifest = _write(temporary, snapshot)
+        if os.path.lexists(final):
             _remove(final)
         temporary.rename(final)
         _sync(folder)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _discard(temporary)
         raise
-    return Committed(final, snapshot.step, size)
+    return Committed(final, snapshot.step, _size(manifest))
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        _sync(folder.parent)
+
+
+def _write(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
+    """Every file, the manifest last, all of it on the disk."""
+    for stem, tensors in snapshot.tensors.items():
+        try:
+            save_file(tensors, folder / f"{stem}.safetensors")
+        except SafetensorError as error:  # how safetensors says that the disk is full
+            raise OSError(errno.EIO, str(error)) from None
+    (folder / STATE).write_bytes(canonical_json(snapshot.state))
+    manifest = _manifest(folder, snapshot.step)
+    (folder / MANIFEST).write_bytes(canonical_json(manifest))
+    for path in folder.iterdir():
+        _sync(path)
+    _sync(folder)
+    return manifest
 
 
 def _manifest(folder: Path, step: int) -> dict[str, Any]:
@@ -95,6 +113,10 @@ def _manifest(folder: Path, step: int) -> dict[str, Any]:
     }
     body: dict[str, Any] = {"schema": 1, "step": step, "files": files}
     return {**body, "digest": hashlib.sha256(canonical_json(body)).hexdigest()}
+
+
+def _size(manifest: dict[str, Any]) -> int:
+    return sum(entry["bytes"] for entry in manifest["files"].values())
 
 
 def file_digest(path: Path) -> str:
@@ -114,7 +136,13 @@ def _remove(path: Path) -> None:
     """Renamed first, so that half a checkpoint never bears a checkpoint's name."""
     doomed = path.with_name(f"{_TEMPORARY}removed-{path.name}-{os.getpid()}")
     path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    _discard(doomed)
+
+
+def _discard(path: Path) -> None:
+    """Away with it as far as that goes: what stays has a temporary's name and is no checkpoint."""
+    with suppress(OSError):
+        path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -132,16 +160,26 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Check every byte of a checkpoint."""
+    """Check every byte of a checkpoint; Damaged when it is not whole, or cannot be read."""
+    if path.is_symlink():
+        raise Damaged(f"{path.name} is a link")
     manifest = read_manifest(path)
-    present = {entry.name for entry in path.iterdir()}
-    if present != {*manifest["files"], MANIFEST}:
-        raise Damaged(f"{path.name} lacks or has additional files: {sorted(present ^ {*manifest['files'], MANIFEST})}")
-    for name, entry in manifest["files"].items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size != entry["bytes"] or file_digest(file) != entry["sha256"]:
-            raise Damaged(f"{path.name}/{name} is not what was written")
+    try:
+        _check_files(path, manifest["files"])
+    except (OSError, KeyError, TypeError) as error:
+        raise Damaged(f"{path.name} cannot be read ({type(error).__name__})") from None
     return manifest
+
+
+def _check_files(path: Path, files: dict[str, dict[str, Any]]) -> None:
+    present = {entry.name for entry in path.iterdir()}
+    if present != {*files, MANIFEST}:
+        raise Damaged(f"{path.name} lacks or has additional files: {sorted(present ^ {*files, MANIFEST})}")
+    for name, entry in files.items():
+        file = path / name
+        whole = file.is_file() and not file.is_symlink() and file.stat().st_size == entry["bytes"]
+        if not whole or file_digest(file) != entry["sha256"]:
+            raise Damaged(f"{path.name}/{name} is not what was written")
 
 
 def _is_valid(path: Path) -> bool:
@@ -163,8 +201,9 @@ def committed_steps(folder: Path) -> list[int]:
     """Steps whose checkpoint has its name; valid or not is for `verify` to say."""
     if not folder.is_dir():
         return []
-    names = (_NAME.match(entry.name) for entry in folder.iterdir())
-    return sorted(int(match[1]) for match in names if match)
+    found = {entry.name: _NAME.fullmatch(entry.name) for entry in folder.iterdir()}
+    steps = {name: int(match[1]) for name, match in found.items() if match}
+    return sorted(step for name, step in steps.items() if name == step_name(step))
 
 
 def newest_valid(folder: Path, say: Callable[[str], None] = lambda _: None) -> Path | None:
@@ -214,25 +253,35 @@ def clean(folder: Path) -> None:
     if folder.is_dir():
         for entry in folder.iterdir():
             if entry.name.startswith(_TEMPORARY):
-                shutil.rmtree(entry, ignore_errors=True)
+                _discard(entry)
 
 
-def retain(folder: Path, keep: int, also: Iterable[int] = ()) -> None:
-    """Keep the newest `keep` and those named; a committed checkpoint goes only when enough valid ones stay."""
-    steps = committed_steps(folder)
-    kept = {*steps[-keep:], *also}
-    doomed = [step for step in steps if step not in kept]
-    if doomed and sum(_readable(folder / step_name(step)) for step in kept if step in steps) < min(keep, len(steps)):
-        return
-    for step in doomed:
-        _remove(folder / step_name(step))
+def retain(folder: Path, keep: int, also: Iterable[int] = (), fresh: int | None = None) -> None:
+    """Keep the newest `keep` valid ones and those named; what is older goes.
+
+    `fresh` was committed a moment ago and is not read again.
+    """
+    kept, valid = {*also, fresh}, 0
+    for step in reversed(committed_steps(folder)):
+        path = folder / step_name(step)
+        if valid < keep:
+            valid += step == fresh or _is_intact(path)
+        elif step not in kept:
+            _remove(path)
 
 
-def _readable(path: Path) -> bool:
+def _is_intact(path: Path) -> bool:
+    """Valid; but read only once, unless its files changed: retention must not cost a read of everything per save."""
     try:
-        return bool(read_manifest(path))
-    except Damaged:
+        stats = sorted((entry.name, entry.stat()) for entry in path.iterdir())
+    except OSError:
         return False
+    return _was_valid(path, tuple((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats))
+
+
+@lru_cache(maxsize=256)
+def _was_valid(path: Path, files: tuple[tuple[str, int, int, int, int], ...]) -> bool:
+    return _is_valid(path)
 
 
 def to_host(tensors: Tensors) -> Tensors:

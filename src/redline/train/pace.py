@@ -13,7 +13,7 @@ class Pace:
         self.clock = clock
         self._zero = clock()
         self._began: tuple[int, float] | None = None
-        self.closing: dict[str, float] = {}  # seconds that the last evaluation, sample and save will take
+        self.closing: dict[str, float] = {}  # seconds that the last step, evaluation, sample and save will take
 
     def resume(self, seconds: float) -> None:
         """Count on from what earlier parts of the run have used."""
@@ -31,12 +31,14 @@ class Pace:
         """Measured over the loop, with its evaluations and saves: what the clock on the wall will see."""
         if self._began is None or step <= self._began[0]:
             return 0.0
-        return (self.seconds - self._began[1]) / (step - self._began[0])
+        self.closing["step"] = (self.seconds - self._began[1]) / (step - self._began[0])
+        return self.closing["step"]
 
     @property
     def reserve(self) -> float:
-        """What must be left of a time budget when the last step ends."""
-        return 1.25 * sum(self.closing.values())
+        """What must be left of a time budget when the last step should end: that step may take twice its time, and
+        the last save may find another one in flight."""
+        return 1.25 * (sum(self.closing.values()) + self.closing.get("save", 0.0))
 
     def timed(self, what: str, action: Callable[[], None]) -> None:
         begin = self.clock()

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -13,6 +14,7 @@ from typing import IO
 from redline.errors import UserError
 
 LOCK_FILE = ".lock"
+_TRIES, _PAUSE_S = 6, 0.05
 
 
 class RunDirectory:
@@ -33,15 +35,12 @@ class RunDirectory:
         except OSError as error:
             fix = "Choose another with --run."
             raise UserError(f"cannot be written ({error.strerror}).", where=str(self.path), fix=fix) from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not self._take(self._file):
             self._file.seek(0)
             holder = self._file.read().strip() or "another process"
-            self._file.close()
-            self._file = None
+            self._release()
             fix = f"Wait for it, or ask it to stop: redline stop {self.path}"
-            raise UserError(f"a run is using this directory ({holder}).", where=str(self.path), fix=fix) from None
+            raise UserError(f"a run is using this directory ({holder}).", where=str(self.path), fix=fix)
         self._file.truncate(0)
         self._file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
         self._file.flush()
@@ -50,6 +49,24 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._release()
+
+    def _take(self, file: IO[str]) -> bool:
+        """Whether the lock is ours. Onlookers hold it shared for an instant, so one refusal is not an answer."""
+        for _ in range(_TRIES):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                time.sleep(_PAUSE_S)
+            except OSError as error:
+                self._release()
+                fix = "Choose another with --run."
+                what = f"its file system has no locks ({error.strerror})."
+                raise UserError(what, where=str(self.path), fix=fix) from None
+        return False
+
+    def _release(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from redline.train.checkpoint import Committed, Snapshot, commit, retain
@@ -20,8 +21,6 @@ class Saver:
         self._on_saved, self._on_failed = on_saved, on_failed
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.last_seconds = 0.0
-        self.last_step: int | None = None
 
     def save(self, snapshot: Snapshot, protect: tuple[int, ...] = ()) -> None:
         self.wait()
@@ -38,13 +37,18 @@ class Saver:
             raise error
 
     def _write(self, snapshot: Snapshot, protect: tuple[int, ...]) -> None:
+        try:
+            self._commit(snapshot, protect)
+        except BaseException as error:  # a thread cannot fail in its own name; `wait` says it
+            self._error = error
+
+    def _commit(self, snapshot: Snapshot, protect: tuple[int, ...]) -> None:
         begin = time.monotonic()
         try:
             done = commit(self.folder, snapshot)
-            self.last_seconds, self.last_step = time.monotonic() - begin, snapshot.step
-            self._on_saved(done, self.last_seconds)
-            retain(self.folder, self.keep, (*protect, snapshot.step))
         except OSError as error:  # a full disk: earlier checkpoints are untouched and training can go on
             self._on_failed(error)
-        except BaseException as error:
-            self._error = error
+            return
+        self._on_saved(done, time.monotonic() - begin)
+        with suppress(OSError):  # what cannot be removed now is old enough to go after the next save
+            retain(self.folder, self.keep, protect, fresh=snapshot.step)

@@ -30,7 +30,7 @@ class Horizon:
         self._next = 0
 
     def progress(self, step: int) -> float:
-        piece = self.pieces[-1]
+        piece = next((p for p in reversed(self.pieces) if p.step <= step), self.pieces[0])
         return min(1.0, piece.progress + (1.0 - piece.progress) * (step - piece.step) / piece.length)
 
     @property

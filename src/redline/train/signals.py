@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -42,11 +41,12 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self.reason == "interrupted":
-                sys.stderr.write("\nleft at once; the last committed checkpoint stays valid\n")
+                _tell("left at once; the last committed checkpoint stays valid")
                 os._exit(EXIT_INTERRUPTED)
-            sys.stderr.write("\nfinishing this step, saving and reporting; Ctrl-C again leaves at once\n")
+            _tell("finishing this step, saving and reporting; Ctrl-C again leaves at once")
         self.reason = "interrupted" if number == signal.SIGINT else self.reason or "preempted"
         if self._abandon:
+            self._abandon = False  # once: a second signal must not interrupt the tidying up after the first
             raise StopRequested
 
     @contextmanager
@@ -59,3 +59,9 @@ class Signals:
             yield
         finally:
             self._abandon = False
+
+
+def _tell(text: str) -> None:
+    """Straight to the descriptor: within a write to sys.stderr, where the signal may have come, another one raises."""
+    with suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())

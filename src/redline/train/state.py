@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ class TrainState:
         return replace(self, step=self.step + 1, tokens=self.tokens + tokens, seconds=seconds)
 
     def evaluated(self, loss: float | None) -> TrainState:
-        if loss is None or loss != loss or (self.best_loss is not None and loss >= self.best_loss):
+        if loss is None or not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
             return self
         return replace(self, best_loss=loss, best_step=self.step)
 

@@ -1,0 +1,80 @@
+"""Help is there at once, and complete."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from redline.cli.main import app
+
+VERBS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+
+
+def best_of(count: int, command: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        command()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def test_help_is_quick(redline: Any, tmp_path: Path) -> None:
+    assert "train" in redline("--help", cwd=tmp_path).out
+    assert best_of(5, lambda: redline("--help", cwd=tmp_path)) <= 0.3
+
+
+def test_nothing_heavy_is_imported_for_it() -> None:
+    """Nor for a recipe and the reading of runs: torch alone takes seconds."""
+    modules = "redline.cli.main, redline.cli.running, redline.recipe.load, redline.recipe.resolve, redline.monitor.runs"
+    program = (
+        f"import sys, {modules}; print(*{{'torch', 'matplotlib', 'tokenizers', 'transformers'}} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_shows_two_examples(verb: str, inside: Any) -> None:
+    answer = inside(verb, "--help")
+    assert answer.code == 0
+    examples = [line for line in answer.out.partition("Examples:")[2].splitlines() if f"redline {verb}" in line]
+    assert len(examples) >= 2
+
+
+def test_the_version(inside: Any) -> None:
+    from redline import __version__
+
+    assert inside("--version").out == f"redline {__version__}\n"
+
+
+def test_no_verb_shows_the_verbs(inside: Any) -> None:
+    answer = inside()
+    assert answer.code == 2
+    assert all(verb in answer.out + answer.err for verb in VERBS)
+
+
+def test_recipes(inside: Any) -> None:
+    import json
+
+    rows = json.loads(inside("recipes", "--json").out)
+    assert {"quickstart", "pretrain-350m"} <= {row["name"] for row in rows}
+    text = inside("recipes").out
+    assert all(row["description"] in text for row in rows)
+
+
+def test_a_bad_recipe_is_answered_at_once(redline: Any, tmp_path: Path) -> None:
+    words = ("train", "pretrain-350m", "train.stepz=3", "train.lr=abc", "--run", "out")
+    answer = redline(*words, cwd=tmp_path)
+    assert answer.code == 2
+    assert "Did you mean 'train.steps'?" in answer.said
+    assert "train.lr" in answer.said
+    assert list(tmp_path.iterdir()) == []
+    assert best_of(3, lambda: redline(*words, cwd=tmp_path)) <= 0.6

@@ -1,0 +1,181 @@
+"""Mistakes are answered in a sentence that names the thing and the fix."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from redline.recipe.lock import LOCK
+
+
+@pytest.mark.parametrize(
+    ("content", "source", "says"),
+    [
+        (None, "nowhere.txt", "nowhere.txt: no such file or folder. Check the path"),
+        (b"", "empty.txt", "empty.txt: the file is empty. Give a file"),
+        (b"\x00\x01\x02", "picture.txt", "picture.txt: this is a binary file, not text. Remove it"),
+        (b"caf\xe9 " * 100, "latin.txt", "latin.txt: not UTF-8 text (byte 3). Convert it"),
+        (b"abc", "odd.bin", "odd.bin: 3 bytes are no whole number of uint16 tokens. Copy the file again."),
+        (
+            np.full(500, 40_000, "<u2").tobytes(),
+            "other.bin",
+            "holds the token id 40000, outside the vocabulary of bytes",
+        ),
+        (b"too short", "short.txt", "the data hold 10 tokens, less than one sequence of 33. Give more data"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "." in value and " " not in value else "",
+)
+def test_data_that_cannot_be_trained_on(
+    recipe: str, inside: Any, tmp_path: Path, content: bytes | None, source: str, says: str
+) -> None:
+    if content is not None:
+        (tmp_path / source).write_bytes(content)
+    answer = inside("train", recipe, f"data.source={source}", "--run", "run")
+    assert answer.code == 1
+    assert says in answer.said
+    assert not (tmp_path / "run" / LOCK).exists(), "what never began is no run"
+
+
+def test_prepared_shards_of_another_tokenizer(recipe: str, inside: Any, corpus: Path, tmp_path: Path) -> None:
+    from redline.data.prepare import prepare
+    from redline.data.text import file_documents
+    from redline.data.tokenizer import load_tokenizer
+
+    prepare(file_documents(corpus), load_tokenizer("bytes"), tmp_path / "shards")
+    answer = inside("train", recipe, "data.source=shards", "data.tokenizer=gpt2")
+    assert answer.code == 1
+    assert "wrong tokenizer for the shards: they were made with bytes" in answer.said
+    assert "data.tokenizer=bytes" in answer.said
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("train", "quickstart", "pretrain-350m"), 2, "one recipe at a time, not quickstart and pretrain-350m."),
+        (("train", "quickstrat"), 2, "Did you mean 'quickstart'?"),
+        (("train", "train.steps"), 2, "'train.steps' is a key, not a recipe. Give it a value"),
+        (("train", "quickstart", "--resume", "latest"), 2, "--resume needs no recipe"),
+        (("train", "--resume", "nothing"), 2, "nothing: There is no such run."),
+        (("train", "--bogus"), 2, "--bogus"),
+        (
+            ("sample", "nothing"),
+            2,
+            "nothing: There is no such run. There is none in runs/ yet; `redline train` makes one.",
+        ),
+        (("eval", "latest"), 2, "latest: There is no such run."),
+        (("report", "nothing"), 2, "nothing: There is no such run."),
+        (("stop", "nothing"), 2, "nothing: There is no such run."),
+        (("sample", "latest", "--weights", "averaged"), 2, "--weights: 'averaged' is not ema or raw."),
+        (("eval", "latest", "--device", "tpu"), 2, "--device: 'tpu' is not auto or cuda or cpu."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_usage(inside: Any, tmp_path: Path, words: tuple[str, ...], code: int, says: str) -> None:
+    answer = inside(*words)
+    assert answer.code == code
+    assert says in answer.said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("sample", "latest@99"), 1, "no checkpoint @99. There are: 3, 6."),
+        (("sample", "latest@soon"), 2, "Write @best or @ and a step"),
+        (("sample", "latest", "--weights", "ema"), 1, "this run kept no moving average. Use --weights raw."),
+        (("eval", "latest", "--data", "nowhere"), 1, "nowhere: no such file or folder."),
+        (("stop", "latest"), 1, "is not running. `redline runs` shows what is."),
+        (("train", "--resume", "latest@3", "train.steps=9"), 2, "Leave out @3"),
+        (
+            ("train", "--resume", "latest", "train.lr=1"),
+            2,
+            "only stop conditions and eval, checkpoint and monitor keys",
+        ),
+        (("train", "--resume", "latest", "train.steps=-1"), 2, "train.steps: -1 is too small"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_run_that_cannot_do_that(home: Path, inside: Any, words: tuple[str, ...], code: int, says: str) -> None:
+    answer = inside(*words, cwd=home)
+    assert answer.code == code
+    assert says in answer.said
+
+
+def test_a_run_without_a_checkpoint(home: Path, inside: Any, tmp_path: Path) -> None:
+    shutil.copytree((home / "runs/latest").resolve(), tmp_path / "runs/bare")
+    shutil.rmtree(tmp_path / "runs/bare/checkpoints")
+    answer = inside("sample", "bare")
+    assert answer.code == 1
+    assert "runs/bare: the run has no valid checkpoint. Train it first." in answer.said
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["resumed", "new"])
+def test_a_directory_in_use(home: Path, inside: Any, recipe: str, tmp_path: Path, begun: bool) -> None:
+    run = tmp_path / "run"
+    if begun:
+        shutil.copytree((home / "runs/latest").resolve(), run)
+    else:
+        run.mkdir()
+    with open(run / ".lock", "a+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        answer = inside("train", *(("--resume", "run", "train.steps=9") if begun else (recipe, "--run", "run")))
+    assert answer.code == 1
+    assert "run: a run is using this directory" in answer.said
+    assert "redline stop run" in answer.said
+
+
+def test_a_run_that_began_meanwhile_is_not_overwritten(
+    recipe: str, inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commands at once, and the other has already ended when this one has its data ready."""
+    from redline.objectives import causal_lm
+
+    plain = causal_lm.load_data
+
+    def slow(recipe: Any) -> Any:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / LOCK).write_text("the other's")
+        return plain(recipe)
+
+    monkeypatch.setattr(causal_lm, "load_data", slow)
+    answer = inside("train", recipe, "--run", "run")
+    assert answer.code == 2
+    assert "holds a run" in answer.said
+    assert (tmp_path / "run" / LOCK).read_text() == "the other's"
+
+
+def test_what_cannot_be_built_leaves_no_run(recipe: str, inside: Any, tmp_path: Path) -> None:
+    answer = inside("train", recipe, "model.attention=cudnn", "--run", "run")
+    assert answer.code == 1
+    assert "model.attention: cudnn needs a GPU." in answer.said
+    assert not (tmp_path / "run" / LOCK).exists()
+    assert inside("train", recipe, "train.steps=1", "--run", "run").code == 0, "the same directory can be used again"
+
+
+def test_a_run_directory_that_is_a_file(recipe: str, inside: Any, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    answer = inside("train", recipe, "--run", "run")
+    assert answer.code == 2
+    assert "run: is a file, not a directory. Choose another --run." in answer.said
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
+def test_signals_before_training(
+    recipe: str, inside: Any, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    from redline.objectives import causal_lm
+
+    before = signal.getsignal(number)
+    monkeypatch.setattr(causal_lm, "load_data", lambda recipe: os.kill(os.getpid(), number))
+    answer = inside("train", recipe)
+    assert answer.code == code
+    assert "Traceback" not in answer.err
+    assert signal.getsignal(number) is before

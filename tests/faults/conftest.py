@@ -1,0 +1,180 @@
+"""Processes to be killed, small checkpoints to be damaged, and calls that can be made to fail."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.train import checkpoint
+from redline.train.checkpoint import Snapshot, clean, newest_valid
+from redline.train.rundir import RunDirectory
+
+
+class Child:
+    """A fork of the test's process: torch is imported already, so a trial costs a fraction of a second."""
+
+    def __init__(self, action: Callable[[Child], int | None]) -> None:
+        self._read, self._write = os.pipe()
+        self.code: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._live(action)
+        os.close(self._write)
+
+    def _live(self, action: Callable[[Child], int | None]) -> None:
+        code = 99
+        try:
+            code = action(self) or 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def say_ready(self) -> None:
+        """Called by the child."""
+        os.write(self._write, b".")
+
+    def await_ready(self, timeout: float = 30.0) -> None:
+        """Until the child says so, or has ended."""
+        assert select.select([self._read], [], [], timeout)[0], "the child hangs"
+
+    def send(self, number: int) -> None:
+        if self.code is None:
+            os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        """Its exit code; negative when a signal ended it."""
+        if self.code is None:
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            os.close(self._read)
+        return self.code
+
+
+@pytest.fixture
+def fork() -> Iterator[Callable[[Callable[[Child], int | None]], Child]]:
+    torch.set_num_threads(1)  # no pool of threads that a fork would lose
+    children: list[Child] = []
+
+    def start(action: Callable[[Child], int | None]) -> Child:
+        children.append(Child(action))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.send(signal.SIGKILL)
+        child.wait()
+
+
+@pytest.fixture
+def attempt(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Begin or resume a run as the command line does, and train until it ends."""
+    world.run(tmp_path_factory.mktemp("rehearsal") / "run", "train.steps=1")  # what torch imports late, forks have
+
+    def run(path: Path, *overrides: str, prepare: Callable[[Any], None] = lambda _: None, **options: Any) -> Any:
+        with RunDirectory(path) as directory:
+            clean(directory.checkpoints)
+            found = newest_valid(directory.checkpoints)
+            trainer = world.trainer(directory, *overrides, checkpoint=found, **options)
+            trainer.monitor.emit("start", schema=1, resumed_from=trainer.state.step)
+            prepare(trainer)
+            try:
+                trainer.outcome = trainer.run()
+            finally:
+                trainer.monitor.log.close()
+        return trainer
+
+    return run
+
+
+@pytest.fixture
+def tiny() -> Callable[[int], Snapshot]:
+    """A checkpoint of five kilobytes, different for every step."""
+
+    def make(step: int) -> Snapshot:
+        chance = torch.Generator().manual_seed(step)
+        tensors = {
+            stem: {name: torch.randn(16, 20, generator=chance) for name in ("first", "second")}
+            for stem in ("model", "optimizer")
+        }
+        return Snapshot(step, tensors, {"step": step, "best": None, "identity": {"data": "abc"}})
+
+    return make
+
+
+class Calls:
+    """Counts what a save does to the disk, and does something before the chosen operation.
+
+    Files written at once are written in two halves, with an operation between: a save may end anywhere.
+    """
+
+    SYSTEM = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "open", "scandir", "listdir")
+
+    def __init__(self, patch: pytest.MonkeyPatch, at: int, act: Callable[[], None]) -> None:
+        self.count, self.at, self.act = 0, at, act
+        for name in self.SYSTEM:
+            patch.setattr(os, name, self._counted(getattr(os, name)))
+        save_file = checkpoint.save_file
+
+        def save_in_halves(tensors: Any, path: Path) -> None:
+            self.operation()
+            save_file(tensors, path)
+            whole = path.read_bytes()
+            os.truncate(path, len(whole) // 2)
+            self.operation()
+            write_bytes(path, whole)
+
+        write_bytes = Path.write_bytes
+
+        def write_in_halves(path: Path, data: bytes) -> int:
+            self.operation()
+            write_bytes(path, data[: len(data) // 2])
+            self.operation()
+            return write_bytes(path, data)
+
+        patch.setattr(checkpoint, "save_file", save_in_halves)
+        patch.setattr(Path, "write_bytes", write_in_halves)
+
+    def operation(self) -> None:
+        self.count += 1
+        if self.count == self.at:
+            self.act()
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            self.operation()
+            return function(*args, **options)
+
+        return call
+
+
+@pytest.fixture
+def calls() -> Callable[[int, Callable[[], None]], AbstractContextManager[Calls]]:
+    @contextmanager
+    def counted(at: int, act: Callable[[], None]) -> Iterator[Calls]:
+        with pytest.MonkeyPatch.context() as patch:
+            yield Calls(patch, at, act)
+
+    return counted
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Figures that are shown whether or not the test passes."""
+
+    def write(text: str) -> None:
+        with capsys.disabled():
+            print(f"\n{text}")
+
+    return write

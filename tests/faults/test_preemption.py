@@ -1,0 +1,226 @@
+"""R6: SIGTERM, SIGUSR1 and Ctrl-C in every phase: the step is finished, saved and left — and goes on to the bit."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from redline.monitor.events import read_events
+from redline.train import saving
+from redline.train.checkpoint import commit, newest_valid, step_name, verify
+from redline.train.signals import Signals, StopRequested
+
+OPTIONS = ("train.steps=10", "checkpoint.every=2", "eval.every=3", "train.ema=0.9")
+
+
+def curve(run: Path) -> list[tuple[Any, ...]]:
+    events = [e for e in read_events(run / "events.jsonl") if e["type"] == "step"]
+    return [(e["step"], e["tokens"], e["loss"], e["lr"], e["grad_norm"]) for e in events]
+
+
+def stop_reasons(run: Path) -> list[str]:
+    return [e["reason"] for e in read_events(run / "events.jsonl") if e["type"] == "stop"]
+
+
+def send(*numbers: int) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+class Once:
+    """`function`, with something happening before its n-th call."""
+
+    def __init__(self, function: Callable[..., Any], action: Callable[[], None], nth: int = 1) -> None:
+        self.function, self.action, self.left = function, action, nth
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            self.action()
+        return self.function(*args, **options)
+
+
+def hook(place: str, nth: int = 1) -> Callable[[Any, Callable[[], None]], None]:
+    """Act before the n-th call of a part of the trainer, like `step.rehearse`."""
+    owner, _, name = place.partition(".")
+
+    def arm(trainer: Any, action: Callable[[], None]) -> None:
+        part = getattr(trainer, owner)
+        setattr(part, name, Once(getattr(part, name), action, nth))
+
+    return arm
+
+
+PHASES = {  # where the signal comes, and the step that must be saved then
+    "warm-up": (hook("step.rehearse"), 0),
+    "first look": (hook("objective.evaluate"), 0),
+    "first step": (hook("step.backward", 2), 1),  # the warm-up's is the first
+    "middle step": (hook("step.backward", 6), 5),
+    "evaluation": (hook("objective.evaluate", 2), 3),
+    "snapshot": (hook("saver.save"), 2),
+}
+SIGNALS = [(signal.SIGTERM,), (signal.SIGUSR1,), (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)]
+
+
+@pytest.fixture(scope="module")
+def curves() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+def whole(attempt: Any, tmp_path: Path, curves: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """The curve of the run that nobody interrupts."""
+    if not curves:
+        attempt(tmp_path / "whole", *OPTIONS)
+        curves["whole"] = curve(tmp_path / "whole")
+    return list(curves["whole"])
+
+
+def goes_on(attempt: Any, run: Path, whole: list[tuple[Any, ...]]) -> None:
+    resumed = attempt(run, *OPTIONS)
+    assert (resumed.outcome.reason, resumed.outcome.exit_code) == ("steps", EXIT_DONE)
+    assert curve(run) == whole
+
+
+@pytest.mark.parametrize("numbers", SIGNALS, ids=["TERM", "USR1", "thrice"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_preempted(attempt: Any, whole: Any, tmp_path: Path, phase: str, numbers: tuple[int, ...]) -> None:
+    run = tmp_path / "run"
+    arm, step = PHASES[phase]
+    trainer = attempt(run, *OPTIONS, prepare=lambda t: arm(t, lambda: send(*numbers)))
+    assert (trainer.outcome.reason, trainer.outcome.exit_code) == ("preempted", EXIT_PREEMPTED)
+    assert trainer.state.step == step
+    assert newest_valid(run / "checkpoints") == run / "checkpoints" / step_name(step)
+    goes_on(attempt, run, whole)
+    assert stop_reasons(run) == ["preempted", "steps"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_preempted_while_writing(
+    attempt: Any, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The save in flight is finished, the step too, and that is saved as well."""
+    run = tmp_path / "run"
+    monkeypatch.setattr(saving, "commit", Once(commit, lambda: (send(number), time.sleep(0.1))[0]))
+    trainer = attempt(run, *OPTIONS)
+    assert trainer.outcome.exit_code == EXIT_PREEMPTED
+    assert newest_valid(run / "checkpoints") == run / "checkpoints" / step_name(trainer.state.step)
+    assert verify(run / "checkpoints" / step_name(2))
+    goes_on(attempt, run, whole)
+
+
+def test_at_random_instants(fork: Any, attempt: Any, whole: Any, tmp_path: Path, say: Any) -> None:
+    chance, codes = random.Random(6), []
+    for trial in range(30):
+        run = tmp_path / str(trial)
+
+        def train(child: Any, run: Path = run) -> int:
+            trainer = attempt(run, *OPTIONS, "data.workers=2", prepare=lambda t: _ready_within(t, child))
+            return int(trainer.outcome.exit_code)
+
+        child = fork(train)
+        child.await_ready()
+        for _ in range(chance.choice((1, 1, 2))):
+            time.sleep(chance.uniform(0, 0.1))
+            child.send(chance.choice((signal.SIGTERM, signal.SIGUSR1)))
+        codes.append(child.wait())
+        assert codes[-1] in (EXIT_DONE, EXIT_PREEMPTED, -signal.SIGTERM, -signal.SIGUSR1)
+        if codes[-1] < 0:  # it came when the run had ended, and its handlers with it
+            assert stop_reasons(run)
+        newest = newest_valid(run / "checkpoints")
+        stop = [e for e in read_events(run / "events.jsonl") if e["type"] == "stop"][-1]
+        assert newest is not None
+        assert newest.name == step_name(stop["step"])
+        goes_on(attempt, run, whole)
+    say(f"R6: 30 random instants, {codes.count(EXIT_PREEMPTED)} preempted, the others had ended; all went on")
+    assert codes.count(EXIT_PREEMPTED) > 10
+
+
+def _ready_within(trainer: Any, child: Any) -> None:
+    """Say so when the handlers are in place."""
+    trainer.warm_up = Once(trainer.warm_up, child.say_ready)
+
+
+def test_ctrl_c_finishes_saves_and_reports(attempt: Any, whole: Any, tmp_path: Path, capfd: Any) -> None:
+    run = tmp_path / "run"
+    trainer = attempt(run, *OPTIONS, prepare=lambda t: hook("step.backward", 5)(t, lambda: send(signal.SIGINT)))
+    assert (trainer.outcome.reason, trainer.outcome.exit_code) == ("interrupted", EXIT_INTERRUPTED)
+    assert newest_valid(run / "checkpoints") == run / "checkpoints" / step_name(4)
+    assert read_events(run / "events.jsonl")[-1]["type"] == "stop"
+    assert "Ctrl-C again" in capfd.readouterr().err
+    goes_on(attempt, run, whole)
+
+
+@pytest.mark.parametrize("phase", ["step.backward", "objective.evaluate", "saver.save", "commit"])
+def test_a_second_ctrl_c_leaves_at_once(fork: Any, attempt: Any, whole: Any, tmp_path: Path, phase: str) -> None:
+    """Within a step, the last look, and saves that would take a minute."""
+    run = tmp_path / "run"
+    assert fork(lambda _: attempt(run, *OPTIONS, "train.steps=4").outcome.exit_code).wait() == EXIT_DONE
+
+    def twice() -> None:
+        send(signal.SIGINT, signal.SIGINT)
+        time.sleep(60)
+
+    def prepare(trainer: Any) -> None:
+        if phase == "commit":
+            saving.commit = Once(commit, twice)  # type: ignore[assignment]
+        else:
+            hook(phase, 2 if phase != "saver.save" else 1)(trainer, twice)
+
+    begin = time.monotonic()
+    assert fork(lambda _: attempt(run, *OPTIONS, prepare=prepare).outcome.exit_code).wait() == EXIT_INTERRUPTED
+    assert time.monotonic() - begin < 30
+    newest = newest_valid(run / "checkpoints")
+    assert newest is not None
+    assert int(newest.name[5:]) >= 4
+    resumed = attempt(run, *OPTIONS)
+    assert resumed.outcome.exit_code == EXIT_DONE
+
+
+def test_a_signal_within_a_write_to_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python refuses to enter a buffered stream twice; the handler must not end the run with that."""
+
+    class Interrupted(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            send(signal.SIGINT)
+            return len(data)
+
+    stream = io.TextIOWrapper(io.BufferedWriter(Interrupted()))
+    with Signals() as signals:
+        monkeypatch.setattr(sys, "stderr", stream)
+        stream.write("a line of the console\n")
+        stream.flush()
+        monkeypatch.undo()
+    assert signals.reason == "interrupted"
+
+
+def test_abandoned_work_is_interrupted_once() -> None:
+    tidied = []
+    with Signals() as signals, pytest.raises(StopRequested), signals.abandonable():
+        try:
+            send(signal.SIGTERM)
+        finally:
+            send(signal.SIGTERM)
+            tidied.append(True)
+    assert tidied
+    assert signals.reason == "preempted"
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    with Signals():
+        assert signal.getsignal(signal.SIGTERM) not in before
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before

@@ -1,0 +1,85 @@
+"""R1: a run that is killed again and again loses nothing it committed, and goes on to the bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.monitor.events import read_events
+from redline.train.checkpoint import newest_valid, step_name
+
+STEPS = 40
+OPTIONS = (f"train.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=2", "train.ema=0.9", "model.dropout=0.1")
+
+
+def curve(run: Path) -> list[tuple[Any, ...]]:
+    keys = ("step", "tokens", "loss", "lr", "grad_norm")
+    return [tuple(e[k] for k in keys) for e in read_events(run / "events.jsonl") if e["type"] == "step"]
+
+
+def reported(run: Path) -> int:
+    """The newest step that any attempt said was committed; the raw log, a torn last line included."""
+    newest = 0
+    if (run / "events.jsonl").exists():
+        for line in (run / "events.jsonl").read_text().splitlines():
+            if '"type":"checkpoint"' in line and line.endswith("}"):
+                newest = max(newest, json.loads(line)["step"])
+    return newest
+
+
+class Killer:
+    """Kills attempts at random instants, mostly while they train and save."""
+
+    def __init__(self, fork: Callable[..., Any], attempt: Callable[..., Any], seed: int) -> None:
+        self.fork, self.attempt, self.chance = fork, attempt, random.Random(seed)
+        self.kills = self.lost = self.damaged = 0
+
+    def train(self, run: Path) -> None:
+        """Until the run has ended by itself."""
+        while not self._one(run):
+            self.kills += 1
+            damage: list[str] = []
+            newest = newest_valid(run / "checkpoints", damage.append)
+            self.lost += (int(newest.name[5:]) if newest else 0) < reported(run)
+            self.damaged += len(damage)
+
+    def _one(self, run: Path) -> bool:
+        def action(child: Any) -> int:
+            trainer = self.attempt(run, *OPTIONS, prepare=lambda _: child.say_ready())
+            return int(trainer.outcome.exit_code)
+
+        child = self.fork(action)
+        if self.chance.random() < 0.85:
+            child.await_ready()
+        time.sleep(self.chance.uniform(0, 0.12))
+        child.send(signal.SIGKILL)
+        code = child.wait()
+        assert code in (0, -signal.SIGKILL), code
+        return bool(code == 0)
+
+
+@pytest.mark.parametrize("kills", [100, pytest.param(2000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+def test_nothing_is_lost(fork: Any, attempt: Any, tensors_of: Any, tmp_path: Path, say: Any, kills: int) -> None:
+    assert fork(lambda _: attempt(tmp_path / "whole", *OPTIONS).outcome.exit_code).wait() == 0
+    expected = tensors_of(tmp_path / "whole/checkpoints" / step_name(STEPS))
+    killer, runs = Killer(fork, attempt, seed=kills), 0
+    while killer.kills < kills:
+        run, runs = tmp_path / "run", runs + 1
+        killer.train(run)
+        assert curve(run) == curve(tmp_path / "whole")
+        got = tensors_of(run / "checkpoints" / step_name(STEPS))
+        assert expected.keys() == got.keys()
+        assert all(torch.equal(tensor, got[name]) for name, tensor in expected.items())
+        shutil.rmtree(run)
+    say(f"R1: {killer.kills} kills in {runs} runs, {killer.lost} commits lost, {killer.damaged} left damage")
+    assert len(curve(tmp_path / "whole")) == STEPS
+    assert killer.lost == killer.damaged == 0

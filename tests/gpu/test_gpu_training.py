@@ -1,0 +1,78 @@
+"""What only a GPU can show: exact resume, recovery from a full card, half precision, compiled steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.monitor.events import read_events
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+GPU = ("train.device=cuda", "train.precision=bf16", "model.d_model=128", "data.seq_len=64")
+
+
+@pytest.fixture
+def machine() -> Any:
+    from redline.hardware.detect import detect
+
+    return detect("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _restore_determinism() -> Any:
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("packed", ["true", "false"])
+def test_deterministic_resume_is_bitwise(
+    world: Any, tmp_path: Path, tensors_of: Any, machine: Any, packed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    options = (*GPU, "train.deterministic=true", "train.steps=8", f"data.pack={packed}", "train.ema=0.9", "train.compile=true")
+    world.run(tmp_path / "whole", *options, machine=machine)
+    world.run(tmp_path / "parts", *options, machine=machine, stop_at=4)
+    world.run(tmp_path / "parts", *options, machine=machine, resume=True)
+    expected = tensors_of(tmp_path / "whole/checkpoints/step-00000008")
+    got = tensors_of(tmp_path / "parts/checkpoints/step-00000008")
+    assert all(torch.equal(tensor, got[name]) for name, tensor in expected.items())
+
+
+def test_out_of_memory_in_the_warm_up_halves_the_micro_batch(world: Any, tmp_path: Path, machine: Any) -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.5 * 2**30 / total)
+    try:
+        options = (*GPU, "train.steps=2", "train.global_batch=4096", "train.micro_batch=4096", "model.d_ff=512")
+        trainer = world.run(tmp_path / "run", *options, machine=machine)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert trainer.outcome.reason == "steps"
+    assert trainer.batch.micro < 4096
+    assert trainer.batch.global_batch == 4096
+    messages = [e["message"] for e in read_events(tmp_path / "run/events.jsonl") if e["type"] == "recovery"]
+    assert messages
+    assert "the global batch stays 4096" in messages[0]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_compiled_half_precision_follows_fp32(
+    world: Any, tmp_path: Path, machine: Any, precision: str, checkpointing: str
+) -> None:
+    curves = []
+    for name, options in (
+        ("fp32", ("train.precision=fp32",)),
+        ("half", (f"train.precision={precision}", "train.compile=true", f"train.grad_checkpointing={checkpointing}")),
+    ):
+        world.run(tmp_path / name, *GPU, *options, "train.steps=20", "data.pack=true", machine=machine)
+        curves.append([e["loss"] for e in read_events(tmp_path / name / "events.jsonl") if e["type"] == "step"])
+    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 0.05
+    assert curves[1][-1] < curves[1][0] - 0.5

@@ -1,0 +1,111 @@
+"""Rates with a clock that we wind ourselves: exact to the last bit."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from redline.monitor.throughput import Throughput
+from redline.plan.flops import FlopsPerToken
+
+FLOPS = FlopsPerToken(useful=2.404e9, causal=2.253e9, executed=2.253e9)
+PEAK = 989e12
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_mfu_is_rate_times_flops_over_peak(clock: Clock) -> None:
+    rates = Throughput(FLOPS, PEAK, clock)
+    for _ in range(7):
+        clock.now += 0.5
+        rates.add(131_072)
+    got = rates.read()
+    assert got is not None
+    assert got.tokens_per_s == 7 * 131_072 / 3.5
+    assert got.mfu == 7 * 131_072 / 3.5 * 2.404e9 / 989e12
+    assert got.mfu_causal == 7 * 131_072 / 3.5 * 2.253e9 / 989e12
+    assert got.step_ms == 500.0
+
+
+def test_pauses_are_not_training_time(clock: Clock) -> None:
+    rates = Throughput(FLOPS, PEAK, clock)
+    clock.now += 2.0
+    rates.add(1024)
+    with rates.paused():
+        clock.now += 100.0
+    with contextlib.suppress(RuntimeError), rates.paused():
+        clock.now += 50.0
+        raise RuntimeError("an evaluation that fails is a pause too")
+    clock.now += 2.0
+    rates.add(1024)
+    got = rates.read()
+    assert got is not None
+    assert got.tokens_per_s == 512.0
+    assert got.step_ms == 2000.0
+
+
+def test_waiting_for_data_is_averaged_over_the_steps(clock: Clock) -> None:
+    rates = Throughput(FLOPS, PEAK, clock)
+    for wait in (0.25, 0.0, 0.5, 0.25):
+        clock.now += 1.0
+        rates.add(64, wait)
+    got = rates.read()
+    assert got is not None
+    assert got.data_wait_ms == 250.0
+    assert got.tokens_per_s == 64.0, "waiting counts as time: the rate is what came out"
+
+
+def test_each_reading_begins_anew(clock: Clock) -> None:
+    rates = Throughput(FLOPS, PEAK, clock)
+    clock.now += 1.0
+    rates.add(100, 0.5)
+    assert rates.read() is not None
+    clock.now += 4.0
+    rates.add(100)
+    got = rates.read()
+    assert got is not None
+    assert (got.tokens_per_s, got.data_wait_ms) == (25.0, 0.0)
+
+
+def test_what_came_before_the_beginning_does_not_count(clock: Clock) -> None:
+    rates = Throughput(FLOPS, PEAK, clock)
+    clock.now += 60.0  # compiling
+    rates.begin()
+    clock.now += 1.0
+    rates.add(100)
+    got = rates.read()
+    assert got is not None
+    assert got.tokens_per_s == 100.0
+
+
+def test_nothing_is_no_rate(clock: Clock) -> None:
+    rates = Throughput(FLOPS, PEAK, clock)
+    assert rates.read() is None
+    clock.now += 5.0
+    assert rates.read() is None, "no step"
+    rates.begin()
+    rates.add(100)
+    assert rates.read() is None, "no time"
+
+
+def test_an_unknown_peak_gives_no_share(clock: Clock) -> None:
+    rates = Throughput(FLOPS, None, clock)
+    clock.now += 1.0
+    rates.add(100)
+    got = rates.read()
+    assert got is not None
+    assert got.tokens_per_s == 100.0
+    assert got.mfu is None
+    assert got.mfu_causal is None

@@ -1,0 +1,79 @@
+"""Micro-batch × accumulation × world is the global batch."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from redline.errors import Problem
+from redline.plan.batch import BatchPlan, given_batch, largest_micro
+
+some = st.integers(1, 512)
+
+
+@given(micro=some, accumulation=some, world=st.integers(1, 16))
+def test_any_two_give_the_third(micro: int, accumulation: int, world: int) -> None:
+    total = micro * accumulation * world
+    plan = BatchPlan(micro, accumulation, world)
+    assert plan.global_batch == total
+    for given_values in (
+        (total, micro, None),
+        (total, None, accumulation),
+        (None, micro, accumulation),
+        (total, micro, accumulation),
+    ):
+        assert given_batch(*given_values, world) == plan
+
+
+@given(total=st.integers(1, 100_000), micro=some, accumulation=some, world=st.integers(1, 16))
+def test_three_must_agree(total: int, micro: int, accumulation: int, world: int) -> None:
+    got = given_batch(total, micro, accumulation, world)
+    agrees = micro * accumulation * world == total
+    assert isinstance(got, BatchPlan if agrees else Problem)
+    if isinstance(got, Problem):
+        assert got.key == "train.global_batch"
+        assert str(micro * accumulation * world) in got.what
+        assert got.fix
+
+
+@given(total=st.integers(1, 100_000), part=some, world=st.integers(1, 16))
+def test_a_part_must_divide(total: int, part: int, world: int) -> None:
+    for name, got in (
+        ("train.micro_batch", given_batch(total, part, None, world)),
+        ("train.accumulation", given_batch(total, None, part, world)),
+    ):
+        if total % (part * world):
+            assert isinstance(got, Problem)
+            assert got.key == name
+        else:
+            assert isinstance(got, BatchPlan)
+            assert got.global_batch == total
+
+
+def test_the_plan_may_choose_when_too_little_is_given() -> None:
+    assert given_batch(None, None, None) is None
+    assert given_batch(64, None, None) is None
+    assert given_batch(None, 8, None) is None
+
+
+@given(total=st.integers(1, 5000), limit=st.integers(0, 6000), cap=st.none() | st.integers(1, 6000))
+def test_the_largest_divisor_that_fits(total: int, limit: int, cap: int | None) -> None:
+    plan = largest_micro(total, 1, lambda micro: micro <= limit, cap)
+    assert plan.global_batch == total
+    allowed = [m for m in range(1, total + 1) if total % m == 0 and m <= limit and (cap is None or m <= cap)]
+    assert plan.micro == max(allowed, default=1)
+
+
+def test_a_huge_batch_is_divided_at_once() -> None:
+    assert largest_micro(1 << 31, 1, lambda micro: micro <= 100).micro == 64
+
+
+@given(micro=some, accumulation=some, world=st.integers(1, 8))
+def test_halving_keeps_the_global_batch(micro: int, accumulation: int, world: int) -> None:
+    plan = BatchPlan(micro, accumulation, world)
+    half = plan.halved()
+    if micro % 2:
+        assert half is None
+    else:
+        assert half is not None
+        assert (half.micro * 2, half.global_batch) == (micro, plan.global_batch)

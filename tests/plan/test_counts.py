@@ -1,0 +1,133 @@
+"""The plan's counts are the model's and torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from redline.hardware.machine import Machine
+from redline.kernels.attention import Attention
+from redline.kernels.cross_entropy import linear_cross_entropy
+from redline.kernels.masks import MaskSpec
+from redline.models.transformer import Decoder
+from redline.plan.flops import decoder_flops, mfu
+from redline.plan.memory import training_memory
+from redline.plan.shapes import SIZES, DecoderShape, padded_vocab
+from redline.recipe.load import load
+from redline.recipe.resolve import DataFacts, resolve
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> DecoderShape:
+    kv_heads = draw(st.integers(1, 4))
+    return DecoderShape(
+        layers=draw(st.integers(1, 4)),
+        d_model=draw(st.integers(1, 12)) * 8,
+        heads=kv_heads * draw(st.integers(1, 4)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 16)) * 2,
+        d_ff=draw(st.integers(1, 200)),
+        vocab=draw(st.integers(2, 500)),
+        mlp=draw(st.sampled_from(["swiglu", "relu2"])),
+        tied=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+    )
+
+
+def built(shape: DecoderShape, device: str = "meta") -> Decoder:
+    with torch.device(device):
+        return Decoder(shape, attention=Attention("dense", MaskSpec(), device))
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes())
+def test_parameters_are_those_of_the_built_model(shape: DecoderShape) -> None:
+    model = built(shape)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    matrices = sum(p.numel() for n, p in model.blocks.named_parameters() if p.dim() == 2)
+    assert shape.matmul_parameters == matrices + model.head_weight.numel()
+    assert shape.norm_parameters == sum(p.numel() for p in model.parameters() if p.dim() == 1)
+
+
+def test_the_350m_model() -> None:
+    machine = Machine("cuda", "NVIDIA H200", 141 * 10**9, 16, (9, 0), fast_bf16=True)
+    facts = DataFacts(50257, 10**9, 10**6, "data", "gpt2", "tokenizer")
+    plan = resolve(load("pretrain-350m").recipe, machine, facts)
+    assert plan.shape.parameters == 350_405_632
+    assert plan.flops.useful == 6 * 350_355_456 + 12 * 24 * 1024 * 1024
+    assert plan.flops.useful / 1e9 == pytest.approx(2.404, abs=5e-4)
+    assert plan.flops.causal / 1e9 == pytest.approx(2.253, abs=5e-4)
+    assert plan.flops.executed == plan.flops.causal, "nothing is computed twice"
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        DecoderShape(2, 64, 4, 4, 16, 192, 512),
+        DecoderShape(3, 48, 6, 2, 8, 128, 300, tied=False, qk_norm=True),
+        DecoderShape(2, 64, 4, 1, 32, 256, 256, mlp="relu2"),
+    ],
+    ids=["plain", "grouped", "relu2"],
+)
+@pytest.mark.parametrize("length", [32, 128])
+def test_palm_flops_are_what_torch_counts(shape: DecoderShape, length: int) -> None:
+    """With dense attention torch multiplies every query with every key, as the PaLM form says."""
+    model = built(shape, "cpu")
+    model.initialise(torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, shape.vocab, (2, length))
+    bound = model.blocks[0].attention.attention.bind(length)
+    with FlopCounterMode(display=False) as counter:
+        hidden = model(tokens, bound)
+        linear_cross_entropy(hidden.flatten(0, 1), model.head_weight, tokens.flatten()).backward()
+    assert counter.get_total_flops() / tokens.numel() == pytest.approx(decoder_flops(shape, length).useful, rel=0.01)
+
+
+def test_full_recomputation_is_executed_but_never_useful() -> None:
+    shape = DecoderShape(2, 64, 4, 4, 16, 192, 512)
+    plain, full = (decoder_flops(shape, 128, how) for how in ("none", "full"))
+    assert (plain.useful, plain.causal) == (full.useful, full.causal)
+    assert full.executed > full.causal == plain.executed
+
+
+def test_mfu_of_an_unknown_peak_is_unknown() -> None:
+    assert mfu(1000.0, 2e9, None) is None
+    assert mfu(1000.0, 2e9, 1e13) == 1000.0 * 2e9 / 1e13
+
+
+@given(vocab=st.integers(1, 300_000))
+def test_padded_vocabulary(vocab: int) -> None:
+    padded = padded_vocab(vocab)
+    assert padded % 64 == 0
+    assert vocab <= padded < vocab + 64
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_is_about_what_its_name_says(name: str) -> None:
+    layers, d_model, heads, d_ff = SIZES[name]
+    shape = DecoderShape(layers, d_model, heads, heads, d_model // heads, d_ff, 50304 if d_model >= 768 else 4096)
+    said = float(name[:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
+    assert 0.6 < shape.parameters / said < 1.7
+    assert d_model % heads == 0
+    assert d_ff % 64 == 0
+
+
+def peak(layers: int = 4, tokens: int = 1024, how: str = "none", optimizer: str = "adamw", ema: bool = False) -> float:
+    shape = DecoderShape(layers, 256, 4, 4, 64, 704, 4096)
+    parts = training_memory(
+        shape, tokens=tokens, bytes_per_value=2, optimizer=optimizer, ema=ema, checkpointing=how, gpu=True
+    )
+    return parts.peak
+
+
+@given(layers=st.integers(1, 40), tokens=st.integers(1, 1 << 17), how=st.sampled_from(["none", "selective", "full"]))
+def test_memory_grows_with_tokens_and_layers(layers: int, tokens: int, how: str) -> None:
+    assert peak(layers, tokens, how) < peak(layers + 1, tokens, how)
+    assert peak(layers, tokens, how) < peak(layers, tokens + 1, how)
+
+
+def test_memory_of_the_alternatives() -> None:
+    assert peak(12, 1 << 15, "full") < peak(12, 1 << 15, "selective") < peak(12, 1 << 15, "none")
+    assert peak(optimizer="muon") < peak(optimizer="adamw") < peak(optimizer="adamw", ema=True)

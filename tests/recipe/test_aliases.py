@@ -1,0 +1,101 @@
+"""Other spellings mean the same, and say so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.errors import RecipeError
+from redline.recipe.aliases import ALIASES
+from redline.recipe.load import known_keys, load
+from redline.recipe.schema import Recipe
+
+# alias → what is written, what the canonical key then holds
+SAID: dict[str, tuple[str, Any]] = {
+    "train.micro_batch_size": ("4", 4),
+    "train.gradient_accumulation": ("2", 2),
+    "train.gradient_accumulation_steps": ("2", 2),
+    "train.learning_rate": ("1e-4", 1e-4),
+    "train.max_hours": ("3", 3.0),
+    "model.attn_backend": ("flash_attn", "flash"),
+    "model.gradient_checkpointing": ("true", "full"),
+    "trainer.compile": ("false", False),
+    "trainer.precision": ("bf16-mixed", "bf16"),
+    "train.bf16": ("true", "bf16"),
+    "loader.num_workers": ("3", 3),
+    "data.num_workers": ("3", 3),
+    "max_seq_len": ("512", 512),
+    "pack": ("false", False),
+}
+
+
+def get(recipe: Any, key: str) -> Any:
+    for part in key.split("."):
+        recipe = getattr(recipe, part)
+    return recipe
+
+
+def test_every_alias_leads_to_a_key_that_exists() -> None:
+    keys = set(known_keys(Recipe))
+    assert set(ALIASES.values()) <= keys
+    assert not set(ALIASES) & keys
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_as_override(alias: str) -> None:
+    text, value = SAID[alias]
+    loaded = load("quickstart", [f"{alias}={text}"])
+    assert get(loaded.recipe, ALIASES[alias]) == value
+    assert loaded.notes == [f"{alias} is spelt {ALIASES[alias]} here"]
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_in_a_file(alias: str, tmp_path: Path) -> None:
+    text, value = SAID[alias]
+    *sections, last = alias.split(".")
+    inner = f"{{{last}: {text}}}"
+    section = sections[0] if sections else None
+    lines = {"model": "{size: 1m}", "train": "{steps: 5}"}
+    if section in lines:
+        lines[section] = lines[section].replace("{", inner[:-1] + ", ")
+    elif section:
+        lines[section] = inner
+    else:
+        lines[last] = text
+    path = tmp_path / "mine.yaml"
+    path.write_text("".join(f"{key}: {content}\n" for key, content in lines.items()))
+    loaded = load(str(path))
+    assert get(loaded.recipe, ALIASES[alias]) == value
+    assert loaded.notes == [f"{alias} is spelt {ALIASES[alias]} here"]
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("trainer.precision=16-mixed", "train.precision", "fp16"),
+        ("trainer.precision=32", "train.precision", "fp32"),
+        ("trainer.precision=32-true", "train.precision", "fp32"),
+        ("train.bf16=false", "train.precision", "auto"),
+        ("model.attn_backend=sdpa", "model.attention", "auto"),
+        ("model.attn_backend=flex", "model.attention", "flex"),
+    ],
+)
+def test_values_are_translated(override: str, key: str, value: str) -> None:
+    assert get(load("quickstart", [override]).recipe, key) == value
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_both_spellings_in_one_place_are_refused(alias: str) -> None:
+    text, _ = SAID[alias]
+    with pytest.raises(RecipeError, match=f"another spelling of {ALIASES[alias]} are both given in the command line"):
+        load("quickstart", [f"{alias}={text}", f"{ALIASES[alias]}={text}"])
+
+
+def test_an_override_wins_over_the_file_whatever_the_spelling(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {size: 1m}\ntrain: {steps: 5, learning_rate: 1e-3}\n")
+    assert load(str(path), ["train.lr=2e-3"]).recipe.train.lr == 2e-3
+    path.write_text("model: {size: 1m}\ntrain: {steps: 5, lr: 1e-3}\n")
+    assert load(str(path), ["train.learning_rate=2e-3"]).recipe.train.lr == 2e-3

@@ -1,0 +1,225 @@
+"""A recipe loads, or says everything that is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.errors import EXIT_USAGE, RecipeError, UsageError
+from redline.recipe.load import load
+
+
+def problems(name: str, *overrides: str) -> dict[str, str]:
+    with pytest.raises(RecipeError) as caught:
+        load(name, overrides)
+    assert caught.value.exit_code == EXIT_USAGE
+    return {p.key: p.line() for p in caught.value.problems}
+
+
+def written(tmp_path: Path, content: str | bytes) -> str:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def test_every_error_at_once_with_its_key_and_a_suggestion() -> None:
+    found = problems(
+        "quickstart", "train.stepz=3", "train.lr=abc", "model.layers=0", "train.optimizer=adamww", "data.pack=2"
+    )
+    assert set(found) == {"train.stepz", "train.lr", "model.layers", "train.optimizer", "data.pack"}
+    assert "Did you mean 'train.steps'?" in found["train.stepz"]
+    assert "Did you mean 'adamw'?" in found["train.optimizer"]
+    assert "'abc' is not a number (or auto)" in found["train.lr"]
+    assert "at least 1" in found["model.layers"]
+    assert "true or false" in found["data.pack"]
+
+
+def test_the_message_names_the_recipe_and_counts_the_problems() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load("quickstart", ["train.stepz=3", "train.lr=abc"])
+    assert caught.value.message().splitlines()[0] == "quickstart: 2 problems"
+    with pytest.raises(RecipeError) as caught:
+        load("quickstart", ["train.lr=abc"])
+    assert caught.value.message().startswith("quickstart: train.lr: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("optimizer=adamw", "train.optimizer"),
+        ("train.seq_len=64", "data.seq_len"),
+        ("model.steps=3", "train.steps"),
+        ("train.globl_batch=8", "train.global_batch"),
+        ("trian.steps=8", "train"),
+        ("max_seq_ln=64", "max_seq_len"),
+    ],
+)
+def test_the_key_that_was_meant(override: str, meant: str) -> None:
+    (line,) = problems("quickstart", override).values()
+    assert f"Did you mean '{meant}" in line
+
+
+def test_a_key_like_nothing_gets_the_list() -> None:
+    (line,) = problems("quickstart", "checkpoint.zzzzzz=1").values()
+    assert "There are every, keep, best." in line
+    (line,) = problems("quickstart", "zzzzzz=1").values()
+    assert "model, data, train" in line
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.lr=abc", "'abc' is not a number"),
+        ("train.lr=0", "above 0"),
+        ("train.lr=-1e-3", "above 0"),
+        ("train.lr=nan", "not a number"),
+        ("train.lr=1e999", "not a finite number"),
+        ("train.steps=-3", "at least 1"),
+        ("train.steps=-3k", "at least 1"),
+        ("train.steps=1.5", "not a whole number"),
+        ("train.steps=yes", "not a count"),
+        ("train.steps=[1]", "not a whole number"),
+        ("train.steps=" + "9" * 400, "too large"),
+        ("train.hours=-2", "above 0"),
+        ("train.hours=0", "above 0"),
+        ("train.hours=1:30", "not a duration"),
+        ("train.hours=.nan", "not a duration"),
+        ("train.hours=1e999", "not a finite number"),
+        ("train.hours=" + "9" * 400, "not a finite number"),
+        ("train.seed=1e30", "too large"),
+        ("train.global_batch=1e15", "too large"),
+        ("train.decay_fraction=1.5", "at most 1"),
+        ("train.memory_fraction=0", "above 0"),
+        ("train.betas=0.9", "two numbers"),
+        ("train.betas=[0.9, 1]", "two numbers"),
+        ("train.betas=[false, 0.9]", "two numbers"),
+        ("data.val_fraction=1", "at most 0.999"),
+        ("data.source=", "is empty"),
+        ("data.source=5", "put it in quotes"),
+        ("data.pack=maybe", "true or false"),
+        ("eval.prompt=5", "put it in quotes"),
+        ("objective=finetuning", "not one of"),
+        ("train=fast", "both a section and a value"),
+        ("train.steps.each=3", "not a whole number"),
+    ],
+)
+def test_a_wrong_value_is_refused(override: str, says: str) -> None:
+    (line,) = problems("quickstart", override).values()
+    assert says in line
+
+
+def value_of(key: str, *overrides: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(load("quickstart", overrides).recipe, section), name)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("train.lr", "1e-4", 1e-4),
+        ("train.lr", "5E-3", 5e-3),
+        ("train.lr", ".5", 0.5),
+        ("train.lr", "auto", "auto"),
+        ("train.steps", "1e4", 10_000),
+        ("train.steps", "512k", 512_000),
+        ("train.steps", "010", 10),
+        ("train.steps", "1_000", 1000),
+        ("train.tokens", "1.5B", 1_500_000_000),
+        ("train.tokens", "0.017T", 17_000_000_000),
+        ("train.hours", "90s", 0.025),
+        ("train.hours", "90m", 1.5),
+        ("train.hours", "2", 2.0),
+        ("train.hours", "1.5h", 1.5),
+        ("train.hours", "1d", 24.0),
+        ("train.clip", "null", None),
+        ("train.grad_checkpointing", "true", "full"),
+        ("train.grad_checkpointing", "false", "none"),
+        ("train.betas", "[0.8, 0.99]", (0.8, 0.99)),
+        ("data.pack", "false", False),
+        ("eval.prompt", "def ", "def "),
+        ("eval.prompt", "a: b: [", "a: b: ["),
+        ("eval.prompt", '"5"', "5"),
+        ("eval.prompt", "", ""),
+    ],
+)
+def test_values_as_people_write_them(key: str, text: str, value: Any) -> None:
+    got = value_of(key, f"{key}={text}")
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_a_plus_before_the_key_changes_nothing() -> None:
+    assert value_of("train.steps", "+train.steps=7") == 7
+
+
+def test_a_section_can_be_given_whole_and_leaves_the_rest() -> None:
+    recipe = load("quickstart", ["eval={every: 3, samples: 0}"]).recipe
+    assert (recipe.eval.every, recipe.eval.samples, recipe.eval.prompt) == (3, 0, "def ")
+
+
+@pytest.mark.parametrize("word", ["=3", "+=3", "train.steps"])
+def test_an_override_without_key_or_value(word: str) -> None:
+    assert "is not key=value." in problems("quickstart", word)[word]
+
+
+def test_numbers_in_files(tmp_path: Path) -> None:
+    recipe = load(written(tmp_path, "model: {size: 1m}\ntrain: {lr: 1e-4, steps: 1e3, hours: 90s}")).recipe
+    assert (recipe.train.lr, recipe.train.steps, recipe.train.hours) == (1e-4, 1000, 0.025)
+
+
+def test_a_key_given_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    path = written(tmp_path, "objective: causal_lm\ntrain:\n  steps: 3\n  lr: 1e-3\n  steps: 4\n")
+    assert problems(path) == {"line 5": "line 5: the key 'steps' is given twice (lines 3 and 5). Mend the YAML there."}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("train: [1, 2\nmodel: 3", "Mend the YAML there"),
+        ("train:\n\tsteps: 3", "Mend the YAML there"),
+        ("", "is empty"),
+        ("# only a comment\n", "is empty"),
+        ("- train\n- model\n", "holds a list"),
+        ("just words", "holds a str"),
+        ("1: 2", "is not a word"),
+        ("model: &m {size: 1m}\ntrain: *m", "no place in a recipe"),
+        (b"\x7fELF\x00\x01\xff\xfe\x80", "cannot be read"),
+        (b"\x00\x01\x02", "not YAML"),
+        ("!!python/object/apply:os.system ['true']", "Mend the YAML there"),
+        ("[" * 5000, "not YAML"),
+    ],
+)
+def test_what_is_no_recipe(tmp_path: Path, content: str | bytes, says: str) -> None:
+    (line,) = problems(written(tmp_path, content)).values()
+    assert says in line
+
+
+def test_names_of_recipes(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Did you mean 'quickstart'"):
+        load("quickstrat")
+    with pytest.raises(UsageError, match=r"no recipe file './nothing.yaml'.*redline recipes"):
+        load("./nothing.yaml")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load(written(tmp_path, b"\xff\xfe\xff"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "says"),
+    [
+        (("model.size=null",), "model.layers", "is missing"),
+        (("model.size=350m", "model.heads=7"), "model.heads", "does not divide"),
+        (("model.size=350m", "model.kv_heads=5"), "model.kv_heads", "does not divide"),
+        (("model.d_model=96",), "model.heads", "is missing beside model.d_model"),
+        (("model.heads=4",), "model.d_model", "is missing beside model.heads"),
+        (("model.kv_heads=2",), "model.heads", "is missing beside model.kv_heads"),
+        (("model.d_model=90", "model.heads=6"), "model.head_dim", "odd"),
+        (("model.head_dim=33",), "model.head_dim", "odd"),
+        (("train.hours=null", "train.epochs=null"), "train.steps", "when to stop"),
+        (("train.global_batch=32", "train.micro_batch=5"), "train.micro_batch", "divisor"),
+        (("train.global_batch=32", "train.micro_batch=4", "train.accumulation=4"), "train.global_batch", "any two"),
+    ],
+)
+def test_contradictions(overrides: tuple[str, ...], key: str, says: str) -> None:
+    assert says in problems("quickstart", *overrides)[key]
