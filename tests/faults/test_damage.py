@@ -126,7 +126,9 @@ class Mischief:
         return (setattr, (Mischief, "ran", True))
 
 
-@pytest.mark.parametrize("name", ["model.pkl", "pytorch_model.bin", "training_args.bin", ".metadata", "extra.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["model.pkl", "pytorch_model.bin", "training_args.bin", ".metadata", "extra.safetensors"]
+)
 def test_additional_files_are_refused_unread(pair: tuple[Path, Path], name: str) -> None:
     _, path = pair
     (path / name).write_bytes(pickle.dumps(Mischief()))

@@ -14,7 +14,16 @@ from safetensors import SafetensorError
 
 from redline.monitor.events import read_events
 from redline.train import checkpoint, saving
-from redline.train.checkpoint import Committed, Snapshot, commit, committed_steps, newest_valid, retain, step_name, verify
+from redline.train.checkpoint import (
+    Committed,
+    Snapshot,
+    commit,
+    committed_steps,
+    newest_valid,
+    retain,
+    step_name,
+    verify,
+)
 from redline.train.saving import Saver
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS)

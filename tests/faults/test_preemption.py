@@ -168,7 +168,9 @@ def test_a_second_ctrl_c_leaves_at_once(fork: Any, attempt: Any, whole: Any, tmp
     assert fork(lambda _: attempt(run, *OPTIONS, "train.steps=4").outcome.exit_code).wait() == EXIT_DONE
 
     def twice() -> None:
-        send(signal.SIGINT, signal.SIGINT)
+        send(signal.SIGINT)
+        time.sleep(0.2)  # two that arrive together would be one
+        send(signal.SIGINT)
         time.sleep(60)
 
     def prepare(trainer: Any) -> None:
@@ -209,12 +211,17 @@ def test_a_signal_within_a_write_to_stderr(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_abandoned_work_is_interrupted_once() -> None:
     tidied = []
-    with Signals() as signals, pytest.raises(StopRequested), signals.abandonable():
-        try:
-            send(signal.SIGTERM)
-        finally:
-            send(signal.SIGTERM)
-            tidied.append(True)
+
+    def work(signals: Signals) -> None:
+        with signals.abandonable():
+            try:
+                send(signal.SIGTERM)
+            finally:
+                send(signal.SIGTERM)
+                tidied.append(True)
+
+    with Signals() as signals, pytest.raises(StopRequested):
+        work(signals)
     assert tidied
     assert signals.reason == "preempted"
 

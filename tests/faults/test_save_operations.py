@@ -37,7 +37,9 @@ def die() -> None:
 
 
 @pytest.mark.parametrize("before", [third_of_three, damaged_third, very_first])
-def test_every_operation(fork: Any, calls: Any, tiny: Any, tmp_path: Path, say: Any, before: Callable[..., None]) -> None:
+def test_every_operation(
+    fork: Any, calls: Any, tiny: Any, tmp_path: Path, say: Any, before: Callable[..., None]
+) -> None:
     base, folder = tmp_path / "base", tmp_path / "checkpoints"
     before(base, tiny)
     old = newest_valid(base)

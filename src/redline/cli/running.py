@@ -154,19 +154,21 @@ def _train(
             plan = replace(resolved, choices=[*resolved.choices, *measured])
             monitor.emit("plan", **plan.plan_event())
             outcome = trainer.run()
-        _closing(path, outcome, console)
-        return outcome.exit_code
+    _closing(path, outcome)
+    return outcome.exit_code
 
 
-def _closing(path: Path, outcome: Outcome, console: Console) -> None:
+def _closing(path: Path, outcome: Outcome) -> None:
     """The report, and what to try next."""
-    from redline.monitor.report import write_report
+    if outcome.reason != "preempted":  # who is asked to make room does not draw pictures
+        from redline.monitor.report import write_report
 
-    report = write_report(path)
-    again = f"redline train --resume {path}"
-    commands = [again] if outcome.exit_code else [f'redline sample {path} --prompt "import "', f"redline report {path}"]
-    typer.echo(f"report  {report}", err=True)
-    for command in commands:
+        try:
+            typer.echo(f"report  {write_report(path)}", err=True)
+        except OSError as error:
+            typer.echo(f"report  not written ({error}); later: redline report {path}", err=True)
+    commands = [f'redline sample {path} --prompt "import "', f"redline eval {path}@best"]
+    for command in [f"redline train --resume {path}"] if outcome.exit_code else commands:
         typer.echo(f"next    {command}", err=True)
 
 

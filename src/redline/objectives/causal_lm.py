@@ -66,9 +66,12 @@ class CausalLM(Objective):
         self.seq_len = self.recipe.data.seq_len
         self.mask = MaskSpec(causal=True, documents=self.recipe.data.pack)
         self.dtype = DTYPES[self.recipe.train.precision]
-        self.index = WindowIndex(
-            len(data.tokens.train), self.seq_len, self.recipe.train.seed, shuffle=self.recipe.data.shuffle
-        )
+        try:
+            self.index = WindowIndex(
+                len(data.tokens.train), self.seq_len, self.recipe.train.seed, shuffle=self.recipe.data.shuffle
+            )
+        except UserError as error:
+            raise UserError(error.what, where=self.recipe.data.source, fix=error.fix) from None
 
     # --- building
 

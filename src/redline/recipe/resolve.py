@@ -156,7 +156,7 @@ class _Resolver:
                 break
             best, seen = name, tokens
         fits = f"the largest that sees {ratio:g} tokens per parameter"
-        reason = f"{fits}: {format_count(seen)} at {self.rate() / 1e12:.2g} TFLOP/s within the budget"
+        reason = f"{fits}: {format_count(seen)} at {self.rate() / 1e12:.3g} TFLOP/s within the budget"
         return str(self.choose("model.size", best, reason))
 
     def rate(self) -> float:
@@ -244,27 +244,25 @@ class _Resolver:
         by_clock = hours * 3600 * self.rate() / (6.0 * shape.matmul_parameters) if hours else math.inf
         return min(self.token_limit(), by_clock)
 
-    def _choose_global_batch(self, shape: DecoderShape) -> int:
+    def _choose_global_batch(self, shape: DecoderShape, multiple: int) -> int:
         """A short run learns by its number of updates: as large as leaves about a thousand of them."""
         base, seq_len = self.recipe.train.batch_base, self.recipe.data.seq_len
         expected = self.expected_tokens(shape)
-        if not math.isfinite(expected):
-            return int(self.choose("train.global_batch", base, "the batch that lr_base was tuned for"))
-        doublings = round(math.log2(max(1.0, expected / (ENOUGH_STEPS * seq_len * base))))
-        total = base * 2 ** min(6, doublings)
+        wanted = base if math.isinf(expected) else max(base, expected / (ENOUGH_STEPS * seq_len))
+        total = base * 2 ** min(6, round(math.log2(wanted / base)))
+        total = max(1, round(total / multiple)) * multiple
+        if math.isinf(expected):
+            return int(self.choose("train.global_batch", total, "the batch that lr_base was tuned for"))
         reason = f"leaves about {expected / (total * seq_len):.0f} steps of an expected {format_count(expected)} tokens"
         return int(self.choose("train.global_batch", total, reason))
 
     def _choose_batch(self, shape: DecoderShape, fits: Callable[[int], bool], room: float) -> BatchPlan:
         train = self.recipe.train
-        total = number(train.global_batch)
-        if total is None:
-            total = self._choose_global_batch(shape)
-        if number(train.micro_batch):
-            micro = int(train.micro_batch)
-            return BatchPlan(micro, max(1, total // micro))
-        if number(train.accumulation):
-            return BatchPlan(max(1, total // train.accumulation), int(train.accumulation))
+        micro, accumulation = number(train.micro_batch), number(train.accumulation)
+        total = number(train.global_batch) or self._choose_global_batch(shape, micro or accumulation or 1)
+        settled = given_batch(total, micro, accumulation)
+        if isinstance(settled, BatchPlan):
+            return settled
         # on a CPU large micro-batches fall out of the cache and gain nothing
         cap = max(1, CPU_MICRO_TOKENS // self.recipe.data.seq_len) if self.machine.device == "cpu" else None
         batch = largest_micro(total, 1, fits, cap)

@@ -1,0 +1,125 @@
+"""R11: a run with a time budget ends before its deadline, its learning rate decayed and never jumping."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.monitor.events import read_events
+from redline.plan.schedule import lr_factor
+from redline.train.checkpoint import newest_valid, step_name
+from redline.train.pace import Pace
+from redline.train.schedule import Horizon
+
+WARMUP = 2
+
+
+@dataclass
+class Case:
+    """A run as the clock sees it. No evaluation takes more than 8 % of the training time and no save more than 5 %."""
+
+    chance: random.Random
+    now: float = 1000.0
+    factors: list[float] = field(default_factory=list)
+    progress: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        draw = self.chance
+        steps, self.step_time = draw.randint(100, 1000), 10 ** draw.uniform(-2, 1)
+        training = steps * self.step_time
+        self.jitter = draw.uniform(0, 0.5)
+        self.evaluation = draw.choice((0.0, draw.uniform(0, 0.08))) * training
+        self.save = draw.choice((0.0, draw.uniform(0, 0.05))) * training
+        self.eval_every, self.save_every = draw.randint(steps // 20, steps), draw.randint(2, steps)
+        self.warm_up = draw.uniform(0, 0.1) * training
+        self.budget = training + self.warm_up + self.evaluation + 2 * self.save
+        self.saved = self.now
+
+    def spend(self, seconds: float, jitter: float = 0.1) -> float:
+        seconds *= self.chance.uniform(1 - jitter, 1 + jitter)
+        self.now += seconds
+        return seconds
+
+    def begin_save(self, pace: Pace) -> None:
+        """In the background: it waits for the one in flight alone."""
+        self.now = max(self.now, self.saved)
+        seconds = self.save * self.chance.uniform(0.9, 1.1)
+        self.saved = self.now + seconds
+        pace.closing["save"] = max(pace.closing.get("save", 0.0), seconds)
+
+    def run(self) -> float:
+        """The trainer's loop, without training. Seconds left at the end."""
+        pace, horizon = Pace(lambda: self.now), Horizon(None, self.budget / 3600)
+        pace.resume(0.0)
+        self.spend(self.warm_up)
+        pace.timed("evaluation", lambda: self._evaluate())
+        pace.begin(0)
+        step = evaluated = 0
+        while pace.seconds + pace.seconds_per_step(step) + pace.reserve < self.budget:
+            self.progress.append(horizon.progress(step))
+            self.factors.append(lr_factor("cosine", step=step, warmup=WARMUP, progress=self.progress[-1]))
+            self.spend(self.step_time, self.jitter)
+            step += 1
+            seconds = pace.seconds
+            if horizon.due(seconds):
+                horizon.replan(step, seconds, pace.seconds_per_step(step), pace.reserve)
+            if step % self.eval_every == 0:
+                pace.timed("evaluation", lambda: self._evaluate())
+                evaluated = step
+            if step % self.save_every == 0 or step == 1:
+                self.begin_save(pace)
+        if evaluated != step:
+            self._evaluate()
+        self.begin_save(pace)
+        return self.budget - (max(self.now, self.saved) - 1000.0)
+
+    def _evaluate(self) -> None:
+        self.spend(self.evaluation)
+
+
+@pytest.mark.parametrize("cases", [100, pytest.param(1000, marks=pytest.mark.soak)])
+def test_simulated(cases: int, say: Callable[[str], None]) -> None:
+    left, last = [], []
+    for seed in range(cases):
+        case = Case(random.Random(seed))
+        left.append(case.run() / case.budget)
+        last.append(case.factors[-1])
+        assert left[-1] >= 0, f"case {seed} was late"
+        assert all(a <= b for a, b in zip(case.progress, case.progress[1:], strict=False)), seed
+        falls = [a - b for a, b in zip(case.factors[WARMUP:], case.factors[WARMUP + 1 :], strict=False)]
+        assert min(falls) >= 0, f"the learning rate rose in case {seed}"
+        assert max(falls) < 0.1, f"the learning rate jumped in case {seed}"
+        assert last[-1] <= 0.05, f"case {seed} ended at {last[-1]:.3f} of the peak"
+    say(f"R11: {cases} budgets, none exceeded; {min(left):.1%} to {max(left):.1%} unused, LR ends ≤ {max(last):.3f}")
+
+
+@pytest.mark.parametrize(("step_time", "evaluation", "jitter"), [(1.0, 3.0, 0.3), (0.1, 0.0, 0.5), (10.0, 60.0, 0.0)])
+def test_trained(attempt: Any, world: Any, tmp_path: Path, step_time: float, evaluation: float, jitter: float) -> None:
+    chance, now = random.Random(11), [50.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds * chance.uniform(1 - jitter, 1 + jitter)
+
+    def slow_down(trainer: Any) -> None:
+        world.around(trainer, after=lambda _: spend(step_time))
+        plain = trainer.objective.evaluate
+        trainer.objective.evaluate = lambda micro: (spend(evaluation), plain(micro))[1]
+
+    budget = 100 * step_time + 2 * evaluation
+    options = (f"train.hours={budget / 3600}", "train.steps=null", "train.schedule=cosine", "train.min_lr_ratio=0.0")
+    often = ("eval.every=30", "checkpoint.every=30")
+    trainer = attempt(tmp_path, *options, *often, prepare=slow_down, clock=lambda: now[0])
+    assert trainer.outcome.reason == "hours"
+    assert trainer.outcome.exit_code == 0
+    assert now[0] - 50.0 <= budget
+    assert trainer.state.step > 60, "the budget was used"
+    assert newest_valid(tmp_path / "checkpoints") == tmp_path / "checkpoints" / step_name(trainer.state.step)
+    rates = [e["lr"] / trainer.train.lr for e in read_events(tmp_path / "events.jsonl") if e["type"] == "step"]
+    assert len(rates) == trainer.state.step
+    assert rates[-1] <= 0.05
+    assert all(0 <= a - b < 0.1 for a, b in zip(rates[WARMUP:], rates[WARMUP + 1 :], strict=False))

@@ -1,0 +1,72 @@
+"""R16: of two runs in one directory exactly one wins, and the other says why."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.errors import UserError
+from redline.monitor.events import read_events
+from redline.train.rundir import LOCK_FILE, RunDirectory
+
+REFUSED = 3
+
+
+def test_exactly_one_wins(fork: Any, attempt: Any, tmp_path: Path) -> None:
+    def train(run: Path, at: float) -> int:
+        time.sleep(max(0.0, at - time.monotonic()))
+        try:
+            return int(attempt(run, "train.steps=3", prepare=lambda _: time.sleep(0.6)).outcome.exit_code)
+        except UserError as error:
+            return REFUSED if "a run is using this directory" in str(error) and "redline stop" in str(error) else 1
+
+    for pair in range(5):
+        run, at = tmp_path / str(pair), time.monotonic() + 0.1
+        both = [fork(lambda _, run=run, at=at: train(run, at)) for _ in range(2)]
+        assert sorted(child.wait() for child in both) == [0, REFUSED]
+        starts = [e for e in read_events(run / "events.jsonl") if e["type"] == "start"]
+        assert len(starts) == 1, "the other one wrote nothing"
+
+
+def test_a_killed_run_frees_its_directory(fork: Any, tmp_path: Path) -> None:
+    def hold(child: Any) -> None:
+        with RunDirectory(tmp_path):
+            child.say_ready()
+            time.sleep(60)
+
+    child = fork(hold)
+    child.await_ready()
+    with pytest.raises(UserError, match=f'"pid": {child.pid}'), RunDirectory(tmp_path):
+        pass
+    child.send(signal.SIGKILL)
+    child.wait()
+    with RunDirectory(tmp_path):
+        pass
+
+
+def test_an_onlooker_is_no_run(tmp_path: Path) -> None:
+    """Who asks whether a run is alive holds the lock for an instant."""
+    (tmp_path / LOCK_FILE).touch()
+    with open(tmp_path / LOCK_FILE) as onlooker:
+        fcntl.flock(onlooker, fcntl.LOCK_SH)
+        leaves = threading.Timer(0.1, fcntl.flock, (onlooker, fcntl.LOCK_UN))
+        leaves.start()
+        with RunDirectory(tmp_path):
+            pass
+        leaves.join()
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(file: Any, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(UserError, match="no locks"), RunDirectory(tmp_path):
+        pass

@@ -1,0 +1,262 @@
+"""Which checkpoints stay, which one is meant, and when a save may say that it happened."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from redline.errors import UserError
+from redline.train import checkpoint, saving
+from redline.train.checkpoint import (
+    Committed,
+    Damaged,
+    Snapshot,
+    clean,
+    commit,
+    committed_steps,
+    newest_valid,
+    pick,
+    read_state,
+    read_tensors,
+    retain,
+    step_name,
+    to_host,
+    verify,
+)
+from redline.train.saving import Saver
+from redline.train.state import TrainState
+
+
+def snapshot(step: int, best: int | None = None) -> Snapshot:
+    state = {"step": step, "best": None if best is None else {"step": best, "loss": 1.0}}
+    return Snapshot(step, {"model": {"w": torch.full((4,), float(step))}}, state)
+
+
+def damage(folder: Path, step: int) -> None:
+    file = folder / step_name(step) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+
+def valid_steps(folder: Path) -> list[int]:
+    found = []
+    for step in committed_steps(folder):
+        try:
+            verify(folder / step_name(step))
+            found.append(step)
+        except Damaged:
+            pass
+    return found
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    done = commit(tmp_path / "new/checkpoints", snapshot(12, best=4))
+    assert done.path.name == "step-00000012"
+    assert done.bytes == sum(file.stat().st_size for file in done.path.iterdir() if file.name != "manifest.json")
+    assert read_tensors(done.path, "model")["w"].tolist() == [12.0] * 4
+    assert read_state(done.path)["best"]["step"] == 4
+
+
+def test_committing_again_changes_nothing(tmp_path: Path) -> None:
+    first = commit(tmp_path, snapshot(3))
+    written = {file.name: file.stat().st_mtime_ns for file in first.path.iterdir()}
+    again = commit(tmp_path, snapshot(3))
+    assert again == first
+    assert {file.name: file.stat().st_mtime_ns for file in again.path.iterdir()} == written
+    assert [entry.name for entry in tmp_path.iterdir()] == [step_name(3)]
+
+
+@pytest.mark.parametrize("obstacle", ["damaged", "file", "empty"])
+def test_what_is_not_valid_is_replaced(tmp_path: Path, obstacle: str) -> None:
+    path = tmp_path / step_name(3)
+    if obstacle == "damaged":
+        commit(tmp_path, snapshot(3))
+        damage(tmp_path, 3)
+    elif obstacle == "file":
+        path.write_bytes(b"")
+    else:
+        path.mkdir()
+    commit(tmp_path, snapshot(3))
+    verify(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == [step_name(3)]
+
+
+def test_cleaning_removes_what_interrupted_saves_left_and_nothing_else(tmp_path: Path) -> None:
+    commit(tmp_path, snapshot(1))
+    (tmp_path / ".writing-step-00000002-77").mkdir()
+    (tmp_path / ".writing-step-00000002-77/model.safetensors").write_bytes(b"half")
+    (tmp_path / ".writing-removed-step-00000000-77").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    clean(tmp_path)
+    clean(tmp_path / "missing")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes.txt", step_name(1)]
+
+
+def test_a_copy_does_not_follow_training() -> None:
+    weight = torch.ones(3, 2).t()
+    copy = to_host({"w": weight})["w"]
+    weight.zero_()
+    assert copy.tolist() == [[1.0] * 3] * 2
+    assert copy.is_contiguous()
+
+
+# --- retention
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        commit(tmp_path, snapshot(step))
+        retain(tmp_path, 2, also=(3,), fresh=step)
+    assert committed_steps(tmp_path) == [3, 6, 7]
+
+
+def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        commit(tmp_path, snapshot(step))
+    damage(tmp_path, 4)
+    retain(tmp_path, 2, fresh=5)
+    assert valid_steps(tmp_path) == [3, 5]
+    commit(tmp_path, snapshot(6))
+    retain(tmp_path, 2, fresh=6)
+    assert committed_steps(tmp_path) == [5, 6], "and go when they are old"
+
+
+def test_damage_after_the_first_look_is_seen(tmp_path: Path) -> None:
+    for step in range(1, 4):
+        commit(tmp_path, snapshot(step))
+    retain(tmp_path, 3, fresh=3)
+    damage(tmp_path, 2)
+    retain(tmp_path, 2, fresh=3)
+    assert valid_steps(tmp_path) == [1, 3]
+
+
+def test_valid_ones_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many kept, reading all of them at every save would keep the disk busier than writing does."""
+    read: list[str] = []
+    plain = checkpoint.verify
+    monkeypatch.setattr(checkpoint, "verify", lambda path: (read.append(path.name), plain(path))[1])
+    for step in range(1, 9):
+        commit(tmp_path, snapshot(step))
+        retain(tmp_path, 4, fresh=step)
+    assert max(read.count(name) for name in read) == 2, "looked for before it is written, and once while it is kept"
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), keep=st.integers(1, 4), count=st.integers(1, 6))
+def test_deletion_never_leaves_too_few(tmp_path_factory: Any, data: st.DataObject, keep: int, count: int) -> None:
+    folder = tmp_path_factory.mktemp("retention")
+    for step in range(1, count + 1):
+        commit(folder, snapshot(step))
+    for step in data.draw(st.sets(st.integers(1, count), max_size=count)):
+        damage(folder, step)
+    best = data.draw(st.integers(1, count))
+    before = valid_steps(folder)
+    retain(folder, keep, also=(best,))
+    after = valid_steps(folder)
+    assert after[-keep:] == before[-keep:]
+    assert best in committed_steps(folder)
+    assert len(after) <= keep + 1
+
+
+# --- choosing
+
+
+def test_picking(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (10, 20, 30):
+        commit(folder, snapshot(step, best=10))
+    assert pick(folder, None).name == step_name(30)
+    assert pick(folder, 20).name == step_name(20)
+    assert pick(folder, "best").name == step_name(10)
+    with pytest.raises(UserError, match=r"no checkpoint @25\. There are: 10, 20, 30"):
+        pick(folder, 25)
+    damage(folder, 20)
+    with pytest.raises(
+        UserError, match=r"step-00000020/model\.safetensors is not what was written.*another checkpoint"
+    ):
+        pick(folder, 20)
+    damage(folder, 30)
+    said: list[str] = []
+    assert pick(folder, None, said.append).name == step_name(10)
+    assert len(said) == 2
+
+
+def test_picking_from_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no valid checkpoint"):
+        pick(tmp_path / "checkpoints", None)
+    with pytest.raises(UserError, match="There are: none"):
+        pick(tmp_path / "checkpoints", "best")
+    assert newest_valid(tmp_path / "checkpoints") is None
+
+
+@pytest.mark.parametrize("loss", [None, float("nan"), float("inf"), float("-inf")])
+def test_an_immeasurable_loss_is_never_the_best(tmp_path: Path, loss: float | None) -> None:
+    """Nor may it get into the state, which is strict JSON."""
+    state = TrainState(step=5).evaluated(loss)
+    assert state.best_step is None
+    commit(tmp_path, Snapshot(5, {"model": {"w": torch.ones(1)}}, state.to_json()))
+    better = state.evaluated(2.0)
+    assert (better.best_step, better.best_loss) == (5, 2.0)
+    assert better.evaluated(2.0) is better
+    assert TrainState.from_json(better.to_json()) == better
+
+
+# --- saving in the background
+
+
+def test_the_event_follows_the_rename(tmp_path: Path) -> None:
+    valid: list[bool] = []
+
+    def saved(done: Committed, seconds: float) -> None:
+        valid.append(bool(verify(done.path)))
+        assert threading.current_thread() is not threading.main_thread()
+
+    saver = Saver(tmp_path, keep=1, on_saved=saved, on_failed=lambda error: valid.append(False))
+    for step in (1, 2, 2, 3):  # a step may be saved twice
+        saver.save(snapshot(step))
+    saver.wait()
+    assert valid == [True] * 4
+    assert committed_steps(tmp_path) == [3]
+
+
+def test_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, release, order = threading.Event(), threading.Event(), []
+
+    def slow(folder: Path, snap: Snapshot) -> Committed:
+        order.append(("begin", snap.step))
+        begun.set()
+        release.wait(10)
+        done = commit(folder, snap)
+        order.append(("end", snap.step))
+        return done
+
+    monkeypatch.setattr(saving, "commit", slow)
+    saver = Saver(tmp_path, keep=2, on_saved=lambda done, seconds: None, on_failed=lambda error: None)
+    saver.save(snapshot(1))
+    assert begun.wait(10), "it is written beside training"
+    assert committed_steps(tmp_path) == []
+    release.set()
+    saver.save(snapshot(2))
+    saver.wait()
+    assert order == [("begin", 1), ("end", 1), ("begin", 2), ("end", 2)]
+
+
+@pytest.mark.parametrize("where", ["commit", "on_saved", "on_failed"])
+def test_a_defect_in_the_background_surfaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("a defect")
+
+    def full(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    if where != "on_saved":
+        monkeypatch.setattr(saving, "commit", broken if where == "commit" else full)
+    saver = Saver(tmp_path, keep=1, on_saved=broken, on_failed=broken)
+    saver.save(snapshot(1))
+    with pytest.raises(RuntimeError, match="a defect"):
+        saver.wait()

@@ -1,0 +1,285 @@
+"""The update rules against their formulas, and the horizon that the learning rate follows."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from redline.objectives.base import ParamGroup
+from redline.recipe.schema import Train
+from redline.train.optim import Adam, Ema, Muon, Optimizer, orthogonalise
+from redline.train.schedule import REPLAN_AT, Horizon
+
+GOOD, BAD = torch.tensor(0.0), torch.tensor(1.0)
+ONE = torch.tensor(1.0)
+
+
+def options(**changes: Any) -> Train:
+    return Train(lr=3e-3, weight_decay=0.1, **changes)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def groups(model: nn.Module) -> list[ParamGroup]:
+    named = dict(model.named_parameters())
+    matrices = {n: p for n, p in named.items() if p.dim() == 2}
+    scalars = {n: p for n, p in named.items() if p.dim() < 2}
+    return [
+        ParamGroup("matrix", matrices, {n: (p.shape[0],) for n, p in matrices.items()}),
+        ParamGroup("scalar", scalars, {n: (p.shape[0],) for n, p in scalars.items()}),
+    ]
+
+
+def gradients(model: nn.Module, steps: int) -> Iterator[list[Tensor]]:
+    chance = torch.Generator().manual_seed(1)
+    for size in torch.logspace(-2, 2, steps).tolist():  # some are clipped, some are not
+        yield [torch.randn(p.shape, generator=chance) * size for p in model.parameters()]
+
+
+def test_adamw_is_torchs(model: nn.Module) -> None:
+    other = copy.deepcopy(model)
+    decayed = [p for p in other.parameters() if p.dim() == 2]
+    plain = [p for p in other.parameters() if p.dim() < 2]
+    sets = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(sets, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)
+    ours = Optimizer(groups(model), options())
+    clipped = 0
+    for grads in gradients(model, 8):
+        for mine, theirs, grad in zip(model.parameters(), other.parameters(), grads, strict=True):
+            mine.grad, theirs.grad = grad.clone(), grad.clone()
+        norm = nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        clipped += bool(norm > 1.0)
+        reference.step()
+        ours.step(1.0, (torch.clamp_min(norm / 1.0, 1.0), GOOD))
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+    assert 0 < clipped < 8
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_only_matrices_decay(model: nn.Module, optimizer: str) -> None:
+    ours = Optimizer(groups(model), options(optimizer=optimizer, muon_lr=3e-3))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    ours.step(0.5, (ONE, GOOD))
+    for name, parameter in model.named_parameters():
+        factor = 1 - 0.5 * 3e-3 * 0.1 if parameter.dim() == 2 else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * factor)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_gate_and_the_names(model: nn.Module, optimizer: str) -> None:
+    """A closed gate changes nothing; the state has its names before the first step."""
+    ours = Optimizer(groups(model), options(optimizer=optimizer))
+    names = set(ours.tensors())
+    assert {n.rsplit(".", 1)[0] for n in names} == set(dict(model.named_parameters()))
+    live = [*ours.tensors().values(), *model.parameters()]
+    before = [t.detach().clone() for t in live]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    ours.step(1.0, (ONE, BAD))
+    assert all(torch.equal(a, b) for a, b in zip(before, live, strict=True))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    ours.step(1.0, (ONE, GOOD))
+    assert set(ours.tensors()) == names
+    assert not any(torch.equal(a, b) for a, b in zip(before, live, strict=True))
+
+
+# --- Muon
+
+
+@pytest.mark.parametrize(
+    "shape", [(8, 8), (16, 64), (64, 16), (1, 32), (32, 1), (128, 48), (96, 100), (256, 256), (7, 300)]
+)
+def test_singular_values_end_near_one(shape: tuple[int, int]) -> None:
+    chance = torch.Generator().manual_seed(sum(shape))
+    for size in (1e-4, 1.0, 1e4):
+        matrices = torch.randn(3, *shape, generator=chance) * size
+        values = torch.linalg.svdvals(orthogonalise(matrices))
+        floor = 0.6 if shape[0] != shape[1] else 0.0  # a square random matrix may be almost singular
+        assert values.max() <= 1.3
+        assert values.min() >= floor
+        assert (values > 0.6).float().mean() > 0.9
+
+
+def test_directions_stay() -> None:
+    matrix = torch.randn(12, 30, generator=torch.Generator().manual_seed(3))
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    assert (orthogonalise(matrix[None])[0] * (u @ v)).sum() / 12 > 0.85
+    assert orthogonalise(torch.zeros(1, 4, 6)).abs().max() == 0
+
+
+def test_a_batch_is_one_by_one() -> None:
+    matrices = torch.randn(5, 24, 16, generator=torch.Generator().manual_seed(2))
+    single = torch.stack([orthogonalise(m[None])[0] for m in matrices])
+    torch.testing.assert_close(orthogonalise(matrices), single, rtol=1e-4, atol=1e-5)
+
+
+def test_merged_matrices_are_updated_apart() -> None:
+    chance = torch.Generator().manual_seed(4)
+    rows = (12, 4, 4)
+    whole = nn.Parameter(torch.randn(sum(rows), 10, generator=chance))
+    parts = [nn.Parameter(p.clone()) for p in whole.detach().split(rows)]
+    merged = Muon([ParamGroup("matrix", {"qkv": whole}, {"qkv": rows})], options())
+    named = {str(i): p for i, p in enumerate(parts)}
+    apart = Muon([ParamGroup("matrix", named, {n: (p.shape[0],) for n, p in named.items()})], options())
+    for _ in range(4):
+        whole.grad = torch.randn(sum(rows), 10, generator=chance)
+        for part, grad in zip(parts, whole.grad.split(rows), strict=True):
+            part.grad = grad.clone()
+        merged.step(0.02, (ONE, GOOD))
+        apart.step(0.02, (ONE, GOOD))
+        torch.testing.assert_close(whole.detach(), torch.cat(parts).detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_muon_formula() -> None:
+    chance = torch.Generator().manual_seed(5)
+    weight = nn.Parameter(torch.randn(6, 3, generator=chance))
+    muon = Muon([ParamGroup("matrix", {"w": weight}, {"w": (6,)})], options(muon_momentum=0.9))
+    expected, momentum = weight.detach().clone(), torch.zeros(6, 3)
+    for _ in range(3):
+        grad = torch.randn(6, 3, generator=chance)
+        weight.grad = 4 * grad
+        muon.step(0.05, (torch.tensor(4.0), GOOD))
+        momentum = 0.9 * momentum + 0.1 * grad
+        update = orthogonalise((0.1 * grad + 0.9 * momentum)[None])[0]
+        expected = expected * (1 - 0.05 * 0.1) - 0.05 * 2**0.5 * update
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_muon_takes_the_hidden_matrices_alone(model: nn.Module) -> None:
+    ours = Optimizer(groups(model), options(optimizer="muon"))
+    assert ours.muon is not None
+    assert ours.adam is not None
+    assert set(ours.muon.names) == {"0.weight", "2.weight"}
+    assert set(ours.adam.names) == {"0.bias", "1.weight", "1.bias", "2.bias"}
+    assert Optimizer(groups(model), options()).muon is None
+
+
+def test_adam_state_is_live(model: nn.Module) -> None:
+    """Restoring writes into the tensors that it names."""
+    first, twin = Adam(groups(model), options()), copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    first.step(1e-3, (ONE, GOOD))
+    second = Adam(groups(twin), options())
+    with torch.no_grad():
+        for name, tensor in second.tensors().items():
+            tensor.copy_(first.tensors()[name])
+        for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+            mine.copy_(theirs)
+            mine.grad = theirs.grad
+    for optimizer in (first, second):
+        optimizer.step(1e-3, (ONE, GOOD))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_the_moving_average() -> None:
+    weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+    ema = Ema({"w": weight}, 0.9)
+    expected = weight.detach().clone()
+    for value in (3.0, 5.0, -4.0):
+        with torch.no_grad():
+            weight.fill_(value)
+        ema.update(GOOD)
+        expected = 0.9 * expected + 0.1 * value
+        torch.testing.assert_close(ema.average["w"], expected)
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+    ema.update(BAD)
+    torch.testing.assert_close(ema.average["w"], expected)
+    with torch.no_grad():
+        weight.fill_(7.0)
+    ema.swap()
+    torch.testing.assert_close(weight.detach(), expected)
+    ema.swap()
+    assert weight.tolist() == [7.0, 7.0]
+    torch.testing.assert_close(ema.average["w"], expected)
+
+
+# --- the horizon
+
+
+def test_counted_steps_are_a_line() -> None:
+    horizon = Horizon(8, None)
+    assert [horizon.progress(step) for step in range(10)] == [0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 1]
+    assert horizon.end == 8
+    assert not horizon.due(1e9)
+
+
+@st.composite
+def clocked(draw: st.DrawFn) -> tuple[Horizon, list[float], list[float]]:
+    """A horizon after a run with erratic speed: it, and the progress before and after each step."""
+    steps = draw(st.one_of(st.none(), st.integers(5, 200)))
+    horizon, seconds = Horizon(steps, 1.0), 0.0
+    used, seen_later = [], []
+    for step, duration in enumerate(draw(st.lists(st.floats(1.0, 400.0), min_size=5, max_size=60))):
+        used.append(horizon.progress(step))
+        seconds += duration
+        if horizon.due(seconds):
+            horizon.replan(step + 1, seconds, seconds / (step + 1), 20.0)
+        seen_later.append(horizon.progress(step))
+    return horizon, used, seen_later
+
+
+@settings(max_examples=100, deadline=None)
+@given(clocked())
+def test_progress_never_falls_and_the_past_stays(case: tuple[Horizon, list[float], list[float]]) -> None:
+    horizon, used, seen_later = case
+    assert used == seen_later == [horizon.progress(step) for step in range(len(used))]
+    assert used == sorted(used)
+    assert all(0.0 <= p <= 1.0 for p in used)
+    assert horizon.progress(horizon.end) == pytest.approx(1.0)
+    if horizon.steps is not None:
+        assert horizon.end <= max(horizon.steps, len(used) + 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(clocked(), st.integers(0, 500))
+def test_the_state_survives(case: tuple[Horizon, list[float], list[float]], later: int) -> None:
+    old, used, _ = case
+    new = Horizon(old.steps, 1.0)
+    new.load_state(json.loads(json.dumps(old.state())), len(used))
+    assert new.state() == old.state()
+    assert new.progress(later) == old.progress(later)
+    assert [new.due(s) for s in range(0, 3600, 60)] == [old.due(s) for s in range(0, 3600, 60)]
+
+
+@given(st.integers(2, 1000), st.data())
+def test_more_or_fewer_steps_on_resume(steps: int, data: st.DataObject) -> None:
+    at = data.draw(st.integers(1, steps - 1))
+    changed = data.draw(st.integers(at + 1, 2000))
+    old, new = Horizon(steps, None), Horizon(changed, None)
+    new.load_state(old.state(), at)
+    assert new.progress(at) == old.progress(at), "no jump"
+    assert new.progress(changed) == pytest.approx(1.0)
+    assert new.end == changed
+    assert all(new.progress(s) <= new.progress(s + 1) for s in range(changed))
+
+
+def test_a_new_budget_is_planned_at_once() -> None:
+    old = Horizon(None, 1.0)
+    for seconds in (80.0, 400.0):
+        old.replan(int(seconds), seconds, 1.0, 0.0)
+    new = Horizon(None, 2.0)
+    new.load_state(old.state(), 400)
+    assert new.progress(400) == old.progress(400)
+    assert new.due(400.0)
+    piece = new.replan(400, 400.0, 1.0, 0.0)
+    assert piece.length == 6800
+    assert not new.due(400.0)
+    assert new.due(REPLAN_AT[3] * 7200)
