@@ -17,7 +17,7 @@ def main() -> None:
     source, out, overrides = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        options = ["train.hours=2m", "monitor.log_every=10", "eval.every=100", "eval.samples=0", "train.warmup_steps=40"]
+        options = ["train.hours=2m", "train.warmup_steps=40", "monitor.log_every=10", "eval.every=100"]
         command = [sys.executable, "-m", "redline", "train", "pretrain-350m", "--run", str(run)]
         subprocess.run([*command, f"data.source={source}", *options, *overrides], check=True)
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]

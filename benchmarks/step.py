@@ -58,8 +58,8 @@ def measure(case: str, source: Path) -> dict[str, Any]:
     )
     if train.compile:
         objective.compile()
-    rows = resolved.batch.micro
-    micros = [to_device(objective.batch(np.arange(rows) + rows * i), device) for i in range(resolved.batch.accumulation)]
+    rows, count = resolved.batch.micro, resolved.batch.accumulation
+    micros = [to_device(objective.batch(np.arange(rows) + rows * i), device) for i in range(count)]
     batch = step_batch(objective, micros)
     begin = time.perf_counter()
     step.rehearse(batch)
@@ -87,7 +87,7 @@ def measure(case: str, source: Path) -> dict[str, Any]:
         "memory_plan_gib": resolved.memory.peak / GIB,
         "first_step_s": compiling,
         "attention": objective.choices()[0][1:],
-        "batch": [rows, resolved.batch.accumulation],
+        "batch": [rows, count],
     }
 
 

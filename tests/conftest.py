@@ -55,9 +55,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chance = random.Random(5)
     words = ["red", "line", "train", "token", "block", "mask", "loss", "step", "king", "river", "stone", "light"]
     for number in range(80):
-        sentences = [" ".join(chance.choices(words, k=chance.randint(3, 9))) + ".\n" for _ in range(chance.randint(1, 9))]
+        lengths = [chance.randint(3, 9) for _ in range(chance.randint(1, 9))]
+        sentences = [" ".join(chance.choices(words, k=length)) + ".\n" for length in lengths]
         (folder / f"{number:03d}.txt").write_text("".join(sentences))
     return folder
+
+
+Hook = Callable[[int], Any]
 
 
 class Quiet:
@@ -79,7 +83,7 @@ class Quiet:
 class Around:
     """A trainer's step with something before and after it."""
 
-    def __init__(self, step: Any, before: Callable[[int], None] | None = None, after: Callable[[int], None] | None = None):
+    def __init__(self, step: Any, before: Hook | None = None, after: Hook | None = None) -> None:
         self.step, self.before, self.after = step, before, after
 
     def __call__(self, number: int, *rest: Any) -> Any:
@@ -103,10 +107,11 @@ class World:
     def recipe(self, *overrides: str) -> Any:
         from redline.recipe.load import load
 
-        steps = () if any(o.startswith(("train.steps", "train.hours=", "train.tokens")) for o in overrides) else ("train.steps=6",)
+        stops = any(o.startswith(("train.steps", "train.hours=", "train.tokens")) for o in overrides)
+        steps = () if stops else ("train.steps=6",)
         return load("quickstart", [*TINY, f"data.source={self.corpus}", *steps, *overrides]).recipe
 
-    def trainer(self, run: Any, *overrides: str, checkpoint: Path | None = None, build: bool = True, **options: Any) -> Any:
+    def trainer(self, run: Any, *overrides: str, checkpoint: Path | None = None, **options: Any) -> Any:
         from redline.hardware.machine import Machine
         from redline.monitor.events import EventLog
         from redline.monitor.monitor import Monitor
@@ -130,8 +135,7 @@ class World:
             identity=identity,
             **options,
         )
-        if build:
-            trainer.build(checkpoint)
+        trainer.build(checkpoint)
         return trainer
 
     def around(self, trainer: Any, **hooks: Any) -> None:

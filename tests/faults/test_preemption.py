@@ -67,7 +67,7 @@ PHASES = {  # where the signal comes, and the step that must be saved then
     "first step": (hook("step.backward", 2), 1),  # the warm-up's is the first
     "middle step": (hook("step.backward", 6), 5),
     "evaluation": (hook("objective.evaluate", 2), 3),
-    "snapshot": (hook("saver.save"), 2),
+    "snapshot": (hook("keeper.save"), 2),
 }
 SIGNALS = [(signal.SIGTERM,), (signal.SIGUSR1,), (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)]
 
@@ -161,7 +161,7 @@ def test_ctrl_c_finishes_saves_and_reports(attempt: Any, whole: Any, tmp_path: P
     goes_on(attempt, run, whole)
 
 
-@pytest.mark.parametrize("phase", ["step.backward", "objective.evaluate", "saver.save", "commit"])
+@pytest.mark.parametrize("phase", ["step.backward", "objective.evaluate", "keeper.save", "commit"])
 def test_a_second_ctrl_c_leaves_at_once(fork: Any, attempt: Any, whole: Any, tmp_path: Path, phase: str) -> None:
     """Within a step, the last look, and saves that would take a minute."""
     run = tmp_path / "run"
@@ -177,7 +177,7 @@ def test_a_second_ctrl_c_leaves_at_once(fork: Any, attempt: Any, whole: Any, tmp
         if phase == "commit":
             saving.commit = Once(commit, twice)  # type: ignore[assignment]
         else:
-            hook(phase, 2 if phase != "saver.save" else 1)(trainer, twice)
+            hook(phase, 2 if phase != "keeper.save" else 1)(trainer, twice)
 
     begin = time.monotonic()
     assert fork(lambda _: attempt(run, *OPTIONS, prepare=prepare).outcome.exit_code).wait() == EXIT_INTERRUPTED

@@ -22,7 +22,11 @@ def problem(n: int, d: int, v: int, seed: int = 0) -> tuple[torch.Tensor, torch.
 
 @settings(max_examples=30, deadline=None)
 @given(
-    n=st.integers(1, 40), d=st.integers(1, 9), v=st.integers(2, 33), chunk=st.integers(1, 50), cap=st.sampled_from([None, 5.0])
+    n=st.integers(1, 40),
+    d=st.integers(1, 9),
+    v=st.integers(2, 33),
+    chunk=st.integers(1, 50),
+    cap=st.sampled_from([None, 5.0]),
 )
 def test_any_chunking_equals_the_reference(n: int, d: int, v: int, chunk: int, cap: float | None) -> None:
     results = []

@@ -16,6 +16,7 @@ from redline.train import checkpoint, saving
 from redline.train.checkpoint import (
     Committed,
     Damaged,
+    HostCopy,
     Snapshot,
     clean,
     commit,
@@ -26,7 +27,6 @@ from redline.train.checkpoint import (
     read_tensors,
     retain,
     step_name,
-    to_host,
     verify,
 )
 from redline.train.saving import Saver
@@ -99,7 +99,7 @@ def test_cleaning_removes_what_interrupted_saves_left_and_nothing_else(tmp_path:
 
 def test_a_copy_does_not_follow_training() -> None:
     weight = torch.ones(3, 2).t()
-    copy = to_host({"w": weight})["w"]
+    copy = HostCopy().take({"model": {"w": weight}})["model"]["w"]
     weight.zero_()
     assert copy.tolist() == [[1.0] * 3] * 2
     assert copy.is_contiguous()

@@ -56,7 +56,8 @@ def test_micro_batches_do_not_change_the_mathematics(world: Any, tmp_path: Path,
     results = []
     for micro in (8, 1):
         run = tmp_path / str(micro)
-        world.run(run, "data.pack=true", "train.steps=3", f"train.micro_batch={micro}", "train.optimizer=adamw", "train.lr=1e-3")
+        options = ("data.pack=true", "train.steps=3", "train.optimizer=adamw", "train.lr=1e-3")
+        world.run(run, *options, f"train.micro_batch={micro}")
         results.append(tensors_of(run / "checkpoints/step-00000003"))
     for name, tensor in results[0].items():
         if name.startswith("model/"):

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from redline.train.trainer import Outcome
 
 
-def new_run(loaded: Loaded, directory: Path | None, *, dry_run: bool) -> int:
+def new_run(loaded: Loaded, directory: Path | None, overrides: list[str], *, dry_run: bool) -> int:
     path = directory or _fresh_name(loaded.name)
     _refuse_run(path)
     if path.exists() and not path.is_dir():
         raise UsageError("is a file, not a directory.", where=str(path), fix="Choose another --run.")
-    return _start(loaded, path, dry_run=dry_run, resumed=False, overrides=[])
+    return _start(loaded, path, dry_run=dry_run, resumed=False, overrides=overrides)
 
 
 def resume_run(name: str, overrides: list[str], *, dry_run: bool) -> int:
@@ -138,6 +138,7 @@ def _train(
             monitor.say("building the model")
             trainer.build(checkpoint)
             if not resumed:  # only now, so that what cannot be built leaves no run behind
+                objective.save_tokenizer(path)
                 write_lock(path, make_lock(name, uuid.uuid4().hex[:12], resolved, data.facts))
                 _point_latest(path)
             monitor.emit(

@@ -46,4 +46,4 @@ def train(
     loaded = load(names[0] if names else "quickstart", overrides)
     from redline.cli.running import new_run
 
-    raise typer.Exit(new_run(loaded, run, dry_run=dry_run))
+    raise typer.Exit(new_run(loaded, run, overrides, dry_run=dry_run))

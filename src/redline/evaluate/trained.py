@@ -16,6 +16,8 @@ from redline.recipe.lock import locked_recipe, read_lock
 from redline.recipe.resolve import resolve
 from redline.train.checkpoint import pick, read_state, read_tensors
 
+TOKENIZER = "tokenizer.json"
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -46,14 +48,14 @@ def open_trained(
                 update={"device": machine.device, "precision": precision, "compile": False}
             ),
             "model": recipe.model.model_copy(update={"attention": "auto"}),
-            "data": recipe.data.model_copy(update={"source": source} if source else {}),
+            "data": recipe.data.model_copy(update=_other_data(run, source) if source else {}),
             "eval": recipe.eval.model_copy(update={"sequences": sequences} if sequences else {}),
         }
     )
     checkpoint = pick(run / "checkpoints", selector, say)
     chosen = _weights(checkpoint, weights)
     module = objective_module(recipe.objective)
-    data = module.load_data(recipe)
+    data = module.load_data(recipe, for_evaluation=source is not None)
     _same_tokenizer(checkpoint, data.facts.tokenizer_fingerprint, run)
     resolved = resolve(recipe, machine, data.facts)
     objective: Objective = module.create(resolved, data)
@@ -64,6 +66,12 @@ def open_trained(
             parameter.copy_(saved[name])
     objective.model.eval()
     return Trained(run, objective, int(read_state(checkpoint)["step"]), chosen, resolved.batch.micro)
+
+
+def _other_data(run: Path, source: str) -> dict[str, str]:
+    """Other text is cut into tokens by the run's own tokenizer."""
+    own = run / TOKENIZER
+    return {"source": source, "tokenizer": str(own)} if own.is_file() else {"source": source}
 
 
 def _weights(checkpoint: Path, asked: str | None) -> str:

@@ -184,7 +184,9 @@ def _write_atomically(path: Path, page: str) -> Path:
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise UserError(
-            f"The report cannot be written ({error.strerror}).", where=str(path), fix="Try --out."
+            f"The report cannot be written ({error.strerror}).",
+            where=str(path),
+            fix="Choose a place with --out that can be written.",
         ) from error
     return path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,10 @@ class Objective(ABC):
     @abstractmethod
     def sample(self, prompt: str, how: Sampling) -> list[Sample]:
         """Continuations of a prompt; none when the tokenizer's files are not there."""
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """So that the run can read other text later."""
+        return
 
     def compile(self) -> None:
         """Compile the hot parts of the model."""

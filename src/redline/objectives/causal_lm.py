@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from redline.data.index import WindowIndex
 from redline.data.packing import cu_seqlens, document_ids, inputs_and_targets
 from redline.data.prepare import prepare_cached
-from redline.data.tokenizer import Tokenizer
+from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.data.tokens import TokenData, TokenSplit
 from redline.errors import UserError
 from redline.kernels.attention import Attention, Bound, Selection, select
@@ -31,6 +32,7 @@ from redline.recipe.schema import Recipe
 @dataclass(frozen=True)
 class CausalData:
     tokens: TokenData
+    held_out: TokenSplit | None  # what evaluation reads
 
     @property
     def facts(self) -> DataFacts:
@@ -53,8 +55,11 @@ class CausalData:
             return None
 
 
-def load_data(recipe: Recipe) -> CausalData:
-    return CausalData(prepare_cached(recipe.data.source, recipe.data.tokenizer, recipe.data.val_fraction))
+def load_data(recipe: Recipe, *, for_evaluation: bool = False) -> CausalData:
+    """The recipe's tokens, prepared when they must be; all of them are held out when nothing is trained."""
+    data = recipe.data
+    tokens = prepare_cached(data.source, data.tokenizer, 0.0 if for_evaluation else data.val_fraction)
+    return CausalData(tokens, tokens.train if for_evaluation else tokens.val)
 
 
 class CausalLM(Objective):
@@ -111,6 +116,10 @@ class CausalLM(Objective):
         compile_kernels()
         self.model.compile_blocks()
 
+    def save_tokenizer(self, folder: Path) -> None:
+        if isinstance(self.data.tokenizer, LibraryTokenizer):
+            self.data.tokenizer.save(folder / "tokenizer.json")
+
     # --- training
 
     def batch(self, samples: np.ndarray) -> Batch:
@@ -151,7 +160,7 @@ class CausalLM(Objective):
 
     @torch.no_grad()
     def evaluate(self, micro: int) -> dict[str, float | None]:
-        split = self.data.tokens.val
+        split = self.data.held_out
         if split is None or len(split) <= self.seq_len:
             return {"loss": None, "perplexity": None, "bits_per_byte": None}
         index = WindowIndex(len(split), self.seq_len, 0, shuffle=False)

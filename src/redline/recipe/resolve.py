@@ -171,6 +171,8 @@ class _Resolver:
             limits.append(train.epochs * self.data.train_tokens)
         if train.tokens:
             limits.append(train.tokens)
+        if train.steps:
+            limits.append(train.steps * (number(train.global_batch) or train.batch_base) * self.recipe.data.seq_len)
         return min(limits)
 
     # --- training

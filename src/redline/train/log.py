@@ -23,6 +23,7 @@ class StepLog:
         self.monitor, self.throughput, self.device = monitor, throughput, device
         self.skipped = 0
         self.bad_in_a_row = 0
+        self.bad_steps: list[int] = []  # the last of them: which data to look at
         self._bad: list[torch.Tensor] = []
         self._last: StepResult | None = None
         self._queued: deque[torch.cuda.Event] = deque()
@@ -45,7 +46,7 @@ class StepLog:
         result = self._last
         if result is None:
             return
-        bad = self._count_bad()
+        bad = self._count_bad(state.step)
         rates = self.throughput.read()
         hours = state.seconds / 3600
         self.monitor.emit(
@@ -66,7 +67,12 @@ class StepLog:
             skipped=bad,
         )
 
-    def _count_bad(self) -> int:
+    def wait(self) -> None:
+        """Until the GPU has done what was queued."""
+        while self._queued:
+            self._queued.popleft().synchronize()
+
+    def _count_bad(self, step: int) -> int:
         """How many steps since the last look changed nothing."""
         bad = [value > 0 for value in torch.stack(self._bad).tolist()]  # waits for the GPU
         self._bad.clear()
@@ -74,10 +80,10 @@ class StepLog:
             self.bad_in_a_row = self.bad_in_a_row + 1 if is_bad else 0
         self.skipped += sum(bad)
         if any(bad):
-            self.monitor.warn(
-                f"{sum(bad)} of the last {len(bad)} steps had a loss or gradient that is not finite; "
-                "they changed nothing"
-            )
+            steps = [step - len(bad) + i for i, is_bad in enumerate(bad) if is_bad]  # counted from 0, as data are
+            self.bad_steps = [*self.bad_steps, *steps][-100:]
+            which = ", ".join(map(str, steps[:10])) + (" …" if len(steps) > 10 else "")
+            self.monitor.warn(f"loss or gradient not finite in the batches of step {which}; they changed nothing")
         return sum(bad)
 
 

@@ -51,38 +51,51 @@ class Adam:
 class Muon:
     """Momentum, orthogonalised by Newton–Schulz (kellerjordan.github.io/posts/muon).
 
-    Matrices that are stored merged are orthogonalised one by one; matrices of one shape go through as one batch.
+    Matrices that are stored merged are orthogonalised one by one. All of one shape are kept and worked on as one
+    batch: a few large kernels instead of many small ones.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], train: Train) -> None:
-        self.names = {name: p for group in groups for name, p in group.parameters.items()}
-        self.splits = {name: s for group in groups for name, s in group.splits.items()}
-        self.momentum = {name: torch.zeros_like(p) for name, p in self.names.items()}
         self.beta, self.weight_decay = train.muon_momentum, train.weight_decay
+        self.members: dict[torch.Size, list[tuple[str, nn.Parameter, int, int]]] = defaultdict(list)
+        for group in groups:
+            for name, parameter in group.parameters.items():
+                start = 0
+                for rows in group.splits[name]:
+                    shape = torch.Size((rows, parameter.shape[1]))
+                    self.members[shape].append((f"{name}.momentum.{start}", parameter, start, rows))
+                    start += rows
+        self.momentum = {
+            shape: torch.zeros(len(members), *shape, device=members[0][1].device)
+            for shape, members in self.members.items()
+        }
 
     @torch.no_grad()
     def step(self, lr: float, gate: Gate) -> None:
-        scale, bad = gate
+        divisor, bad = gate
         stop = bad > 0
-        by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for name, parameter in self.names.items():
-            assert parameter.grad is not None
-            gradient = parameter.grad / scale
-            momentum = self.momentum[name]
+        for shape, members in self.members.items():
+            momentum = self.momentum[shape]
+            gradient = torch.stack([_rows(p.grad, start, rows) for _, p, start, rows in members]) / divisor
             momentum.copy_(torch.where(stop, momentum, momentum.lerp(gradient, 1.0 - self.beta)))
-            update = gradient.lerp(momentum, self.beta)  # Nesterov
-            pieces = zip(update.split(self.splits[name]), parameter.split(self.splits[name]), strict=True)
-            for piece, weight in pieces:
-                by_shape[piece.shape].append((piece, weight))
-        for shape, pairs in by_shape.items():
-            updates = orthogonalise(torch.stack([piece for piece, _ in pairs]))
+            update = orthogonalise(gradient.lerp(momentum, self.beta))  # Nesterov
+            weights = [_rows(p, start, rows) for _, p, start, rows in members]
+            before = torch.stack(weights)
             factor = lr * max(1.0, shape[0] / shape[1]) ** 0.5
-            for update, (_, weight) in zip(updates, pairs, strict=True):
-                moved = weight * (1.0 - lr * self.weight_decay) - factor * update
-                weight.copy_(torch.where(stop, weight, moved))
+            moved = torch.where(stop, before, before * (1.0 - lr * self.weight_decay) - factor * update)
+            torch._foreach_copy_(weights, list(moved.unbind()))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {f"{name}.momentum": value for name, value in self.momentum.items()}
+        return {
+            member[0]: self.momentum[shape][i]
+            for shape, members in self.members.items()
+            for i, member in enumerate(members)
+        }
+
+
+def _rows(tensor: Tensor | None, start: int, rows: int) -> Tensor:
+    assert tensor is not None
+    return tensor.narrow(0, start, rows)
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:

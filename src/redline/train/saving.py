@@ -11,13 +11,17 @@ from pathlib import Path
 from redline.train.checkpoint import Committed, Snapshot, commit, retain
 
 OnSaved = Callable[[Committed, float], None]
+OnFailed = Callable[[OSError], None]
+Clock = Callable[[], float]
 
 
 class Saver:
     """Commits snapshots in a background thread. `on_saved` runs after the rename, never before."""
 
-    def __init__(self, folder: Path, *, keep: int, on_saved: OnSaved, on_failed: Callable[[OSError], None]) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(
+        self, folder: Path, *, keep: int, on_saved: OnSaved, on_failed: OnFailed, clock: Clock = time.monotonic
+    ) -> None:
+        self.folder, self.keep, self._clock = folder, keep, clock
         self._on_saved, self._on_failed = on_saved, on_failed
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -43,12 +47,12 @@ class Saver:
             self._error = error
 
     def _commit(self, snapshot: Snapshot, protect: tuple[int, ...]) -> None:
-        begin = time.monotonic()
+        begin = self._clock()
         try:
             done = commit(self.folder, snapshot)
         except OSError as error:  # a full disk: earlier checkpoints are untouched and training can go on
             self._on_failed(error)
             return
-        self._on_saved(done, time.monotonic() - begin)
+        self._on_saved(done, self._clock() - begin)
         with suppress(OSError):  # what cannot be removed now is old enough to go after the next save
             retain(self.folder, self.keep, protect, fresh=snapshot.step)

@@ -62,13 +62,12 @@ class Horizon:
             "next": self._next,
         }
 
-    def load_state(self, state: dict[str, Any], step: int) -> None:
-        """Replay the decisions; a horizon that was changed on resume goes on from the progress already made."""
-        old = Horizon(None, None)
-        old.pieces = [Piece(int(s), float(progress), int(length)) for s, progress, length in state["pieces"]]
-        same = state["steps"] == self.steps and state["seconds"] == self.seconds
-        self.pieces, self._next = old.pieces, int(state["next"])
-        if not same and self.steps is not None:
-            self.pieces.append(Piece(step, old.progress(step), max(1, self.steps - step)))
-        if state["seconds"] != self.seconds:
-            self._next = 0
+    def load_state(self, state: dict[str, Any], step: int, seconds: float) -> None:
+        """Replay the decisions. A horizon that was changed on resume lays the schedule anew, as if it had been the
+        horizon from the start: going on from a progress of 1 would train at the lowest rate for ever."""
+        if state["steps"] == self.steps and state["seconds"] == self.seconds:
+            self.pieces = [Piece(int(s), float(progress), int(length)) for s, progress, length in state["pieces"]]
+            self._next = int(state["next"])
+        elif self.seconds is not None:
+            left = 1 << 62 if self.steps is None else max(1, self.steps - step)
+            self.pieces = [Piece(step, min(1.0, seconds / self.seconds), left)]

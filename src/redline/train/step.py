@@ -55,6 +55,7 @@ class Step:
         loss, terms = self.backward(step, batch)
         grad_norm, bad = self._measure(loss)
         self._update(lr_factor, grad_norm, bad)
+        self.scale.update(bad)
         return StepResult(loss, terms, grad_norm, bad)
 
     def backward(self, step: int, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -88,7 +89,6 @@ class Step:
         self.optimizer.step(lr_factor, (divisor, bad))
         if self.ema is not None:
             self.ema.update(bad)
-        self.scale.update(bad)
 
     def rehearse(self, batch: StepBatch) -> None:
         """Everything a step does except to change anything: compiles, allocates, meets an OOM early."""

@@ -19,19 +19,19 @@ from redline.objectives.base import Objective, Sampling
 from redline.plan.batch import BatchPlan
 from redline.plan.schedule import lr_factor
 from redline.recipe.resolve import Resolved
-from redline.train.checkpoint import Committed, Snapshot, read_state, read_tensors, to_host
+from redline.train.checkpoint import read_state, read_tensors
 from redline.train.feed import Feed, step_batch, to_device
+from redline.train.keeper import Keeper
 from redline.train.log import StepLog
 from redline.train.optim import Ema, Optimizer
 from redline.train.pace import Pace
 from redline.train.precision import LossScale
 from redline.train.rundir import RunDirectory
-from redline.train.saving import Saver
 from redline.train.schedule import Horizon
 from redline.train.signals import Signals, StopRequested
 from redline.train.state import TrainState
 from redline.train.step import Step
-from redline.units import format_seconds
+from redline.train.warmup import warm_up
 
 EXIT_OF = {"preempted": EXIT_PREEMPTED, "interrupted": EXIT_INTERRUPTED, "nonfinite": EXIT_FAILED}
 
@@ -40,10 +40,11 @@ EXIT_OF = {"preempted": EXIT_PREEMPTED, "interrupted": EXIT_INTERRUPTED, "nonfin
 class Outcome:
     reason: str
     state: TrainState
+    saved: bool = True
 
     @property
     def exit_code(self) -> int:
-        return EXIT_OF.get(self.reason, EXIT_DONE)
+        return EXIT_OF.get(self.reason, EXIT_DONE) if self.saved else EXIT_FAILED
 
 
 class Trainer:
@@ -69,11 +70,8 @@ class Trainer:
         self.signals = Signals()
         self.throughput = Throughput(resolved.flops, resolved.machine.peak("bf16"), clock)
         self.log = StepLog(monitor, self.throughput, self.device)
-        self.saver = Saver(
-            run.checkpoints, keep=self.recipe.checkpoint.keep, on_saved=self._saved, on_failed=self._save_failed
-        )
+        self.keeper = Keeper(run, monitor, self.pace, self.recipe.checkpoint)
         self._evaluated_at: int | None = None
-        self._saved_at: int | None = None
         self._stop_checked = float("-inf")
 
     # --- assembling
@@ -123,10 +121,10 @@ class Trainer:
                 for name, tensor in tensors.items():
                     tensor.copy_(saved[name])
         self.state = TrainState.from_json(state)
-        self.horizon.load_state(state["decisions"]["horizon"], self.state.step)
+        self.horizon.load_state(state["decisions"]["horizon"], self.state.step, self.state.seconds)
         self.batch = BatchPlan(*state["decisions"]["batch"])
         self.log.skipped = int(state["skipped"])
-        self._saved_at = self.state.step
+        self.keeper.saved_at = self.state.step
 
     # --- the run
 
@@ -137,6 +135,7 @@ class Trainer:
             try:
                 with self.signals.abandonable():
                     self.warm_up()
+                if not self.signals.reason:
                     self.look("before")
                 reason = self._loop()
             except StopRequested:
@@ -160,49 +159,21 @@ class Trainer:
 
     def warm_up(self) -> None:
         """Compile and run the worst-case batch: an OOM happens here, not in hour three."""
-        compiling = " (the first time compiles: up to a minute)" if self.train.compile else ""
-        self.monitor.say(f"warming up{compiling}")
-        begin, compiled = time.perf_counter(), self.train.compile
-        while True:
-            try:
-                self._rehearse()
-                break
-            except torch.OutOfMemoryError:
-                self._halve_micro_batch()
-            except (StopRequested, UserError):
-                raise
-            except Exception as error:
-                if not compiled:
-                    raise
-                compiled = False
-                self._uncompile(error)
+        self.batch = warm_up(
+            self._rehearse,
+            self.batch,
+            self.monitor,
+            compiled=self.train.compile,
+            device=self.resolved.machine.name,
+        )
+        self.keeper.expect(self.tensors())
+
+    def _rehearse(self, plan: BatchPlan) -> None:
+        self.step.clear()
+        micro = to_device(self.objective.worst_batch(plan.micro), self.device)
+        self.step.rehearse(step_batch(self.objective, [micro]))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - begin
-        self.monitor.emit("warmup", seconds=seconds, message=f"warmed up in {format_seconds(seconds)}")
-
-    def _uncompile(self, error: Exception) -> None:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        self.monitor.warn(f"torch.compile failed ({first_line[:120]}); going on uncompiled, which is slower")
-        torch.compiler.set_stance("force_eager")
-
-    def _rehearse(self) -> None:
-        micros = [to_device(self.objective.worst_batch(self.batch.micro), self.device)]
-        self.step.rehearse(step_batch(self.objective, micros))
-
-    def _halve_micro_batch(self) -> None:
-        smaller = self.batch.halved()
-        self.step.clear()
-        torch.cuda.empty_cache()
-        if smaller is None:
-            raise UserError(
-                f"a micro-batch of {self.batch.micro} does not fit into {self.resolved.machine.name}.",
-                where="train.micro_batch",
-                fix="Use train.grad_checkpointing=full, a shorter data.seq_len or a smaller model.",
-            )
-        change = f"{self.batch.micro} → {smaller.micro}, the global batch stays {smaller.global_batch}"
-        self.batch = smaller
-        self.monitor.emit("recovery", message=f"out of memory: micro-batch {change}")
 
     # --- what happens between steps
 
@@ -218,6 +189,7 @@ class Trainer:
 
     def replan_if_due(self) -> None:
         if self.horizon.due(self.state.seconds):
+            self.log.wait()  # steps that are only queued have not been paid for
             per_step = self.pace.seconds_per_step(self.state.step)
             piece = self.horizon.replan(self.state.step, self.state.seconds, per_step, self.pace.reserve)
             end = piece.step + piece.length
@@ -292,15 +264,8 @@ class Trainer:
             self.save()
 
     def save(self) -> None:
-        """Snapshot now, commit in the background."""
-        if self._saved_at == self.state.step:
-            return
         with self.throughput.paused():
-            self.saver.wait()
-            snapshot = Snapshot(self.state.step, {k: to_host(v) for k, v in self.tensors().items()}, self._record())
-            best = self.state.best_step if self.recipe.checkpoint.best else None
-            self.saver.save(snapshot, protect=() if best is None else (best,))
-        self._saved_at = self.state.step
+            self.keeper.save(self.state.step, self.tensors(), self._record(), self.state.best_step)
 
     def _record(self) -> dict[str, Any]:
         plan = self.batch
@@ -313,15 +278,6 @@ class Trainer:
             "objective": self.objective.state(),
             "decisions": {"batch": [plan.micro, plan.accumulation, plan.world], "horizon": self.horizon.state()},
         }
-
-    def _saved(self, done: Committed, seconds: float) -> None:
-        self.pace.closing["save"] = max(self.pace.closing.get("save", 0.0), seconds)
-        path = done.path.relative_to(self.run_directory.path)
-        self.monitor.emit("checkpoint", step=done.step, path=path, seconds=seconds, bytes=done.bytes)
-
-    def _save_failed(self, error: OSError) -> None:
-        self._saved_at = None
-        self.monitor.warn(f"a checkpoint could not be written ({error}); earlier ones are untouched. Free some disk.")
 
     # --- stopping
 
@@ -362,7 +318,7 @@ class Trainer:
         else:
             self.look("after")
             self.save()
-        self.saver.wait()
+        saved = self.keeper.finish(self.state.step)
         hours = self.pace.seconds / 3600
         self.monitor.emit(
             "stop",
@@ -372,5 +328,6 @@ class Trainer:
             hours=hours,
             cost_usd=self.monitor.cost(hours),
             skipped=self.log.skipped,
+            **({"bad_steps": self.log.bad_steps} if reason == "nonfinite" else {}),
         )
-        return Outcome(reason, self.state)
+        return Outcome(reason, self.state, saved)
