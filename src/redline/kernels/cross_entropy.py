@@ -60,6 +60,13 @@ def _loss_and_gradient(logits: Tensor, target: Tensor, softcap: float | None, sc
     return loss, gradient.to(logits.dtype)
 
 
+def _weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    """Gradientᵀ·x in float32: over ten thousand tokens the sum leaves fp16's range, and bf16 would round it."""
+    if gradient.is_cuda and gradient.dtype != torch.float32:
+        return torch.mm(gradient.T, x, out_dtype=torch.float32)
+    return gradient.T @ x
+
+
 _COMPILED: dict[str, Callable[..., Any]] = {}
 
 
@@ -88,7 +95,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part, gradient = fused(x @ weight.T, target, softcap, scale)
             loss = loss + part
             torch.mm(gradient, weight, out=grad_x[i * chunk : i * chunk + len(x)])
-            grad_weight += gradient.T @ x
+            grad_weight += _weight_gradient(gradient, x)
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.scale, ctx.weight_dtype = scale, weight_VD.dtype
         return loss

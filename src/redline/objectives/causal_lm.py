@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -167,14 +168,21 @@ class CausalLM(Objective):
         count = min(len(index), self.recipe.eval.sequences)
         total, tokens = torch.zeros((), device=self.device), 0.0
         self.model.eval()
-        for first in range(0, count, micro):
-            batch = self._rows(split, index.starts(np.arange(first, min(first + micro, count))))
-            tokens += self.weights(batch)["tokens"]
-            total += self.loss({k: v.to(self.device) for k, v in batch.items()})["cross_entropy"].sum
+        with self._uncompiled():
+            for first in range(0, count, micro):
+                batch = self._rows(split, index.starts(np.arange(first, min(first + micro, count))))
+                tokens += self.weights(batch)["tokens"]
+                total += self.loss({k: v.to(self.device) for k, v in batch.items()})["cross_entropy"].sum
         self.model.train()
         loss = total.item() / tokens
         per_byte = None if split.bytes is None else bits_per_byte(loss, len(split), split.bytes)
         return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": per_byte}
+
+    def _uncompiled(self) -> AbstractContextManager[Any]:
+        """Evaluation is too short to compile a forward of its own for — except flex, which needs it."""
+        if self.attention.backend == "flex":
+            return nullcontext()
+        return torch.compiler.set_stance("force_eager")
 
     def sample(self, prompt: str, how: Sampling) -> list[Sample]:
         tokenizer = self.data.tokenizer
