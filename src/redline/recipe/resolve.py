@@ -26,7 +26,7 @@ PRIOR_SHARE = {"cuda": 0.35, "cpu": 0.28}
 TOKENS_PER_PARAMETER = {"cuda": 0.3, "cpu": 0.6}
 CPU_MICRO_TOKENS = 2048
 ENOUGH_STEPS = 1000
-WORTH_COMPILING = 60.0  # seconds of a CPU run
+WORTH_COMPILING = 600.0  # seconds of a CPU run: compiling takes 20 and then saves about a tenth
 UNKNOWN_GPU_FLOPS = 20e12  # only to size the demonstration model on a card without a spec
 
 
@@ -200,7 +200,7 @@ class _Resolver:
         if not self.machine.compiler:
             return bool(self.choose("train.compile", False, "no C++ compiler (g++ or clang++) on this machine"))
         if self.recipe.train.hours is None or self.recipe.train.hours * 3600 < WORTH_COMPILING:
-            return bool(self.choose("train.compile", False, "on a CPU it pays only in runs of over a minute"))
+            return bool(self.choose("train.compile", False, "on a CPU it pays only in runs of over ten minutes"))
         return bool(self.choose("train.compile", True, fuses))
 
     def batch(self, shape: DecoderShape, precision: str) -> tuple[BatchPlan, str, MemoryParts]:

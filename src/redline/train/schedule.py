@@ -12,6 +12,8 @@ from typing import Any
 
 REPLAN_AT = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97)  # shares of the time budget
 
+WITHIN = 0.02  # of the steps that are left: a change below this is not worth a new plan
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -43,15 +45,19 @@ class Horizon:
             return False
         return seconds >= REPLAN_AT[self._next] * self.seconds
 
-    def replan(self, step: int, seconds: float, seconds_per_step: float, reserve: float) -> Piece:
-        """Lay the rest of the run out from measured speed; `reserve` is kept for the last evaluation and save."""
+    def replan(self, step: int, seconds: float, seconds_per_step: float, reserve: float) -> Piece | None:
+        """Lay the rest of the run out from measured speed; `reserve` is kept for the last evaluation and save.
+        None when that is what was planned anyway."""
         assert self.seconds is not None
         while self.due(seconds):
             self._next += 1
         left = math.floor((self.seconds - seconds - reserve) / seconds_per_step)
         if self.steps is not None:
             left = min(left, self.steps - step)
-        self.pieces.append(Piece(step, self.progress(step), max(1, left)))
+        left = max(1, left)
+        if abs(self.end - step - left) <= WITHIN * left:
+            return None
+        self.pieces.append(Piece(step, self.progress(step), left))
         return self.pieces[-1]
 
     def state(self) -> dict[str, Any]:

@@ -191,8 +191,9 @@ class Trainer:
         if self.horizon.due(self.state.seconds):
             self.log.wait()  # steps that are only queued have not been paid for
             per_step = self.pace.seconds_per_step(self.state.step)
-            piece = self.horizon.replan(self.state.step, self.state.seconds, per_step, self.pace.reserve)
-            end = piece.step + piece.length
+            if self.horizon.replan(self.state.step, self.state.seconds, per_step, self.pace.reserve) is None:
+                return
+            end = self.horizon.end
             message = f"{1000 * per_step:.0f} ms a step: the schedule ends at step {end}"
             self.monitor.emit("replan", step=self.state.step, end=end, seconds_per_step=per_step, message=message)
 
