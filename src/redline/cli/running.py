@@ -107,9 +107,11 @@ def _plan(recipe: Recipe, console: Console) -> tuple[Resolved, Any]:
 def _environment(recipe: Recipe) -> None:
     """What must be set before torch starts."""
     from redline.data.cache import cache_dir
+    from redline.hardware.malloc import keep_freed_memory
 
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "compile"))
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    keep_freed_memory()
     if recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
