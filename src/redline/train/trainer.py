@@ -256,7 +256,8 @@ class Trainer:
 
     def _sample(self, label: str) -> None:
         options = self.recipe.eval
-        how = Sampling(count=options.samples, tokens=options.sample_tokens, seed=self.train.seed)
+        count = 1 if label == "before" else options.samples  # noise is the same everywhere
+        how = Sampling(count=count, tokens=options.sample_tokens, seed=self.train.seed)
         for sample in self.objective.sample(options.prompt, how):
             self.monitor.emit("sample", step=self.state.step, label=label, prompt=sample.prompt, text=sample.text)
 
