@@ -1,6 +1,7 @@
 import io
 import os
 import pty
+import select
 import re
 import time
 

@@ -135,7 +135,7 @@ class Trainer:
             try:
                 with self.signals.abandonable():
                     self.warm_up()
-                if not self.signals.reason:
+                if self.state.step == 0 and not self.signals.reason:
                     self.look("before")
                 reason = self._loop()
             except StopRequested:
