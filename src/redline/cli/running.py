@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -21,7 +21,7 @@ from redline.errors import EXIT_PREEMPTED, UsageError
 from redline.monitor.console import Console
 from redline.monitor.events import SCHEMA, EventLog
 from redline.monitor.monitor import Monitor
-from redline.monitor.runs import resolve_run
+from redline.monitor.runs import LOCK_FILE, resolve_run
 from redline.recipe.load import Loaded
 from redline.recipe.lock import LOCK, locked_recipe, make_lock, read_lock, write_lock
 from redline.recipe.resolve import Choice, Resolved, resolve
@@ -138,7 +138,12 @@ def _train(
                 resolved, objective, run, monitor, horizon_steps=resolved.horizon_steps, identity=identity
             )
             monitor.say("building the model")
-            trainer.build(checkpoint)
+            try:
+                trainer.build(checkpoint)
+            except BaseException:
+                if not resumed:
+                    _leave_no_trace(path)
+                raise
             if not resumed:  # only now, so that what cannot be built leaves no run behind
                 objective.save_tokenizer(path)
                 write_lock(path, make_lock(name, uuid.uuid4().hex[:12], resolved, data.facts))
@@ -159,6 +164,15 @@ def _train(
             outcome = trainer.run()
     _closing(path, outcome)
     return outcome.exit_code
+
+
+def _leave_no_trace(path: Path) -> None:
+    """What could not be built never was a run; a directory that holds anything else stays."""
+    with suppress(OSError):
+        if not (path / "events.jsonl").read_bytes():
+            (path / "events.jsonl").unlink()
+        (path / LOCK_FILE).unlink()
+        path.rmdir()
 
 
 def _closing(path: Path, outcome: Outcome) -> None:

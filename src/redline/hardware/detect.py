@@ -30,11 +30,11 @@ def detect(device: str = "auto") -> Machine:
             compiler=any(shutil.which(name) for name in ("g++", "clang++", os.environ.get("CXX", "g++"))),
         )
     if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
         raise UserError(
-            "no GPU that this torch can use.",
+            f"no GPU that torch {torch.__version__}, {built}, can use.",
             where="train.device",
-            fix=f"torch {torch.__version__} was built for CUDA {torch.version.cuda}: install a build that fits the "
-            "driver, or use train.device=cpu.",
+            fix="Install a build that fits the driver (`nvidia-smi` names its CUDA version), or use train.device=cpu.",
         )
     properties = torch.cuda.get_device_properties(0)
     capability = (properties.major, properties.minor)
