@@ -181,7 +181,7 @@ def test_signals_before_training(
     assert signal.getsignal(number) is before
 
 
-def test_what_cannot_be_built_leaves_no_run(inside: Any, tmp_path: Path) -> None:
+def test_a_kernel_that_cannot_run_here_leaves_no_directory(inside: Any, tmp_path: Path) -> None:
     answer = inside("train", "quickstart", "model.attention=cudnn", "train.device=cpu", "--run", str(tmp_path / "run"))
     assert answer.code == 1
     assert "cudnn needs a GPU" in answer.err
