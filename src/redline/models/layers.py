@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -54,12 +54,13 @@ def rotate(x_BHTK: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
 class KVCache:
     """Keys and values of one layer, grown as tokens are sampled."""
 
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+    keys: Tensor | None = None
+    values: Tensor | None = None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = [torch.cat([*self.keys, k], 2)], [torch.cat([*self.values, v], 2)]
-        return self.keys[0], self.values[0]
+        self.keys = k if self.keys is None else torch.cat((self.keys, k), 2)
+        self.values = v if self.values is None else torch.cat((self.values, v), 2)
+        return self.keys, self.values
 
 
 class SelfAttention(nn.Module):

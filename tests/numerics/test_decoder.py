@@ -1,0 +1,119 @@
+"""The one decoder: its parts, its cache, and what it samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from redline.kernels.attention import Attention, Bound
+from redline.kernels.masks import MaskSpec
+from redline.models.generate import choose, generate
+from redline.models.layers import RMSNorm, rotary_table, rotate
+from redline.models.transformer import Decoder
+from redline.plan.shapes import DecoderShape
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "grouped": {"kv_heads": 2},
+    "untied-relu2": {"tied": False, "mlp": "relu2"},
+    "qk-norm": {"qk_norm": True},
+}
+
+
+def decoder(softcap: float | None = None, **changes: Any) -> Decoder:
+    fields = {"layers": 3, "d_model": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "d_ff": 48, "vocab": 64}
+    model = Decoder(DecoderShape(**{**fields, **changes}), attention=Attention("dense", MaskSpec()), softcap=softcap)
+    model.initialise(torch.Generator().manual_seed(1))
+    with torch.no_grad():  # larger weights, so that every part of the model matters
+        for parameter in model.parameters():
+            parameter *= 3.0
+    return model.eval()
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+def test_the_cache_changes_nothing(changes: dict[str, Any]) -> None:
+    model = decoder(softcap=10.0, **changes)
+    tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        whole = model.logits(model(tokens, Bound()))
+        cache, pieces, position = model.new_cache(), [], 0
+        for part in tokens.split((5, 1, 1, 8, 2), 1):
+            pieces.append(model.logits(model(part, Bound(), cache, position)))
+            position += part.shape[1]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_greedy_text_is_what_the_whole_model_would_write() -> None:
+    model = decoder()
+    written = generate(model, [1, 2, 3], count=1, tokens=12, vocab=60, seed=0, temperature=0)[0]
+    tokens = [1, 2, 3]
+    for token in written:
+        logits = model.logits(model(torch.tensor([tokens]), Bound()))[0, -1, :60]
+        assert token == int(logits.argmax())
+        tokens.append(token)
+    assert max(written) < 60, "the padding of the vocabulary is never written"
+
+
+def test_the_same_seed_writes_the_same_text_and_stops_before_the_end_mark() -> None:
+    model = decoder()
+    how: dict[str, Any] = {"count": 4, "tokens": 40, "vocab": 64, "temperature": 1.0}
+    first = generate(model, [5], seed=3, **how)
+    assert first == generate(model, [5], seed=3, **how)
+    assert first != generate(model, [5], seed=4, **how)
+    mark = first[0][10]
+    stopped = generate(model, [5], seed=3, stop=mark, **how)
+    assert all(mark not in row for row in stopped)
+    assert stopped[0] == first[0][: first[0].index(mark)]
+
+
+def test_nucleus_and_top_k_leave_only_the_likeliest() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    chance = torch.Generator().manual_seed(0)
+
+    def drawn(top_k: int | None, top_p: float | None) -> set[int]:
+        return {int(choose(logits, chance, temperature=1.0, top_k=top_k, top_p=top_p)) for _ in range(400)}
+
+    assert drawn(None, None) == {0, 1, 2, 3}
+    assert drawn(2, None) == {0, 1}
+    assert drawn(None, 0.79) == {0, 1}
+    assert drawn(None, 0.81) == {0, 1, 2}
+    assert drawn(None, 0.01) == {0}
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
+    cos, sin = rotary_table(64, 16, 10000.0)
+    chance = torch.Generator().manual_seed(4)
+    q, k = (torch.randn(1, 1, 1, 16, generator=chance).expand(1, 1, 64, 16) for _ in range(2))
+    turned_q, turned_k = rotate(q, cos, sin), rotate(k, cos, sin)
+    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm(dim=-1))
+    scores = (turned_q @ turned_k.mT)[0, 0]
+    for distance in (0, 1, 7):
+        along = scores.diagonal(-distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-4, atol=1e-4)
+
+
+def test_norm_equals_torch() -> None:
+    norm = RMSNorm(24, 1e-5)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(3, 5, 24)
+    torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (24,), norm.weight, 1e-5))
+
+
+def test_later_tokens_change_nothing_before_them() -> None:
+    model = decoder(qk_norm=True)
+    tokens = torch.randint(0, 64, (1, 12))
+    changed = tokens.clone()
+    changed[0, 8:] = (changed[0, 8:] + 1) % 64
+    with torch.no_grad():
+        before, after = model(tokens, Bound()), model(changed, Bound())
+    assert torch.equal(before[:, :8], after[:, :8])
+    assert not torch.equal(before[:, 8:], after[:, 8:])
+
+
+def test_the_softcap_bounds_the_logits() -> None:
+    model = decoder(softcap=2.0)
+    logits = model.logits(50 * torch.randn(1, 4, 32))
+    assert logits.abs().max() <= 2.0
+    assert logits.abs().max() > 1.9
