@@ -38,7 +38,7 @@ def runs(json_: JsonOption = False) -> None:
 
     table = Table(box=None, header_style="dim")
     for name in ("run", "status", "step", "loss", "val loss", "tokens", "time", "cost", "disk"):
-        table.add_column(name, justify="left" if name in ("run", "status") else "right")
+        table.add_column(name, justify="left" if name in ("run", "status") else "right", no_wrap=name == "run")
     for s in found:
         seconds = None if s.hours is None else s.hours * 3600
         table.add_row(
