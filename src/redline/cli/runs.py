@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import typer
 
 from redline.cli.options import JsonOption
 from redline.cli.paths import RUNS
+from redline.monitor.runs import RunSummary, find_runs
+from redline.units import format_bytes, format_seconds, format_usd
 
 
 def runs(json_: JsonOption = False) -> None:
@@ -15,8 +19,6 @@ def runs(json_: JsonOption = False) -> None:
       redline runs
       redline runs --json
     """
-    from redline.monitor.runs import find_runs
-
     found = find_runs(RUNS)
     if json_:
         import json
@@ -29,27 +31,30 @@ def runs(json_: JsonOption = False) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from redline.units import format_bytes, format_count, format_seconds, format_usd
+    columns = {name: show for name, show in _COLUMNS.items() if any(show(run) != MISSING for run in found)}
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("run", "status") else "right", no_wrap=True)
+    for run in found:
+        table.add_row(*(show(run) for show in columns.values()))
+    terminal = Console()
+    (terminal if terminal.is_terminal else Console(width=200)).print(table)
 
-    def show(value: float | None, form: object = "{:.4f}") -> str:
-        if value is None:
-            return "–"
-        return form(value) if callable(form) else str(form).format(value)
 
-    table = Table(box=None, header_style="dim")
-    for name in ("run", "status", "step", "loss", "val loss", "tokens", "time", "cost", "disk"):
-        table.add_column(name, justify="left" if name in ("run", "status") else "right", no_wrap=name == "run")
-    for s in found:
-        seconds = None if s.hours is None else s.hours * 3600
-        table.add_row(
-            s.name,
-            s.status,
-            show(s.step, "{:,}"),
-            show(s.loss),
-            show(s.val_loss),
-            show(s.tokens, format_count),
-            show(seconds, format_seconds),
-            show(s.cost_usd, format_usd),
-            format_bytes(s.disk_bytes),
-        )
-    Console().print(table)
+MISSING = "–"
+
+
+def _or_missing(value: float | None, form: Callable[[float], str]) -> str:
+    return MISSING if value is None else form(value)
+
+
+_COLUMNS: dict[str, Callable[[RunSummary], str]] = {
+    "run": lambda run: run.name,
+    "status": lambda run: run.status,
+    "step": lambda run: _or_missing(run.step, "{:,}".format),
+    "loss": lambda run: _or_missing(run.loss, "{:.3f}".format),
+    "val": lambda run: _or_missing(run.val_loss, "{:.3f}".format),
+    "time": lambda run: _or_missing(run.hours, lambda hours: format_seconds(3600 * hours)),
+    "cost": lambda run: _or_missing(run.cost_usd, format_usd),
+    "disk": lambda run: format_bytes(run.disk_bytes),
+}
