@@ -12,6 +12,8 @@ from typing import Any
 
 from redline.errors import EXIT_INTERRUPTED
 
+_SHOW_CURSOR = "\x1b[?25h"  # the live bar hides it, and nobody tidies up after `os._exit`
+
 
 class StopRequested(Exception):  # noqa: N818 - a request, not an error
     """Raised out of long work that can be abandoned (compiling, preparing)."""
@@ -41,7 +43,7 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self.reason == "interrupted":
-                _tell("left at once; the last committed checkpoint stays valid")
+                _tell(f"{_SHOW_CURSOR if os.isatty(2) else ''}left at once; the last committed checkpoint stays valid")
                 os._exit(EXIT_INTERRUPTED)
             _tell("finishing this step, saving and reporting; Ctrl-C again leaves at once")
         self.reason = "interrupted" if number == signal.SIGINT else self.reason or "preempted"
