@@ -101,6 +101,8 @@ class Around:
 class World:
     """Everything `redline train` puts together, within the test's own process."""
 
+    tiny = TINY
+
     def __init__(self, corpus: Path) -> None:
         self.corpus = corpus
 

@@ -14,6 +14,7 @@ import pytest
 
 from redline.errors import UserError
 from redline.monitor.events import read_events
+from redline.monitor.runs import is_locked
 from redline.train.rundir import LOCK_FILE, RunDirectory
 
 REFUSED = 3
@@ -59,7 +60,7 @@ def test_an_onlooker_is_no_run(tmp_path: Path) -> None:
         leaves = threading.Timer(0.1, fcntl.flock, (onlooker, fcntl.LOCK_UN))
         leaves.start()
         with RunDirectory(tmp_path):
-            pass
+            assert is_locked(tmp_path), "the run got it once the onlooker had left"
         leaves.join()
 
 

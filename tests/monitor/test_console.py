@@ -158,6 +158,7 @@ def test_a_reader_that_went_away_does_not_end_the_run(interactive):
     console.event(PLAN)
     console.event({"type": "sample", "text": "a"})
     console.close()
+    assert console._closed
 
 
 def test_the_live_bar_shows_the_newest_tick_and_the_last_facts():

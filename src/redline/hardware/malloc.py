@@ -12,7 +12,7 @@ _LARGEST = 1 << 30
 
 def keep_freed_memory() -> None:
     """A CPU step allocates the same hundred megabytes each time; glibc would return them and fault them in again
-    (measured: 25,000 page faults and a quarter of the time in the kernel). Other C libraries are left alone."""
+    (measured: 25,000 page faults a step, docs/decisions/0003-cpu-threads.md). Other C libraries are left alone."""
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError, AttributeError):
