@@ -106,7 +106,7 @@ def _plan(recipe: Recipe, console: Console) -> tuple[Resolved, Any]:
 
 def _environment(recipe: Recipe) -> None:
     """What must be set before torch starts."""
-    from redline.data.cache import cache_dir
+    from redline.cache import cache_dir
     from redline.hardware.malloc import keep_freed_memory
 
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "compile"))

@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from redline.data.cache import cache_dir, temporary_sibling, write_atomically
+from redline.cache import cache_dir, temporary_sibling, write_atomically
 from redline.data.shards import ShardWriter, token_dtype
 from redline.data.text import Document, embedded_documents, embedded_files, file_documents, is_validation, text_files
 from redline.data.tokenizer import Tokenizer, load_tokenizer, named_vocabulary, trained_size

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from redline.data.cache import cache_dir, write_atomically
+from redline.cache import cache_dir, write_atomically
 from redline.data.shards import MAGIC, Scan, TokenFile, scan_tokens
 from redline.errors import UserError
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from redline.data.cache import cache_dir
+from redline.cache import cache_dir
 from redline.errors import UserError
 from redline.units import parse_count
 
