@@ -39,5 +39,5 @@ lint: tools ## ruff, mypy, and the import rules
 soak: tools ## the fault tests at their long size [ARGS=…]
 	$(PYTEST) -m soak $(ARGS)
 
-bench: setup ## time the training step on this machine [ARGS=…]
-	.venv/bin/python benchmarks/step.py $(ARGS)
+bench: setup ## plan against real steps on this machine: memory, tokens/s [ARGS=…]
+	.venv/bin/python benchmarks/plan.py $(ARGS)

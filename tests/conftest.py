@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may wait for a network
 
 import pytest
 

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [page for page in (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md") if page.is_file()]
 VERBS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 LONGEST_PAGE = 90
+REFERENCE = {"recipe.md", "seeds.md"}  # tables to look a word up in, complete or useless
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def code(cell: str) -> list[str]:
 
 EXAMPLES = examples()
 FAILING = [example for example in EXAMPLES if example.fails]
-DRY_RUNS = [example for example in EXAMPLES if "--dry-run" in example.words and not example.fails]
+PLANS = [example for example in EXAMPLES if example.words[0] == "train" and "--sweep" not in example.words]
+DRY_RUNS = [example for example in PLANS if "--dry-run" in example.words and not example.fails]
 HELP = [example for example in EXAMPLES if {"--help", "-h", "--version"} & set(example.words)]
 TYPED = [example for example in EXAMPLES if example not in (*HELP, *FAILING)]
 
@@ -139,6 +141,9 @@ def test_a_command_is_understood(example: Example, notes: Path, monkeypatch: pyt
     verb, *words = example.words
     assert verb in VERBS
     VERBS[verb].make_context(verb, words)  # raises for what is no option, or no value for one
+    inner = getattr(VERBS[verb], "commands", {})
+    if words and words[0] in inner:
+        inner[words[0]].make_context(words[0], words[1:])
     if verb == "train":
         name, overrides, parameters = recipe_and_overrides(example.words)
         assert load(name, overrides).recipe
@@ -247,7 +252,7 @@ def test_the_worked_figures_follow_from_the_recipe() -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"], ids=lambda page: page.name)
 def test_a_page_is_short_and_its_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= LONGEST_PAGE
+    assert len(text.splitlines()) <= LONGEST_PAGE or page.name in REFERENCE
     targets = [target for target in re.findall(r"\]\(([^)#]+)", text) if "://" not in target]
     assert [target for target in targets if not (page.parent / target).exists()] == []
 

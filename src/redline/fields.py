@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
@@ -20,6 +21,16 @@ class Section(BaseModel):
     """A part of a recipe: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True)
+class Rule(BeforeValidator):
+    """A check, and in the words of JSON schema what passes it: the editor's half of the same rule."""
+
+    accepts: dict[str, Any] = field(default_factory=dict, compare=False)  # the check alone is its identity
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
+        return dict(self.accepts)
 
 
 def _number(value: Any) -> float:
@@ -45,16 +56,17 @@ def _shown(number: float) -> str:
     return f"{number:g}" if abs(number) <= 1e18 else "that"  # an integer may have thousands of digits
 
 
-def _real(low: float | None = None, high: float | None = None, *, above: bool = False) -> Callable[[Any], float]:
+def _real(low: float, high: float | None = None, *, above: bool = False) -> Rule:
     def check(value: Any) -> float:
         number = _number(value)
         _bounds(number, low, high, above)
         return number
 
-    return check
+    limits = {"exclusiveMinimum" if above else "minimum": low, **({} if high is None else {"maximum": high})}
+    return Rule(check, accepts={"type": "number", **limits})
 
 
-def _count(low: int = 1, high: int = MOST) -> Callable[[Any], int]:
+def _count(low: int = 1, high: int = MOST) -> Rule:
     def check(value: Any) -> int:
         if not isinstance(value, str | int | float):
             raise ValueError(f"{value!r} is not a whole number.")
@@ -67,7 +79,8 @@ def _count(low: int = 1, high: int = MOST) -> Callable[[Any], int]:
         _bounds(number, low, high, False)
         return number
 
-    return check
+    words = {"type": "string", "pattern": r"^[0-9.,_]+([eE][0-9]+)? ?[kKmMgGbBtT]?$"}  # 512k
+    return Rule(check, accepts={"anyOf": [{"type": "integer", "minimum": low}, words]})
 
 
 def _hours(value: Any) -> float:
@@ -99,17 +112,26 @@ def _text(value: Any) -> str:
     return _words(value)
 
 
-def one_of(*names: str) -> BeforeValidator:
+_DURATION = {"type": "string", "pattern": r"^[0-9.,_]+([eE][0-9]+)? ?(s|m|min|h|d)?$"}  # 90m
+HOURS = Rule(_hours, accepts={"anyOf": [{"type": "number", "exclusiveMinimum": 0.0}, _DURATION]})
+FLAG = Rule(_flag, accepts={"type": "boolean"})
+TEXT = Rule(_text, accepts={"type": "string", "minLength": 1})
+WORDS = Rule(_words, accepts={"type": "string"})
+
+
+def one_of(*names: str) -> Rule:
     def check(value: Any) -> str:
         if isinstance(value, bool) or value not in names:
             hint = did_you_mean(str(value), names)
             raise ValueError(f"{value!r} is not one of {', '.join(names)}. {hint}".rstrip())
         return str(value)
 
-    return BeforeValidator(check)
+    return Rule(check, accepts={"enum": list(names)})
 
 
-def auto_or(check: Callable[[Any], Any]) -> BeforeValidator:
+def auto_or(rule: Rule) -> Rule:
+    check = _function(rule)
+
     def either(value: Any) -> Any:
         if value == AUTO and isinstance(value, str):
             return value
@@ -118,26 +140,38 @@ def auto_or(check: Callable[[Any], Any]) -> BeforeValidator:
         except ValueError as error:
             raise ValueError(f"{str(error).rstrip('.')} (or auto).") from None
 
-    return BeforeValidator(either)
+    return Rule(either, accepts={"anyOf": [{"const": AUTO}, *_forms(rule)]})
 
 
-def none_or(check: Callable[[Any], Any]) -> BeforeValidator:
-    return BeforeValidator(lambda value: None if value is None else check(value))
+def none_or(rule: Rule) -> Rule:
+    check = _function(rule)
+    return Rule(
+        lambda value: None if value is None else check(value), accepts={"anyOf": [*_forms(rule), {"type": "null"}]}
+    )
 
 
-Count = Annotated[int, BeforeValidator(_count())]
-Whole = Annotated[int, BeforeValidator(_count(0))]
-Sequences = Annotated[int, BeforeValidator(_count(1, MOST_SEQUENCES))]
-Positive = Annotated[float, BeforeValidator(_real(0.0, above=True))]
-NonNegative = Annotated[float, BeforeValidator(_real(0.0))]
-Fraction = Annotated[float, BeforeValidator(_real(0.0, 1.0))]
-Share = Annotated[float, BeforeValidator(_real(0.0, 1.0, above=True))]  # of something: never nothing of it
-Probability = Annotated[float, BeforeValidator(_real(0.0, 0.999))]
-Flag = Annotated[bool, BeforeValidator(_flag)]
-Text = Annotated[str, BeforeValidator(_text)]
-Words = Annotated[str, BeforeValidator(_words)]  # may be empty
+def _function(rule: Rule) -> Callable[[Any], Any]:
+    return cast(Callable[[Any], Any], rule.func)  # pydantic also knows checks that ask for a context
+
+
+def _forms(rule: Rule) -> list[dict[str, Any]]:
+    return list(rule.accepts.get("anyOf", [rule.accepts]))
+
+
+Count = Annotated[int, _count()]
+Whole = Annotated[int, _count(0)]
+Sequences = Annotated[int, _count(1, MOST_SEQUENCES)]
+Positive = Annotated[float, _real(0.0, above=True)]
+NonNegative = Annotated[float, _real(0.0)]
+Fraction = Annotated[float, _real(0.0, 1.0)]
+Share = Annotated[float, _real(0.0, 1.0, above=True)]  # of something: never nothing of it
+Probability = Annotated[float, _real(0.0, 0.999)]
+Flag = Annotated[bool, FLAG]
+Text = Annotated[str, TEXT]
+Words = Annotated[str, WORDS]  # may be empty
+MaybeText = Annotated[str | None, none_or(TEXT)]
 MaybeCount = Annotated[int | None, none_or(_count())]
-MaybeHours = Annotated[float | None, none_or(_hours)]
+MaybeHours = Annotated[float | None, none_or(HOURS)]
 MaybePositive = Annotated[float | None, none_or(_real(0.0, above=True))]
 MaybeProbability = Annotated[float | None, none_or(_real(0.0, 0.999999))]
 # After resolution an auto field holds its value; before, the word. Readers see the resolved type.
@@ -145,4 +179,4 @@ AutoCount = Annotated[Any, auto_or(_count())]
 AutoSequences = Annotated[Any, auto_or(_count(1, MOST_SEQUENCES))]
 AutoWhole = Annotated[Any, auto_or(_count(0))]
 AutoPositive = Annotated[Any, auto_or(_real(0.0, above=True))]
-AutoFlag = Annotated[Any, auto_or(_flag)]
+AutoFlag = Annotated[Any, auto_or(FLAG)]

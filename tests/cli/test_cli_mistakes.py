@@ -45,10 +45,11 @@ def test_data_that_cannot_be_trained_on(
 
 def test_prepared_shards_of_another_tokenizer(recipe: str, inside: Any, corpus: Path, tmp_path: Path) -> None:
     from redline.data.prepare import prepare
-    from redline.data.text import file_documents
+    from redline.data.sources import source_documents
+    from redline.data.tally import Tally
     from redline.data.tokenizer import load_tokenizer
 
-    prepare(file_documents(corpus), load_tokenizer("bytes"), tmp_path / "shards")
+    prepare(source_documents(str(corpus), Tally("")), load_tokenizer("bytes"), tmp_path / "shards")
     answer = inside("train", recipe, "data.source=shards", "data.tokenizer=gpt2")
     assert answer.code == 1
     assert "wrong tokenizer for the shards: they were made with bytes" in answer.said
@@ -139,7 +140,7 @@ def test_a_run_that_began_meanwhile_is_not_overwritten(
 
     plain = causal_lm.load_data
 
-    def slow(recipe: Any) -> Any:
+    def slow(recipe: Any, **options: Any) -> Any:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / LOCK).write_text("the other's")
         return plain(recipe)
@@ -174,7 +175,7 @@ def test_signals_before_training(
     from redline.objectives import causal_lm
 
     before = signal.getsignal(number)
-    monkeypatch.setattr(causal_lm, "load_data", lambda recipe: os.kill(os.getpid(), number))
+    monkeypatch.setattr(causal_lm, "load_data", lambda recipe, **options: os.kill(os.getpid(), number))
     answer = inside("train", recipe)
     assert answer.code == code
     assert "Traceback" not in answer.err

@@ -26,6 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("REDLINE_CACHE", str(folder))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
     monkeypatch.delenv("REDLINE_GPT2", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # no test looks for anything on the net
     return folder
 
 

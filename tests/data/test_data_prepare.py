@@ -12,7 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.data import prepare as module
-from redline.data.prepare import cut_tail, prepare, prepare_cached
+from redline.data import sources, splits
+from redline.data.filetext import cut_tail
+from redline.data.origin import Reading
+from redline.data.prepare import prepare, prepare_cached
+from redline.data.progress import Progress
 from redline.data.text import Document, is_validation
 from redline.data.tokenizer import Tokenizer, load_tokenizer
 from redline.data.tokens import TokenData, TokenSplit
@@ -95,7 +99,7 @@ def test_without_validation(documents: list[Document], tmp_path: Path) -> None:
 
 
 def test_long_document_in_pieces_has_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(splits, "_PIECE_CHARACTERS", 10)
     text = "".join(f"def f{i}():\n\n    if x:\n        return {i}\n\n\nplain text\nand more\n" for i in range(60))
     tokenizer = load_tokenizer("train:400", lambda: [text])
     assert len(tokenizer.encode("\n\n")) == 1, "runs of white space must be tokens, or cutting them shows nothing"
@@ -104,8 +108,9 @@ def test_long_document_in_pieces_has_the_tokens_of_the_whole(tmp_path: Path, mon
 
 
 def test_progress_counts_tokens(documents: list[Document], tmp_path: Path) -> None:
-    heard: list[int] = []
-    data = prepare(documents, load_tokenizer("bytes"), tmp_path / "out", progress=heard.append)
+    said: list[Progress] = []
+    data = prepare(documents, load_tokenizer("bytes"), tmp_path / "out", progress=said.append)
+    heard = [progress.tokens for progress in said]
     assert len(heard) >= 3
     assert heard == sorted(heard)
     assert heard[-1] == len(data.train) + (len(data.val) if data.val else 0)
@@ -145,15 +150,18 @@ def texts(tmp_path: Path, documents: list[Document]) -> Path:
 
 
 def test_cache_is_used_until_something_changes(texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = prepare_cached(str(texts), "train:300", 0.1)
+    first = prepare_cached(str(texts), "train:300", Reading(0.1))
     with monkeypatch.context() as patch:
         patch.setattr(module, "prepare", None)  # calling it would fail
-        again = prepare_cached(str(texts), "train:300", 0.1)
+        again = prepare_cached(str(texts), "train:300", Reading(0.1))
     assert (again.source, again.fingerprint) == (first.source, first.fingerprint)
     assert first.source.is_relative_to(cache)
-    changed = [prepare_cached(str(texts), "train:301", 0.1), prepare_cached(str(texts), "train:300", 0.2)]
+    changed = [
+        prepare_cached(str(texts), "train:301", Reading(0.1)),
+        prepare_cached(str(texts), "train:300", Reading(0.2)),
+    ]
     (texts / "part-000.txt").write_text("something else entirely")
-    changed.append(prepare_cached(str(texts), "train:300", 0.1))
+    changed.append(prepare_cached(str(texts), "train:300", Reading(0.1)))
     assert len({first.source, *(data.source for data in changed)}) == 4
 
 
@@ -186,8 +194,8 @@ def test_two_at_once_agree(texts: Path, cache: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_embedded_corpus_is_prepared_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    some = list(module.embedded_documents())[:200]
-    monkeypatch.setattr(module, "embedded_documents", lambda: iter(some))
+    some = list(sources.embedded_documents())[:200]
+    monkeypatch.setattr(sources, "embedded_documents", lambda: iter(some))
     data = prepare_cached("embedded", "train:512")
     assert data.val is not None
     assert data.tokenizer_name == "train:512"

@@ -4,8 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from redline.data.text import embedded_documents, embedded_files, file_documents, is_validation
+from redline.data.sources import source_documents
+from redline.data.tally import Tally
+from redline.data.text import Document, embedded_documents, embedded_files, is_validation
 from redline.errors import UserError
+
+
+def read(path: Path) -> list[tuple[str, str]]:
+    documents = list(source_documents(str(path), Tally(str(path))))
+    assert all(isinstance(document, Document) for document in documents), "short ones are held in memory"
+    return [(document.name, "".join(document.chunks())) for document in documents]
 
 
 def test_embedded_corpus_is_deterministic_and_about_13_mb() -> None:
@@ -36,16 +44,20 @@ def test_folder_is_read_by_path_recursively_without_hidden_or_empty_files(tmp_pa
     (source / "a.txt").write_text("one")
     (source / "empty.txt").touch()
     (source / ".git" / "config").write_text("no")
-    read = [(document.name, document.text) for document in file_documents(source)]
-    assert read == [("a.txt", "one"), ("b/z.txt", "two\r\nlines"), ("c.md", "three")]
+    assert read(source) == [("a.txt", "one"), ("b/z.txt", "two\r\nlines"), ("c.md", "three")]
 
 
 @pytest.mark.parametrize("content", [b"text\0more", b"\xff\xfe\x41", b"caf\xe9"])
-def test_what_is_not_text_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "good.txt").write_text("fine")
+def test_what_is_not_text_is_refused_alone_and_left_out_among_others(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "odd.dat").write_bytes(content)
-    with pytest.raises(UserError, match=r"odd\.dat"):
-        list(file_documents(tmp_path))
+    with pytest.raises(UserError, match=r"odd\.dat: (this is a binary|not UTF-8)"):
+        read(tmp_path / "odd.dat")
+    with pytest.raises(UserError, match="holds no text: all of its 1 files are binary"):
+        read(tmp_path)
+    (tmp_path / "good.txt").write_text("fine")
+    tally = Tally("")
+    assert [document.name for document in source_documents(str(tmp_path), tally)] == ["good.txt"]
+    assert (tally.binary_files, str(tally.first_binary_file)[:9]) == (1, "odd.dat: ")
 
 
 def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
@@ -53,7 +65,7 @@ def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     for name, problem in (("folder", "no text"), ("empty.txt", "empty"), ("missing", "no such file")):
         with pytest.raises(UserError, match=problem):
-            list(file_documents(tmp_path / name))
+            read(tmp_path / name)
 
 
 def test_split_follows_the_name_and_the_fraction() -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-from typing import Any
 
 import pytest
 
 from redline.errors import UserError
 from redline.hardware.detect import detect
 from redline.hardware.machine import Machine
-from redline.hardware.nvml import Nvml
 from redline.hardware.specs import SPECS, spec_of
 
 
@@ -102,44 +99,3 @@ def test_a_machine_finds_its_spec() -> None:
     machine = Machine("cuda", "NVIDIA A100-SXM4-80GB", 85 * 10**9, 8)
     assert machine.spec is SPECS["a100-80gb"]
     assert machine.peak("fp32") == 19.5e12
-
-
-def test_readings_without_a_gpu_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pynvml
-
-    def refuse() -> None:
-        raise pynvml.NVMLError_LibraryNotFound
-
-    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
-    assert Nvml().read() == {"gpu_util": None, "power_w": None}
-
-
-class FakeNvml:
-    """A card that gives one reading and refuses the other."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-
-    def nvmlInit(self) -> None:  # noqa: N802 - the library's own name
-        pass
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
-        self.asked.append(index)
-        return f"card {index}"
-
-    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:  # noqa: N802
-        raise RuntimeError("not supported")
-
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
-        return 412_500
-
-
-@pytest.mark.parametrize(("visible", "index"), [("", 0), ("3", 3), ("2,5", 2), ("GPU-1f2e", 0)])
-def test_the_first_visible_card_is_read(monkeypatch: pytest.MonkeyPatch, visible: str, index: int) -> None:
-    import sys
-
-    fake = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
-    monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", visible)
-    assert Nvml().read() == {"gpu_util": None, "power_w": 412.5}
-    assert fake.asked == [index]

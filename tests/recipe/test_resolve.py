@@ -136,7 +136,24 @@ def test_checkpointing_only_when_one_sequence_does_not_fit() -> None:
 def test_the_plan_adds_up() -> None:
     plan = resolved().plan_event()
     assert plan["batch"]["tokens_per_step"] == 128 * 1024
-    assert plan["horizon"] == {"steps": 53406, "tokens": 53406 * 128 * 1024, "seconds": None}
+    assert plan["horizon"] == {"steps": 53406, "tokens": 53406 * 128 * 1024, "seconds": None, "expected_tokens": None}
     parts = {k: v for k, v in plan["memory_gib"].items() if k not in ("peak", "available")}
     assert sum(parts.values()) == pytest.approx(plan["memory_gib"]["peak"], abs=0.01)
     assert plan["memory_gib"]["peak"] <= 0.9 * plan["memory_gib"]["available"]
+
+
+def test_gigabytes_in_place_of_a_share() -> None:
+    """`train.memory_gb` means the same room on every card, and never more than there is."""
+    small = Machine("cuda", "NVIDIA H100 80GB HBM3", 80 * 10**9, 16, (9, 0), fast_bf16=True)
+    plans = [resolved("train.memory_gb=40", machine=machine) for machine in (small, H200)]
+    assert plans[0].batch == plans[1].batch
+    assert max(plan.memory.peak for plan in plans) <= 40e9
+    assert resolved("train.memory_gb=72", machine=small).batch.micro == resolved(machine=small).batch.micro
+    assert resolved("train.memory_gb=1000", machine=small).memory.peak <= 80e9
+
+
+def test_three_that_agree_for_other_cards_only_are_refused() -> None:
+    recipe = load("quickstart", ["train.global_batch=32", "train.micro_batch=4", "train.accumulation=4"]).recipe
+    with pytest.raises(RecipeError, match="any two of the three"):
+        resolve(recipe, H200, DATA)
+    assert resolve(recipe, H200, DATA, gpus=2).batch.global_batch == 32

@@ -8,7 +8,7 @@ import sys
 import typer
 
 from redline import __version__
-from redline.cli import evaluate, recipes, report, runs, sample, stop, train
+from redline.cli import doctor, evaluate, export, plan, prepare, recipes, report, runs, sample, stop, train
 from redline.errors import EXIT_FAILED, UserError
 
 app = typer.Typer(
@@ -35,18 +35,23 @@ def _root(
     pass
 
 
+app.command("prepare")(prepare.prepare)
 app.command("train")(train.train)
+app.command("plan")(plan.plan)
+app.command("doctor")(doctor.doctor)
 app.command("recipes")(recipes.recipes)
-app.command("runs")(runs.runs)
+app.add_typer(runs.app, name="runs")
 app.command("stop")(stop.stop)
 app.command("sample")(sample.sample)
 app.command("eval")(evaluate.evaluate)
+app.command("export")(export.export)
 app.command("report")(report.report)
 
 
 def main() -> None:
     # Threads that wait should spin for a moment, not for ever: see docs/decisions/0003-cpu-threads.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for plugins costs more than using none
     try:
         app()
     except UserError as error:

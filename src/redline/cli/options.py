@@ -10,7 +10,9 @@ import typer
 from redline.errors import UsageError
 
 
-def _one_of(option: str, *names: str) -> Callable[[str | None], str | None]:
+def one_of(option: str, *names: str) -> Callable[[str | None], str | None]:
+    """Refuses what is none of the names, in a sentence."""
+
     def check(value: str | None) -> str | None:
         if value is not None and value not in names:
             raise UsageError(f"{value!r} is not {' or '.join(names)}.", where=option, fix="Use one of those.")
@@ -19,14 +21,22 @@ def _one_of(option: str, *names: str) -> Callable[[str | None], str | None]:
     return check
 
 
+def split_words(words: list[str] | None) -> tuple[str | None, list[str]]:
+    """A recipe's name or path, if there is one, and the overrides beside it."""
+    names = [word for word in words or [] if "=" not in word]
+    if len(names) > 1:
+        raise UsageError(f"one recipe at a time, not {' and '.join(names)}.", fix="Overrides are written key=value.")
+    return names[0] if names else None, [word for word in words or [] if "=" in word]
+
+
 RunArgument = Annotated[str, typer.Argument(help="A run: path, name or latest.")]
 CheckpointArgument = Annotated[
     str, typer.Argument(help="A run: path, name or latest; @STEP or @best picks a checkpoint.")
 ]
 WeightsOption = Annotated[
-    str | None, typer.Option(callback=_one_of("--weights", "ema", "raw"), help="ema or raw; ema if there is one.")
+    str | None, typer.Option(callback=one_of("--weights", "ema", "raw"), help="ema or raw; ema if there is one.")
 ]
 DeviceOption = Annotated[
-    str, typer.Option(callback=_one_of("--device", "auto", "cuda", "cpu"), help="auto, cuda or cpu.")
+    str, typer.Option(callback=one_of("--device", "auto", "cuda", "cpu"), help="auto, cuda or cpu.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]

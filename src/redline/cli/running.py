@@ -20,19 +20,23 @@ from redline.cli.paths import RUNS
 from redline.errors import EXIT_PREEMPTED, UsageError
 from redline.monitor.console import Console
 from redline.monitor.events import SCHEMA, EventLog
-from redline.monitor.monitor import Monitor
+from redline.monitor.monitor import Monitor, price_of
 from redline.monitor.runs import LOCK_FILE, resolve_run
+from redline.monitor.sinks import require_packages, sinks_for
 from redline.recipe.load import Loaded
 from redline.recipe.lock import LOCK, locked_recipe, make_lock, read_lock, write_lock
 from redline.recipe.resolve import Choice, Resolved, resolve
 from redline.recipe.schema import Recipe
+from redline.units import format_count
 
 if TYPE_CHECKING:
+    from redline.data.progress import Progress
+    from redline.evaluate.initial import Initial
     from redline.train.trainer import Outcome
 
 
 def new_run(loaded: Loaded, directory: Path | None, overrides: list[str], *, dry_run: bool) -> int:
-    path = directory or _fresh_name(loaded.name)
+    path = directory or fresh_name(loaded.name)
     _refuse_run(path)
     if path.exists() and not path.is_dir():
         raise UsageError("is a file, not a directory.", where=str(path), fix="Choose another --run.")
@@ -50,16 +54,32 @@ def resume_run(name: str, overrides: list[str], *, dry_run: bool) -> int:
 
 
 def _start(loaded: Loaded, path: Path, *, dry_run: bool, resumed: bool, overrides: list[str]) -> int:
+    require_packages(loaded.recipe.monitor)
     console = Console()
     for note in loaded.notes:
         console.event({"type": "warning", "message": note})
     with _preemptible():
-        resolved, data = _plan(loaded.recipe, console)
+        initial = None if resumed else _initial(loaded.recipe, console)
+        resolved, data = _plan(initial.fill(loaded.recipe) if initial else loaded.recipe, console)
+        for note in initial.check(resolved.recipe, data.facts.tokenizer_fingerprint) if initial else ():
+            console.event({"type": "warning", "message": note})
         if dry_run:
-            console.event({"type": "plan", **resolved.plan_event()})
+            console.event({"type": "plan", **resolved.plan_event(price=price_of(loaded.recipe.monitor.price_per_hour))})
             console.close()
             return 0
-        return _train(loaded.name, path, resolved, data, console, resumed=resumed, overrides=overrides)
+        return _train(loaded.name, path, resolved, data, console, resumed=resumed, overrides=overrides, initial=initial)
+
+
+def _initial(recipe: Recipe, console: Console) -> Initial | None:
+    """Found before the data are prepared: a slip in the name should not cost that."""
+    if recipe.model.init_from is None:
+        return None
+    _environment(recipe)
+    from redline.evaluate.initial import open_initial
+
+    found = open_initial(recipe.model.init_from, RUNS, lambda text: console.event({"type": "warning", "message": text}))
+    console.event({"type": "warmup", "message": f"beginning with the weights of {found.source}"})
+    return found
 
 
 @contextmanager
@@ -83,25 +103,46 @@ def _refuse_run(path: Path) -> None:
         raise UsageError("this directory holds a run.", where=str(path), fix=fix)
 
 
-def _fresh_name(recipe: str) -> Path:
+def fresh_name(recipe: str, suffix: str = "") -> Path:
+    """runs/RECIPE-DATE-TIME, with a number if that is taken."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    path = RUNS / f"{recipe}-{stamp}"
+    path = RUNS / f"{recipe}-{stamp}{suffix}"
     for number in range(2, 1000):
         if not path.exists():
             break
-        path = RUNS / f"{recipe}-{stamp}-{number}"
+        path = RUNS / f"{recipe}-{stamp}-{number}{suffix}"
     return path
 
 
 def _plan(recipe: Recipe, console: Console) -> tuple[Resolved, Any]:
+    if recipe.train.precision == "fp8":
+        fix = "Use train.precision=bf16; `redline plan` does the arithmetic for fp8."
+        raise UsageError("fp8 is planned but not trained in yet.", where="train.precision", fix=fix)
     _environment(recipe)
     console.event({"type": "warmup", "message": "preparing data"})
     from redline.hardware.detect import detect
     from redline.objectives import objective_module
 
-    data = objective_module(recipe.objective).load_data(recipe)
+    data = objective_module(recipe.objective).load_data(recipe, progress=_Preparing(console))
     console.event({"type": "warmup", "message": "looking at the machine"})
     return resolve(recipe, detect(recipe.train.device), data.facts), data
+
+
+class _Preparing:
+    """How far the preparation of the data is, on the run's own screen."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.stage, self.begun = console, "", 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.stage != self.stage:
+            self.stage, self.begun = progress.stage, time.monotonic()
+            if not self.console.interactive:
+                self.console.event({"type": "warmup", "message": progress.stage})
+        rate = progress.done / 1e6 / max(1e-3, time.monotonic() - self.begun)
+        facts = [f"{format_count(progress.tokens)} tokens"] if progress.tokens else []
+        share = progress.done / progress.total if progress.total else None
+        self.console.progress(share, progress.stage, [*facts, f"{rate:.1f} MB/s"] if progress.done else facts)
 
 
 def _environment(recipe: Recipe) -> None:
@@ -117,7 +158,15 @@ def _environment(recipe: Recipe) -> None:
 
 
 def _train(
-    name: str, path: Path, resolved: Resolved, data: Any, console: Console, *, resumed: bool, overrides: list[str]
+    name: str,
+    path: Path,
+    resolved: Resolved,
+    data: Any,
+    console: Console,
+    *,
+    resumed: bool,
+    overrides: list[str],
+    initial: Initial | None = None,
 ) -> int:
     from redline.objectives import objective_module
     from redline.train.checkpoint import clean, newest_valid
@@ -130,23 +179,33 @@ def _train(
         if not resumed:
             _refuse_run(path)  # another process may have begun one, and ended it, while this one prepared its data
         clean(run.checkpoints)
-        log = EventLog(path / "events.jsonl", on_error=lambda text: console.event({"type": "warning", "message": text}))
-        with Monitor(log, console, price_per_hour=recipe.monitor.price_per_hour) as monitor:
+
+        def warn(text: str) -> None:
+            console.event({"type": "warning", "message": text})
+
+        log = EventLog(path / "events.jsonl", on_error=warn)
+        sinks = sinks_for(recipe.monitor, path, recipe.model_dump(mode="json"), warn)
+        with Monitor(log, console, price_per_hour=recipe.monitor.price_per_hour, sinks=sinks) as monitor:
             checkpoint = newest_valid(run.checkpoints, monitor.warn) if resumed else None
             identity = {"data": data.facts.fingerprint, "tokenizer": data.facts.tokenizer_fingerprint}
             trainer = Trainer(
                 resolved, objective, run, monitor, horizon_steps=resolved.horizon_steps, identity=identity
             )
+            if resumed and checkpoint is None and recipe.model.init_from is not None:
+                from redline.evaluate.initial import reopen_initial
+
+                initial = reopen_initial(read_lock(path)["init_from"], RUNS, monitor.warn)
             monitor.say("building the model")
             try:
-                trainer.build(checkpoint)
+                trainer.build(checkpoint, initial.tensors() if initial else None)
             except BaseException:
                 if not resumed:
                     _leave_no_trace(path)
                 raise
             if not resumed:  # only now, so that what cannot be built leaves no run behind
                 objective.save_tokenizer(path)
-                write_lock(path, make_lock(name, uuid.uuid4().hex[:12], resolved, data.facts))
+                origin = initial.record() if initial else None
+                write_lock(path, make_lock(name, uuid.uuid4().hex[:12], resolved, data.facts, origin))
                 _point_latest(path)
             monitor.emit(
                 "start",
@@ -160,7 +219,7 @@ def _train(
             )
             measured = [Choice(*choice) for choice in objective.choices()]
             plan = replace(resolved, choices=[*resolved.choices, *measured])
-            monitor.emit("plan", **plan.plan_event())
+            monitor.emit("plan", **plan.plan_event(price=monitor.price))
             outcome = trainer.run()
     _closing(path, outcome)
     return outcome.exit_code

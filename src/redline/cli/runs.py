@@ -1,24 +1,39 @@
-"""redline runs"""
+"""redline runs, redline runs prune"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from redline.cli.options import JsonOption
 from redline.cli.paths import RUNS
+from redline.errors import UsageError
 from redline.monitor.runs import RunSummary, find_runs
 from redline.units import format_bytes, format_seconds, format_usd
 
+if TYPE_CHECKING:
+    from redline.train.prune import Pruned
 
-def runs(json_: JsonOption = False) -> None:
-    """List the runs in ./runs: status, step, loss, cost, disk.
+app = typer.Typer(rich_markup_mode="rich", add_completion=False)
+
+
+@app.callback(invoke_without_command=True)
+def runs(context: typer.Context, json_: JsonOption = False) -> None:
+    """List the runs in ./runs: status, step, loss, cost, disk. [bold]prune[/bold] frees disk.
 
     Examples:
       redline runs
       redline runs --json
+      redline runs prune --dry-run
     """
+    if context.invoked_subcommand is None:
+        _list(json_)
+
+
+def _list(json_: bool) -> None:
     found = find_runs(RUNS)
     if json_:
         import json
@@ -58,3 +73,60 @@ _COLUMNS: dict[str, Callable[[RunSummary], str]] = {
     "cost": lambda run: _or_missing(run.cost_usd, format_usd),
     "disk": lambda run: format_bytes(run.disk_bytes),
 }
+
+
+def _keep(text: str) -> str:
+    if text in ("best", "last") or (text.isascii() and text.isdigit() and int(text) > 0):
+        return text
+    raise UsageError(f"{text!r} is not best, last or a number of checkpoints.", where="--keep", fix="Use one of those.")
+
+
+@app.command()
+def prune(
+    keep: Annotated[
+        str,
+        typer.Option(
+            callback=_keep,
+            metavar="best|last|N",
+            help="best: the best and the newest; last: the newest; N: the newest N and the best.",
+        ),
+    ] = "best",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; remove nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json_: JsonOption = False,
+) -> None:
+    """Free disk: remove the checkpoints in ./runs that are not needed. Never of a running run, never the newest.
+
+    Examples:
+      redline runs prune --dry-run
+      redline runs prune --keep last --yes
+    """
+    from redline.monitor.runs import run_paths
+    from redline.train.prune import plan_prune
+    from redline.train.prune import prune as remove
+
+    rule = int(keep) if keep.isdigit() else keep
+    plans = [plan_prune(run, rule) for run in run_paths(RUNS)]
+    asks = sys.stdin.isatty() and not (yes or json_ or dry_run) and any(plan.bytes for plan in plans)
+    if asks:
+        _show(plans, "would free")
+        typer.confirm("Remove them?", abort=True)
+    done = plans if dry_run else [remove(plan.run, rule) if plan.bytes else plan for plan in plans]
+    if json_:
+        import json
+
+        rows = [pruned.as_dict() for pruned in done]
+        typer.echo(json.dumps({"dry_run": dry_run, "bytes": sum(row["bytes"] for row in rows), "runs": rows}))
+        return
+    _show(done, "would free" if dry_run else "freed")
+
+
+def _show(pruned: list[Pruned], verb: str) -> None:
+    for one in pruned:
+        if one.bytes:
+            steps = ", ".join(map(str, sorted(one.removed))) or "only what interrupted saves left"
+            kept = ", ".join(map(str, one.kept))
+            typer.echo(f"{one.run}  {verb} {format_bytes(one.bytes)}: {steps}; stays: {kept}")
+        if one.reason:
+            typer.echo(f"{one.run}  left alone: it {one.reason}")
+    typer.echo(f"{verb} {format_bytes(sum(one.bytes for one in pruned))}")

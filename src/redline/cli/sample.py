@@ -36,7 +36,14 @@ def sample(
     from redline.evaluate.trained import open_trained
     from redline.objectives.base import Sampling
 
-    trained = open_trained(path, selector, weights=weights, device=device, say=lambda text: typer.echo(text, err=True))
+    trained = open_trained(
+        path,
+        selector,
+        weights=weights,
+        device=device,
+        writes_only=True,
+        say=lambda text: typer.echo(text, err=True),
+    )
     samples = trained.objective.sample(prompt, Sampling(count, tokens, seed, temperature, top_k, top_p))
     if not samples:
         fix = "Point REDLINE_GPT2 at a tokenizer.json, or put one beside the token files."

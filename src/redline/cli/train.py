@@ -20,6 +20,10 @@ def train(
     resume: Annotated[
         str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run: path, name or latest.")
     ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option("--sweep", metavar="KEY=V1,V2,…", help="A run for each value; several --sweep: each combination."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, plan and print; train nothing.")] = False,
 ) -> None:
     """Train a model. Without a recipe: [bold]quickstart[/bold], two minutes on any machine.
@@ -28,6 +32,7 @@ def train(
       redline train
       redline train pretrain-350m data.source=./tokens train.hours=1.5
       redline train --resume latest train.steps=2000
+      redline train quickstart --sweep train.lr_base=3e-3,6e-3
     """
     words = recipe or []
     overrides = [word for word in words if "=" in word]
@@ -37,13 +42,27 @@ def train(
     if resume is not None:
         if names or run:
             raise UsageError("--resume needs no recipe and no --run: the run knows both.", fix="Leave them out.")
+        if sweep:
+            raise UsageError("--resume goes on with one run.", fix="Go on with a sweep by its command and its --run.")
         from redline.cli.running import resume_run
 
         raise typer.Exit(resume_run(resume, overrides, dry_run=dry_run))
+    name = names[0] if names else "quickstart"
+    if sweep:
+        raise typer.Exit(_sweep(name, overrides, sweep, run, dry_run=dry_run))
     # a bad recipe is answered before torch is even imported
     from redline.recipe.load import load
 
-    loaded = load(names[0] if names else "quickstart", overrides)
+    loaded = load(name, overrides)
     from redline.cli.running import new_run
 
     raise typer.Exit(new_run(loaded, run, overrides, dry_run=dry_run))
+
+
+def _sweep(name: str, overrides: list[str], options: list[str], run: Path | None, *, dry_run: bool) -> int:
+    from redline.cli.running import fresh_name
+    from redline.cli.sweep import Sweep, parse_axes, run_sweep
+    from redline.recipe.load import find_recipe
+
+    sweep = Sweep(name, overrides, parse_axes(options, overrides))
+    return run_sweep(sweep, run or fresh_name(find_recipe(name).stem, "-sweep"), dry_run=dry_run)

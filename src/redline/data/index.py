@@ -6,6 +6,8 @@ a resumed run needs no saved state, and neither ranks nor micro-batches can chan
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,6 +18,12 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 UInt64s = npt.NDArray[np.uint64]
+
+
+class Index(Protocol):
+    """Says where the n-th sample begins; samples count through all epochs, without end."""
+
+    def starts(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
 
 
 def _mix(x: UInt64s) -> UInt64s:
@@ -54,6 +62,12 @@ def permute(i: npt.NDArray[np.int64], n: int, key: int | UInt64s) -> npt.NDArray
     return values.astype(np.int64).reshape(np.shape(i))
 
 
+def order_keys(seed: int, epochs: npt.NDArray[np.int64], group: int = 0) -> UInt64s:
+    """A key for `permute` for each epoch, of this seed; groups of windows that are ordered apart have their own."""
+    origin = _mix(np.array([(seed + (group << 32)) & _MASK], dtype=np.uint64))
+    return _mix(np.atleast_1d(epochs).astype(np.uint64) * np.uint64(_GOLDEN) + origin)
+
+
 class WindowIndex:
     """Cuts `tokens` into windows of seq_len + 1 that share their border token, and orders them anew each epoch."""
 
@@ -77,9 +91,5 @@ class WindowIndex:
             raise ValueError("sample numbers are not negative")
         epochs, positions = np.divmod(samples, self._windows)
         if self.shuffle:
-            positions = permute(positions, self._windows, self._epoch_keys(epochs))
+            positions = permute(positions, self._windows, order_keys(self.seed, epochs))
         return positions * self.seq_len
-
-    def _epoch_keys(self, epochs: npt.NDArray[np.int64]) -> UInt64s:
-        seed = _mix(np.array([self.seed & _MASK], dtype=np.uint64))
-        return _mix(np.atleast_1d(epochs).astype(np.uint64) * np.uint64(_GOLDEN) + seed)

@@ -1,61 +1,59 @@
 """From documents to a prepared folder of tokens, once; and the cache of such folders.
 
-Memory does not grow with the collection: documents stream through in batches. (One document is held whole,
-and encoded in pieces.)
+Memory does not grow with the text: documents stream through in pieces, and what is remembered of each is eight bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
-import re
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from redline.cache import cache_dir, temporary_sibling, write_atomically
-from redline.data.shards import ShardWriter, token_dtype
-from redline.data.text import Document, embedded_documents, embedded_files, file_documents, is_validation, text_files
-from redline.data.tokenizer import Tokenizer, load_tokenizer, named_vocabulary, trained_size
-from redline.data.tokens import SCHEMA, TokenData, data_fingerprint, holds_tokens, open_tokens
+import numpy as np
+
+from redline.cache import temporary_sibling, write_atomically
+from redline.data.encode import default_workers, encode_pieces
+from redline.data.origin import EMBEDDED, SCHEMA, Reading, holds_tokens, prepared_folder
+from redline.data.progress import Progress, ProgressCallback
+from redline.data.shards import ShardWriter, TokenFile, token_dtype
+from redline.data.sources import AnyDocument, source_bytes, source_documents
+from redline.data.splits import TRAIN, VAL, Piece, cut_pieces, split_documents, without_duplicates
+from redline.data.tally import Tally
+from redline.data.tokenizer import Tokenizer, load_tokenizer
+from redline.data.tokens import TokenData, data_fingerprint, open_tokens
 from redline.errors import UserError
 
 SHARD_TOKENS = 100_000_000
-_BATCH_DOCUMENTS = 64
-_PIECE_CHARACTERS = 1 << 20
-_BATCH_CHARACTERS = 8 * _PIECE_CHARACTERS
-# A newline between two words. GPT-2's pre-tokenizer always splits there, so cutting a long document at one
-# leaves its tokens as they would be in one go.
-_QUIET_NEWLINE = re.compile(r"(?<=\S\n)(?=\S)")
-
-
-class _Piece(NamedTuple):
-    split: str
-    text: str
-    begins: bool  # a document: the end-of-text token goes before it
+# Words repeat: more text than this changes a trained vocabulary little, and takes long to learn from.
+_TOKENIZER_BYTES = 64 << 20
 
 
 def prepare(
-    documents: Iterable[Document],
+    documents: Iterable[AnyDocument],
     tokenizer: Tokenizer,
     out: Path,
     *,
     val_fraction: float = 0.05,
+    dedup: bool = False,
     shard_tokens: int = SHARD_TOKENS,
-    progress: Callable[[int], None] | None = None,
+    workers: int = 1,
+    tally: Tally | None = None,
+    progress: ProgressCallback | None = None,
 ) -> TokenData:
-    """Write the prepared folder `out`, whole or not at all. `progress` hears the number of tokens so far."""
-    _refuse_content(out)
+    """Write the prepared folder `out`, whole or not at all; `tally` is where the reading of `documents` counts."""
+    refuse_content(out)
     out.parent.mkdir(parents=True, exist_ok=True)
+    tally = tally or Tally(str(out))
+    pieces = cut_pieces(split_documents(without_duplicates(documents, tally, drop=dedup), val_fraction))
     temporary = temporary_sibling(out)
     temporary.mkdir()
     try:
-        meta = _write_splits(documents, tokenizer, temporary, val_fraction, shard_tokens, progress)
+        meta = _write_splits(pieces, tokenizer, temporary, shard_tokens, workers, tally, progress)
         tokenizer.save(temporary / "tokenizer.json")
         write_atomically(temporary / "meta.json", json.dumps(meta, indent=1) + "\n")
         _commit(temporary, out)
@@ -64,44 +62,22 @@ def prepare(
     return open_tokens(out, tokenizer.fingerprint)
 
 
-def split_documents(documents: Iterable[Document], val_fraction: float) -> Iterator[tuple[str, Document]]:
-    """Each document with its split, `train` or `val`.
-
-    In a large collection the hash of its name decides. Of a small one (a single file is one document) that could
-    hold out nothing, or nearly all: there the end of every document is held out, cut at a line.
-    """
-    if not 0 <= val_fraction < 1:
-        raise UserError(f"{val_fraction} is not a fraction for validation.", fix="Give one of at least 0 and below 1.")
-    stream = iter(documents)
-    first = list(itertools.islice(stream, _BATCH_DOCUMENTS))
-    if len(first) < _BATCH_DOCUMENTS:
-        for document in first:
-            head, tail = cut_tail(document.text, val_fraction)
-            yield "train", Document(document.name, head)
-            yield "val", Document(document.name, tail)
-        return
-    for document in itertools.chain(first, stream):
-        yield "val" if is_validation(document.name, val_fraction) else "train", document
-
-
-def cut_tail(text: str, fraction: float) -> tuple[str, str]:
-    """The text without its last `fraction` of characters, and those; at a line's start if one is near."""
-    held_out = int(len(text) * fraction)
-    cut = len(text) - held_out
-    # No farther back than as much again: what comes before one enormous line must not move all of it.
-    cut = text.rfind("\n", max(0, cut - held_out), cut) + 1 or cut
-    return text[:cut], text[cut:]
-
-
 def _write_splits(
-    documents: Iterable[Document],
+    pieces: Iterable[Piece],
     tokenizer: Tokenizer,
     folder: Path,
-    val_fraction: float,
     shard_tokens: int,
-    progress: Callable[[int], None] | None,
+    workers: int,
+    tally: Tally,
+    progress: ProgressCallback | None,
 ) -> dict[str, Any]:
-    counts = {split: {"tokens": 0, "bytes": 0, "documents": 0} for split in ("train", "val")}
+    counts = {split: {"tokens": 0, "bytes": 0, "documents": 0} for split in (TRAIN, VAL)}
+    written = 0
+
+    def say(tokens: int) -> None:
+        if progress:
+            progress(Progress(f"preparing {tally.source}", int(tally.bytes), tally.total, tokens))
+
     with ExitStack() as stack:
         writers = {
             split: stack.enter_context(
@@ -115,19 +91,28 @@ def _write_splits(
             )
             for split in counts
         }
-        for batch in _batches(_pieces(split_documents(documents, val_fraction))):
-            encoded = tokenizer.encode_batch([piece.text for piece in batch])
-            for piece, ids in zip(batch, encoded, strict=True):
-                writers[piece.split].append([tokenizer.eot, *ids] if piece.begins else ids)
-                count = counts[piece.split]
-                count["tokens"] += len(ids) + piece.begins
-                count["bytes"] += len(piece.text.encode("utf-8"))
-                count["documents"] += piece.begins
-            if progress:
-                progress(sum(count["tokens"] for count in counts.values()))
+        say(0)
+        for piece, ids, utf8_bytes in encode_pieces(pieces, tokenizer, workers):
+            writers[piece.split].append(np.concatenate([[tokenizer.eot], ids]) if piece.begins else ids)
+            count_piece(counts[piece.split], piece, len(ids), utf8_bytes)
+            written += len(ids) + piece.begins
+            say(written)
         files = {split: writer.finish() for split, writer in writers.items()}
-    if not files["train"]:
+    if not files[TRAIN]:
         raise UserError("no text is left for training.", fix="Give more text, or hold less out (val_fraction).")
+    return description(tokenizer, files, counts, tally)
+
+
+def count_piece(count: dict[str, int], piece: Piece, tokens: int, utf8_bytes: int) -> None:
+    count["tokens"] += tokens + piece.begins
+    count["bytes"] += utf8_bytes
+    count["documents"] += piece.begins
+
+
+def description(
+    tokenizer: Tokenizer, files: dict[str, list[TokenFile]], counts: dict[str, dict[str, int]], tally: Tally
+) -> dict[str, Any]:
+    """What meta.json holds. What was counted on the way is no part of the fingerprint: it changes no token."""
     splits = {
         split: {
             "shards": [
@@ -145,34 +130,12 @@ def _write_splits(
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
         "splits": splits,
+        "counts": tally.counts(),
         "fingerprint": data_fingerprint(tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot, splits),
     }
 
 
-def _pieces(documents: Iterable[tuple[str, Document]]) -> Iterator[_Piece]:
-    for split, document in documents:
-        start = 0
-        while start < len(document.text):
-            quiet = _QUIET_NEWLINE.search(document.text, start + _PIECE_CHARACTERS)
-            end = quiet.start() if quiet else len(document.text)
-            yield _Piece(split, document.text[start:end], begins=start == 0)
-            start = end
-
-
-def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    batch: list[_Piece] = []
-    characters = 0
-    for piece in pieces:
-        batch.append(piece)
-        characters += len(piece.text)
-        if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _refuse_content(out: Path) -> None:
+def refuse_content(out: Path) -> None:
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise UserError("there is something already.", where=str(out), fix="Name a new folder for the tokens.")
 
@@ -183,7 +146,7 @@ def _commit(temporary: Path, out: Path) -> None:
     try:
         temporary.rename(out)
     except OSError:
-        _refuse_content(out)  # another process was first
+        refuse_content(out)  # another process was first
         raise
     _sync_folder(out.parent)
 
@@ -196,44 +159,110 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def prepare_cached(source: str, tokenizer_spec: str, val_fraction: float = 0.05) -> TokenData:
-    """The tokens of `embedded`, of a text file or of a folder of them, prepared at most once; tokens are opened."""
+def training_texts(
+    sources: Sequence[str], reading: Reading, *, most: int = _TOKENIZER_BYTES, beginning: bool = False
+) -> Iterator[str]:
+    """Text to train a tokenizer on: what is not held out, evenly thinned to about `most` bytes.
+
+    With `beginning`, and of a source whose size nobody knows, the first so many characters.
+    """
+    sizes = [source_bytes(source) for source in sources]
+    known = sum(size for size in sizes if size is not None)
+    for source, size in zip(sources, sizes, strict=True):
+        pieces = _training_pieces(source, reading)
+        if beginning or size is None:
+            yield from _first(pieces, most)
+        else:  # thinned by size on disk, which compression makes smaller than the text: hence a limit as well
+            yield from _first(itertools.islice(pieces, 0, None, max(1, -(-known // most))), 4 * most)
+
+
+def _training_pieces(source: str, reading: Reading) -> Iterator[str]:
+    tally = Tally(source)
+    documents = source_documents(source, tally, reading.text_key)
+    unique = without_duplicates(documents, tally, drop=reading.dedup)
+    pieces = cut_pieces(split_documents(unique, reading.val_fraction))
+    return (piece.text for piece in pieces if piece.split == TRAIN)
+
+
+def _first(texts: Iterable[str], most: int) -> Iterator[str]:
+    met = 0
+    for text in texts:
+        yield text
+        met += len(text)
+        if met >= most:
+            return
+
+
+def prepare_source(
+    source: str,
+    tokenizer: Tokenizer,
+    out: Path,
+    reading: Reading,
+    *,
+    workers: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> TokenData:
+    """The tokens of a source of text, in the new folder `out`."""
+    tally = Tally(source, source_bytes(source))
+    return prepare(
+        source_documents(source, tally, reading.text_key),
+        tokenizer,
+        out,
+        val_fraction=reading.val_fraction,
+        dedup=reading.dedup,
+        workers=default_workers() if workers is None else workers,
+        tally=tally,
+        progress=progress,
+    )
+
+
+def tokenizer_for(
+    sources: Sequence[str], spec: str, reading: Reading, progress: ProgressCallback | None = None
+) -> Tokenizer:
+    """The tokenizer that `spec` names; train:N learns from the texts of all the sources."""
+
+    def texts() -> Iterator[str]:
+        if progress:
+            progress(Progress(f"training the tokenizer {spec}", 0, None, 0))
+        return training_texts(sources, reading)
+
+    return load_tokenizer(spec, texts)
+
+
+def prepare_cached(
+    source: str,
+    tokenizer_spec: str,
+    reading: Reading | None = None,
+    *,
+    progress: ProgressCallback | None = None,
+    load: Callable[[], Tokenizer] | None = None,
+) -> TokenData:
+    """The tokens of a source, prepared at most once; what holds tokens already is opened.
+
+    `load` gives the tokenizer where the spec alone does not (one trained on several sources).
+    """
+    reading = reading or Reading()
     path = Path(source).expanduser()
-    if source != "embedded" and holds_tokens(path):
+    if source != EMBEDDED and holds_tokens(path):
         return open_tokens(path, tokenizer_spec)
-    out = cache_dir() / "data" / _cache_key(source, path, tokenizer_spec, val_fraction)
+    out = prepared_folder(source, tokenizer_spec, reading)
     if out.exists():
         try:
             return open_tokens(out)
-        except UserError:  # damaged: set it aside in one step, so that nobody sees a half-removed folder
-            aside = temporary_sibling(out)
-            with suppress(OSError):  # another process did the same
-                out.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
-
-    def documents() -> Iterator[Document]:
-        return embedded_documents() if source == "embedded" else file_documents(path)
-
-    def training_texts() -> Iterator[str]:
-        return (document.text for split, document in split_documents(documents(), val_fraction) if split == "train")
-
-    tokenizer = load_tokenizer(tokenizer_spec, training_texts)
+        except UserError:
+            set_aside(out)
+    tokenizer = load() if load else tokenizer_for([source], tokenizer_spec, reading, progress)
     try:
-        return prepare(documents(), tokenizer, out, val_fraction=val_fraction)
+        return prepare_source(source, tokenizer, out, reading, progress=progress)
     except UserError:
         if not out.exists():
             raise
         return open_tokens(out)  # another process prepared the same in the meantime
 
 
-def _cache_key(source: str, path: Path, tokenizer_spec: str, val_fraction: float) -> str:
-    """What the tokens depend on. Files count by path, size and time of change: reading them all would take long."""
-    if source == "embedded":
-        origin: list[Any] = [sys.version, [[file.name, file.size] for file in embedded_files()]]
-    else:
-        origin = [[str(file.path.resolve()), file.size, file.mtime_ns] for file in text_files(path)]
-    tokenizer: list[Any] = [tokenizer_spec]
-    if not named_vocabulary(tokenizer_spec) and trained_size(tokenizer_spec) is None:
-        tokenizer.append(load_tokenizer(tokenizer_spec).fingerprint)
-    key = json.dumps([SCHEMA, origin, tokenizer, val_fraction])
-    return hashlib.sha256(key.encode()).hexdigest()[:24]
+def set_aside(damaged: Path) -> None:
+    """Out of the way in one step, so that nobody sees a half-removed folder."""
+    aside = temporary_sibling(damaged)
+    with suppress(OSError):  # another process did the same
+        damaged.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -109,12 +110,21 @@ class ShardWriter:
     """Writes a split's ids into `NAME-00000.tok`, `NAME-00001.tok`, …; holds one appended piece in memory."""
 
     def __init__(
-        self, folder: Path, split: str, *, vocab_size: int, tokenizer_fingerprint: str, shard_tokens: int
+        self,
+        folder: Path,
+        split: str,
+        *,
+        vocab_size: int,
+        tokenizer_fingerprint: str,
+        shard_tokens: int | Callable[[int], int],
+        files: Iterable[TokenFile] = (),
     ) -> None:
+        """`shard_tokens`: the most a shard may hold, or that by its number; `files` were finished before."""
         self._folder, self._split = folder, split
-        self._vocab_size, self._fingerprint, self._limit = vocab_size, tokenizer_fingerprint, shard_tokens
+        self._vocab_size, self._fingerprint, self._limits = vocab_size, tokenizer_fingerprint, shard_tokens
         self._dtype = token_dtype(vocab_size)
-        self._files: list[TokenFile] = []
+        self._files = list(files)
+        self._limit = 0
         self._open: BinaryIO | None = None
         self._path = folder
         self._digest = hashlib.sha256()
@@ -128,12 +138,23 @@ class ShardWriter:
         while narrow.size:
             shard = self._open or self._start_shard()
             part, narrow = np.split(narrow, [self._limit - self._tokens])
-            shard.write(part.tobytes())
-            self._digest.update(part.tobytes())
+            content = part.tobytes()
+            shard.write(content)
+            self._digest.update(content)
             self._tokens += part.size
             self._max_id = max(self._max_id, int(part.max()))
             if self._tokens == self._limit:
                 self._finish_shard()
+
+    @property
+    def files(self) -> list[TokenFile]:
+        """The shards that are complete."""
+        return list(self._files)
+
+    @property
+    def pending(self) -> int:
+        """Tokens in the shard that is not complete yet."""
+        return self._tokens if self._open else 0
 
     def finish(self) -> list[TokenFile]:
         """Complete the last shard; all are on disk when this returns."""
@@ -144,6 +165,7 @@ class ShardWriter:
     def _start_shard(self) -> BinaryIO:
         self._path = self._folder / f"{self._split}-{len(self._files):05d}.tok"
         self._digest, self._tokens, self._max_id = hashlib.sha256(), 0, 0
+        self._limit = self._limits if isinstance(self._limits, int) else self._limits(len(self._files))
         self._open = open(self._path, "wb")  # noqa: SIM115 - closed by _finish_shard or __exit__
         self._open.write(bytes(HEADER_BYTES))  # the count is known at the end; until then the magic is absent
         return self._open

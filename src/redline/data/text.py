@@ -1,4 +1,4 @@
-"""Documents: text with a name, from files or from the running Python's own library.
+"""Documents: text with a name; which files a source has; and the running Python's own library as a corpus.
 
 The embedded corpus lets every recipe run without a download: Python's documentation topics and the
 sources of its standard library, about 13 MB of English-rich code that is the same for a given Python.
@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -36,8 +36,17 @@ _TEST_FOLDERS = {"test", "tests", "idle_test"}
 
 @dataclass(frozen=True)
 class Document:
+    """A text that is held in memory."""
+
     name: str
     text: str
+
+    def chunks(self) -> Iterator[str]:
+        yield self.text
+
+    def digest(self) -> bytes:
+        """Eight bytes that stand for the text."""
+        return hashlib.blake2b(self.text.encode("utf-8"), digest_size=8).digest()
 
 
 @dataclass(frozen=True)
@@ -58,16 +67,17 @@ def _topics() -> dict[str, str]:
     return dict(module.topics)
 
 
-def _walk(root: Path, skipped_folders: Iterable[str]) -> Iterator[SourceFile]:
-    skipped = tuple(skipped_folders)
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [s for s in subfolders if not any(fnmatch(s, pattern) for pattern in skipped)]
-        for name in names:
-            path = Path(folder) / name
-            if name.startswith(".") or not path.is_file():
-                continue
-            stat = path.stat()
-            yield SourceFile(path.relative_to(root).as_posix(), path, stat.st_size, stat.st_mtime_ns)
+def _walk(root: Path, skipped_folders: tuple[str, ...], inside: str = "") -> Iterator[SourceFile]:
+    """The files below `root`; hidden ones are left out. `scandir`, because plans list the library while one waits."""
+    with os.scandir(root) as entries:
+        for entry in entries:
+            name = inside + entry.name
+            if entry.is_dir(follow_symlinks=False):
+                if not any(fnmatch(entry.name, pattern) for pattern in skipped_folders):
+                    yield from _walk(Path(entry.path), skipped_folders, f"{name}/")
+            elif not entry.name.startswith(".") and entry.is_file():
+                stat = entry.stat()
+                yield SourceFile(name, Path(entry.path), stat.st_size, stat.st_mtime_ns)
 
 
 def embedded_files() -> list[SourceFile]:
@@ -119,26 +129,6 @@ def text_files(path: Path) -> list[SourceFile]:
     if not files:
         raise UserError("the folder holds no text.", where=str(path), fix="Give a folder of text files.")
     return files
-
-
-def file_documents(path: Path) -> Iterator[Document]:
-    """One document per file. What is not text is refused: a model would train on it without complaint."""
-    for file in text_files(path):
-        yield Document(file.name, _read_text(file.path))
-
-
-def _read_text(path: Path) -> str:
-    content = path.read_bytes()
-    if b"\0" in content:
-        raise UserError(
-            "this is a binary file, not text.", where=str(path), fix="Remove it or convert it to UTF-8 text."
-        )
-    try:
-        return content.decode("utf-8-sig")  # a byte-order mark is no part of the text
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"not UTF-8 text (byte {error.start}).", where=str(path), fix="Convert it, e.g. with `iconv -t UTF-8`."
-        ) from None
 
 
 def is_validation(name: str, fraction: float) -> bool:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from redline.cache import cache_dir
 from redline.errors import UserError
 from redline.units import parse_count
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 END_OF_TEXT = "<|endoftext|>"
 _END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>")
@@ -37,6 +40,12 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
+    def encode_array(self, text: str) -> npt.NDArray[np.uint32]:
+        """The same ids, as numbers of four bytes."""
+        import numpy as np
+
+        return np.array(self.encode(text), dtype=np.uint32)
+
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text; `eot` is written as its name, and ids that stand for nothing are left out."""
@@ -55,6 +64,11 @@ class ByteTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [list(text.encode("utf-8")) for text in texts]
+
+    def encode_array(self, text: str) -> npt.NDArray[np.uint32]:
+        import numpy as np
+
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
         parts = (END_OF_TEXT.encode() if i == self.eot else bytes((i,)) for i in ids if 0 <= i <= self.eot)
@@ -78,7 +92,16 @@ class LibraryTokenizer(Tokenizer):
         self.fingerprint = _fingerprint(backend)
         self._backend = backend
 
+    @cached_property
+    def _encoder(self) -> Any:
+        """tiktoken's, when it gives the same ids; None leaves it to the library."""
+        from redline.data.byte_bpe import byte_level_encoder
+
+        return byte_level_encoder(self.name, self._backend)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._encoder is not None:
+            return [self._encoder.encode_ordinary(text) for text in texts]
         return [coded.ids for coded in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -87,13 +110,20 @@ class LibraryTokenizer(Tokenizer):
     def save(self, path: Path) -> None:
         self._backend.save(str(path))
 
+    def definition(self) -> str:
+        """What a tokenizer.json holds."""
+        return str(self._backend.to_str())
+
 
 def load_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) -> Tokenizer:
     """The tokenizer that `spec` names: bytes, train:N (from `texts`), gpt2, or the path of a tokenizer.json."""
     if spec == "bytes":
         return ByteTokenizer()
     if spec == "gpt2":
-        return _load_gpt2()
+        from redline.data.gpt2 import gpt2_backend
+
+        backend, origin = gpt2_backend()
+        return _checked_gpt2(LibraryTokenizer("gpt2", backend), origin)
     if (size := trained_size(spec)) is not None:
         if texts is None:
             raise UserError(
@@ -102,7 +132,7 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) 
             )
         return _train(spec, size, texts())
     path = Path(spec).expanduser()
-    return LibraryTokenizer(spec, _read_definition(path / "tokenizer.json" if path.is_dir() else path))
+    return LibraryTokenizer(spec, read_definition(path / "tokenizer.json" if path.is_dir() else path))
 
 
 def named_vocabulary(spec: str) -> tuple[int, int, str] | None:
@@ -144,37 +174,24 @@ def _train(name: str, size: int, texts: Iterable[str]) -> Tokenizer:
     return LibraryTokenizer(name, backend)
 
 
-def _load_gpt2() -> Tokenizer:
-    path = _find_gpt2()
-    if path is None:
-        raise UserError(
-            "the GPT-2 tokenizer's files are not on this machine.",
-            fix=f"Put its tokenizer.json at {cache_dir() / 'gpt2' / 'tokenizer.json'}, "
-            "or set REDLINE_GPT2 to the folder that holds it.",
-        )
-    tokenizer = LibraryTokenizer("gpt2", _read_definition(path))
+def _checked_gpt2(tokenizer: Tokenizer, origin: str) -> Tokenizer:
     if (tokenizer.vocab_size, tokenizer.eot, tokenizer.fingerprint) != _GPT2_VOCABULARY:
         raise UserError(
-            "this is another tokenizer than GPT-2's.", where=str(path), fix="Name it by its path instead of `gpt2`."
+            "this is another tokenizer than GPT-2's.", where=origin, fix="Name it by its path instead of `gpt2`."
         )
     return tokenizer
 
 
-def _find_gpt2() -> Path | None:
-    if chosen := os.environ.get("REDLINE_GPT2"):
-        path = Path(chosen).expanduser()
-        return path / "tokenizer.json" if path.is_dir() else path
-    return next((path for path in _gpt2_places() if path.is_file()), None)
+def tokenizer_from(name: str, definition: str | None) -> Tokenizer:
+    """A tokenizer as another process described it; bytes have no definition."""
+    if definition is None:
+        return ByteTokenizer()
+    from tokenizers import Tokenizer as Backend
+
+    return LibraryTokenizer(name, Backend.from_str(definition))
 
 
-def _gpt2_places() -> Iterator[Path]:
-    yield cache_dir() / "gpt2" / "tokenizer.json"
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    for model in ("models--gpt2", "models--openai-community--gpt2"):
-        yield from sorted((home / "hub" / model / "snapshots").glob("*/tokenizer.json"))
-
-
-def _read_definition(path: Path) -> Any:
+def read_definition(path: Path) -> Any:
     from tokenizers import Tokenizer as Backend
 
     if not path.is_file():

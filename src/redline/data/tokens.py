@@ -17,15 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from redline.data.origin import SCHEMA, held_out_of
 from redline.data.raw import open_raw
 from redline.data.shards import HEADER_BYTES, TokenFile, check_shard, damaged, token_dtype
 from redline.data.tokenizer import Tokenizer, load_tokenizer, named_vocabulary, trained_size
 from redline.errors import UserError
-
-SCHEMA = "redline-tokens-1"
-# Held out from the end of a raw file that comes without a validation file: one per cent, within these bounds.
-_HOLD_OUT_MOST = 1_000_000
-_HOLD_OUT_LEAST = 8_192
 
 
 class TokenSplit:
@@ -40,24 +36,24 @@ class TokenSplit:
         utf8_bytes: int | None,
         fingerprint: str,
     ) -> None:
-        self._pieces = list(pieces)
-        self._borders = np.cumsum([0, *(len(piece) for piece in self._pieces)])
+        self.pieces = tuple(pieces)
+        self.borders = np.cumsum([0, *(len(piece) for piece in self.pieces)])
         self.vocab_size, self.eot, self.fingerprint = vocab_size, eot, fingerprint
         self.bytes = utf8_bytes  # of the text behind the tokens, for bits per byte; None when unknown
 
     def __len__(self) -> int:
-        return int(self._borders[-1])
+        return int(self.borders[-1])
 
     def read(self, start: int, count: int) -> npt.NDArray[np.unsignedinteger]:
         """`count` tokens from `start` on, in the type they are stored in."""
         if start < 0 or count < 0 or start + count > len(self):
             raise IndexError(f"tokens {start}…{start + count} of {len(self)}")
-        out = np.empty(count, dtype=self._pieces[0].dtype)
+        out = np.empty(count, dtype=np.result_type(*self.pieces))
         done = 0
         while done < count:
-            piece = int(np.searchsorted(self._borders, start + done, side="right")) - 1
-            inside = start + done - int(self._borders[piece])
-            part = self._pieces[piece][inside : inside + count - done]
+            piece = int(np.searchsorted(self.borders, start + done, side="right")) - 1
+            inside = start + done - int(self.borders[piece])
+            part = self.pieces[piece][inside : inside + count - done]
             out[done : done + len(part)] = part
             done += len(part)
         return out
@@ -68,12 +64,12 @@ class TokenSplit:
         if starts.size and (starts.min() < 0 or starts.max() + length > len(self)):
             raise IndexError(f"windows of {length} from {starts.min()}…{starts.max()} in {len(self)} tokens")
         out = np.empty((len(starts), length), dtype=np.int64)
-        first = np.searchsorted(self._borders, starts, side="right") - 1
-        last = np.searchsorted(self._borders, starts + length - 1, side="right") - 1
+        first = np.searchsorted(self.borders, starts, side="right") - 1
+        last = np.searchsorted(self.borders, starts + length - 1, side="right") - 1
         for piece in np.unique(first[first == last]):
             rows = np.flatnonzero((first == piece) & (last == piece))
-            views = np.lib.stride_tricks.sliding_window_view(self._pieces[piece], length)
-            out[rows] = views[starts[rows] - self._borders[piece]]
+            views = np.lib.stride_tricks.sliding_window_view(self.pieces[piece], length)
+            out[rows] = views[starts[rows] - self.borders[piece]]
         for row in np.flatnonzero(first != last):
             out[row] = self.read(int(starts[row]), length)
         return out
@@ -107,14 +103,6 @@ class TokenData:
         return tokenizer
 
 
-def holds_tokens(source: Path) -> bool:
-    """Whether `open_tokens` is for this path, rather than `prepare`."""
-    if source.suffix == ".bin" or (source / "train.bin").is_file() or any(source.glob("*.tok")):
-        return True
-    meta = source / "meta.json"
-    return meta.is_file() and SCHEMA in meta.read_text(encoding="utf-8", errors="replace")
-
-
 def open_tokens(source: Path, tokenizer: str | None = None) -> TokenData:
     """Open a prepared folder, a folder with `train.bin` (and `val.bin`), or one `.bin` file.
 
@@ -135,10 +123,10 @@ def open_tokens(source: Path, tokenizer: str | None = None) -> TokenData:
 
 def data_fingerprint(tokenizer_fingerprint: str, vocab_size: int, eot: int, splits: dict[str, Any]) -> str:
     """Names the content: the same tokens in the same shards, wherever they lie."""
-    return _digest([tokenizer_fingerprint, vocab_size, eot, splits])
+    return digest_of([tokenizer_fingerprint, vocab_size, eot, splits])
 
 
-def _digest(content: object) -> str:
+def digest_of(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -148,7 +136,7 @@ def _open_prepared(folder: Path, tokenizer: str | None) -> TokenData:
         meta = json.loads(path.read_text(encoding="utf-8"))
         made_with, vocab_size, eot = meta["tokenizer"], int(meta["vocab_size"]), int(meta["eot"])
         name, tokenizer_fingerprint = str(made_with["name"]), str(made_with["fingerprint"])
-        files = {split: _shards(folder, vocab_size, entry) for split, entry in meta["splits"].items()}
+        files = {split: shard_files(folder, vocab_size, entry) for split, entry in meta["splits"].items()}
         whole = meta["fingerprint"] == data_fingerprint(tokenizer_fingerprint, vocab_size, eot, meta["splits"])
         whole = whole and meta["schema"] == SCHEMA and meta["dtype"] == token_dtype(vocab_size).name
     except FileNotFoundError:
@@ -171,7 +159,7 @@ def _open_prepared(folder: Path, tokenizer: str | None) -> TokenData:
             vocab_size=vocab_size,
             eot=eot,
             utf8_bytes=entry["bytes"],
-            fingerprint=_digest(entry),
+            fingerprint=digest_of(entry),
         )
 
     train = split("train")
@@ -189,7 +177,8 @@ def _open_prepared(folder: Path, tokenizer: str | None) -> TokenData:
     )
 
 
-def _shards(folder: Path, vocab_size: int, entry: dict[str, Any]) -> list[TokenFile]:
+def shard_files(folder: Path, vocab_size: int, entry: dict[str, Any]) -> list[TokenFile]:
+    """The shards that a description lists; ValueError when one cannot be meant."""
     files = []
     for shard in entry["shards"]:
         if Path(shard["file"]).name != shard["file"] or int(shard["tokens"]) < 1:
@@ -234,13 +223,12 @@ def _open_raw_files(train: Path, val: Path | None, source: Path, spec: str | Non
         file.check_vocabulary(name, vocab_size)
     pieces = [file.map() for file in files]
     if len(files) == 1:
-        tokens = files[0].tokens
-        held_out = min(_HOLD_OUT_MOST, max(tokens // 100, min(_HOLD_OUT_LEAST, tokens // 10)))
-        pieces = [pieces[0][: tokens - held_out], pieces[0][tokens - held_out :]]
+        border = files[0].tokens - held_out_of(files[0].tokens)
+        pieces = [pieces[0][:border], pieces[0][border:]]
     digests = [file.sha256 for file in files]
     splits = [
         TokenSplit(
-            [piece], vocab_size=vocab_size, eot=eot, utf8_bytes=None, fingerprint=_digest([digests, part, len(piece)])
+            [piece], vocab_size=vocab_size, eot=eot, utf8_bytes=None, fingerprint=digest_of([digests, part, len(piece)])
         )
         for part, piece in zip(("train", "val"), pieces, strict=True)
     ]
@@ -252,7 +240,7 @@ def _open_raw_files(train: Path, val: Path | None, source: Path, spec: str | Non
         tokenizer_fingerprint=tokenizer_fingerprint,
         vocab_size=vocab_size,
         eot=eot,
-        fingerprint=_digest([tokenizer_fingerprint, *(split.fingerprint for split in splits)]),
+        fingerprint=digest_of([tokenizer_fingerprint, *(split.fingerprint for split in splits)]),
         files=tuple(files),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,8 +14,8 @@ from redline.hardware.detect import detect
 from redline.objectives import objective_module
 from redline.objectives.base import Objective
 from redline.recipe.lock import locked_recipe, read_lock
-from redline.recipe.resolve import resolve
-from redline.train.checkpoint import pick, read_state, read_tensors
+from redline.recipe.resolve import DataFacts, resolve
+from redline.train.weights import copy_weights, find_weights
 
 TOKENIZER = "tokenizer.json"
 
@@ -35,11 +36,16 @@ def open_trained(
     weights: str | None = None,
     source: str | None = None,
     sequences: int | None = None,
+    writes_only: bool = False,
     device: str = "auto",
     say: Callable[[str], None] = lambda _: None,
 ) -> Trained:
-    """The weights of a checkpoint in a model as the run built it; `source` is other data to evaluate on."""
-    recipe = locked_recipe(run, read_lock(run)).recipe
+    """The weights of a checkpoint in a model as the run built it; `source` is other data to evaluate on.
+
+    A model that `writes_only` needs the run's tokenizer and no data, so its run may have come from another machine.
+    """
+    lock = read_lock(run)
+    recipe = locked_recipe(run, lock).recipe
     machine = detect(device)
     precision = recipe.train.precision if machine.device == "cuda" or recipe.train.precision != "fp16" else "fp32"
     recipe = recipe.model_copy(
@@ -52,36 +58,31 @@ def open_trained(
             "eval": recipe.eval.model_copy(update={"sequences": sequences} if sequences else {}),
         }
     )
-    checkpoint = pick(run / "checkpoints", selector, say)
-    chosen = _weights(checkpoint, weights)
+    chosen = find_weights(run, selector, weights, say)
     module = objective_module(recipe.objective)
-    data = module.load_data(recipe, for_evaluation=source is not None)
-    _same_tokenizer(checkpoint, data.facts.tokenizer_fingerprint, run)
-    resolved = resolve(recipe, machine, data.facts)
+    if writes_only:
+        facts = DataFacts(**lock["data"])
+        data = module.tokenizer_alone(facts, run)
+    else:
+        data = module.load_data(recipe, for_evaluation=source is not None)
+        facts = data.facts
+    _same_tokenizer(chosen.state, facts.tokenizer_fingerprint, run)
+    resolved = resolve(recipe, machine, facts)
     objective: Objective = module.create(resolved, data)
     objective.build(torch.device(machine.device))
-    saved = read_tensors(checkpoint, "ema" if chosen == "ema" else "model")
-    with torch.no_grad():
-        for name, parameter in objective.model.named_parameters():
-            parameter.copy_(saved[name])
+    copy_weights(dict(objective.model.named_parameters()), chosen.tensors(), str(chosen.checkpoint))
     objective.model.eval()
-    return Trained(run, objective, int(read_state(checkpoint)["step"]), chosen, resolved.batch.micro)
+    return Trained(run, objective, chosen.step, chosen.kind, resolved.batch.micro)
 
 
-def _other_data(run: Path, source: str) -> dict[str, str]:
-    """Other text is cut into tokens by the run's own tokenizer."""
+def _other_data(run: Path, source: str) -> dict[str, Any]:
+    """Other text is cut into tokens by the run's own tokenizer; all of it, and before anything is computed."""
     own = run / TOKENIZER
-    return {"source": source, "tokenizer": str(own)} if own.is_file() else {"source": source}
+    tokenizer = {"tokenizer": str(own)} if own.is_file() else {}
+    return {"source": source, "dedup": False, "stream": False, **tokenizer}
 
 
-def _weights(checkpoint: Path, asked: str | None) -> str:
-    averaged = (checkpoint / "ema.safetensors").is_file()
-    if asked == "ema" and not averaged:
-        raise UserError("this run kept no moving average.", where=str(checkpoint), fix="Use --weights raw.")
-    return asked or ("ema" if averaged else "raw")
-
-
-def _same_tokenizer(checkpoint: Path, fingerprint: str, run: Path) -> None:
-    if read_state(checkpoint)["identity"]["tokenizer"] != fingerprint:
+def _same_tokenizer(state: dict[str, Any], fingerprint: str, run: Path) -> None:
+    if state["identity"]["tokenizer"] != fingerprint:
         fix = "Prepare the text with the run's own tokenizer."
         raise UserError("the data were made with another tokenizer than the run.", where=str(run), fix=fix)

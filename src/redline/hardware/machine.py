@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from redline.hardware.host import available_cores, compiler, cpu_name, host_memory_bytes
+from redline.hardware.measured import Measured
 from redline.hardware.specs import GpuSpec, spec_of
 
 
@@ -20,6 +20,7 @@ class Machine:
     cpu_flops: float | None = None  # measured: no table knows every CPU
     fast_bf16: bool = False
     compiler: bool = True  # a C++ compiler, which torch.compile needs on a CPU
+    measured: Measured | None = field(default=None, hash=False)  # by `probe`, on this very machine
 
     @property
     def spec(self) -> GpuSpec | None:
@@ -33,23 +34,27 @@ class Machine:
         return {**asdict(self), "memory_gib": round(self.memory_bytes / (1 << 30), 1)}
 
 
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as info:
-            for line in info:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine() or "CPU"
+def cpu_machine(measured: Measured) -> Machine:
+    bf16, fp32 = measured.get("bf16", 0.0), measured.get("fp32", 0.0)
+    return Machine(
+        "cpu",
+        cpu_name(),
+        host_memory_bytes(),
+        available_cores(),
+        cpu_flops=max(bf16, fp32),
+        fast_bf16=bf16 > 1.5 * fp32,  # AMX or AVX512-BF16; elsewhere bf16 is emulated and slower
+        compiler=compiler() is not None,
+        measured=measured,
+    )
 
 
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def host_memory_bytes() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return 8 << 30
+def gpu_machine(name: str, memory_bytes: int, capability: tuple[int, int], measured: Measured | None) -> Machine:
+    return Machine(
+        "cuda",
+        name,
+        memory_bytes,
+        available_cores(),
+        capability,
+        fast_bf16=capability >= (8, 0),
+        measured=measured,
+    )

@@ -1,19 +1,145 @@
-"""Short measurements of what the hardware really does."""
+"""Short measurements of what the hardware really does: matmul FLOP/s by precision, copy bytes/s."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
+from collections.abc import Callable, Iterator
 
 import torch
 
+from redline.hardware.measured import Measured, cpu_key, gpu_key, keep_rates
+from redline.hardware.nvml import driver_version
 
-def cpu_matmul_flops(dtype: torch.dtype, seconds: float = 0.08) -> float:
-    """FLOP/s of a matmul at the shapes of a small model, all threads."""
-    rows, inner, columns = 2048, 256, 768
-    a, b = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
-    a @ b
-    done, start = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds:
-        a @ b
-        done += 1
-    return 2.0 * rows * inner * columns * done / elapsed
+Work = Callable[[], object]
+
+_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CPU_SHAPE = (2048, 256, 768)  # rows, inner, columns: a layer of a small model
+_GPU_SIZE = 8192  # square: large enough that a card of today reaches its rate
+_CPU_COPY, _GPU_COPY, _HOST_COPY = 64 << 20, 1 << 30, 256 << 20  # bytes
+
+
+def measure(device: str = "cpu") -> Measured:
+    """FLOP/s by precision and bytes/s by way. What this device cannot do is left out."""
+    return _measure_gpu() if device == "cuda" else _measure_cpu()
+
+
+def measure_and_keep(device: str = "cpu") -> Measured:
+    rates = measure(device)
+    name = torch.cuda.get_device_properties(0).name if device == "cuda" else ""
+    return keep_rates(gpu_key(name, driver_version()) if device == "cuda" else cpu_key(), rates)
+
+
+# --- CPU
+
+
+def _measure_cpu() -> Measured:
+    rows, inner, columns = _CPU_SHAPE
+    work: dict[str, Work] = {}
+    for name in ("fp32", "bf16"):  # fp16 is emulated on most CPUs, and no run uses it there
+        a, b = torch.randn(rows, inner).to(_DTYPES[name]), torch.randn(inner, columns).to(_DTYPES[name])
+        work[name] = lambda a=a, b=b: a @ b  # type: ignore[misc]
+    source = torch.ones(_CPU_COPY, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    work["copy"] = lambda: target.copy_(source)
+    done = {"fp32": 2.0 * rows * inner * columns, "bf16": 2.0 * rows * inner * columns, "copy": 2.0 * _CPU_COPY}
+    return {name: done[name] / seconds for name, seconds in _fastest(work).items()}
+
+
+def _fastest(work: dict[str, Work], seconds: float = 0.9) -> dict[str, float]:
+    """Seconds for the fastest single call of each, taken in turns.
+
+    Whatever disturbs a measurement only slows it, and this one is kept: a busy minute must not decide for later runs.
+    """
+    best = {}
+    for name, call in work.items():
+        call()
+        best[name] = float("inf")
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for name, call in work.items():
+            start = time.perf_counter()
+            call()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+# --- GPU
+
+
+def _measure_gpu() -> Measured:
+    rates = {}
+    for name, work in {**_matmuls(), "fp8": _fp8_matmul}.items():
+        with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):  # a card may lack a precision
+            rates[name] = 2.0 * _GPU_SIZE**3 / _median(work())
+    with contextlib.suppress(RuntimeError):  # a full card, or a host that pins no memory
+        rates |= _copies()
+    torch.cuda.empty_cache()
+    return rates
+
+
+def _matmuls() -> dict[str, Callable[[], Work]]:
+    return {name: lambda name=name: _matmul(name) for name in _DTYPES}  # type: ignore[misc]
+
+
+def _matmul(name: str) -> Work:
+    if name in ("tf32", "bf16") and torch.cuda.get_device_capability() < (8, 0):
+        raise NotImplementedError(f"{name} needs compute capability 8.0")
+    a, b = (torch.randn(_GPU_SIZE, _GPU_SIZE, device="cuda").to(_DTYPES[name]) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def work() -> None:
+        with _tf32(name == "tf32"):
+            torch.mm(a, b, out=out)
+
+    return work
+
+
+@contextlib.contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if allowed else "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def _fp8_matmul() -> Work:
+    a = torch.randn(_GPU_SIZE, _GPU_SIZE, device="cuda").to(torch.float8_e4m3fn)
+    b = torch.randn(_GPU_SIZE, _GPU_SIZE, device="cuda").to(torch.float8_e4m3fn).t()  # the second, column by column
+    one = torch.ones((), device="cuda")
+    return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def _copies() -> Measured:
+    source = torch.ones(_GPU_COPY, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    host = torch.ones(_HOST_COPY, dtype=torch.uint8).pin_memory()
+    part = target[:_HOST_COPY]
+    return {
+        "copy": 2.0 * _GPU_COPY / _median(lambda: target.copy_(source)),  # read once, written once
+        "to_device": _HOST_COPY / _median(lambda: part.copy_(host, non_blocking=True)),
+        "to_host": _HOST_COPY / _median(lambda: host.copy_(part, non_blocking=True)),
+    }
+
+
+def _median(work: Work, seconds: float = 0.3) -> float:
+    """Seconds for one call on the GPU's own clock, once it has run long enough to be as warm as in training."""
+    once = min(_timed(work, 3))
+    count = min(500, max(10, round(seconds / once)))
+    _timed(work, count)
+    spent = sorted(_timed(work, count))
+    return spent[count // 2]
+
+
+def _timed(work: Work, count: int) -> list[float]:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1000.0 for before, after in itertools.pairwise(marks)]

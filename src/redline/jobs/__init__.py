@@ -11,7 +11,7 @@ JOBS = ("causal_lm",)
 
 
 def job(name: str) -> Any:
-    """The module of a job: `Options`, `flops(…)`, `memory(…)`."""
+    """The module of a job: `Options`, `flops(…)`, `memory(…)`, `work(…)`."""
     return import_module(f"redline.jobs.{name}")
 
 

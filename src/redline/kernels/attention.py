@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from redline.errors import UserError
+from redline.hardware.measured import ATTENTION, gpu_key, keep, recall
+from redline.hardware.nvml import driver_version
 from redline.kernels.masks import MaskSpec
 
 BACKENDS = ("cudnn", "flash", "efficient", "flex", "dense")
@@ -164,7 +166,7 @@ def candidates(spec: MaskSpec, device: str, dtype: torch.dtype, head_dim: int) -
 
 
 def select(asked: str, spec: MaskSpec, *, device: str, dtype: torch.dtype, shape: Shape) -> Selection:
-    """The back-end asked for, or the fastest at the run's own shape [B, H, T, K] (measured on a GPU)."""
+    """The back-end asked for, or the fastest at the run's own shape [B, H, T, K] (measured on a GPU, once)."""
     able = candidates(spec, device, dtype, shape[-1])
     if asked != "auto":
         if able[asked]:
@@ -173,20 +175,55 @@ def select(asked: str, spec: MaskSpec, *, device: str, dtype: torch.dtype, shape
         return Selection(asked, "as asked")
     if device == "cpu":
         return Selection("flash", "torch's fused CPU kernel")
-    times = {}
-    failed = {name: why for name, why in able.items() if why}
-    for name in ("cudnn", "flash", "efficient", "flex"):
-        if not able[name]:
-            try:
-                times[name] = measure(name, spec, dtype=dtype, shape=shape)
-            except Exception as error:  # a kernel may refuse a shape in many ways; the others still serve
-                failed[name] = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
-    if not times:
+    able_here = [name for name in ("cudnn", "flash", "efficient", "flex") if not able[name]]
+    ranking = _recall_ranking(able_here, spec, dtype, shape) or _measure_ranking(able_here, spec, dtype, shape)
+    failed = {**{name: why for name, why in able.items() if why}, **ranking.failed}
+    if not ranking.ms:
         return Selection("dense", "; ".join(f"{n}: {w}" for n, w in failed.items()))
-    best = min(times, key=times.__getitem__)
-    measured = ", ".join(f"{n} {t:.2f}" for n, t in sorted(times.items(), key=lambda item: item[1]))
+    best = min(ranking.ms, key=ranking.ms.__getitem__)
+    measured = ", ".join(f"{n} {t:.2f}" for n, t in sorted(ranking.ms.items(), key=lambda item: item[1]))
     lost = "".join(f"; {n}: {w}" for n, w in failed.items() if n != "dense")
-    return Selection(best, f"forward+backward ms at {'×'.join(map(str, shape))}: {measured}{lost}")
+    when = f", as measured on {ranking.date}" if ranking.date else ""
+    return Selection(best, f"forward+backward ms at {'×'.join(map(str, shape))}{when}: {measured}{lost}")
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Milliseconds of every back-end that ran, and why the others did not."""
+
+    ms: dict[str, float]
+    failed: dict[str, str]
+    date: str = ""  # of an earlier start, from the cache
+
+
+def _measure_ranking(names: list[str], spec: MaskSpec, dtype: torch.dtype, shape: Shape) -> Ranking:
+    times, failed, lasting = {}, {}, True
+    for name in names:
+        try:
+            times[name] = measure(name, spec, dtype=dtype, shape=shape)
+        except Exception as error:  # a kernel may refuse a shape in many ways; the others still serve
+            failed[name] = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
+            lasting &= not isinstance(error, torch.OutOfMemoryError)  # another time there may be room
+    if times and lasting:
+        ms = {name: round(value, 4) for name, value in times.items()}
+        keep(ATTENTION, _ranking_key(spec, dtype, shape), {"ms": ms, "failed": failed})
+    return Ranking(times, failed)
+
+
+def _recall_ranking(names: list[str], spec: MaskSpec, dtype: torch.dtype, shape: Shape) -> Ranking | None:
+    """What an earlier start measured on this machine, if it looked at the same back-ends."""
+    kept = recall(ATTENTION, _ranking_key(spec, dtype, shape)) or {}
+    ms, failed = kept.get("ms"), kept.get("failed")
+    if not isinstance(ms, dict) or not isinstance(failed, dict) or {*ms, *failed} != {*names} or not ms:
+        return None
+    if not all(isinstance(value, float) and value > 0 for value in ms.values()):
+        return None
+    return Ranking(ms, {name: str(why) for name, why in failed.items()}, kept["date"])
+
+
+def _ranking_key(spec: MaskSpec, dtype: torch.dtype, shape: Shape) -> str:
+    machine = gpu_key(torch.cuda.get_device_properties(0).name, driver_version())
+    return f"{machine}; {'×'.join(map(str, shape))} {str(dtype).removeprefix('torch.')} {spec}"
 
 
 def measure(backend: str, spec: MaskSpec, *, dtype: torch.dtype, shape: Shape) -> float:

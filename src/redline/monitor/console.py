@@ -51,6 +51,12 @@ class Console:
         if self._screen is not None and not self._closed:
             self._screen.move(finite(progress), self._step_label(step), _duration("ETA", eta_s))
 
+    def progress(self, share: float | None, label: str, facts: list[str]) -> None:
+        """A bar for work before the run; where there is no terminal, nothing."""
+        if self._screen is not None and not self._closed:
+            self._screen.facts = [one_line(fact) for fact in facts]
+            self._screen.move(finite(share), one_line(label), "")
+
     def close(self) -> None:
         with self._lock, contextlib.suppress(OSError, ValueError):
             self._closed = True
@@ -186,15 +192,14 @@ def step_facts(event: Event) -> list[str]:
 def plan_rows(event: Event) -> Iterator[tuple[str, str]]:
     """The plan as (label, text); a row without a label goes on with the one above."""
     parameters, flops = section(event, "parameters"), section(event, "flops_per_token")
-    formula = f" = {one_line(flops['formula'])}" if flops.get("formula") else ""
     yield from _row(
         "model",
         [
             _number(parameters, "total", "{} parameters", format_count),
             _number(parameters, "trainable", "{} trainable", format_count),
-            _number(flops, "useful", "{:.3g} GFLOP/token", lambda flop: flop / 1e9) + formula,
         ],
     )
+    yield from _row("compute", [_flops(flops, "useful", "formula"), _flops(flops, "executed", "formula_executed")])
     batch = section(event, "batch")
     yield from _row(
         "batch",
@@ -208,15 +213,61 @@ def plan_rows(event: Event) -> Iterator[tuple[str, str]]:
     yield from _row("memory", [_memory_total(memory)])
     parts = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
     yield from _row("", [_number(memory, part, part + " {:.2f}") for part in parts])
+    yield from _speed_rows(event)
     horizon = section(event, "horizon")
     yield from _row(
         "horizon",
         [
             _number(horizon, "steps", "{:,} steps"),
             _number(horizon, "tokens", "{} tokens", format_count),
-            _duration("about", horizon.get("seconds")),
+            _number(horizon, "expected_tokens", "or by the clock, after about {} tokens", format_count),
+            _number(event, "hours", "about {}", lambda hours: format_seconds(3600 * hours)),
+            _number(event, "cost_usd", "{}", format_usd),
         ],
     )
+
+
+def _speed_rows(event: Event) -> Iterator[tuple[str, str]]:
+    """What is expected, and what the hardware would allow."""
+    speed, ceiling, measured = section(event, "throughput"), section(event, "ceiling"), section(event, "measured")
+    unknown = "unknown here; --probe measures it" if speed.get("source") == "unknown" else ""
+    yield from _row(
+        "speed",
+        [
+            _number(speed, "tokens_per_s", "{} tokens/s", format_count) or unknown,
+            _number(speed, "mfu", "MFU {:.1%}") + _number(speed, "mfu_causal", " ({:.1%} causal)"),
+            "" if unknown else one_line(speed.get("source")),
+        ],
+    )
+    yield from _row(
+        "",
+        [
+            _number(measured, "memory_gib", "{:.1f} GiB at the peak"),
+            _number(measured, "step_ms", "{:.0f} ms a step"),
+            _number(measured, "compile_s", "first step after {:.0f} s"),
+        ],
+    )
+    yield from _row(
+        "ceiling",
+        [
+            _number(ceiling, "tokens_per_s", "{} tokens/s at the dense peak", format_count),
+            _number(ceiling, "best_kernels_tokens_per_s", "{} at the best kernels' rates", format_count),
+        ],
+    )
+    limits = ceiling.get("limits")
+    parts = [part for part in limits if isinstance(part, Mapping)] if isinstance(limits, list) else []
+    times = [f"{one_line(part.get('part'))} {_limit_ms(part)}" for part in parts]
+    yield from _row("", [f"a step needs {' + '.join(times)}" if times else ""])
+
+
+def _flops(flops: Mapping[str, Any], key: str, formula: str) -> str:
+    amount = _number(flops, key, "{:.4g} GFLOP/token", lambda flop: flop / 1e9)
+    return f"{amount} {key}" + (f" ({one_line(flops[formula])})" if flops.get(formula) else "") if amount else ""
+
+
+def _limit_ms(part: Mapping[str, Any]) -> str:
+    at_peak = _number(part, "ms_at_peak", " ({:,.0f} at peak)")
+    return _number(part, "ms_per_step", "{:,.0f} ms") + at_peak
 
 
 def _row(label: str, parts: list[str]) -> Iterator[tuple[str, str]]:

@@ -1,8 +1,10 @@
-"""One event goes to the log first, then to the eyes."""
+"""One event goes to the log first, then to the eyes, then to the trackers."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -15,10 +17,20 @@ class View(Protocol):
     def close(self) -> None: ...
 
 
+class Sink(Protocol):
+    """A tracker. What it raises costs the run that tracker, and nothing else."""
+
+    def event(self, event: Event) -> None: ...
+    def close(self) -> None: ...
+
+
 class Monitor:
-    def __init__(self, log: EventLog, view: View, *, price_per_hour: float | None = None) -> None:
+    def __init__(
+        self, log: EventLog, view: View, *, price_per_hour: float | None = None, sinks: Sequence[Sink] = ()
+    ) -> None:
         self.log, self.view = log, view
-        self.price = price_per_hour if price_per_hour is not None else _price_from_environment()
+        self._sinks = list(sinks)
+        self.price = price_of(price_per_hour)
 
     def __enter__(self) -> Monitor:
         return self
@@ -26,11 +38,32 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for sink in list(self._sinks):
+            try:
+                sink.close()
+            except Exception as error:
+                self._drop(sink, error)
         self.view.close()
         self.log.close()
 
     def emit(self, type: str, **fields: Any) -> None:
-        self.view.event(self.log.emit(type, **fields))
+        event = self.log.emit(type, **fields)
+        self.view.event(event)
+        for sink in list(self._sinks):
+            try:
+                sink.event(event)
+            except Exception as error:  # a full disk, a missing package, a service that is down: training goes on
+                self._drop(sink, error)
+
+    def _drop(self, sink: Sink, error: Exception) -> None:
+        """Said once, without the error's own words (a service may repeat a key in them); the log has everything."""
+        self._sinks.remove(sink)
+        with suppress(Exception):
+            sink.close()
+        reason = {OSError: getattr(error, "strerror", None), ImportError: f"no module {getattr(error, 'name', None)}"}
+        detail = next((text for kind, text in reason.items() if isinstance(error, kind) and text), "")
+        name = f"{type(error).__name__}{': ' if detail else ''}{detail}"
+        self.warn(f"{type(sink).__name__} is off from here ({name}); training goes on, and events.jsonl has everything")
 
     def warn(self, message: str) -> None:
         self.emit("warning", message=message)
@@ -47,7 +80,10 @@ class Monitor:
         return None if self.price is None else self.price * hours
 
 
-def _price_from_environment() -> float | None:
+def price_of(given: float | None) -> float | None:
+    """Dollars an hour for one card: as given, else by $REDLINE_PRICE."""
+    if given is not None:
+        return given
     try:
         return float(os.environ["REDLINE_PRICE"])
     except (KeyError, ValueError):

@@ -6,14 +6,14 @@ import fcntl
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from redline.errors import UsageError, did_you_mean
 from redline.monitor.events import Event, number, read_events
 
-EVENTS, LOCK, LOCK_FILE = "events.jsonl", "lock.json", ".lock"
+EVENTS, LOCK, LOCK_FILE, SWEEP = "events.jsonl", "lock.json", ".lock", "sweep.json"
 
 Status = Literal["running", "finished", "preempted", "stopped", "failed", "crashed"]
 Selector = int | Literal["best"]
@@ -46,8 +46,8 @@ class RunSummary:
 
 
 def find_runs(root: Path) -> list[RunSummary]:
-    """Every run directly under `root`, newest first."""
-    return [summarise(path) for path in _newest_first(root)]
+    """Every run under `root`, the members of sweeps too, newest first."""
+    return [replace(summarise(path), name=_name(path, root)) for path in run_paths(root)]
 
 
 def summarise(run: Path) -> RunSummary:
@@ -59,13 +59,13 @@ def summarise(run: Path) -> RunSummary:
         name=run.name or run.resolve().name,
         path=run,
         status=run_status(run, events),
-        step=_whole(_last(counted, "step")),
-        loss=_last(steps, "loss"),
-        val_loss=_last([e for e in events if e["type"] == "eval"], "loss"),
-        tokens=_whole(_last(counted, "tokens")),
-        hours=_last(counted, "hours"),
-        cost_usd=_last(counted, "cost_usd"),
-        disk_bytes=_disk_bytes(run),
+        step=_whole(last_number(counted, "step")),
+        loss=last_number(steps, "loss"),
+        val_loss=last_number([e for e in events if e["type"] == "eval"], "loss"),
+        tokens=_whole(last_number(counted, "tokens")),
+        hours=last_number(counted, "hours"),
+        cost_usd=last_number(counted, "cost_usd"),
+        disk_bytes=disk_bytes(run),
     )
 
 
@@ -133,7 +133,7 @@ def _latest(root: Path) -> Path | None:
     if _is_run(link):
         target = link.resolve()
         return root / target.name if target.parent == root.resolve() else target
-    return next(iter(_newest_first(root)), None)
+    return next(iter(run_paths(root)), None)
 
 
 def _selector(text: str, name: str) -> Selector:
@@ -145,7 +145,7 @@ def _selector(text: str, name: str) -> Selector:
 
 
 def _unknown(name: str, root: Path) -> UsageError:
-    known = [path.name for path in _newest_first(root)]
+    known = [_name(path, root) for path in run_paths(root)]
     if not known:
         fix = f"There is none in {root}/ yet; `redline train` makes one."
     else:
@@ -157,11 +157,19 @@ def _is_run(path: Path) -> bool:
     return path.is_dir() and ((path / LOCK).is_file() or (path / EVENTS).is_file())
 
 
-def _newest_first(root: Path) -> list[Path]:
+def run_paths(root: Path) -> list[Path]:
+    """The runs under `root`, newest first."""
     if not root.is_dir():
         return []
-    runs = [path for path in root.iterdir() if not path.is_symlink() and _is_run(path)]
+    found = [path for path in root.iterdir() if not path.is_symlink()]
+    found += [member for path in found if (path / SWEEP).is_file() for member in path.iterdir()]
+    runs = [path for path in found if not path.is_symlink() and _is_run(path)]
     return sorted(runs, key=lambda path: (_born(path), path.name), reverse=True)
+
+
+def _name(run: Path, root: Path) -> str:
+    """What finds it from `root`: a member of a sweep is SWEEP/MEMBER."""
+    return run.relative_to(root).as_posix()
 
 
 def _born(run: Path) -> float:
@@ -173,7 +181,8 @@ def _born(run: Path) -> float:
         return 0.0
 
 
-def _last(events: Sequence[Event], key: str) -> float | None:
+def last_number(events: Sequence[Event], key: str) -> float | None:
+    """The newest event's number under `key` that is one."""
     return next((value for event in reversed(events) if (value := number(event, key)) is not None), None)
 
 
@@ -181,7 +190,7 @@ def _whole(value: float | None) -> int | None:
     return None if value is None else int(value)
 
 
-def _disk_bytes(run: Path) -> int:
+def disk_bytes(run: Path) -> int:
     """Bytes of the run's own files: links are not followed, and a hard-linked checkpoint counts once."""
     sizes: dict[tuple[int, int], int] = {}
     for folder, _, names in os.walk(run):

@@ -33,7 +33,7 @@ class Screen:
         self._begin()
 
     def wait(self, message: str) -> None:
-        self._waiting = Spinner("dots", Text(message, style="dim"), style=ACCENT)
+        self._waiting, self.facts = Spinner("dots", Text(message, style="dim"), style=ACCENT), []
         self._begin()
 
     def settle(self) -> None:

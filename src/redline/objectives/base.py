@@ -50,6 +50,19 @@ class Sample:
     text: str
 
 
+@dataclass(frozen=True)
+class PublicForm:
+    """A trained model as transformers knows it; each job's module has `export(recipe, tensors, …)` that makes it."""
+
+    config: dict[str, Any]  # config.json
+    generation: dict[str, Any]  # generation_config.json
+    tensors: dict[str, Tensor]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.config["architectures"][0])
+
+
 class Objective(ABC):
     """A job: builds its model, turns positions of the global batch into loss terms, evaluates, samples."""
 

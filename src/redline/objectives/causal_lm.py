@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from redline.data.index import WindowIndex
+from redline.data.corpus import Corpus, open_corpus
+from redline.data.index import Index
 from redline.data.packing import cu_seqlens, document_ids, inputs_and_targets
-from redline.data.prepare import prepare_cached
+from redline.data.progress import ProgressCallback
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.data.tokens import TokenData, TokenSplit
 from redline.errors import UserError
@@ -23,8 +25,9 @@ from redline.kernels.masks import MaskSpec
 from redline.kernels.precision import DTYPES
 from redline.metrics.likelihood import bits_per_byte, perplexity
 from redline.models.generate import generate
+from redline.models.llama import inexact, shape_of, to_config, to_generation, to_llama
 from redline.models.transformer import Decoder
-from redline.objectives.base import Batch, Objective, ParamGroup, Sample, Sampling, Term
+from redline.objectives.base import Batch, Objective, ParamGroup, PublicForm, Sample, Sampling, Term
 from redline.objectives.roles import role_groups
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Recipe
@@ -34,9 +37,12 @@ from redline.recipe.schema import Recipe
 class CausalData:
     tokens: TokenData
     held_out: TokenSplit | None  # what evaluation reads
+    corpus: Corpus | None = None  # and in which order training reads; None when nothing is trained
 
     @property
     def facts(self) -> DataFacts:
+        if self.corpus is not None:
+            return self.corpus.facts
         data = self.tokens
         return DataFacts(
             vocab_size=data.vocab_size,
@@ -56,11 +62,48 @@ class CausalData:
             return None
 
 
-def load_data(recipe: Recipe, *, for_evaluation: bool = False) -> CausalData:
+def load_data(
+    recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None
+) -> CausalData:
     """The recipe's tokens, prepared when they must be; all of them are held out when nothing is trained."""
-    data = recipe.data
-    tokens = prepare_cached(data.source, data.tokenizer, 0.0 if for_evaluation else data.val_fraction)
-    return CausalData(tokens, tokens.train if for_evaluation else tokens.val)
+    corpus = open_corpus(recipe.data, for_evaluation=for_evaluation, progress=progress)
+    if for_evaluation:
+        return CausalData(corpus.tokens, _everything(corpus.tokens), corpus)
+    _index(recipe, corpus)  # too short to train on is said before anything is built
+    return CausalData(corpus.tokens, corpus.tokens.val, corpus)
+
+
+def _everything(tokens: TokenData) -> TokenSplit:
+    """All that there is to evaluate: a folder may have been prepared with a validation split."""
+    splits = [tokens.train] if tokens.val is None else [tokens.train, tokens.val]
+    sizes = [split.bytes for split in splits]
+    return TokenSplit(
+        [piece for split in splits for piece in split.pieces],
+        vocab_size=tokens.vocab_size,
+        eot=tokens.eot,
+        utf8_bytes=None if None in sizes else sum(size or 0 for size in sizes),
+        fingerprint=tokens.fingerprint,
+    )
+
+
+def random_data(facts: DataFacts) -> CausalData:
+    """As if such data were there: for steps that are only timed."""
+    split = TokenSplit(
+        [np.zeros(1, dtype=np.uint32)], vocab_size=facts.vocab_size, eot=0, utf8_bytes=None, fingerprint=""
+    )
+    tokens = TokenData(Path(), split, None, facts.tokenizer, "", facts.vocab_size, 0, "", ())
+    return CausalData(tokens, None)
+
+
+def tokenizer_alone(facts: DataFacts, folder: Path) -> CausalData:
+    """For a model that only writes, wherever its data may be: `folder` can hold the tokenizer."""
+    made_with = replace(random_data(facts).tokens, source=folder, tokenizer_fingerprint=facts.tokenizer_fingerprint)
+    tokenizer = CausalData(made_with, None).tokenizer
+    return CausalData(replace(made_with, eot=tokenizer.eot), None) if tokenizer else CausalData(made_with, None)
+
+
+def _index(recipe: Recipe, corpus: Corpus) -> Index:
+    return corpus.index(recipe.data.seq_len, recipe.train.seed, shuffle=recipe.data.shuffle)
 
 
 class CausalLM(Objective):
@@ -72,12 +115,12 @@ class CausalLM(Objective):
         self.seq_len = self.recipe.data.seq_len
         self.mask = MaskSpec(causal=True, documents=self.recipe.data.pack)
         self.dtype = DTYPES[self.recipe.train.precision]
-        try:
-            self.index = WindowIndex(
-                len(data.tokens.train), self.seq_len, self.recipe.train.seed, shuffle=self.recipe.data.shuffle
-            )
-        except UserError as error:
-            raise UserError(error.what, where=self.recipe.data.source, fix=error.fix) from None
+
+    @cached_property
+    def index(self) -> Index:
+        """Made when training asks for it: a text that is only evaluated may be shorter than a sequence."""
+        assert self.data.corpus is not None
+        return _index(self.recipe, self.data.corpus)
 
     # --- building
 
@@ -162,22 +205,33 @@ class CausalLM(Objective):
 
     @torch.no_grad()
     def evaluate(self, micro: int) -> dict[str, float | None]:
+        """Every token is scored once, from what lies before it in its window of `seq_len`, unless
+        `eval.sequences` ends it earlier. The first has nothing before it: it is the mark before a document."""
         split = self.data.held_out
-        if split is None or len(split) <= self.seq_len:
+        if split is None or len(split) < 2:
             return {"loss": None, "perplexity": None, "bits_per_byte": None}
-        index = WindowIndex(len(split), self.seq_len, 0, shuffle=False)
-        count = min(len(index), self.recipe.eval.sequences)
-        total, tokens = torch.zeros((), device=self.device), 0.0
+        scored = len(split) - 1
+        count = min(-(-scored // self.seq_len), self.recipe.eval.sequences)
+        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
         self.model.eval()
         with self._uncompiled():
             for first in range(0, count, micro):
-                batch = self._rows(split, index.starts(np.arange(first, min(first + micro, count))))
+                batch = self._windows(split, first, min(first + micro, count))
                 tokens += self.weights(batch)["tokens"]
                 total += self.loss({k: v.to(self.device) for k, v in batch.items()})["cross_entropy"].sum
         self.model.train()
         loss = total.item() / tokens
-        per_byte = None if split.bytes is None else bits_per_byte(loss, len(split), split.bytes)
+        per_byte = None if split.bytes is None else bits_per_byte(loss, scored, split.bytes)
         return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": per_byte}
+
+    def _windows(self, split: TokenSplit, first: int, last: int) -> Batch:
+        """Consecutive windows; the split's last is filled up with what is not scored, so that all have one shape."""
+        begin, end = first * self.seq_len, min(last * self.seq_len + 1, len(split))
+        tokens = split.read(begin, end - begin)
+        inputs = np.full((last - first, self.seq_len), self.data.tokens.eot, dtype=np.int64)
+        targets = np.full_like(inputs, IGNORE)
+        inputs.flat[: len(tokens) - 1], targets.flat[: len(tokens) - 1] = tokens[:-1], tokens[1:]
+        return self._batch(inputs, targets)
 
     def _uncompiled(self) -> AbstractContextManager[Any]:
         """Evaluation is too short to compile a forward of its own for — except flex, which needs it."""
@@ -209,6 +263,18 @@ class CausalLM(Objective):
 
 
 create = CausalLM
+
+
+def export(recipe: Recipe, tensors: dict[str, Tensor], *, eot: int, vocab_size: int, dtype: str) -> PublicForm:
+    """What was trained by this (resolved) recipe, in transformers' form. Needs neither data nor a device."""
+    model = recipe.model
+    if problems := inexact(model):
+        raise UserError(" ".join(problem.line() for problem in problems))
+    kind = DTYPES[dtype]
+    config = to_config(model, seq_len=recipe.data.seq_len, eot=eot, dtype=str(kind).removeprefix("torch."))
+    renamed = to_llama(tensors, shape_of(model))
+    generation = to_generation(model, eot=eot, vocab_size=vocab_size)
+    return PublicForm(config, generation, {name: tensor.to(kind) for name, tensor in renamed.items()})
 
 
 def _padded(borders: np.ndarray, total: int) -> np.ndarray:

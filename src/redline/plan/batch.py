@@ -8,6 +8,14 @@ from dataclasses import dataclass
 
 from redline.errors import Problem
 
+# name → (share of the memory, factor on the global batch), as in the H200 guide
+PRESETS = {
+    "conservative": (0.45, 0.5),
+    "recommended": (0.65, 1.0),
+    "aggressive": (0.80, 1.5),
+    "extreme": (0.92, 2.0),
+}
+
 
 @dataclass(frozen=True)
 class BatchPlan:

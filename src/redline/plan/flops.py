@@ -12,6 +12,7 @@ from redline.plan.shapes import DecoderShape
 
 FORMULA = "6·N_matmul + 12·L·d·T"
 FORMULA_CAUSAL = "6·N_matmul + 6·L·d·T"
+FORMULA_RECOMPUTED = "6·N_matmul + 6·L·d·T + 2·N_layers + 2·L·d·T"
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,17 @@ class FlopsPerToken:
     causal: float  # what the mask leaves: for ceilings
     executed: float  # the causal form plus recomputation
     formula: str = FORMULA
+    formula_executed: str = FORMULA_CAUSAL
 
 
 def decoder_flops(shape: DecoderShape, seq_len: int, checkpointing: str = "none") -> FlopsPerToken:
     attention = shape.layers * shape.d_attention * seq_len
     useful = 6.0 * shape.matmul_parameters + 12.0 * attention
     causal = 6.0 * shape.matmul_parameters + 6.0 * attention
-    again = 2.0 * shape.layers * shape.layer_matmul_parameters + 2.0 * attention if checkpointing == "full" else 0.0
-    return FlopsPerToken(useful, causal, causal + again)
+    if checkpointing != "full":
+        return FlopsPerToken(useful, causal, causal)
+    again = 2.0 * shape.layers * shape.layer_matmul_parameters + 2.0 * attention
+    return FlopsPerToken(useful, causal, causal + again, formula_executed=FORMULA_RECOMPUTED)
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float | None) -> float | None:

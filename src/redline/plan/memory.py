@@ -9,6 +9,21 @@ from redline.units import GIB
 
 LOGITS_PER_CHUNK = 1 << 29  # the head runs over this many logits at once (never 2^31: kernels index in int32)
 WORKSPACE = 1.0 * GIB  # CUDA context, cuBLAS and cuDNN workspaces
+PROCESS = 0.3 * GIB  # Python and torch themselves, which share the memory of a CPU
+LOW_BIT = ("adamw_8bit", "paged_adamw_8bit")
+LOW_BIT_BLOCK = 256  # values that share one fp32 scale
+LOW_BIT_FROM = 4096  # smaller tensors keep 32-bit moments, as bitsandbytes has it
+RECOMPUTED_AT_ONCE = 0.6  # of a block that is computed again: compiled, its parts go as they are used
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How the step is computed, as far as costs depend on it."""
+
+    gpu: bool = True
+    compiled: bool = True
+    packed: bool = False  # attention by documents of any length
+    scores: int = 0  # keys whose weights are kept in float32, by attention that forms them
 
 
 @dataclass(frozen=True)
@@ -34,21 +49,49 @@ def head_chunk(vocab: int, tokens: int) -> int:
     return max(1, min(tokens, LOGITS_PER_CHUNK // vocab))
 
 
-def activation_bytes_per_token(shape: DecoderShape, bytes_per_value: int, checkpointing: str) -> float:
+def activation_bytes_per_token(
+    shape: DecoderShape, bytes_per_value: int, checkpointing: str, kernels: Kernels = Kernels()
+) -> float:
     """What the forward keeps for the backward, one token, all layers."""
+    whole = _block_bytes(shape, bytes_per_value, kernels)
     d = shape.d_model
-    residual_and_norms = 4 * d  # block input, both normalised inputs, the stream between attention and MLP
-    rotated = (shape.heads + shape.kv_heads) * shape.head_dim
-    attention = shape.d_qkv + rotated + 2 * shape.d_attention  # the output in the kernel's layout and in ours
-    mlp = shape.d_up + shape.d_ff
-    values = {
-        "none": residual_and_norms + attention + mlp,
-        "selective": d + shape.d_qkv + shape.d_attention + shape.d_up + d,  # matmul and attention outputs only
-        "full": d,
-    }[checkpointing]
-    per_layer = values * bytes_per_value + 4 * shape.heads  # + log-sum-exp, fp32
-    one_block = (residual_and_norms + attention + mlp) * bytes_per_value if checkpointing != "none" else 0
-    return shape.layers * per_layer + one_block + 2 * d * bytes_per_value
+    kept = {
+        "none": whole,
+        "selective": bytes_per_value * (d + shape.d_qkv + shape.d_attention + shape.d_up + d),  # matmuls, attention
+        "full": bytes_per_value * d,
+    }[checkpointing] + 4 * shape.heads  # + log-sum-exp, fp32
+    return shape.layers * kept + 2 * d * bytes_per_value
+
+
+def _backward_bytes(shape: DecoderShape, bytes_per_value: int, checkpointing: str, kernels: Kernels) -> float:
+    """What the backward of one block needs besides, per token: the block again, and uncompiled its gradients too."""
+    whole = _block_bytes(shape, bytes_per_value, kernels)
+    return (RECOMPUTED_AT_ONCE * whole if checkpointing != "none" else 0.0) + (0.0 if kernels.compiled else whole)
+
+
+def _block_bytes(shape: DecoderShape, bytes_per_value: int, kernels: Kernels) -> float:
+    d, rotated, scores = shape.d_model, (shape.heads + shape.kv_heads) * shape.head_dim, kernels.scores
+    # fixed-length kernels give the output in a layout of their own, kept beside ours
+    attention = shape.d_qkv + rotated + (1 if kernels.packed else 2) * shape.d_attention
+    if kernels.compiled:  # block input, both normalised inputs, the stream between attention and MLP
+        return float(bytes_per_value * (4 * d + attention + shape.d_up + shape.d_ff))
+    normed = 2 * d + (rotated if shape.qk_norm else 0)
+    wide = 2 * 4 * normed  # each norm keeps its input and its result in float32
+    gated = shape.d_ff if shape.mlp == "swiglu" else 0
+    plain = bytes_per_value * (2 * d + attention + shape.d_up + gated + shape.d_ff)
+    formed = 4 * (shape.heads * scores + rotated + shape.kv_heads * shape.head_dim) if scores else 0
+    return float(wide + plain + formed)
+
+
+def moment_bytes(shape: DecoderShape, optimizer: str) -> float:
+    """What the optimizer keeps of every parameter's past."""
+    total, matrices = shape.parameters, shape.layers * shape.layer_matmul_parameters
+    if optimizer == "muon":
+        return 4.0 * matrices + 8.0 * (total - matrices)
+    if optimizer in LOW_BIT:
+        small = shape.norm_parameters if shape.d_model < LOW_BIT_FROM else 0
+        return 2 * (1 + 4 / LOW_BIT_BLOCK) * (total - small) + 8.0 * small
+    return 8.0 * total
 
 
 def training_memory(
@@ -59,21 +102,24 @@ def training_memory(
     optimizer: str,
     ema: bool,
     checkpointing: str,
-    gpu: bool = True,
+    kernels: Kernels = Kernels(),
 ) -> MemoryParts:
     total = shape.parameters
-    matrices = shape.layers * shape.layer_matmul_parameters
-    moments = 4 * (matrices + 2 * (total - matrices)) if optimizer == "muon" else 8 * total
+    moments = moment_bytes(shape, optimizer)
     chunk = head_chunk(shape.vocab, tokens)
-    # a chunk's logits and their gradient (on a CPU float32 copies too); the head's weight gradient, summed in fp32
-    logits = chunk * shape.vocab * (2 * bytes_per_value + (0 if gpu else 12)) + 6 * shape.head_parameters
-    activations = tokens * activation_bytes_per_token(shape, bytes_per_value, checkpointing)
+    copies = 0 if kernels.gpu else 12 if bytes_per_value == 2 else 4  # a CPU's kernel makes float32 ones
+    # a chunk's logits and their gradient; the head's weight gradient, summed in fp32
+    logits = chunk * shape.vocab * (2 * bytes_per_value + copies) + 6 * shape.head_parameters
+    kept = tokens * activation_bytes_per_token(shape, bytes_per_value, checkpointing, kernels)
+    # the head's logits are gone when the blocks' backward begins: only what that needs beyond them adds to the peak
+    backward = tokens * _backward_bytes(shape, bytes_per_value, checkpointing, kernels)
+    beyond = max(0.0, backward - logits) if kernels.compiled else backward
     cast_weights = 2 * shape.matmul_parameters if bytes_per_value == 2 else 0
     return MemoryParts(
         weights=4.0 * total * (2 if ema else 1),
         gradients=4.0 * total,
         optimizer=float(moments),
-        activations=float(activations),
+        activations=kept + beyond,
         logits=float(logits),
-        workspace=float(cast_weights + (WORKSPACE if gpu else 0)),
+        workspace=float(cast_weights + (WORKSPACE if kernels.gpu else PROCESS)),
     )

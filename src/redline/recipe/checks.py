@@ -17,7 +17,7 @@ def number(value: Any) -> Any:
 
 
 def contradictions(recipe: Recipe) -> list[Problem]:
-    return [*_model(recipe.model), *_stops(recipe.train), *_batch(recipe.train)]
+    return [*_model(recipe.model), *_stops(recipe.train), *_batch(recipe.train), *_stream(recipe)]
 
 
 def _model(model: Model) -> list[Problem]:
@@ -51,5 +51,22 @@ def _stops(train: Train) -> list[Problem]:
 
 
 def _batch(train: Train) -> list[Problem]:
-    batch = given_batch(number(train.global_batch), number(train.micro_batch), number(train.accumulation))
+    given = (number(train.global_batch), number(train.micro_batch), number(train.accumulation))
+    total, micro, accumulation = given
+    if total and micro and accumulation and total % (micro * accumulation) == 0:
+        return []  # right for some number of GPUs; the plan knows which
+    batch = given_batch(*given)
     return [batch] if isinstance(batch, Problem) else []
+
+
+def _stream(recipe: Recipe) -> list[Problem]:
+    if not recipe.data.stream:
+        return []
+    problems = []
+    if recipe.train.epochs:
+        fix = "Set train.epochs=null and give train.steps, train.tokens or train.hours."
+        problems.append(Problem("data.stream", "the length of an epoch is not known before the end.", fix))
+    if len(recipe.data.parts) > 1:
+        fix = "Prepare the mixture first (data.stream=false), or stream one source."
+        problems.append(Problem("data.stream", "works with one source, not with a mixture.", fix))
+    return problems

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from redline.errors import Problem, RecipeError, UsageError, did_you_mean
 from redline.recipe.aliases import ALIASES, canonical
 from redline.recipe.checks import contradictions
+from redline.recipe.presets import with_preset
 from redline.recipe.schema import Recipe, recipe_class
 
 _INTEGER = re.compile(r"^[-+]?(0|[1-9][0-9_]*)$")
@@ -204,7 +205,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     path = find_recipe(name)
     base, notes, problems = canonical_keys(dict(flatten(read_recipe(path))), "file")
     extra, more_notes, more = canonical_keys(parse_overrides(overrides), "command line")
-    tree, clashes = nest({**base, **extra})
+    tree, clashes = nest(with_preset(base, extra))
     recipe = validate(tree, where=name, problems=[*problems, *more, *clashes])
     return Loaded(path.stem, recipe, notes + more_notes)
 

@@ -22,7 +22,9 @@ SCHEMA = 1
 _PACKAGES = ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers")
 
 
-def make_lock(name: str, run_id: str, resolved: Resolved, data: DataFacts) -> dict[str, Any]:
+def make_lock(
+    name: str, run_id: str, resolved: Resolved, data: DataFacts, init_from: dict[str, Any] | None = None
+) -> dict[str, Any]:
     plan = resolved.plan_event()
     return {
         "schema": SCHEMA,
@@ -37,6 +39,7 @@ def make_lock(name: str, run_id: str, resolved: Resolved, data: DataFacts) -> di
         "memory_gib": plan["memory_gib"],
         "batch": plan["batch"],
         "data": vars(data),
+        "init_from": init_from,
         "machine": resolved.machine.facts(),
         "versions": versions(),
         "git": git_state(),

@@ -17,6 +17,8 @@ from redline.plan.memory import MemoryParts
 from redline.plan.schedule import horizon_steps, sqrt_scaled_lr
 from redline.plan.shapes import SIZES, DecoderShape, padded_vocab
 from redline.recipe.checks import number
+from redline.recipe.forecast import Measured, forecast, kernels_of
+from redline.recipe.presets import preset_factor, preset_text
 from redline.recipe.schema import Recipe
 from redline.units import GIB, format_count
 
@@ -40,6 +42,7 @@ class DataFacts:
     fingerprint: str
     tokenizer: str
     tokenizer_fingerprint: str
+    estimated: bool = False  # true: from the sizes of files; then `train_tokens` 0 means unknown
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Resolved:
     memory: MemoryParts
     machine: Machine
     horizon_steps: int | None
+    nodes: int = 1
     choices: list[Choice] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -67,10 +71,14 @@ class Resolved:
     def tokens_per_step(self) -> int:
         return self.batch.global_batch * int(self.recipe.data.seq_len)
 
-    def plan_event(self) -> dict[str, Any]:
-        train = self.recipe.train
+    def plan_event(self, *, price: float | None = None, measured: Measured | None = None) -> dict[str, Any]:
+        """The plan as programs and the console read it; `measured` is what a few real steps showed."""
+        train, ahead = self.recipe.train, forecast(self, price=price, measured=measured)
+        counted = self.horizon_steps * self.tokens_per_step if self.horizon_steps else None
         return {
             "objective": self.recipe.objective,
+            "gpu": self.machine.name,
+            "gpus": self.batch.world,
             "parameters": self.parameters(),
             "flops_per_token": asdict(self.flops),
             "memory_gib": {**self.memory.gib(), "available": round(self.machine.memory_bytes / GIB, 2)},
@@ -83,9 +91,11 @@ class Resolved:
             "learning_rate": train.lr,
             "horizon": {
                 "steps": self.horizon_steps,
-                "tokens": self.horizon_steps * self.tokens_per_step if self.horizon_steps else None,
+                "tokens": counted,
                 "seconds": train.hours * 3600 if train.hours else None,
+                "expected_tokens": ahead.tokens_by_clock(train.hours, counted),
             },
+            **ahead.event(),
             "choices": [asdict(choice) for choice in self.choices],
             "warnings": self.warnings,
         }
@@ -98,8 +108,8 @@ class Resolved:
 class _Resolver:
     """Collects values and reasons, one key after the other."""
 
-    def __init__(self, recipe: Recipe, machine: Machine, data: DataFacts) -> None:
-        self.recipe, self.machine, self.data = recipe, machine, data
+    def __init__(self, recipe: Recipe, machine: Machine, data: DataFacts, world: int) -> None:
+        self.recipe, self.machine, self.data, self.world = recipe, machine, data, world
         self.values: dict[str, dict[str, Any]] = {"model": {}, "train": {}, "data": {}}
         self.choices: list[Choice] = []
         self.warnings: list[str] = []
@@ -167,7 +177,7 @@ class _Resolver:
     def token_limit(self) -> float:
         train = self.recipe.train
         limits = [math.inf]
-        if train.epochs:
+        if train.epochs and self.data.train_tokens:
             limits.append(train.epochs * self.data.train_tokens)
         if train.tokens:
             limits.append(train.tokens)
@@ -203,7 +213,7 @@ class _Resolver:
             return bool(self.choose("train.compile", False, "on a CPU it pays only in runs of over ten minutes"))
         return bool(self.choose("train.compile", True, fuses))
 
-    def batch(self, shape: DecoderShape, precision: str) -> tuple[BatchPlan, str, MemoryParts]:
+    def batch(self, shape: DecoderShape, precision: str, compiled: bool) -> tuple[BatchPlan, str, MemoryParts]:
         """Micro-batch and checkpointing: no recomputation if the batch can be split instead."""
         train, seq_len = self.recipe.train, self.recipe.data.seq_len
         asked = train.grad_checkpointing
@@ -216,11 +226,13 @@ class _Resolver:
                 optimizer=train.optimizer,
                 ema=train.ema is not None,
                 checkpointing=checkpointing,
-                gpu=self.machine.device == "cuda",
+                kernels=kernels_of(self.recipe, self.machine.device, compiled),
             )
             return parts
 
         room = train.memory_fraction * self.machine.memory_bytes
+        if train.memory_gb is not None:
+            room = min(1e9 * train.memory_gb, self.machine.memory_bytes)
         levels = ("none", "selective", "full") if asked == AUTO else (asked,)
         checkpointing = next((c for c in levels if memory(1, c).peak <= room), levels[-1])
         if asked == AUTO:
@@ -228,7 +240,8 @@ class _Resolver:
             reason = "one sequence fits without recomputation" if checkpointing == "none" else "less would not fit"
             self.choose("train.grad_checkpointing", checkpointing, reason if fits else "nothing fits by estimate")
 
-        batch = given_batch(number(train.global_batch), number(train.micro_batch), number(train.accumulation))
+        asked_batch = (number(train.global_batch), number(train.micro_batch), number(train.accumulation))
+        batch = given_batch(*asked_batch, self.world)
         if isinstance(batch, Problem):
             raise RecipeError("recipe", [batch])
         if batch is None:
@@ -251,7 +264,7 @@ class _Resolver:
         base, seq_len = self.recipe.train.batch_base, self.recipe.data.seq_len
         expected = self.expected_tokens(shape)
         wanted = base if math.isinf(expected) else max(base, expected / (ENOUGH_STEPS * seq_len))
-        total = base * 2 ** min(6, round(math.log2(wanted / base)))
+        total = preset_factor(self.recipe.train.preset) * base * 2 ** min(6, round(math.log2(wanted / base)))
         total = max(1, round(total / multiple)) * multiple
         if math.isinf(expected):
             return int(self.choose("train.global_batch", total, "the batch that lr_base was tuned for"))
@@ -261,14 +274,19 @@ class _Resolver:
     def _choose_batch(self, shape: DecoderShape, fits: Callable[[int], bool], room: float) -> BatchPlan:
         train = self.recipe.train
         micro, accumulation = number(train.micro_batch), number(train.accumulation)
-        total = number(train.global_batch) or self._choose_global_batch(shape, micro or accumulation or 1)
-        settled = given_batch(total, micro, accumulation)
+        multiple = (micro or accumulation or 1) * self.world
+        total = number(train.global_batch) or self._choose_global_batch(shape, multiple)
+        settled = given_batch(total, micro, accumulation, self.world)
         if isinstance(settled, BatchPlan):
             return settled
         # on a CPU large micro-batches fall out of the cache and gain nothing
         cap = max(1, CPU_MICRO_TOKENS // self.recipe.data.seq_len) if self.machine.device == "cpu" else None
-        batch = largest_micro(total, 1, fits, cap)
-        where = f"the largest divisor of {total} that fits {room / GIB:.0f} GiB by estimate"
+        if total % self.world:
+            fix = f"Use a multiple of {self.world}."
+            problem = Problem("train.global_batch", f"{total} sequences cannot be shared by {self.world} GPUs.", fix)
+            raise RecipeError("recipe", [problem])
+        batch = largest_micro(total, self.world, fits, cap)
+        where = f"the largest divisor of {total // self.world} that fits {room / GIB:.0f} GiB by estimate"
         self.choose(
             "train.micro_batch", batch.micro, where if cap is None else f"about {CPU_MICRO_TOKENS} tokens suit a CPU"
         )
@@ -298,19 +316,22 @@ def steps_of(recipe: Recipe, train_tokens: int, tokens_per_step: int) -> int | N
     return horizon_steps(
         steps=train.steps,
         tokens=train.tokens,
-        epochs=train.epochs,
+        epochs=train.epochs if train_tokens else None,  # unknown before they are prepared
         train_tokens=train_tokens,
         tokens_per_step=tokens_per_step,
     )
 
 
-def resolve(recipe: Recipe, machine: Machine, data: DataFacts) -> Resolved:
-    r = _Resolver(recipe, machine, data)
+def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1, nodes: int = 1) -> Resolved:
+    """`gpus` is how many there are in each of the `nodes`."""
+    r = _Resolver(recipe, machine, data, gpus * nodes)
     r.choose("train.device", machine.device, machine.name)
+    if recipe.train.preset:
+        r.choices.append(Choice("train.preset", recipe.train.preset, preset_text(recipe.train.preset)))
     shape = r.shape()
     precision = r.precision()
     compiled = r.compile()
-    batch, checkpointing, memory = r.batch(shape, precision)
+    batch, checkpointing, memory = r.batch(shape, precision, compiled)
     flops: FlopsPerToken = job(recipe.objective).flops(shape, recipe.data.seq_len, checkpointing)
     tokens_per_step = batch.global_batch * recipe.data.seq_len
     steps = steps_of(recipe, data.train_tokens, tokens_per_step)
@@ -321,6 +342,8 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts) -> Resolved:
         "lr": r.lr(batch.global_batch),
         "warmup_steps": r.warmup(steps, flops, tokens_per_step),
     }
+    if recipe.train.optimizer.startswith("paged") and machine.device == "cpu":
+        r.warnings.append("on a CPU the 8-bit moments are not paged: paged_adamw_8bit is adamw_8bit here")
     if memory.peak > machine.memory_bytes:
         r.warnings.append(
             f"by estimate this needs {memory.peak / GIB:.1f} GiB and {machine.name} has "
@@ -328,4 +351,4 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts) -> Resolved:
         )
     sections = {name: getattr(recipe, name).model_copy(update=values) for name, values in r.values.items() if values}
     done = recipe.model_copy(update=sections)
-    return Resolved(done, shape, batch, flops, memory, machine, steps, r.choices, r.warnings)
+    return Resolved(done, shape, batch, flops, memory, machine, steps, nodes, r.choices, r.warnings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, create_model
+from pydantic import BeforeValidator, ValidationError, create_model
 
 from redline.fields import (
     AUTO,
@@ -20,9 +20,11 @@ from redline.fields import (
     MaybeHours,
     MaybePositive,
     MaybeProbability,
+    MaybeText,
     NonNegative,
     Positive,
     Probability,
+    Rule,
     Section,
     Sequences,
     Share,
@@ -32,6 +34,8 @@ from redline.fields import (
     one_of,
 )
 from redline.jobs import JOBS, options_of
+from redline.plan.batch import PRESETS
+from redline.plan.memory import LOW_BIT
 from redline.plan.schedule import SCHEDULES
 from redline.plan.shapes import SIZES
 
@@ -50,6 +54,15 @@ def _pair(value: Any) -> tuple[float, float]:
     if fine != [True, True]:
         raise ValueError(f"{value!r} is not two numbers between 0 and 1.")
     return float(numbers[0]), float(numbers[1])
+
+
+def _project(value: Any) -> bool | str:
+    if isinstance(value, bool) or (isinstance(value, str) and value.strip()):
+        return value
+    raise ValueError(f"{value!r} is not true, false or the name of a project.")
+
+
+CHECKPOINTING_RULE = Rule(_checkpointing, accepts={"enum": [*CHECKPOINTING, True, False]})
 
 
 class Model(Section):
@@ -71,16 +84,55 @@ class Model(Section):
     norm_eps: Positive = 1e-5
     dropout: Probability = 0.0
     attention: Annotated[str, one_of(*ATTENTION)] = AUTO
+    init_from: MaybeText = None  # RUN[@step|@best] or an exported folder: weights only
+
+
+class Part(Section):
+    """One source of a mixture."""
+
+    source: Text
+    weight: Positive = 1.0
+
+
+def _source(value: Any) -> Any:
+    """One source, or a list of them: names, or {source, weight}."""
+    if value == "":
+        raise ValueError("is empty.")
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple) or not value:
+        form = "put it in quotes, or write a list: [{source: ./a, weight: 3}, ./b]."
+        raise ValueError(f"{value!r} is not a source; {form}")
+    parts = []
+    for item in value:
+        entry = item if isinstance(item, Part) else {"source": item} if isinstance(item, str) else item
+        try:
+            parts.append(Part.model_validate(entry))
+        except ValidationError:
+            raise ValueError(f"{item!r} is not a path or {{source: PATH, weight: above 0}}.") from None
+    names = [part.source for part in parts]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{twice[0]!r} is in the list twice; give it once, with a higher weight.")
+    return tuple(parts)
 
 
 class Data(Section):
-    source: Text = "embedded"  # embedded, a text file or folder, prepared shards, or .bin tokens
+    # embedded, text (a file, folder, JSONL, Parquet, dataset id), prepared shards, .bin tokens, or a list of those
+    source: Annotated[str | tuple[Part, ...], BeforeValidator(_source)] = "embedded"
     tokenizer: Text = "train:4096"  # train:N, bytes, gpt2, or a tokenizer.json
     seq_len: Count = 1024
     pack: Flag = False  # true: documents in a row never see each other
     shuffle: Flag = True
     workers: Whole = 2
     val_fraction: Probability = 0.05
+    text_key: Text = "text"  # the column or key of a table that holds the text
+    dedup: Flag = False  # true: of documents with the same text only the first is kept
+    stream: Flag = False  # true: train while the text is still being prepared
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The sources with their weights; a single one has the weight 1."""
+        return (Part(source=self.source),) if isinstance(self.source, str) else self.source
 
 
 class Train(Section):
@@ -94,7 +146,7 @@ class Train(Section):
     global_batch: AutoSequences = AUTO  # in sequences
     micro_batch: AutoSequences = AUTO
     accumulation: AutoSequences = AUTO
-    optimizer: Annotated[str, one_of("adamw", "muon")] = "adamw"
+    optimizer: Annotated[str, one_of("adamw", "muon", *LOW_BIT)] = "adamw"
     lr: AutoPositive = AUTO  # a number is never touched; auto = lr_base·√(batch / batch_base)
     lr_base: Positive = 4e-4
     batch_base: Sequences = 128
@@ -109,11 +161,13 @@ class Train(Section):
     decay_fraction: Share = 0.4  # wsd: the share of the run in which the LR falls
     min_lr_ratio: Fraction = 0.1
     ema: MaybeProbability = None
-    precision: Annotated[str, one_of(AUTO, "bf16", "fp16", "fp32")] = AUTO
+    precision: Annotated[str, one_of(AUTO, "bf16", "fp16", "fp32", "fp8")] = AUTO
     compile: AutoFlag = AUTO
     # of two validators the right one runs first
-    grad_checkpointing: Annotated[str, one_of(*CHECKPOINTING), BeforeValidator(_checkpointing)] = AUTO
+    grad_checkpointing: Annotated[str, one_of(*CHECKPOINTING), CHECKPOINTING_RULE] = AUTO
+    preset: Annotated[str | None, one_of(*PRESETS)] | None = None  # sets memory_fraction, scales global_batch
     memory_fraction: Share = 0.9
+    memory_gb: MaybePositive = None  # in place of memory_fraction: so many GB, whatever the card has
     max_nonfinite: Count = 20  # this many bad steps in a row stop the run
     seed: Whole = 1337
     deterministic: Flag = False
@@ -136,6 +190,7 @@ class Checkpoint(Section):
 class MonitorSection(Section):
     log_every: Count = 100
     price_per_hour: MaybePositive = None
+    wandb: Annotated[bool | str, BeforeValidator(_project)] = False  # TensorBoard needs no key: it is always there
 
 
 class Recipe(Section):

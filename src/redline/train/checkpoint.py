@@ -248,26 +248,34 @@ def pick(folder: Path, selector: int | str | None, say: Callable[[str], None] = 
     return path
 
 
+def leftovers(folder: Path) -> list[Path]:
+    """What an interrupted save left behind."""
+    return [entry for entry in folder.iterdir() if entry.name.startswith(_TEMPORARY)] if folder.is_dir() else []
+
+
 def clean(folder: Path) -> None:
-    """Remove what an interrupted save left behind."""
-    if folder.is_dir():
-        for entry in folder.iterdir():
-            if entry.name.startswith(_TEMPORARY):
-                _discard(entry)
+    for entry in leftovers(folder):
+        _discard(entry)
 
 
-def retain(folder: Path, keep: int, also: Iterable[int] = (), fresh: int | None = None) -> None:
-    """Keep the newest `keep` valid ones and those named; what is older goes.
+def expendable(folder: Path, keep: int, also: Iterable[int] = (), fresh: int | None = None) -> list[int]:
+    """Steps that are older than the newest `keep` valid ones and not named.
 
     `fresh` was committed a moment ago and is not read again.
     """
-    kept, valid = {*also, fresh}, 0
+    kept, valid, found = {*also, fresh}, 0, []
     for step in reversed(committed_steps(folder)):
-        path = folder / step_name(step)
         if valid < keep:
-            valid += step == fresh or _is_intact(path)
+            valid += step == fresh or _is_intact(folder / step_name(step))
         elif step not in kept:
-            _remove(path)
+            found.append(step)
+    return found
+
+
+def retain(folder: Path, keep: int, also: Iterable[int] = (), fresh: int | None = None) -> None:
+    """Keep the newest `keep` valid ones and those named; what is older goes."""
+    for step in expendable(folder, keep, also, fresh):
+        _remove(folder / step_name(step))
 
 
 def _is_intact(path: Path) -> bool:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from redline.hardware.nvml import Nvml
+from redline.hardware.nvml import Nvml, Reading
+from redline.hardware.throttle import ThrottleWatch
 from redline.monitor.monitor import Monitor
 from redline.monitor.throughput import Throughput
 from redline.train.state import TrainState
@@ -28,6 +29,7 @@ class StepLog:
         self._last: StepResult | None = None
         self._queued: deque[torch.cuda.Event] = deque()
         self._nvml = Nvml() if device.type == "cuda" else None
+        self._throttle = ThrottleWatch()
 
     def note(self, result: StepResult, tokens: int, data_wait: float) -> None:
         """Remember a step without looking at it."""
@@ -49,6 +51,7 @@ class StepLog:
         bad = self._count_bad(state.step)
         rates = self.throughput.read()
         hours = state.seconds / 3600
+        card = self._nvml.read() if self._nvml else Reading()
         self.monitor.emit(
             "step",
             step=state.step,
@@ -59,13 +62,15 @@ class StepLog:
             grad_norm=result.grad_norm.item(),
             **(vars(rates) if rates else {}),
             memory_gib=peak_memory_gib(self.device),
-            **(self._nvml.read() if self._nvml else {"gpu_util": None, "power_w": None}),
+            **card.fields(),
             hours=hours,
             cost_usd=self.monitor.cost(hours),
             progress=progress,
             eta_s=eta_s,
             skipped=bad,
         )
+        if warning := self._throttle.note(card):
+            self.monitor.warn(warning)
 
     def wait(self) -> None:
         """Until the GPU has done what was queued."""

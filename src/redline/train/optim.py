@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from redline.objectives.base import ParamGroup
+from redline.plan.memory import LOW_BIT
 from redline.recipe.schema import Train
-
-Gate = tuple[Tensor, Tensor]  # what gradients are divided by; 1.0 when the step must not happen
+from redline.train.low_bit import Adam8bit, Gate, is_large
 
 _NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5  # Keller Jordan's coefficients
 
@@ -112,24 +113,36 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Optimizer:
-    """AdamW for all, or Muon for the hidden matrices and AdamW for the rest."""
+    """AdamW for all; or Muon for the hidden matrices, or 8-bit AdamW for all that is large, and AdamW for the rest."""
 
     def __init__(self, groups: Sequence[ParamGroup], train: Train) -> None:
         hidden = [g for g in groups if g.role == "matrix" and train.optimizer == "muon"]
         rest = [g for g in groups if g not in hidden]
+        large: list[ParamGroup] = []
+        if train.optimizer in LOW_BIT:
+            large, rest = _part(rest, is_large), _part(rest, lambda p: not is_large(p))
         self.muon = Muon(hidden, train) if hidden else None
+        self.low_bit = Adam8bit(large, train) if large else None
         self.adam = Adam(rest, train) if rest else None
         self.lr, self.muon_lr = train.lr, train.muon_lr
 
     def step(self, factor: float, gate: Gate) -> None:
         if self.muon:
             self.muon.step(self.muon_lr * factor, gate)
+        if self.low_bit:
+            self.low_bit.step(self.lr * factor, gate)
         if self.adam:
             self.adam.step(self.lr * factor, gate)
 
     def tensors(self) -> dict[str, Tensor]:
-        parts = [part.tensors() for part in (self.muon, self.adam) if part]
+        parts = [part.tensors() for part in (self.muon, self.low_bit, self.adam) if part]
         return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def _part(groups: Sequence[ParamGroup], wanted: Callable[[nn.Parameter], bool]) -> list[ParamGroup]:
+    """The groups with only such parameters; those without any fall away."""
+    parts = [replace(g, parameters={n: p for n, p in g.parameters.items() if wanted(p)}) for g in groups]
+    return [part for part in parts if part.parameters]
 
 
 class Ema:

@@ -19,7 +19,7 @@ from redline.objectives.base import Objective, Sampling
 from redline.plan.batch import BatchPlan
 from redline.plan.schedule import lr_factor
 from redline.recipe.resolve import Resolved
-from redline.train.checkpoint import read_state, read_tensors
+from redline.train.checkpoint import Tensors, read_state, read_tensors
 from redline.train.feed import Feed, step_batch, to_device
 from redline.train.keeper import Keeper
 from redline.train.log import StepLog
@@ -32,6 +32,7 @@ from redline.train.signals import Signals, StopRequested
 from redline.train.state import TrainState
 from redline.train.step import Step
 from redline.train.warmup import warm_up
+from redline.train.weights import copy_weights
 
 EXIT_OF = {"preempted": EXIT_PREEMPTED, "interrupted": EXIT_INTERRUPTED, "nonfinite": EXIT_FAILED}
 
@@ -76,14 +77,16 @@ class Trainer:
 
     # --- assembling
 
-    def build(self, checkpoint: Path | None = None) -> None:
-        """Make everything that trains; from a checkpoint, make it as it was."""
+    def build(self, checkpoint: Path | None = None, initial: Tensors | None = None) -> None:
+        """Make everything that trains; from a checkpoint, make it as it was; else from `initial` weights if given."""
         if checkpoint is not None:
             self.objective.load_state(read_state(checkpoint)["objective"])
         if self.train.deterministic:
             torch.use_deterministic_algorithms(True)
         self.objective.build(self.device)
         self.parameters = {n: p for n, p in self.objective.model.named_parameters() if p.requires_grad}
+        if initial is not None and checkpoint is None:
+            copy_weights(self.parameters, initial, "model.init_from")
         self.optimizer = Optimizer(self.objective.param_groups(), self.train)
         self.scale = LossScale(self.train.precision, self.device)
         self.ema = Ema(self.parameters, self.train.ema) if self.train.ema is not None else None

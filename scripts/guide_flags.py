@@ -1,0 +1,137 @@
+"""The dashed flags of the H100 guides, told to `redline train` in its own words."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+try:
+    from redline.cli.main import main
+    from redline.recipe.aliases import canonical
+except ModuleNotFoundError as error:
+    here = Path(sys.argv[0]).name
+    sys.exit(f"{error.name} is not installed here: run `make setup`, then .venv/bin/python scripts/{here}")
+
+RECIPE = "pretrain-350m"
+SAME = {  # flags that are other spellings of a recipe key
+    "mixed_precision": "mixed_precision",
+    "num_workers": "num_workers",
+    "compile_model": "compile_model",
+    "flash": "use_flash_attn",
+}
+TARGET_LOSS = 3.0781
+TARGET = (
+    f"{TARGET_LOSS} is a validation loss on OpenWebText with a vocabulary of 32k: on other text or with another "
+    "tokenizer the number means something else (bits per byte compares)"
+)
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a guide's script does when no flag is given; None leaves it to the plan."""
+
+    batch_size: int | None
+    gradient_accumulation: int | None
+    learning_rate: float | None
+    max_hours: float
+    more: tuple[str, ...] = ()  # overrides that no flag changes
+
+
+def parser(description: str, defaults: Defaults) -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        description=f"{description} All other words go to `redline train {RECIPE}`: key=value, --dry-run, --run DIR.",
+        epilog="The same without the guide's spelling: redline train --help, and docs/seeds.md.",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = found.add_argument
+
+    def shown(value: float | None) -> str:
+        return "the plan chooses" if value is None else f"default {value:g}"
+
+    accumulation = defaults.gradient_accumulation
+    add("--batch_size", metavar="N", help=f"sequences per forward and backward; {shown(defaults.batch_size)}")
+    add(
+        "--gradient_accumulation_steps",
+        "--gradient_accumulation",
+        metavar="N",
+        dest="gradient_accumulation",
+        help=f"micro-batches per update; {shown(accumulation)}",
+    )
+    add("--learning_rate", metavar="LR", help=f"peak learning rate; {shown(defaults.learning_rate)}")
+    add("--max_hours", metavar="H", help=f"training time; {shown(defaults.max_hours)}")
+    add("--mixed_precision", metavar="bf16|fp16|no", help="precision of the matrix products; default bf16")
+    add("--num_workers", metavar="N", help="threads that make batches ahead; default 2")
+    switch: dict[str, Any] = {
+        "nargs": "?",
+        "const": "true",
+        "choices": ("true", "false", "True", "False"),
+        "metavar": "true|false",
+    }
+    add("--compile_model", **switch, help="torch.compile; by default on where it pays")
+    add("--use_flash_attn", "--use_flash_attention", dest="flash", **switch, help="default: the fastest back-end")
+    add("--use_fp8", action="store_true", help="not there yet: says so and trains in bf16, as the guide's fallback")
+    add("--fp8_backend", choices=("auto", "torchao", "native"), help="belongs to --use_fp8")
+    add("--no_fp8", action="store_true", help="is so: redline trains in bf16")
+    add("--pin_memory", action="store_true", help="is always on")
+    add("--persistent_workers", action="store_true", help="is always on")
+    return found
+
+
+def overrides(given: argparse.Namespace, defaults: Defaults, theirs: set[str]) -> list[str]:
+    """The recipe keys that the flags stand for; what the user wrote as key=value (`theirs`) wins."""
+    auto = "auto"
+    found: dict[str, Any] = dict(item.split("=", 1) for item in defaults.more) | {
+        "train.micro_batch": given.batch_size or defaults.batch_size or auto,
+        "train.accumulation": given.gradient_accumulation or defaults.gradient_accumulation or auto,
+        "train.lr": given.learning_rate or defaults.learning_rate or auto,
+        "train.hours": given.max_hours or defaults.max_hours,
+        "train.target_loss": TARGET_LOSS,
+    }
+    if "train.global_batch" in theirs and not given.gradient_accumulation:
+        found["train.accumulation"] = auto
+    elif auto not in (found["train.micro_batch"], found["train.accumulation"]):
+        found["train.global_batch"] = auto  # their product, whatever the recipe says
+    for flag, alias in SAME.items():
+        text = getattr(given, flag)
+        if text is not None:
+            key, value = canonical(alias, {"true": True, "false": False}.get(text.lower(), text))
+            found[key] = str(value).lower() if isinstance(value, bool) else value
+    return [f"{key}={value}" for key, value in found.items() if key not in theirs]
+
+
+def remarks(given: argparse.Namespace) -> list[str]:
+    """What a flag cannot mean here, said before anything starts."""
+    said = []
+    if given.use_fp8 or given.fp8_backend:
+        said.append("--use_fp8: trains in bf16: fp8 training is not part of redline yet, and nothing pretends to be it")
+    if given.no_fp8:
+        said.append("--no_fp8: nothing to do, redline trains in bf16, which needs no loss scaling")
+    if given.pin_memory:
+        said.append("--pin_memory: always on with a GPU")
+    if given.persistent_workers:
+        said.append("--persistent_workers: always on, the loader's threads live as long as the run")
+    return said
+
+
+def run(description: str, defaults: Defaults, words: Sequence[str] | None = None) -> None:
+    """Translate, say what became of each flag, and hand over to the `redline` command."""
+    given, rest = parser(description, defaults).parse_known_args(words)
+    for remark in remarks(given):
+        print(remark, file=sys.stderr)
+    theirs = {canonical(word.removeprefix("+").split("=")[0], None)[0] for word in rest if "=" in word}
+    mine = [] if "--resume" in rest else overrides(given, defaults, theirs)
+    recipe = [] if "--resume" in rest else [RECIPE]
+    if f"train.target_loss={TARGET_LOSS}" in mine:
+        print(f"train.target_loss: {TARGET}", file=sys.stderr)
+    if recipe and "data.source" not in theirs:
+        print("data.source: a text that every Python carries; data.source=./my-folder trains on yours", file=sys.stderr)
+    print("redline train", *recipe, *mine, *rest, file=sys.stderr)
+    sys.argv = ["redline", "train", *recipe, *mine, *rest]
+    main()

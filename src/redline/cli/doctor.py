@@ -1,0 +1,70 @@
+"""redline doctor"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from redline.cli.options import JsonOption
+from redline.cli.paths import RUNS
+from redline.errors import EXIT_FAILED
+
+if TYPE_CHECKING:
+    from redline.hardware.facts import Check
+
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def doctor(
+    json_: JsonOption = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Measure matmul and copy rates too, and keep them for `redline plan`.")
+    ] = False,
+) -> None:
+    """Check what this machine can do: each line is ok, warn or fail, with the fix.
+
+    Examples:
+      redline doctor
+      redline doctor --probe --json
+    """
+    from redline.hardware.checks import all_checks
+    from redline.hardware.gather import gather
+
+    facts = gather(RUNS, probe=probe)
+    checks = all_checks(facts)
+    failed = any(check.status == "fail" for check in checks)
+    if json_:
+        import json
+
+        rows = [vars(check) for check in checks]
+        typer.echo(json.dumps({"ok": not failed, "checks": rows, "measured": facts.measured}))
+    else:
+        _show(checks)
+    if failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _show(checks: list[Check]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    counts = ", ".join(f"{sum(check.status == status for check in checks)} {status}" for status in _COLOURS)
+    terminal = Console(highlight=False)
+    if not terminal.is_terminal:
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            typer.echo(f"{check.status:4}  {check.name:{width}}  {check.detail}")
+            if check.fix:
+                typer.echo(f"{'':{width + 8}}→ {check.fix}")
+        typer.echo(counts)
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    for check in checks:
+        what = Text(check.detail)
+        if check.fix:
+            what.append(f"\n→ {check.fix}", style="dim" if check.status == "ok" else "")
+        table.add_row(Text(check.status, style=_COLOURS[check.status]), Text(check.name), what)
+    terminal.print(table)
+    terminal.print(counts)

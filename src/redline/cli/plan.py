@@ -1,0 +1,137 @@
+"""redline plan"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from redline.cli.options import JsonOption, split_words
+
+if TYPE_CHECKING:
+    from redline.hardware.machine import Machine
+    from redline.recipe.forecast import Measured
+    from redline.recipe.resolve import Resolved
+    from redline.recipe.schema import Recipe
+
+
+def plan(
+    recipe: Annotated[
+        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE …]", help="A shipped name or a YAML file.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="auto (this machine), cpu, or a card: h100, h200, a100-80gb, …")] = "auto",
+    gpus: Annotated[int, typer.Option(min=1, help="Cards in a node.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Dollars an hour for one card.")] = None,
+    target: Annotated[
+        float | None, typer.Option("--target-tokens-per-s", min=1.0, help="Refused if no hardware could do it.")
+    ] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Measure memory and speed by a few real steps here.")] = False,
+    json_: JsonOption = False,
+) -> None:
+    """What a run will need, how fast it can be, and what it will cost — before it starts.
+
+    Examples:
+      redline plan pretrain-350m --gpu h100 --price 2.5
+      redline plan pretrain-350m --gpu h100 --target-tokens-per-s 700000
+      redline plan quickstart --probe --json
+    """
+    from redline.data.facts import expected_facts
+    from redline.errors import UserError
+    from redline.recipe.forecast import forecast
+    from redline.recipe.load import load
+    from redline.recipe.resolve import resolve
+    from redline.recipe.target import check_target
+
+    name, overrides = split_words(recipe)
+    loaded = load(name or "quickstart", overrides)
+    facts = expected_facts(loaded.recipe.data)
+    resolved = resolve(loaded.recipe, _machine(gpu, loaded.recipe), facts, gpus=gpus, nodes=nodes)
+    measured = _probe(resolved, facts, gpu) if probe else None
+    price = _price(price, loaded.recipe)
+    event = resolved.plan_event(price=price, measured=measured)
+    event["warnings"] = [*loaded.notes, *event["warnings"], *_caveats(resolved, facts.estimated, facts.train_tokens)]
+    event["measured"] = vars(measured) if measured else None
+    refusal: UserError | None = None
+    if target is not None:
+        try:
+            warning = check_target(target, resolved, forecast(resolved, price=price, measured=measured))
+            event["warnings"] += [warning] if warning else []
+        except UserError as error:
+            refusal = error
+        event["target"] = {
+            "tokens_per_s": target,
+            "possible": refusal is None,
+            "reason": refusal.message() if refusal else None,
+        }
+    if json_:
+        import json
+
+        typer.echo(json.dumps(event))
+        raise typer.Exit(refusal.exit_code if refusal else 0)
+    if refusal:
+        raise refusal
+    _show(event)
+
+
+def _machine(gpu: str, recipe: Recipe) -> Machine:
+    """The card that is named, or the machine at hand."""
+    if gpu not in ("auto", "cpu"):
+        from redline.hardware.cards import card
+
+        return card(gpu)
+    from redline.hardware.here import cpu_here, machine_here
+
+    on_cpu = gpu == "cpu" or recipe.train.device == "cpu"
+    known = cpu_here() if on_cpu else machine_here()
+    if known is not None:
+        return known
+    from redline.hardware.detect import detect  # measures this CPU, once
+
+    return detect("cpu" if on_cpu else recipe.train.device)
+
+
+def _probe(resolved: Resolved, facts: Any, gpu: str) -> Measured:
+    """Real steps in a process of their own."""
+    from redline.cli.trial import run_trial
+    from redline.errors import UsageError
+    from redline.hardware.detect import detect
+
+    here = detect(resolved.machine.device if gpu != "auto" else "auto")
+    planned = resolved.machine
+    if (here.spec or here.name) != (planned.spec or planned.name):
+        fix = "Leave --gpu out, or --probe."
+        raise UsageError(f"this machine has a {here.name}, which is no {gpu}.", where="--probe", fix=fix)
+    return run_trial(resolved, facts)
+
+
+def _price(given: float | None, recipe: Recipe) -> float | None:
+    from redline.monitor.monitor import price_of
+
+    return given if given is not None else price_of(recipe.monitor.price_per_hour)
+
+
+def _caveats(resolved: Resolved, estimated: bool, train_tokens: int) -> list[str]:
+    """What the figures leave open."""
+    train, found = resolved.recipe.train, []
+    if not train_tokens:
+        epochs = ": train.epochs cannot be counted" if train.epochs else ""
+        sources = " and ".join(part.source for part in resolved.recipe.data.parts)
+        found.append(f"how many tokens {sources} holds is not known before it is prepared{epochs}")
+    elif estimated and train.epochs:
+        found.append("the number of tokens is estimated from the size of the files")
+    if resolved.batch.world > 1:
+        found.append("more than one card is arithmetic here: redline trains on one so far")
+    if train.precision == "fp8":
+        found.append("fp8 is arithmetic here: redline trains in bf16, fp16 and fp32 so far")
+    return found
+
+
+def _show(event: dict[str, Any]) -> None:
+    import sys
+
+    from redline.monitor.console import Console
+
+    console = Console(file=sys.stdout)
+    console.event({"type": "plan", **event})
+    console.close()

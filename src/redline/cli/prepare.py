@@ -1,0 +1,134 @@
+"""redline prepare"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from redline.cli.options import JsonOption
+from redline.errors import EXIT_FAILED, UsageError
+from redline.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from redline.data.origin import Reading
+    from redline.data.tokenizer import Tokenizer
+
+
+def prepare(
+    source: Annotated[
+        str, typer.Argument(help="A text file, a folder, JSONL, Parquet, embedded, or a dataset id OWNER/NAME.")
+    ],
+    out: Annotated[Path | None, typer.Option("--out", help="The new folder for the tokens.")] = None,
+    tokenizer: Annotated[str, typer.Option(help="gpt2, bytes, train:N or a tokenizer.json.")] = "gpt2",
+    val_fraction: Annotated[float, typer.Option(min=0.0, max=0.999, help="Share of the text that is held out.")] = 0.05,
+    text_key: Annotated[str, typer.Option(help="The key or column that holds the text.")] = "text",
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; as many as cores if not given.")] = None,
+    dedup: Annotated[bool, typer.Option("--dedup", help="Keep only the first of documents with equal text.")] = False,
+    preview: Annotated[int | None, typer.Option(min=1, metavar="N", help="Show N documents with their tokens.")] = None,
+    ids: Annotated[bool, typer.Option("--ids", help="With --preview: the ids of the first 40 tokens too.")] = False,
+    json_: JsonOption = False,
+) -> None:
+    """Turn text into tokens, once and for all, at constant memory.
+
+    Examples:
+      redline prepare ./notes --out ./tokens --tokenizer train:16384
+      redline prepare corpus.jsonl.zst --out ./tokens --text-key content --dedup
+      redline prepare ./notes --preview 3
+    """
+    if out is None and preview is None:
+        raise UsageError("where shall the tokens go?", fix="Give --out DIR, or --preview N to look only.")
+    from redline.cli.progress import PreparationBar
+    from redline.data.origin import EMBEDDED, Reading, holds_tokens
+    from redline.data.prepare import prepare_source, refuse_content, tokenizer_for
+    from redline.data.sources import source_bytes
+
+    if source != EMBEDDED and holds_tokens(Path(source).expanduser()):
+        raise UsageError("these are tokens already.", where=source, fix="Train on them: data.source takes them as is.")
+    source_bytes(source)  # a slip in the name is answered before a tokenizer is looked for
+    if out is not None:
+        refuse_content(out)
+    reading = Reading(val_fraction, text_key, dedup)
+    with _terminable(), PreparationBar() as bar:
+        made_with = tokenizer_for([source], tokenizer, reading, bar)
+        shown = _preview(source, made_with, reading, preview, ids=ids, quiet=json_) if preview else []
+        if out is not None:
+            prepare_source(source, made_with, out, reading, workers=workers, progress=bar)
+    summary = {**({"preview": shown} if preview else {}), **(_summary(source, out, bar.seconds) if out else {})}
+    if json_:
+        import json
+
+        typer.echo(json.dumps(summary))
+    elif out is not None:
+        _print(summary, dedup)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM unwinds like any failure, so that no half-written folder stays."""
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_FAILED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _preview(
+    source: str, tokenizer: Tokenizer, reading: Reading, count: int, *, ids: bool, quiet: bool
+) -> list[dict[str, Any]]:
+    from redline.cli.preview import draw
+    from redline.data.preview import preview
+
+    rows = []
+    for number, document in enumerate(preview(source, tokenizer, reading, count), start=1):
+        if not quiet:
+            draw(document, number, ids=ids)
+        rows.append({"tokens": document.tokens, "ids": document.ids, "texts": [span.text for span in document.spans]})
+    return rows
+
+
+def _summary(source: str, out: Path, seconds: float) -> dict[str, Any]:
+    """What meta.json says, without the list of shards."""
+    import json
+
+    meta = json.loads((out / "meta.json").read_text(encoding="utf-8"))
+    splits = {name: {**entry, "shards": len(entry["shards"])} for name, entry in meta["splits"].items()}
+    text = sum(entry["bytes"] for entry in splits.values())
+    return {
+        "source": source,
+        "out": str(out),
+        "tokenizer": meta["tokenizer"]["name"],
+        "vocab_size": meta["vocab_size"],
+        **splits,
+        "counts": meta["counts"],
+        "fingerprint": meta["fingerprint"],
+        "seconds": round(seconds, 3),
+        "mb_per_s": round(text / 1e6 / max(seconds, 1e-9), 3),
+    }
+
+
+def _print(summary: dict[str, Any], dedup: bool) -> None:
+    counts = summary["counts"]
+    rows = [("tokenizer", f"{summary['tokenizer']}, {summary['vocab_size']:,} entries")]
+    for split in ("train", "val"):
+        part = summary[split]
+        size = format_bytes(part["bytes"])
+        rows.append((split, f"{part['tokens']:,} tokens · {size} of text · {part['documents']:,} documents"))
+    if counts["bad_rows"]:
+        skipped = f"{counts['bad_rows']:,} of {counts['rows']:,} skipped; the first is {counts['first_bad_row']}"
+        rows.append(("bad rows", skipped))
+    if counts["binary_files"]:
+        left_out = f"{counts['binary_files']:,} left out; the first is {counts['first_binary_file']}"
+        rows.append(("binary files", left_out))
+    kept = "dropped" if dedup else "counted and kept"
+    rows.append(("duplicates", f"{counts['duplicates']:,} {kept}" if counts["duplicates"] else "none"))
+    rows.append(("fingerprint", summary["fingerprint"]))
+    rows.append(("took", f"{format_seconds(summary['seconds'])}, {summary['mb_per_s']:.1f} MB/s"))
+    typer.echo(summary["out"])
+    for name, value in rows:
+        typer.echo(f"  {name:12s} {value}")

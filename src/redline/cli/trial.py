@@ -1,0 +1,40 @@
+"""Asking the trial process for a few real steps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from redline.errors import UserError
+from redline.recipe.forecast import Measured
+from redline.recipe.resolve import DataFacts, Resolved
+
+LIMIT_S = 900
+
+
+def run_trial(resolved: Resolved, facts: DataFacts) -> Measured:
+    request = {"recipe": resolved.recipe.model_dump(mode="json"), "facts": asdict(facts)}
+    command = [sys.executable, "-m", "redline.train.trial"]
+    try:
+        done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        fix = "Plan without --probe."
+        raise UserError(f"the steps did not end within {LIMIT_S} s.", where="--probe", fix=fix) from None
+    answer = _answer(done.stdout)
+    if answer is None:
+        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise UserError(f"the steps failed: {said}.", where="--probe", fix="Plan without --probe, or `redline doctor`.")
+    if "error" in answer:
+        raise UserError(str(answer["error"]), where="--probe")
+    return Measured(answer["tokens_per_s"], answer["memory_gib"], answer["step_ms"], answer["compile_s"])
+
+
+def _answer(output: str) -> dict[str, Any] | None:
+    try:
+        answer = json.loads(output.splitlines()[-1])
+    except (IndexError, ValueError):
+        return None
+    return answer if isinstance(answer, dict) else None

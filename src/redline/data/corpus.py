@@ -1,0 +1,220 @@
+"""Everything a run trains on, as its recipe asks for it: one source, a weighted mixture, or a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from redline.cache import temporary_sibling
+from redline.data.encode import default_workers
+from redline.data.facts import expected_facts
+from redline.data.index import Index, WindowIndex
+from redline.data.mixture import MixtureIndex, turns
+from redline.data.origin import EMBEDDED, Reading, holds_tokens, prepared_folder, shared_tokenizer
+from redline.data.prepare import prepare_cached, set_aside, tokenizer_for
+from redline.data.progress import Progress, ProgressCallback
+from redline.data.shards import check_shard
+from redline.data.stream import StreamIndex, StreamSplit, StreamState, TokenStream, read_state
+from redline.data.tokenizer import Tokenizer, load_tokenizer, trained_size
+from redline.data.tokens import TokenData, TokenSplit, digest_of, shard_files
+from redline.errors import UserError
+from redline.recipe.resolve import DataFacts
+from redline.recipe.schema import Data, Part
+
+# Parts of a mixture take turns in validation by blocks of about this many tokens, so that its beginning has them all.
+_BLOCK = 16_384
+_SEED_STEP = 1_000_003
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The tokens of all parts as if they were one, and the order in which they are read."""
+
+    tokens: TokenData
+    facts: DataFacts
+    parts: tuple[Part, ...]
+    sizes: tuple[int, ...]  # training tokens of each part, in the order in which `tokens.train` has them
+
+    def index(self, seq_len: int, seed: int, *, shuffle: bool = True) -> Index:
+        """Which window of `tokens.train` is the n-th sample. Weights are shares of the samples."""
+        train = self.tokens.train
+        if isinstance(train, StreamSplit):
+            return StreamIndex(train, seq_len, seed, shuffle)
+        indices = []
+        for number, (part, size) in enumerate(zip(self.parts, self.sizes, strict=True)):
+            try:
+                indices.append(WindowIndex(size, seq_len, seed + _SEED_STEP * number, shuffle))
+            except UserError as error:
+                raise UserError(error.what, where=part.source, fix=error.fix) from None
+        if len(indices) == 1:
+            return indices[0]
+        offsets = np.cumsum([0, *self.sizes[:-1]]).tolist()
+        return MixtureIndex(indices, offsets, [part.weight for part in self.parts])
+
+
+def open_corpus(data: Data, *, for_evaluation: bool = False, progress: ProgressCallback | None = None) -> Corpus:
+    """What the recipe's `data` asks for, prepared where it must be. For evaluation nothing is held out or dropped."""
+    held_out, dedup = (0.0, False) if for_evaluation else (data.val_fraction, data.dedup)
+    reading = Reading(held_out, data.text_key, dedup)
+    if data.stream and not for_evaluation and not _holds_tokens(data.parts[0].source):
+        return _open_stream(data, reading, progress)
+    opened = _open_parts([part.source for part in data.parts], data.tokenizer, reading, progress)
+    tokens = opened[0] if len(opened) == 1 else _joined(data.parts, opened)
+    facts = DataFacts(
+        vocab_size=tokens.vocab_size,
+        train_tokens=len(tokens.train),
+        val_tokens=len(tokens.val) if tokens.val is not None else 0,
+        fingerprint=tokens.fingerprint,
+        tokenizer=tokens.tokenizer_name,
+        tokenizer_fingerprint=tokens.tokenizer_fingerprint,
+    )
+    return Corpus(tokens, facts, data.parts, tuple(len(part.train) for part in opened))
+
+
+def _holds_tokens(source: str) -> bool:
+    return source != EMBEDDED and holds_tokens(Path(source).expanduser())
+
+
+def _open_parts(
+    sources: Sequence[str], spec: str, reading: Reading, progress: ProgressCallback | None
+) -> list[TokenData]:
+    if len(sources) == 1 or trained_size(spec) is None:
+        return [prepare_cached(source, spec, reading, progress=progress) for source in sources]
+    definition = shared_tokenizer(sources, spec, reading)
+
+    @cache
+    def load() -> Tokenizer:
+        if not definition.is_file():
+            _save(tokenizer_for(sources, spec, reading, progress), definition)
+        tokenizer = load_tokenizer(str(definition))
+        tokenizer.name = spec
+        return tokenizer
+
+    load()  # its content is part of each folder's name
+    return [prepare_cached(source, str(definition), reading, progress=progress, load=load) for source in sources]
+
+
+def _save(tokenizer: Tokenizer, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_sibling(path)
+    tokenizer.save(temporary)
+    temporary.replace(path)
+
+
+def _joined(parts: Sequence[Part], opened: Sequence[TokenData]) -> TokenData:
+    first = opened[0]
+    for part, other in zip(parts, opened, strict=True):
+        if other.tokenizer_fingerprint != first.tokenizer_fingerprint:
+            what = f"made with another tokenizer ({other.tokenizer_name}) than {parts[0].source}."
+            raise UserError(what, where=part.source, fix="Prepare all parts of a mixture with the same one.")
+    named = [[data.fingerprint, part.weight] for part, data in zip(parts, opened, strict=True)]
+    held_out = [data.val for data in opened if data.val is not None]
+    return TokenData(
+        source=first.source,
+        train=_union([data.train for data in opened], [data.train.pieces for data in opened]),
+        val=_union(held_out, _by_turns(held_out)) if held_out else None,
+        tokenizer_name=first.tokenizer_name,
+        tokenizer_fingerprint=first.tokenizer_fingerprint,
+        vocab_size=first.vocab_size,
+        eot=first.eot,
+        fingerprint=digest_of(["mixture", named]),
+        files=tuple(file for data in opened for file in data.files),
+    )
+
+
+Pieces = tuple[np.ndarray, ...]
+
+
+def _union(splits: Sequence[TokenSplit], pieces: Sequence[Pieces]) -> TokenSplit:
+    sizes = [split.bytes for split in splits]
+    return TokenSplit(
+        [piece for some in pieces for piece in some],
+        vocab_size=splits[0].vocab_size,
+        eot=splits[0].eot,
+        utf8_bytes=None if None in sizes else sum(size for size in sizes if size is not None),
+        fingerprint=digest_of([split.fingerprint for split in splits]),
+    )
+
+
+def _by_turns(splits: Sequence[TokenSplit]) -> list[Pieces]:
+    """All of the splits in blocks of whole documents where possible, in turns by their sizes."""
+    blocks = [[block for piece in split.pieces for block in _blocks(piece, split.eot)] for split in splits]
+    order = turns([len(some) for some in blocks])
+    following = [iter(some) for some in blocks]
+    return [tuple(next(following[part]) for part in order)]
+
+
+def _blocks(piece: np.ndarray, eot: int) -> list[np.ndarray]:
+    cuts = []
+    for border in range(_BLOCK, len(piece), _BLOCK):
+        ends = np.flatnonzero(piece[border : border + _BLOCK // 2] == eot)
+        cuts.append(border + int(ends[0]) if len(ends) else border)
+    return [block for block in np.split(piece, cuts) if len(block)]
+
+
+def _open_stream(data: Data, reading: Reading, progress: ProgressCallback | None) -> Corpus:
+    """Returns as soon as training may begin. The fingerprint names source and tokenizer: the tokens are yet to come."""
+    source = data.parts[0].source
+    path = Path(source).expanduser()
+    folder = prepared_folder(source, data.tokenizer, reading, stream=True)
+    job = {
+        "source": str(path.resolve()) if path.exists() and source != EMBEDDED else source,
+        "tokenizer": data.tokenizer,
+        "reading": asdict(reading),
+        "workers": max(1, default_workers() - 1),  # training has work for a core too
+    }
+    if _is_damaged(folder, read_state(folder)):
+        set_aside(folder)
+    stream = TokenStream(folder, job)
+    if progress:
+        progress(Progress(f"preparing the first shard of {source}", 0, None, 0))
+    state = stream.wait(lambda now: now.ready)
+    meta = state.description
+    vocab_size, eot, made_with = int(meta["vocab_size"]), int(meta["eot"]), meta["tokenizer"]
+    fingerprint = digest_of(["stream", folder.name, made_with["fingerprint"]])
+    train = StreamSplit(stream, vocab_size, eot, fingerprint, made_with["fingerprint"])
+    train.take(state)
+    entry = meta["splits"]["val"]
+    held_out = [file.map() for file in shard_files(folder, vocab_size, entry)]
+    val = TokenSplit(held_out, vocab_size=vocab_size, eot=eot, utf8_bytes=entry["bytes"], fingerprint=digest_of(entry))
+    tokens = TokenData(
+        source=folder,
+        train=train,
+        val=val if held_out else None,
+        tokenizer_name=made_with["name"],
+        tokenizer_fingerprint=made_with["fingerprint"],
+        vocab_size=vocab_size,
+        eot=eot,
+        fingerprint=fingerprint,
+        files=(),
+    )
+    return Corpus(tokens, _stream_facts(data, tokens, complete=state.done), data.parts, (len(train),))
+
+
+def _stream_facts(data: Data, tokens: TokenData, *, complete: bool) -> DataFacts:
+    return DataFacts(
+        vocab_size=tokens.vocab_size,
+        train_tokens=len(tokens.train) if complete else expected_facts(data).train_tokens,
+        val_tokens=len(tokens.val) if tokens.val is not None else 0,
+        fingerprint=tokens.fingerprint,
+        tokenizer=tokens.tokenizer_name,
+        tokenizer_fingerprint=tokens.tokenizer_fingerprint,
+        estimated=not complete,
+    )
+
+
+def _is_damaged(folder: Path, state: StreamState) -> bool:
+    meta = state.description
+    if not meta.get("splits"):
+        return False
+    try:
+        for entry in meta["splits"].values():
+            for file in shard_files(folder, int(meta["vocab_size"]), entry):
+                check_shard(file, str(meta["tokenizer"]["fingerprint"]))
+    except (UserError, ValueError, KeyError, TypeError):
+        return True
+    return False

@@ -1,0 +1,142 @@
+"""`model.init_from`: a new run's first weights, from another run's checkpoint or from an exported folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from redline.data.tokenizer import named_vocabulary
+from redline.errors import UsageError, UserError
+from redline.export.folder import ORIGIN, WEIGHTS
+from redline.fields import AUTO
+from redline.models.llama import from_llama, shape_of
+from redline.monitor.runs import resolve_run
+from redline.recipe.lock import locked_recipe, read_lock
+from redline.recipe.schema import Model, Recipe
+from redline.train.checkpoint import Tensors, file_digest
+from redline.train.weights import find_weights
+
+KEY = "model.init_from"
+_SIZE = ("layers", "d_model", "heads", "d_ff")
+_SHAPE = (*_SIZE, "kv_heads", "head_dim", "vocab", "mlp", "tied", "qk_norm")
+_CALIBRATION = ("rope_theta", "norm_eps", "softcap")  # weights of another fit, but were trained with the old
+
+
+@dataclass(frozen=True)
+class Initial:
+    """Weights to begin with, found and verified but not yet read."""
+
+    source: str  # path, with @step for a run: what finds the same weights again, whatever happens to `latest`
+    run_id: str
+    step: int
+    weights: str
+    fingerprint: str
+    tokenizer: str  # fingerprint
+    model: Model
+    tokenizer_spec: str  # what names it
+    tensors: Callable[[], Tensors]
+
+    def record(self) -> dict[str, Any]:
+        """For the lock."""
+        names = ("source", "run_id", "step", "weights", "fingerprint")
+        return {name: getattr(self, name) for name in names}
+
+    def fill(self, recipe: Recipe) -> Recipe:
+        """The recipe, with the source's shape wherever it leaves that open."""
+        model = recipe.model
+        if model.size not in (None, AUTO):
+            return recipe
+        shape = {name: getattr(self.model, name) for name in _SHAPE if getattr(model, name) == AUTO}
+        return recipe.model_copy(update={"model": model.model_copy(update={**shape, "size": None})})
+
+    def check(self, recipe: Recipe, tokenizer: str) -> list[str]:
+        """Refuses a model or a tokenizer that these weights are not of; returns what only deserves a word."""
+        if tokenizer != self.tokenizer:
+            fix = f"Use the source's: data.tokenizer={self.tokenizer_spec}"
+            what = f"the weights of {self.source} are for another tokenizer than {recipe.data.tokenizer} on this data."
+            raise UsageError(what, where=KEY, fix=fix)
+        differing = self._differing(recipe.model, _SHAPE)
+        if differing:
+            wanted = {**{name: getattr(self.model, name) for name in _SIZE}, **{n: was for n, was, _ in differing}}
+            fix = " ".join(f"model.{name}={str(value).lower()}" for name, value in wanted.items())
+            lines = ", ".join(f"model.{name} is {was} there and {now} here" for name, was, now in differing)
+            raise UsageError(f"{self.source} is another model: {lines}.", where=KEY, fix=f"Give it that shape: {fix}")
+        changed = self._differing(recipe.model, _CALIBRATION)
+        return [f"{KEY}: model.{name} was {was} when {self.source} was trained" for name, was, _ in changed]
+
+    def _differing(self, model: Model, names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
+        pairs = [(name, getattr(self.model, name), getattr(model, name)) for name in names]
+        return [(name, was, now) for name, was, now in pairs if was != now]
+
+
+def open_initial(spec: str, root: Path, say: Callable[[str], None] = lambda _: None) -> Initial:
+    """RUN[@step|@best], its moving average if there is one, or a folder that `redline export` wrote."""
+    folder = Path(spec).expanduser()
+    if (folder / ORIGIN).is_file():
+        return _from_folder(folder)
+    try:
+        path, selector = resolve_run(spec, root)
+    except UserError as error:
+        raise UsageError(error.what, where=f"{KEY}={spec}", fix=error.fix) from None
+    lock = read_lock(path)
+    chosen = find_weights(path, selector, say=say)
+    return Initial(
+        source=f"{path.resolve()}@{chosen.step}",
+        run_id=str(lock["run_id"]),
+        step=chosen.step,
+        weights=chosen.kind,
+        fingerprint=chosen.fingerprint,
+        tokenizer=str(chosen.state["identity"]["tokenizer"]),
+        model=locked_recipe(path, lock).recipe.model,
+        tokenizer_spec=_tokenizer_spec(path, str(lock["data"]["tokenizer"])),
+        tensors=chosen.tensors,
+    )
+
+
+def _from_folder(folder: Path) -> Initial:
+    try:
+        origin = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
+        model = Model.model_validate(origin["model"])
+        return Initial(
+            source=str(folder.resolve()),
+            run_id=str(origin["run_id"]),
+            step=int(origin["step"]),
+            weights=str(origin["weights"]),
+            fingerprint=file_digest(folder / WEIGHTS),
+            tokenizer=str(origin["tokenizer_fingerprint"]),
+            model=model,
+            tokenizer_spec=_tokenizer_spec(folder, str(origin["tokenizer"])),
+            tensors=lambda: _folder_tensors(folder, model),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fix = "Export the model again."
+        what = f"is not what redline export wrote ({type(error).__name__})."
+        raise UserError(what, where=f"{KEY}={folder}", fix=fix) from None
+
+
+def _folder_tensors(folder: Path, model: Model) -> Tensors:
+    try:
+        return from_llama(load_file(folder / WEIGHTS), shape_of(model))
+    except (OSError, SafetensorError, KeyError) as error:
+        fix = "Export the model again."
+        raise UserError(f"cannot be read ({error}).", where=str(folder / WEIGHTS), fix=fix) from None
+
+
+def _tokenizer_spec(folder: Path, name: str) -> str:
+    """What `data.tokenizer` must say to get the tokenizer of the run or export in this folder."""
+    return name if named_vocabulary(name) else str(folder / "tokenizer.json")
+
+
+def reopen_initial(recorded: dict[str, Any], root: Path, say: Callable[[str], None] = lambda _: None) -> Initial:
+    """The weights that a run began with; only a run that was stopped before its first save asks for them again."""
+    found = open_initial(str(recorded["source"]), root, say)
+    if found.fingerprint != recorded["fingerprint"]:
+        fix = "Start a new run."
+        raise UserError("is not what this run began with.", where=f"{KEY}={recorded['source']}", fix=fix)
+    return found

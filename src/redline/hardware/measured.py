@@ -1,0 +1,81 @@
+"""What was measured on this machine, kept in the cache so that a start need not measure again.
+
+A file is one JSON object: `schema`, and `entries` by key. Whatever cannot be read counts as never measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from typing import Any
+
+from redline.cache import cache_dir, write_atomically
+from redline.hardware.host import cpu_name, cpu_threads
+
+SCHEMA = 1  # another when what is measured, or how, changes
+RATES = "machine.json"
+ATTENTION = "attention.json"
+
+# FLOP/s of a matmul under fp32, tf32, bf16, fp16, fp8; bytes/s under copy, to_device, to_host. What could not be
+# measured is not there.
+Measured = dict[str, float]
+
+
+def torch_version() -> str:
+    """Without importing it."""
+    from importlib import metadata  # costs more than all the rest of a plan
+
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "missing"
+
+
+def cpu_key() -> str:
+    return f"{cpu_name()}, {cpu_threads()} threads, torch {torch_version()}"
+
+
+def gpu_key(name: str, driver: str | None) -> str:
+    return f"{name}, driver {driver or 'unknown'}, torch {torch_version()}"
+
+
+def recall(file: str, key: str) -> dict[str, Any] | None:
+    """What was kept under a key, with the date it was measured on."""
+    entry = _entries(file).get(key)
+    return entry if isinstance(entry, dict) and isinstance(entry.get("date"), str) else None
+
+
+def keep(file: str, key: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """Keep an entry, dated today; a cache that cannot be written costs time later, never the run."""
+    dated = {"date": time.strftime("%Y-%m-%d"), **entry}
+    content = {"schema": SCHEMA, "entries": {**_entries(file), key: dated}}
+    with contextlib.suppress(OSError):
+        write_atomically(cache_dir() / file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    return dated
+
+
+def recall_rates(key: str) -> Measured | None:
+    entry = recall(RATES, key)
+    rates = entry.get("rates") if entry else None
+    if not isinstance(rates, dict) or not rates:
+        return None
+    if not all(isinstance(rate, int | float) and 0 < rate < 1e20 for rate in rates.values()):
+        return None
+    return {str(name): float(rate) for name, rate in rates.items()}
+
+
+def keep_rates(key: str, rates: Measured) -> Measured:
+    """Keep them, and give them back as they will be recalled."""
+    rounded = {name: float(f"{rate:.4g}") for name, rate in rates.items()}
+    keep(RATES, key, {"rates": rounded})
+    return rounded
+
+
+def _entries(file: str) -> dict[str, Any]:
+    try:
+        content = json.loads((cache_dir() / file).read_text(encoding="utf-8"))
+        entries = content["entries"] if content["schema"] == SCHEMA else {}
+        return dict(entries)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}

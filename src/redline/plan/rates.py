@@ -1,0 +1,44 @@
+"""How much of a peak real kernels reach. Measured on an H200: benchmarks/results/rates-h200-20261115.json.
+
+On another card these shares are a prior, not a measurement; `redline plan --probe` measures.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import pairwise
+
+# Mean share of the dense bf16 peak over a layer's matmuls (forward, dgrad, wgrad), by model width.
+MATMUL_SHARE = {256: 0.52, 384: 0.61, 512: 0.60, 768: 0.66, 1024: 0.64, 1536: 0.67, 2048: 0.67}
+BEST_MATMUL_SHARE = {"bf16": 0.775, "fp8": 0.66, "fp16": 0.775, "fp32": 0.77}  # the fastest single one
+COPY_SHARE = 0.88  # of the memory's rated bandwidth
+
+
+@dataclass(frozen=True)
+class AttentionRate:
+    """Time of a causal pass and its backward = passes over its tensors + FLOPs at a share of the peak."""
+
+    share: float
+    passes: float
+
+
+ATTENTION = {64: AttentionRate(0.394, 31.0), 128: AttentionRate(0.50, 26.0)}  # cuDNN
+PACKED = {64: AttentionRate(0.253, 85.0), 128: AttentionRate(0.287, 84.0)}  # flash by documents, its copies included
+LAUNCH_SECONDS = 6e-6  # the host needs this long to start a kernel
+
+
+def matmul_share(width: int) -> float:
+    """Linear between the measured widths, flat beyond them."""
+    widths = sorted(MATMUL_SHARE)
+    if width <= widths[0]:
+        return MATMUL_SHARE[widths[0]] * max(width / widths[0], 0.1)
+    if width >= widths[-1]:
+        return MATMUL_SHARE[widths[-1]]
+    low, high = list(pairwise(widths))[bisect_left(widths, width) - 1]
+    part = (width - low) / (high - low)
+    return MATMUL_SHARE[low] * (1 - part) + MATMUL_SHARE[high] * part
+
+
+def attention_rate(head_dim: int, packed: bool = False) -> AttentionRate:
+    return (PACKED if packed else ATTENTION)[128 if head_dim >= 96 else 64]

@@ -1,0 +1,75 @@
+"""How fast a step can be, and how fast it will probably be: work over rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from redline.plan.rates import BEST_MATMUL_SHARE, COPY_SHARE, LAUNCH_SECONDS, attention_rate, matmul_share
+from redline.plan.work import Work
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What a card can do at best: FLOP/s of matmuls in the precision used and of attention, bytes/s of its memory."""
+
+    matmul: float
+    attention: float
+    bandwidth: float
+    precision: str
+    link: float | None = None  # bytes/s to the next card
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One kind of work: its time in a step at the dense peak, and at the best rate that kernels were seen to reach."""
+
+    part: str
+    at_peak: float | None  # seconds; None where a peak says nothing
+    at_best: float
+
+
+def limits(work: Work, peaks: Peaks, tokens: float) -> list[Limit]:
+    """`tokens` is what one card handles in a step."""
+    rate, bandwidth = attention_rate(work.head_dim), COPY_SHARE * peaks.bandwidth
+    attention = work.attention / (rate.share * peaks.attention) + rate.passes * work.touched / bandwidth
+    return [
+        Limit(
+            "matmul",
+            tokens * work.matmul / peaks.matmul,
+            tokens * work.matmul / (BEST_MATMUL_SHARE[peaks.precision] * peaks.matmul),
+        ),
+        Limit("attention", tokens * work.attention / peaks.attention, tokens * attention),
+        Limit("memory-bound", None, (tokens * work.moved_least + work.update) / bandwidth),
+    ]
+
+
+def physical(parts: list[Limit]) -> float:
+    """Seconds of a step at the dense peaks, all of the time: nothing can be faster."""
+    return sum(part.at_peak or 0.0 for part in parts)
+
+
+def reachable(parts: list[Limit]) -> float:
+    """Seconds at the rates of the best kernels, if the memory-bound work hid entirely behind them."""
+    return sum(part.at_best for part in parts if part.at_peak is not None)
+
+
+def expected(work: Work, peaks: Peaks, *, micro_tokens: int, accumulation: int, world: int = 1) -> float:
+    """Seconds of a step as redline runs it today, by prior."""
+    matmul_rate = matmul_share(work.width) * peaks.matmul
+    rate, bandwidth = attention_rate(work.head_dim, work.packed), COPY_SHARE * peaks.bandwidth
+    again = work.attention_again / work.attention if work.attention else 0.0
+    attention = work.attention / (rate.share * peaks.attention) + rate.passes * work.touched / bandwidth
+    per_token = (
+        (work.matmul + work.recomputed) / matmul_rate + attention * (1 + again) + work.moved / bandwidth
+    )
+    micro = max(micro_tokens * per_token, work.kernels * LAUNCH_SECONDS)
+    update = work.update / bandwidth + work.update_flops / matmul_rate
+    return accumulation * micro + update + _exposed(work, peaks, micro, world)
+
+
+def _exposed(work: Work, peaks: Peaks, micro: float, world: int) -> float:
+    """What the all-reduce of the gradients adds: a ring, hidden behind the last backward as far as that reaches."""
+    if world == 1 or not peaks.link:
+        return 0.0
+    reduce = 2 * (world - 1) / world * work.gradient_bytes / peaks.link
+    return max(0.0, reduce - micro * 2 / 3)

@@ -1,0 +1,103 @@
+"""What a step has to do, by the kind of unit that does it: the numerator of every ceiling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from redline.plan.memory import LOW_BIT, Kernels, activation_bytes_per_token
+from redline.plan.shapes import DecoderShape
+
+
+@dataclass(frozen=True)
+class Work:
+    """Per token, unless it says otherwise."""
+
+    matmul: float  # FLOPs, forward and backward
+    attention: float  # FLOPs, forward and backward, what the mask leaves
+    recomputed: float  # FLOPs of matmuls done again for want of memory
+    attention_again: float
+    touched: float  # bytes that each attention pass reads and writes once: queries, keys, values, outputs
+    moved_least: float  # bytes of the work between matmuls if each value were read and written once
+    moved: float  # bytes of that work as it is compiled today
+    update: float  # bytes of one optimizer step
+    update_flops: float  # of one optimizer step
+    gradient_bytes: float  # of one step
+    kernels: int  # launched for one micro-batch
+    packed: bool  # attention by documents
+    width: int
+    head_dim: int
+    seq_len: int
+
+
+# Bytes that pass through memory between the matmuls, per byte that the forward keeps for the backward.
+# From whole steps on an H200: benchmarks/results/plan-h200-20261115.json.
+TRAFFIC = 4.25
+TRAFFIC_UNCOMPILED = 16.3
+KERNELS_PER_LAYER = 45  # a compiled block, forward and backward
+KERNELS_UNCOMPILED = 220
+MUON_BYTES = 240  # a hidden parameter's, in one update
+
+
+def decoder_work(
+    shape: DecoderShape,
+    seq_len: int,
+    *,
+    checkpointing: str,
+    bytes_per_value: int,
+    optimizer: str,
+    ema: bool,
+    kernels: Kernels = Kernels(),
+) -> Work:
+    layers, d = shape.layers, shape.d_model
+    layer_matmul = 6.0 * layers * shape.layer_matmul_parameters
+    attention = 6.0 * layers * shape.d_attention * seq_len
+    again = checkpointing == "full"
+    kept = activation_bytes_per_token(shape, bytes_per_value, "none", kernels)
+    traffic = TRAFFIC if kernels.compiled else TRAFFIC_UNCOMPILED
+    recompute_traffic = 0.0 if checkpointing == "none" else kept  # the forward's share once more
+    return Work(
+        matmul=layer_matmul + 6.0 * shape.head_parameters,
+        attention=attention,
+        recomputed=layer_matmul / 3 if again else 0.0,
+        attention_again=attention / 3 if again else 0.0,
+        touched=float(layers * shape.d_attention * bytes_per_value),
+        moved_least=_least_traffic(shape, bytes_per_value),
+        moved=traffic * kept + recompute_traffic,
+        update=_update_traffic(shape, optimizer, ema),
+        gradient_bytes=4.0 * shape.parameters,
+        kernels=(KERNELS_PER_LAYER if kernels.compiled else KERNELS_UNCOMPILED) * layers,
+        update_flops=_orthogonalisation(shape) if optimizer == "muon" else 0.0,
+        packed=kernels.packed,
+        width=d,
+        head_dim=shape.head_dim,
+        seq_len=seq_len,
+    )
+
+
+def _least_traffic(shape: DecoderShape, bytes_per_value: int) -> float:
+    """Values read and written once by each fused kernel between the matmuls; the matmuls' own are not counted."""
+    d, f, up = shape.d_model, shape.d_ff, shape.d_up
+    rotated = (shape.heads + shape.kv_heads) * shape.head_dim
+    norms = 2 * (3 * d + 4 * d)  # residual and branch in, sum and normalised out; backward: three in, one out
+    rotary = 2 * 2 * rotated  # in and out, forward and backward
+    activation = (up + f) + (f + up + up + f)  # forward: in, out; backward: two in, and both gradients out
+    logits = 2 * shape.vocab  # read once, their gradient written once
+    return float((shape.layers * (norms + rotary + activation) + logits) * bytes_per_value)
+
+
+def _update_traffic(shape: DecoderShape, optimizer: str, ema: bool) -> float:
+    """Weights, gradients and moments, read and written by one update; the norm reads the gradients before."""
+    hidden = shape.layers * shape.layer_matmul_parameters if optimizer == "muon" else 0
+    moments = 0.5 if optimizer in LOW_BIT else 2  # of four bytes; 8-bit moments are a quarter each
+    per_parameter = 4 * (2 + 2 + 2 * moments)
+    averaged = 12 * shape.parameters if ema else 0
+    return float(per_parameter * (shape.parameters - hidden) + MUON_BYTES * hidden + averaged)
+
+
+def _orthogonalisation(shape: DecoderShape) -> float:
+    """Five Newton–Schulz steps for every hidden matrix: X·Xᵀ, its square, and their product with X."""
+    d, attention, kv = shape.d_model, shape.d_attention, shape.kv_heads * shape.head_dim
+    ups = 2 if shape.mlp == "swiglu" else 1
+    matrices = [(attention, d), (kv, d), (kv, d), (attention, d), (shape.d_ff, d), *[(shape.d_ff, d)] * ups]
+    per_step = sum(2.0 * min(m) * min(m) * (2 * max(m) + min(m)) for m in matrices)
+    return 5 * shape.layers * per_step

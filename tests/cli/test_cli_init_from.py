@@ -1,0 +1,153 @@
+"""A new run begins with another's weights, and says whose they were."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.errors import UserError
+from redline.evaluate.initial import open_initial
+from redline.monitor.events import read_events
+
+
+@pytest.fixture
+def source(home: Path, tmp_path: Path) -> Path:
+    """A copy of the trained run that a test may take away again, as runs/old."""
+    shutil.copytree((home / "runs/latest").resolve(), tmp_path / "runs/old")
+    return tmp_path / "runs/old"
+
+
+def evaluations(run: Path) -> list[tuple[int, float]]:
+    return [(e["step"], e["loss"]) for e in read_events(run / "events.jsonl") if e["type"] == "eval"]
+
+
+def test_it_goes_on_from_the_loss_it_had(source: Path, recipe: str, inside: Any, tmp_path: Path) -> None:
+    answer = inside("train", recipe, "model.init_from=old", "train.steps=2", "--run", "runs/new")
+    assert answer.code == 0, answer.err
+    assert evaluations(tmp_path / "runs/new")[0] == (0, evaluations(source)[-1][1])
+    lock, old = (json.loads((tmp_path / f"runs/{name}/lock.json").read_text()) for name in ("new", "old"))
+    manifest = json.loads((source / "checkpoints/step-00000006/manifest.json").read_text())
+    assert lock["init_from"] == {
+        "source": f"{source}@6",
+        "run_id": old["run_id"],
+        "step": 6,
+        "weights": "raw",
+        "fingerprint": manifest["files"]["model.safetensors"]["sha256"],
+    }
+    assert lock["run_id"] != old["run_id"]
+    assert old["init_from"] is None
+    assert lock["recipe"]["model"]["init_from"] == "old"
+
+
+def test_going_on_with_it_needs_the_old_run_no_more(
+    source: Path, recipe: str, inside: Any, tmp_path: Path, tensors_of: Callable[..., Any]
+) -> None:
+    """Four steps are two, a resume, and two more — to the bit, with the source gone."""
+    words = ("train", recipe, "model.init_from=old@3", "train.schedule=constant", "train.ema=0.9", "eval.every=2")
+    assert inside(*words, "train.steps=4", "--run", "runs/whole").code == 0
+    assert inside(*words, "train.steps=2", "--run", "runs/parts").code == 0
+    shutil.rmtree(source)
+    assert inside("train", "--resume", "parts", "train.steps=4").code == 0
+    whole, parts = (tensors_of(tmp_path / f"runs/{name}/checkpoints/step-00000004") for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_a_run_that_was_never_saved_begins_with_the_same_weights(
+    source: Path, recipe: str, inside: Any, tmp_path: Path
+) -> None:
+    assert inside("train", recipe, "model.init_from=old@3", "train.steps=1", "--run", "new").code == 0
+    shutil.rmtree(tmp_path / "new/checkpoints")
+    assert inside("train", "--resume", "new").code == 0
+    starts = [loss for step, loss in evaluations(tmp_path / "new") if step == 0]
+    assert starts[-1] == evaluations(source)[1][1], "of step 3 again"
+    shutil.rmtree(tmp_path / "new/checkpoints")
+    shutil.rmtree(source)
+    answer = inside("train", "--resume", "new")
+    assert answer.code == 2
+    assert "There is no such run." in answer.said
+
+
+def test_the_average_is_taken_if_there_is_one(source: Path, recipe: str, inside: Any, tmp_path: Path) -> None:
+    assert inside("train", recipe, "train.ema=0.5", "train.steps=3", "--run", "averaged").code == 0
+    found = open_initial(str(tmp_path / "averaged"), tmp_path)
+    assert found.weights == "ema"
+    assert inside("train", recipe, "model.init_from=averaged", "train.steps=1", "--run", "new").code == 0
+    assert evaluations(tmp_path / "new")[0][1] == evaluations(tmp_path / "averaged")[-1][1]
+
+
+def test_an_exported_folder_will_do(source: Path, recipe: str, inside: Any, tmp_path: Path) -> None:
+    assert inside("export", "old", "--out", "model").code == 0
+    shutil.rmtree(source.parent)
+    assert inside("train", recipe, "model.init_from=model", "train.steps=1", "--run", "new").code == 0
+    lock = json.loads((tmp_path / "new/lock.json").read_text())
+    assert (lock["init_from"]["step"], lock["init_from"]["source"]) == (6, str(tmp_path / "model"))
+    begins = evaluations(tmp_path / "new")[0][1]
+    assert inside("train", recipe, "train.steps=1", "--run", "fresh").code == 0
+    assert begins < evaluations(tmp_path / "fresh")[0][1] - 0.01, "not where a fresh model begins"
+    (tmp_path / "model/model.safetensors").write_bytes(b"no")
+    answer = inside("train", recipe, "model.init_from=model", "--run", "other")
+    assert answer.code == 1
+    assert "Export the model again." in answer.said
+    assert not (tmp_path / "other").exists()
+
+
+def test_open_shapes_become_the_sources(source: Path, recipe: str, inside: Any, tmp_path: Path) -> None:
+    """quickstart leaves its size to the plan; here the weights decide."""
+    words = ("data.tokenizer=bytes", "data.seq_len=32", "train.hours=null", "train.epochs=null", "train.steps=1")
+    quick = ("train.device=cpu", "train.compile=false", "eval.samples=0", "eval.sequences=2", "model.qk_norm=false")
+    data = f"data.source={json.loads((source / 'lock.json').read_text())['recipe']['data']['source']}"
+    answer = inside("train", "quickstart", "model.init_from=old", data, *words, *quick, "--run", "new")
+    assert answer.code == 0, answer.err
+    model = json.loads((tmp_path / "new/lock.json").read_text())["recipe"]["model"]
+    assert (model["layers"], model["d_model"], model["heads"], model["d_ff"]) == (2, 32, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("model.init_from=nothing",), 2, "model.init_from=nothing: There is no such run."),
+        (("model.init_from=old@99",), 1, "no checkpoint @99. There are: 3, 6."),
+        (("model.init_from=old@soon",), 2, "Write @best or @ and a step"),
+        (("model.init_from=",), 2, "model.init_from: is empty."),
+        (
+            ("model.init_from=old", "model.layers=3", "model.tied=false"),
+            2,
+            "old@6 is another model: model.layers is 2 there and 3 here, model.tied is True there and False here. "
+            "Give it that shape: model.layers=2 model.d_model=32 model.heads=2 model.d_ff=64 model.tied=true",
+        ),
+        (("model.init_from=old", "model.heads=4"), 2, "model.heads is 2 there and 4 here"),
+        (("model.init_from=old", "model.head_dim=32"), 2, "model.head_dim is 16 there and 32 here"),
+        (("model.init_from=old", "data.tokenizer=train:300"), 2, "Use the source's: data.tokenizer=bytes"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+@pytest.mark.usefixtures("source")
+def test_what_does_not_fit_is_a_sentence(
+    recipe: str, inside: Any, tmp_path: Path, words: tuple[str, ...], code: int, says: str
+) -> None:
+    answer = inside("train", recipe, *words, "--run", "new")
+    assert answer.code == code, answer.err
+    assert says in answer.said
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_theta_deserves_a_word(source: Path, recipe: str, inside: Any) -> None:
+    answer = inside("train", recipe, "model.init_from=old", "model.rope_theta=5e4", "--dry-run")
+    assert answer.code == 0
+    assert "model.rope_theta was 10000.0 when" in answer.err
+
+
+def test_weights_of_another_shape_are_named() -> None:
+    from redline.train.weights import copy_weights
+
+    with pytest.raises(UserError, match=r"here: a is of shape \[2\], not \[3\]\."):
+        copy_weights({"a": torch.zeros(3)}, {"a": torch.zeros(2)}, "here")
+    with pytest.raises(UserError, match=r"here: a is missing, not \[3\]\."):
+        copy_weights({"a": torch.zeros(3)}, {}, "here")

@@ -1,0 +1,139 @@
+"""What a real card says of itself, and what the doctor and the probe make of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.hardware.detect import detect
+from redline.hardware.here import machine_here
+from redline.hardware.nvml import Nvml
+from redline.hardware.probe import measure_and_keep
+
+SOURCE = Path(__file__).parents[2] / "src"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of one's own."""
+    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_card_is_the_same_with_and_without_torch() -> None:
+    with_torch, without = detect("cuda"), machine_here()
+    assert without is not None
+    assert (without.device, without.name, without.capability) == ("cuda", with_torch.name, with_torch.capability)
+    assert without.memory_bytes == pytest.approx(with_torch.memory_bytes, rel=0.01)
+    assert without.measured is with_torch.measured is None
+
+
+def test_every_reading_of_a_busy_card() -> None:
+    nvml = Nvml()
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    end = time.perf_counter() + 1.0
+    while time.perf_counter() < end:
+        for _ in range(50):
+            a @ a
+        torch.cuda.synchronize()
+    for _ in range(200):
+        a @ a
+    reading = nvml.read()
+    torch.cuda.synchronize()
+    print(reading)
+    assert None not in vars(reading).values()
+    assert 50 <= (reading.gpu_util or 0) <= 100
+    assert 10 < (reading.power_w or 0) < 1.2 * (reading.power_limit_w or 0)
+    assert 0 < (reading.sm_clock_mhz or 0) <= (reading.sm_clock_max_mhz or 0)
+    assert 10 < (reading.temperature_c or 0) < 110
+    assert (reading.gpu_memory_gib or 0) * 2**30 > a.numel() * 2
+    begin = time.perf_counter()
+    for _ in range(10):
+        nvml.read()
+    each = (time.perf_counter() - begin) / 10
+    print(f"{1000 * each:.2f} ms a reading")
+    assert each < 0.05
+
+
+def test_step_events_carry_the_readings(world: Any, tmp_path: Path) -> None:
+    from redline.monitor.events import read_events
+
+    world.run(tmp_path / "run", "train.device=cuda", "train.steps=3", machine=detect("cuda"))
+    step = [event for event in read_events(tmp_path / "run/events.jsonl") if event["type"] == "step"][-1]
+    names = ("gpu_util", "gpu_memory_gib", "power_w", "sm_clock_mhz", "temperature_c", "throttle")
+    assert all(step[name] is not None for name in names), step
+
+
+def test_the_probe_is_below_the_peak_and_is_found_again(cache: Path) -> None:
+    begin = time.perf_counter()
+    rates = measure_and_keep("cuda")
+    seconds = time.perf_counter() - begin
+    print({name: f"{rate:.4g}" for name, rate in rates.items()}, f"{seconds:.1f} s")
+    assert seconds < 20
+    assert {"fp32", "fp16", "copy", "to_device", "to_host"} <= {*rates}
+    machine = detect("cuda")
+    assert machine.measured == rates
+    assert machine_here().measured == rates  # type: ignore[union-attr]
+    if torch.cuda.get_device_capability() >= (8, 9):
+        assert rates["fp8"] > 1.2 * rates["bf16"] > 1.2 * rates["tf32"] > 1.2 * rates["fp32"]
+    if machine.spec:
+        for name in ("fp32", "bf16", "fp16", "fp8"):
+            peak = machine.spec.peak(name)
+            if peak:
+                assert 0.4 * peak < rates[name] < 1.05 * peak, name
+        assert 0.5 * machine.spec.bandwidth < rates["copy"] < machine.spec.bandwidth
+
+
+def test_the_doctor_tries_everything(cache: Path) -> None:
+    """In a process of its own, as a user calls it; on a Hopper card everything works."""
+    command = [sys.executable, "-m", "redline", "doctor", "--json"]
+    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    begin = time.perf_counter()
+    done = subprocess.run(command, cwd=cache, env=environment, capture_output=True, text=True, timeout=300)
+    print(f"{time.perf_counter() - begin:.1f} s", done.stdout, done.stderr)
+    lines = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert lines["gpu"]["status"] == lines["cuda"]["status"] == "ok"
+    assert torch.cuda.get_device_name(0) in lines["gpu 0"]["detail"]
+    if torch.cuda.get_device_capability() == (9, 0):
+        kernels = ("bf16", "fp8", "cuDNN attention", "flash attention", "efficient attention", "flex attention")
+        assert {lines[name]["detail"] for name in (*kernels, "torch.compile")} == {"works"}
+    assert done.returncode == (1 if any(line["status"] == "fail" for line in lines.values()) else 0)
+
+
+def test_a_hidden_card_is_a_failure_with_its_fix(cache: Path) -> None:
+    command = [sys.executable, "-m", "redline", "doctor"]
+    path = f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=cache, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stdout
+    assert "CUDA_VISIBLE_DEVICES='' hides" in done.stdout
+    assert "Unset it" in done.stdout
+
+
+def test_attention_is_ranked_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from redline.kernels import attention
+    from redline.kernels.masks import MaskSpec
+
+    def ask() -> attention.Selection:
+        return attention.select("auto", MaskSpec(), device="cuda", dtype=torch.bfloat16, shape=(4, 8, 512, 64))
+
+    first = ask()
+    monkeypatch.setattr(attention, "measure", lambda *_, **__: pytest.fail("measured again"))
+    second = ask()
+    print(first, second)
+    assert second.backend == first.backend
+    assert "as measured on" in second.reason
+    assert (cache / "attention.json").is_file()

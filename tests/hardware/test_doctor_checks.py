@@ -1,0 +1,327 @@
+"""What the doctor says of machines that are invented: old drivers, hidden cards, full disks."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from redline.hardware import checks, gather
+from redline.hardware.facts import Check, Facts, GpuFacts, GpuUser, Package, Place, TorchFacts, Trial
+
+GIB = 1 << 30
+ROOT = Path(__file__).parents[2]
+TORCH = TorchFacts("2.11.0+cu130", "13.0", "91200", "2.28.9", True, ("sm_80", "sm_90", "sm_100", "compute_120"))
+CPU_TORCH = TorchFacts("2.13.0+cpu")
+H200 = GpuFacts(0, "NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, ecc=True, persistence=True, mig=False)
+WORKING = {name: Trial(True) for name in gather.TRIED}
+GOOD = Facts(
+    python=(3, 12, 1),
+    torch=TORCH,
+    gpus=(H200,),
+    visible=1,
+    driver="580.95.05",
+    driver_cuda="13.0",
+    card_on_the_bus=True,
+    trials=WORKING,
+    compiler="g++",
+    physical_memory=128 * GIB,
+    memory=128 * GIB,
+    memory_free=100 * GIB,
+    machine_cores=16,
+    cores=16,
+    shared_memory=16 * GIB,
+    places=(Place("cache", "/cache", 100 * GIB), Place("runs", "/here/runs", 100 * GIB)),
+    packages=(Package("tiktoken", "0.9", "gpt2", required=True),),
+)
+CPU_ONLY = replace(
+    GOOD, torch=CPU_TORCH, gpus=(), visible=0, driver=None, driver_cuda=None, card_on_the_bus=False, trials={}
+)
+
+
+def found(facts: Facts) -> dict[str, Check]:
+    lines = {check.name: check for check in checks.all_checks(facts)}
+    assert len(lines) == len(checks.all_checks(facts)), "no name twice"
+    for check in lines.values():
+        assert check.status in ("ok", "warn", "fail")
+        assert check.detail
+        assert check.status != "fail" or check.fix.endswith("."), "a failure comes with the fix"
+    return lines
+
+
+def worse(facts: Facts) -> dict[str, str]:
+    return {name: check.status for name, check in found(facts).items() if check.status != "ok"}
+
+
+def test_a_good_machine_has_nothing_to_mend() -> None:
+    assert worse(GOOD) == {}
+
+
+def test_a_machine_without_a_gpu_is_warned_and_works() -> None:
+    lines = found(CPU_ONLY)
+    assert "fail" not in {check.status for check in lines.values()}
+    assert lines["gpu"].status == "warn"
+    assert "no NVIDIA GPU" in lines["gpu"].detail
+    assert "works on the CPU" in lines["gpu"].detail
+    assert lines["fp8"].status == lines["flash attention"].status == "warn"
+    assert lines["torch.compile"].status == lines["cuda"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "status", "says", "fix"),
+    [
+        ({"python": (3, 10, 2)}, "python", "fail", "3.10.2 is too old", "3.11"),
+        ({"python": (3, 14, 0)}, "python", "warn", "never tested", "3.11 or 3.12"),
+        ({"torch": replace(TORCH, version="2.10.1+cu128")}, "torch", "fail", "too old", "torch>=2.11,<2.14"),
+        ({"torch": replace(TORCH, version="2.14.0")}, "torch", "warn", "never tested", "2.11 to 2.13"),
+        ({"torch": TorchFacts(complaint="OSError: libx.so")}, "torch", "fail", "libx.so", "pip install"),
+        ({"driver_cuda": "12.4"}, "cuda", "fail", "too old", "Update the driver"),
+        ({"driver_cuda": "12.4"}, "gpu", "ok", "1 of 1", ""),
+        ({"torch": CPU_TORCH}, "gpu", "fail", "is a CPU build", "built for CUDA"),
+        ({"torch": CPU_TORCH}, "cuda", "fail", "without it", "built for CUDA"),
+        ({"driver_cuda": None, "driver": None}, "cuda", "warn", "NVML does not answer", "nvidia-ml-py"),
+        ({"visible": 2, "torch": replace(TORCH, nccl=None)}, "nccl", "warn", "cannot train together", "NCCL"),
+        ({"visible": 2, "shared_memory": 64 << 20}, "/dev/shm", "warn", "0.06 GiB", "--ipc=host"),
+        ({"memory_free": GIB}, "memory", "warn", "1.0 GiB free", "Stop other programs"),
+        ({"memory": 8 * GIB}, "memory", "ok", "of the machine's 128.0 GiB, by the container's limit", ""),
+        ({"environment": {"OMP_NUM_THREADS": "64"}}, "cores", "warn", "OMP_NUM_THREADS=64", "16"),
+        ({"environment": {"REDLINE_PRICE": "cheap"}}, "REDLINE_PRICE", "warn", "'cheap'", "REDLINE_PRICE=2.5"),
+        ({"environment": {"REDLINE_PRICE": "2.5"}}, "REDLINE_PRICE", "ok", "2.5", ""),
+        ({"environment": {"HF_HUB_OFFLINE": "1"}}, "HF_HUB_OFFLINE", "ok", "nothing is downloaded", ""),
+    ],
+)
+def test_one_thing_is_different(change: dict[str, Any], name: str, status: str, says: str, fix: str) -> None:
+    check = found(replace(GOOD, **change))[name]
+    assert check.status == status
+    assert says in check.detail
+    assert fix in check.fix
+
+
+@pytest.mark.parametrize(
+    ("change", "says", "fix"),
+    [
+        ({"driver_cuda": "12.4"}, "the driver is too old", "built for CUDA 12"),
+        ({"visible": 0, "environment": {"CUDA_VISIBLE_DEVICES": ""}}, "CUDA_VISIBLE_DEVICES='' hides", "Unset it"),
+        ({"visible": 0, "environment": {"CUDA_VISIBLE_DEVICES": "9"}}, "='9' hides 1 of 1", "CUDA_VISIBLE_DEVICES=0"),
+        ({"visible": 0}, "MIG mode and has no slice", "nvidia-smi -mig 0"),
+        ({}, "unknown error 999", "nvidia-smi"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_a_failure(change: dict[str, Any], says: str, fix: str) -> None:
+    torch = replace(TORCH, available=False, complaint="unknown error 999")
+    lines = found(replace(GOOD, torch=torch, trials={}, **change))
+    assert lines["gpu"].status == "fail"
+    assert says in lines["gpu"].detail
+    assert fix in lines["gpu"].fix
+    assert "not tried" in lines["bf16"].detail
+
+
+def test_a_card_without_a_driver_is_seen() -> None:
+    lines = found(replace(CPU_ONLY, card_on_the_bus=True))
+    assert lines["gpu"].status == "warn"
+    assert "--gpus all" in lines["gpu"].fix
+
+
+@pytest.mark.parametrize(
+    ("capability", "works"),
+    [
+        ((9, 0), True),
+        ((8, 0), True),
+        ((8, 6), True),
+        ((10, 3), True),
+        ((12, 1), True),
+        ((7, 0), False),
+        ((5, 2), False),
+    ],
+)
+def test_a_card_that_this_torch_has_no_kernels_for(capability: tuple[int, int], works: bool) -> None:
+    lines = found(replace(GOOD, gpus=(replace(H200, capability=capability),)))
+    assert lines["gpu"].status == ("ok" if works else "fail")
+
+
+def test_a_card_in_use_names_who_uses_it() -> None:
+    users = (GpuUser(4711, "python", 80 * GIB), GpuUser(12, "?", None))
+    lines = found(replace(GOOD, gpus=(replace(H200, free_bytes=50 * GIB, users=users),)))
+    assert lines["gpu 0 memory"].status == "warn"
+    assert (
+        "50.0 of 140.0 GiB free; used by python (process 4711, 80.0 GiB), ? (process 12)"
+        in lines["gpu 0 memory"].detail
+    )
+    assert "CUDA_VISIBLE_DEVICES" in lines["gpu 0 memory"].fix
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "fix"),
+    [
+        ({"ecc": False}, "gpu 0 modes", "nvidia-smi -e 1"),
+        ({"persistence": False}, "gpu 0 modes", "nvidia-smi -pm 1"),
+        ({"mig": True}, "gpu 0 modes", "nvidia-smi -mig 0"),
+        ({"throttle": "idle+hw_thermal"}, "gpu 0 clock", "cooling"),
+    ],
+)
+def test_modes_of_a_card(change: dict[str, Any], line: str, fix: str) -> None:
+    facts = replace(GOOD, gpus=(replace(H200, **change),))
+    assert worse(facts) == {line: "warn"}
+    assert fix in found(facts)[line].fix
+
+
+def test_modes_that_a_card_does_not_have_are_no_fault() -> None:
+    assert worse(replace(GOOD, gpus=(replace(H200, ecc=None, persistence=None, mig=None, throttle="idle"),))) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "detail", "line", "status", "fix"),
+    [
+        ("bf16", "crashed (SIGSEGV)", "bf16", "fail", "train.precision=fp32"),
+        ("fp8", "no kernel", "fp8", "warn", "train.precision=bf16"),
+        ("cudnn", "No available kernel.", "cuDNN attention", "warn", "model.attention=auto"),
+        ("flash", "did not answer in time", "flash attention", "warn", "model.attention=auto"),
+        ("compile", "failed (Python.h is missing)", "torch.compile", "warn", "apt install gcc python3-dev"),
+        ("compile", "failed (no C compiler)", "torch.compile", "warn", "train.compile=false"),
+    ],
+)
+def test_what_was_tried_and_failed(name: str, detail: str, line: str, status: str, fix: str) -> None:
+    facts = replace(GOOD, trials={**WORKING, name: Trial(False, detail)})
+    assert worse(facts) == {line: status}
+    assert detail in found(facts)[line].detail
+    assert fix in found(facts)[line].fix
+
+
+def test_an_old_card_lacks_fp8_by_nature() -> None:
+    old = replace(H200, name="NVIDIA A100", capability=(8, 0))
+    check = found(replace(GOOD, gpus=(old,), trials={**WORKING, "fp8": Trial(False, "x")}))["fp8"]
+    assert check.status == "warn"
+    assert "needs compute capability 8.9, and this card has 8.0" in check.detail
+
+
+def test_no_compiler_on_a_cpu() -> None:
+    check = found(replace(CPU_ONLY, compiler=None))["torch.compile"]
+    assert check.status == "warn"
+    assert "apt install g++" in check.fix
+
+
+@pytest.mark.parametrize(
+    ("place", "status", "says"),
+    [
+        (Place("runs", "/r", 10 * GIB), "ok", "10.0 GiB free"),
+        (Place("runs", "/r", 10 * GIB - 1), "warn", "Checkpoints may not fit"),
+        (Place("runs", "/r", GIB - 1), "fail", "train elsewhere with --run DIR"),
+        (Place("cache", "/c", GIB // 2), "fail", "REDLINE_CACHE"),
+        (Place("cache", "/c", 50 * GIB, ("write",)), "fail", "cannot be written to"),
+        (Place("runs", "/r", 50 * GIB, ("fsync", "rename", "symlink")), "fail", "no fsync and rename"),
+        (Place("runs", "/r", 50 * GIB, ("symlink",)), "warn", "no symbolic links"),
+        (Place("runs", "/r", None), "ok", "unknown"),
+    ],
+)
+def test_disks(place: Place, status: str, says: str) -> None:
+    check = checks.place(place)
+    assert check.status == status
+    assert says in f"{check.detail} {check.fix}"
+
+
+def test_packages() -> None:
+    assert checks.package(Package("wandb", "0.31", "x", "wandb")).detail == "0.31"
+    optional = checks.package(Package("pyarrow", None, "Parquet", "data"))
+    assert optional.status == "ok"
+    assert "pip install 'redline[data]'" in optional.fix
+    assert "pip install torchao" in checks.package(Package("torchao", None, "x")).fix
+    assert checks.package(Package("tiktoken", None, "x", required=True)).status == "warn"
+
+
+def test_ranges_and_extras_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {line.split(">")[0].split("=")[0].split("<")[0].strip() for line in project["dependencies"]}
+    assert {*gather.REQUIRED} <= needed
+    for extra, names in gather.EXTRAS.items():
+        lines = " ".join(project["optional-dependencies"][extra]) if extra else ""
+        assert all((name in lines) == bool(extra) for name in names)
+    (torch,) = [line for line in project["dependencies"] if line.startswith("torch>")]
+    (oldest, newest), (major, minor) = checks.OLDEST_TORCH, checks.NEWEST_TORCH
+    assert torch == f"torch>={oldest}.{newest},<{major}.{minor + 1}"
+    assert project["requires-python"] == ">=" + ".".join(map(str, checks.OLDEST_PYTHON))
+
+
+def test_measured_rates_stand_beside_the_peak_of_a_known_card() -> None:
+    rates = {"bf16": 989e12 / 2, "tf32": 4e14, "copy": 2.4e12, "to_device": 5.5e10}
+    known = found(replace(GOOD, measured=rates, device_name="NVIDIA H200"))
+    assert known["matmul bf16"].detail == "494.5 TFLOP/s, 50 % of the card's dense peak"
+    assert known["matmul tf32"].detail == "400 TFLOP/s"
+    assert known["copy within memory"].detail == "2400 GB/s, 50 % of the card's bandwidth"
+    assert known["copy to the GPU"].detail == "55 GB/s"
+    unknown = found(replace(GOOD, measured=rates, device_name="NVIDIA H300"))
+    assert "%" not in "".join(check.detail for name, check in unknown.items() if name.startswith(("matmul", "copy")))
+    failed = found(replace(GOOD, trials={**WORKING, "probe": Trial(False, "CUDA out of memory")}))
+    assert failed["measured"].status == "warn"
+
+
+# --- gathering
+
+
+def test_cards_are_described(plug_in: Any, card: Any) -> None:
+    process = SimpleNamespace(pid=1, usedGpuMemory=GIB)
+    plug_in(card(ecc=None, mig=False, throttle=1, processes=[process]), card(name="NVIDIA L4", capability=None))
+    (first, second), visible = gather._gpus()
+    assert visible == 2
+    assert (first.name, first.capability, first.memory_bytes) == ("NVIDIA H200", (9, 0), 142 << 30)
+    assert (first.free_bytes, first.ecc, first.persistence, first.throttle) == (140 << 30, None, True, "idle")
+    assert first.users[0].pid == 1
+    assert first.users[0].bytes == GIB
+    assert second.capability is None
+
+
+def test_a_card_on_the_bus(tmp_path: Path) -> None:
+    assert not gather.card_on_the_bus(tmp_path / "none")
+    for number, vendor, kind in (("a", "0x10de", "0x040300"), ("b", "0x8086", "0x030000")):
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "vendor").write_text(vendor + "\n")
+        (tmp_path / number / "class").write_text(kind + "\n")
+    assert not gather.card_on_the_bus(tmp_path), "a card's sound, and another maker's card"
+    (tmp_path / "a" / "class").write_text("0x030200\n")
+    assert gather.card_on_the_bus(tmp_path)
+
+
+def test_a_place_is_looked_at_and_left_as_it_was(tmp_path: Path) -> None:
+    place = gather.look_at("runs", tmp_path / "not/yet/there")
+    assert place.path.endswith("not/yet/there")
+    assert place.lacks == ()
+    assert place.free_bytes
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("operation", ["fsync", "rename", "symlink", "write"])
+def test_a_file_system_that_lacks_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("not supported")
+
+    owner, name = {
+        "fsync": (gather.os, "fsync"),
+        "rename": (Path, "replace"),
+        "symlink": (Path, "symlink_to"),
+        "write": (gather.tempfile, "TemporaryDirectory"),
+    }[operation]
+    monkeypatch.setattr(owner, name, refuse)
+    assert gather.look_at("cache", tmp_path).lacks == (operation,)
+
+
+def test_secrets_are_never_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abc")
+    monkeypatch.setenv("REDLINE_API_KEY", "abc")
+    monkeypatch.setenv("REDLINE_PRICE", "2")
+    monkeypatch.setenv("HF_HOME", "/hub")
+    variables = gather.environment()
+    assert variables["HF_TOKEN"] == variables["REDLINE_API_KEY"] == "set"
+    assert variables["REDLINE_PRICE"] == "2"
+    assert "hf_abc" not in str(checks.environment(variables))
+    lines = {check.name: check.detail for check in checks.environment(variables)}
+    assert (lines["HF_HOME"], lines["HF_TOKEN"]) == ("set", "set")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"), [("x\nPython.h: No such file", "Python.h"), ("CUDA out of memory. y", "full")]
+)
+def test_the_line_that_matters_is_found(error: str, says: str) -> None:
+    assert says in gather._trial({"works": False, "detail": "first", "whole": error}).detail

@@ -1,0 +1,169 @@
+"""What is measured once is found again, on the same machine only; and the machine is known without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.hardware import here, measured, probe
+from redline.hardware.detect import detect
+from redline.hardware.here import machine_here
+from redline.hardware.machine import Machine, cpu_machine, gpu_machine
+
+RATES = {"fp32": 1e11, "bf16": 2e11, "copy": 1e10}
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Measurements made, which are quick and always the same."""
+    made: list[str] = []
+    monkeypatch.setattr(probe, "measure", lambda device: made.append(device) or dict(RATES))
+    return made
+
+
+def test_a_cpu_is_measured_once(cache: Path, count: list[str]) -> None:
+    assert machine_here() is None
+    first = detect("cpu")
+    assert detect("cpu") == first == machine_here()
+    assert count == ["cpu"]
+    assert first.measured == RATES
+    assert first.cpu_flops == 2e11
+    assert first.fast_bf16
+
+
+@pytest.mark.parametrize("threads", ["7", "7,2"])
+def test_another_number_of_threads_is_another_machine(
+    cache: Path, count: list[str], monkeypatch: pytest.MonkeyPatch, threads: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    detect("cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert machine_here() is None
+    detect("cpu")
+    assert len(count) == 2
+    assert "7 threads" in measured.cpu_key()
+
+
+def test_another_torch_is_another_machine(cache: Path, count: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    detect("cpu")
+    monkeypatch.setattr(measured, "torch_version", lambda: "2.99.0+cpu")
+    assert machine_here() is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{",
+        b"[1, 2]",
+        b"\xff\xfe\x00",
+        b'{"schema": 1}',
+        b'{"schema": 1, "entries": 5}',
+        b'{"schema": 0, "entries": {}}',
+        b'{"schema": 1, "entries": {"KEY": 3}}',
+        b'{"schema": 1, "entries": {"KEY": {"date": "2026-01-01", "rates": {}}}}',
+        b'{"schema": 1, "entries": {"KEY": {"date": "2026-01-01", "rates": {"fp32": "fast"}}}}',
+        b'{"schema": 1, "entries": {"KEY": {"date": "2026-01-01", "rates": {"fp32": -1.0}}}}',
+        b'{"schema": 1, "entries": {"KEY": {"date": "2026-01-01", "rates": {"fp32": NaN}}}}',
+        b'{"schema": 1, "entries": {"KEY": {"rates": {"fp32": 1.0}}}}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_damaged_cache_is_measured_anew(cache: Path, count: list[str], damage: bytes) -> None:
+    cache.mkdir()
+    (cache / "machine.json").write_bytes(damage.replace(b"KEY", measured.cpu_key().encode()))
+    assert machine_here() is None
+    assert detect("cpu").measured == RATES
+    assert machine_here() == detect("cpu")
+    assert len(count) == 1
+
+
+def test_a_cache_that_cannot_be_written_costs_no_run(
+    tmp_path: Path, count: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "file/cache"))
+    assert detect("cpu").measured == RATES
+
+
+def test_entries_live_side_by_side(cache: Path) -> None:
+    measured.keep_rates("one", {"fp32": 1.23456e11})
+    measured.keep_rates("two", {"fp32": 2e11})
+    assert measured.recall_rates("one") == {"fp32": 1.235e11}
+    assert measured.recall_rates("two") == {"fp32": 2e11}
+    assert [path.name for path in cache.iterdir()] == ["machine.json"], "nothing is left of the writing"
+
+
+def test_the_measurement_itself() -> None:
+    rates = probe.measure("cpu")
+    assert set(rates) == {"fp32", "bf16", "copy"}
+    assert 1e8 < rates["fp32"] < 1e15
+    assert 1e8 < rates["copy"] < 1e13
+
+
+def test_a_matmul_counts_two_operations_per_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_fastest", lambda work: dict.fromkeys(work, 0.5))
+    rates = probe.measure("cpu")
+    assert rates["fp32"] == rates["bf16"] == 2 * 2048 * 256 * 768 / 0.5
+    assert rates["copy"] == 2 * (64 << 20) / 0.5
+
+
+def test_a_gpu_is_known_without_torch(cache: Path, plug_in: Any, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "torch_version", lambda: "2.11.0+cu130")
+    plug_in(card(name="NVIDIA H300", capability=(11, 0), total=300 << 30, reserved=0))
+    machine = machine_here()
+    assert machine == Machine(
+        "cuda", "NVIDIA H300", 300 << 30, machine.cores if machine else 0, (11, 0), fast_bf16=True
+    )
+    assert machine is not None
+    assert machine.spec is None, "an unknown card has nobody's figures"
+    measured.keep_rates(measured.gpu_key("NVIDIA H300", "580.95.05"), {"bf16": 1.5e15})
+    again = machine_here()
+    assert again is not None
+    assert again.measured == {"bf16": 1.5e15}
+    assert again.spec is None
+    plug_in(card(name="NVIDIA H300"), driver="590.00")
+    other = machine_here()
+    assert other is not None
+    assert other.measured is None, "another driver is measured anew"
+
+
+def test_a_torch_for_cpus_and_a_hidden_card_mean_the_cpu(
+    cache: Path, count: list[str], plug_in: Any, card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = detect("cpu")
+    plug_in(card())
+    monkeypatch.setattr(here, "torch_version", lambda: "2.11.0+cpu")
+    assert machine_here() == cpu
+    monkeypatch.setattr(here, "torch_version", lambda: "2.11.0+cu130")
+    assert machine_here().device == "cuda"  # type: ignore[union-attr]
+    plug_in(card(), visible="")
+    assert machine_here() == cpu
+
+
+def test_facts_are_json_and_a_machine_can_be_a_key() -> None:
+    machines = [cpu_machine(RATES), gpu_machine("NVIDIA H200", 140 << 30, (9, 0), {"bf16": 7e14})]
+    for machine in machines:
+        assert json.loads(json.dumps(machine.facts()))["measured"] == machine.measured
+    assert len(set(machines)) == 2
+    assert not gpu_machine("V100", 16 << 30, (7, 0), None).fast_bf16
+
+
+def test_it_answers_at_once_and_without_torch(cache: Path) -> None:
+    measured.keep_rates(measured.cpu_key(), RATES)
+    program = (
+        "import sys, time, redline.recipe.resolve; start = time.perf_counter();"
+        "from redline.hardware.here import machine_here; machine = machine_here();"
+        "print(time.perf_counter() - start, 'torch' in sys.modules, machine.name)"
+    )
+    done = [
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split(" ", 2)
+        for _ in range(3)
+    ]
+    assert all(has_torch == "False" for _, has_torch, _ in done)
+    assert min(float(seconds) for seconds, _, _ in done) < 0.03

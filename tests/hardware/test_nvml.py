@@ -1,0 +1,170 @@
+"""Readings of a card: what it tells is passed on, what it refuses is None, and no answer ever hurts a run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from redline.hardware.nvml import Nvml, Reading, first_card, open_nvml, throttle_words, visible_handles
+from redline.hardware.throttle import ThrottleWatch
+
+FIELDS = ("gpu_util", "gpu_memory_gib", "power_w", "sm_clock_mhz", "temperature_c", "throttle")
+
+
+def test_readings_without_a_gpu_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pynvml
+
+    def refuse() -> None:
+        raise pynvml.NVMLError_LibraryNotFound
+
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    assert Nvml().read() == Reading()
+    assert Reading().fields() == dict.fromkeys(FIELDS)
+    assert first_card() is None
+
+
+def test_a_reading(plug_in: Any, card: Any) -> None:
+    plug_in(card(throttle=0x04 | 0x20))
+    reading = Nvml().read()
+    assert reading == Reading(97, 2.0, 412.5, 700.0, 1500, 1980, 3201, 61, "power_cap+thermal")
+    assert tuple(reading.fields()) == FIELDS
+    assert json.loads(json.dumps(reading.fields()))["throttle"] == "power_cap+thermal"
+
+
+@pytest.mark.parametrize("refused", ["util", "milliwatts", "clock", "temperature", "throttle", "limit", "max_clock"])
+def test_a_refused_reading_leaves_the_others(plug_in: Any, card: Any, refused: str) -> None:
+    plug_in(card(**{refused: None}))
+    values = list(vars(Nvml().read()).values())
+    assert values.count(None) == 1
+
+
+def test_a_card_that_falls_off_the_bus_while_it_is_read(plug_in: Any, card: Any, monkeypatch: Any) -> None:
+    fake = plug_in(card())
+    nvml = Nvml()
+    for name in [name for name in dir(fake) if name.startswith("nvmlDeviceGet")]:
+        monkeypatch.setattr(fake, name, lambda *_: (_ for _ in ()).throw(RuntimeError("GPU is lost")))
+    assert nvml.read().fields() == dict.fromkeys(FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (None, "0123"),
+        ("", ""),
+        ("-1", ""),
+        ("3", "3"),
+        ("2,1", "21"),
+        ("1,9,2", "1"),  # CUDA stops at the first that means nothing
+        ("GPU-3333-ffff", "3"),
+        ("GPU-22", "2"),
+        ("GPU-22,0", "20"),
+        ("GPU-77", ""),
+        ("NoDevFiles", ""),
+    ],
+)
+def test_what_cuda_shows(plug_in: Any, card: Any, visible: str | None, found: str) -> None:
+    cards = [card(uuid=f"GPU-{n}{n}{n}{n}-ffff", name=str(n)) for n in range(4)]
+    plug_in(*cards, visible=visible)
+    assert "".join(handle.name for handle in visible_handles(open_nvml())) == found
+    first = first_card()
+    assert (first.name if first else "") == found[:1]
+    assert (Nvml().read() == Reading()) == (not found)
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"), [(None, "slice a"), ("0", "slice a"), ("MIG-b", "slice b"), ("1", "whole"), ("MIG-c", None)]
+)
+def test_slices_of_a_card(plug_in: Any, card: Any, visible: str | None, found: str | None) -> None:
+    """Memory is the slice's own; power and clocks are the card's; what only a whole card knows is None."""
+    refusing = {"capability": None, "milliwatts": None, "clock": None, "util": None, "throttle": None}
+    slices = [
+        card(name=f"slice {n}", uuid=f"MIG-{n}{n}{n}{n}", total=10 << 30, reserved=0, used=3 << 30, **refusing)
+        for n in "ab"
+    ]
+    plug_in(card(mig=True, slices=slices), card(name="whole", mig=False), visible=visible)
+    first = first_card()
+    assert (first.name if first else None) == found
+    if first is not None and found != "whole":
+        assert first.capability == (9, 0)
+        assert first.memory_bytes == 10 << 30
+        reading = Nvml().read()
+        assert reading.gpu_memory_gib == 3.0
+        assert reading.power_w == 412.5
+        assert reading.gpu_util is None
+
+
+def test_the_memory_is_what_cuda_can_give(plug_in: Any, card: Any, monkeypatch: Any) -> None:
+    fake = plug_in(card(total=143 << 30, reserved=1 << 30))
+    assert first_card().memory_bytes == 142 << 30  # type: ignore[union-attr]
+    plain = fake.nvmlDeviceGetMemoryInfo
+    monkeypatch.setattr(fake, "nvmlDeviceGetMemoryInfo", lambda handle: plain(handle))  # an old library
+    assert first_card().memory_bytes == 143 << 30  # type: ignore[union-attr]
+
+
+def test_every_known_reason_has_a_word() -> None:
+    import pynvml
+
+    names = [name for name in dir(pynvml) if name.startswith("nvmlClocksEventReason") and not name.endswith("All")]
+    for bits in (getattr(pynvml, name) for name in names):
+        assert bool(throttle_words(bits)) == bool(bits)
+    assert throttle_words(pynvml.nvmlClocksEventReasonSwPowerCap) == "power_cap"
+    assert throttle_words(pynvml.nvmlClocksEventReasonSwThermalSlowdown) == "thermal"
+    assert throttle_words(pynvml.nvmlClocksEventReasonHwSlowdown) == "hw_slowdown"
+    assert throttle_words(pynvml.nvmlClocksEventReasonSyncBoost) == "sync_boost"
+    assert throttle_words(pynvml.nvmlClocksEventReasonGpuIdle) == "idle"
+
+
+def told(watch: ThrottleWatch, throttle: str | None, lines: int) -> list[str]:
+    reading = Reading(power_limit_w=700, sm_clock_mhz=1485, sm_clock_max_mhz=1980, temperature_c=91, throttle=throttle)
+    return [warning for _ in range(lines) if (warning := watch.note(reading))]
+
+
+def test_heat_is_said_once_with_what_it_costs() -> None:
+    watch = ThrottleWatch()
+    (warning,) = told(watch, "thermal+power_cap", 15)
+    assert "91 °C" in warning
+    assert "1485 of 1980 MHz, 75 % of the speed" in warning
+    assert told(watch, "", 1) == []
+    assert told(watch, "hw_slowdown", 50) == []
+
+
+def test_a_power_cap_is_said_once_when_it_lasts() -> None:
+    watch = ThrottleWatch()
+    for _ in range(5):  # at the limit now and then is how a busy card works
+        assert told(watch, "power_cap", 15) == []
+        assert told(watch, "", 1) == []
+    (warning,) = told(watch, "power_cap", 200)
+    assert "700 W" in warning
+    assert "1485 of 1980 MHz" in warning
+
+
+@pytest.mark.parametrize("throttle", [None, "", "idle", "clock_setting", "sync_boost"])
+def test_what_costs_nothing_is_not_said(throttle: str | None) -> None:
+    assert told(ThrottleWatch(), throttle, 100) == []
+
+
+def test_a_card_that_tells_no_clock_can_be_hot_too() -> None:
+    watch = ThrottleWatch()
+    said = [watch.note(Reading(throttle="thermal")) for _ in range(5)]
+    assert [warning for warning in said if warning] == [
+        "the GPU is held back: it is too hot. Look at its cooling and its power supply"
+    ]
+
+
+def test_a_step_event_carries_what_the_card_said(world: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    """A CPU run writes null; with a card that is too hot the run is warned once."""
+    from redline.monitor.events import read_events
+
+    world.run(tmp_path / "cpu", "train.steps=2")
+    steps = [event for event in read_events(tmp_path / "cpu/events.jsonl") if event["type"] == "step"]
+    assert all({name: step[name] for name in FIELDS} == dict.fromkeys(FIELDS) for step in steps)
+
+    hot = Reading(gpu_util=99.0, sm_clock_mhz=900.0, sm_clock_max_mhz=1980.0, temperature_c=92.0, throttle="thermal")
+    monkeypatch.setattr("redline.train.log.Reading", lambda: hot)
+    world.run(tmp_path / "hot", "train.steps=6")
+    events = read_events(tmp_path / "hot/events.jsonl")
+    assert [event["throttle"] for event in events if event["type"] == "step"] == ["thermal"] * 6
+    warnings = [event["message"] for event in events if event["type"] == "warning"]
+    assert len([message for message in warnings if "too hot" in message]) == 1

@@ -1,0 +1,159 @@
+"""Ceilings and priors: arithmetic that physics must agree with, and measurements that hold it in place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from redline.hardware.cards import card
+from redline.hardware.machine import Machine
+from redline.hardware.specs import SPECS
+from redline.plan.memory import Kernels, training_memory
+from redline.plan.rates import matmul_share
+from redline.plan.shapes import DecoderShape
+from redline.recipe.forecast import Measured, forecast
+from redline.recipe.load import load
+from redline.recipe.resolve import DataFacts, Resolved, resolve
+
+FACTS = DataFacts(50257, 10**10, 10**6, "", "gpt2", "")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def planned(gpu: str, *overrides: str, recipe: str = "pretrain-350m", **cards: int) -> Resolved:
+    return resolve(load(recipe, overrides).recipe, card(gpu), FACTS, **cards)
+
+
+def test_the_limits_of_the_350m_model() -> None:
+    bf16, fp8 = planned("h100"), planned("h100", "train.precision=fp8")
+    assert forecast(bf16).physical == pytest.approx(989e12 / 2_253_127_680)
+    matmul, attention = 6 * 350_355_456, 6 * 24 * 1024 * 1024
+    assert forecast(fp8).physical == pytest.approx(1 / (matmul / 1979e12 + attention / 989e12))
+    assert round(forecast(bf16).physical or 0, -3) == 439_000
+    assert round(forecast(fp8).physical or 0, -3) == 823_000
+
+
+@pytest.mark.parametrize("gpu", SPECS)
+def test_a_plan_stays_below_the_best_kernels_and_those_below_the_peak(gpu: str) -> None:
+    for overrides in ([], ["data.seq_len=4096", "train.global_batch=32"], ["data.pack=true"]):
+        ahead = forecast(planned(gpu, *overrides))
+        assert ahead.tokens_per_s
+        assert ahead.reachable
+        assert ahead.physical
+        assert ahead.tokens_per_s < ahead.reachable < ahead.physical
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    gpu=st.sampled_from(list(SPECS)),
+    gpus=st.sampled_from([1, 2, 4, 8]),
+    share=st.integers(1, 64),
+    length=st.sampled_from([128, 512, 1024, 4096]),
+)
+def test_the_batch_is_shared_exactly(gpu: str, gpus: int, share: int, length: int) -> None:
+    plan = planned(gpu, f"train.global_batch={share * gpus}", f"data.seq_len={length}", gpus=gpus)
+    event = plan.plan_event()
+    assert event["batch"]["micro"] * event["batch"]["accumulation"] * event["gpus"] == share * gpus
+    assert event["memory_gib"]["peak"] == pytest.approx(
+        sum(v for k, v in event["memory_gib"].items() if k not in ("peak", "available")), abs=0.01
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    tokens=st.integers(1, 1 << 16),
+    more=st.integers(1, 1 << 16),
+    checkpointing=st.sampled_from(["none", "selective", "full"]),
+    compiled=st.booleans(),
+    gpu=st.booleans(),
+    width=st.integers(1, 32),
+)
+def test_memory_grows_with_the_batch(
+    tokens: int, more: int, checkpointing: str, compiled: bool, gpu: bool, width: int
+) -> None:
+    shape = DecoderShape(3, 64 * width, width, width, 64, 128 * width, 4096)
+
+    def peak(count: int, level: str = checkpointing) -> float:
+        kernels = Kernels(gpu=gpu, compiled=compiled)
+        parts = training_memory(
+            shape, tokens=count, bytes_per_value=2, optimizer="adamw", ema=False, checkpointing=level, kernels=kernels
+        )
+        return parts.peak
+
+    assert peak(tokens) < peak(tokens + more)
+    assert peak(tokens, "full") <= peak(tokens, "selective") * 1.001
+
+
+def test_memory_grows_with_the_length() -> None:
+    sizes = [planned("h200", f"data.seq_len={n}", "train.micro_batch=4").memory.peak for n in (128, 256, 1024, 4096)]
+    assert sizes == sorted(sizes)
+
+
+def test_an_unknown_card_borrows_nothing() -> None:
+    unknown = Machine("cuda", "Brandnew X1", 80 << 30, 8, (11, 0), fast_bf16=True)
+    ahead = forecast(resolve(load("pretrain-350m").recipe, unknown, FACTS))
+    assert (ahead.tokens_per_s, ahead.physical, ahead.reachable, ahead.source) == (None, None, None, "unknown")
+    assert ahead.hours is None
+
+
+def test_an_unknown_card_that_was_measured_has_its_own_figures() -> None:
+    rates = {"bf16": 100e12, "copy": 1e12}
+    own = Machine("cuda", "Brandnew X1", 80 << 30, 8, (11, 0), fast_bf16=True, measured=rates)
+    twice = {name: 2 * rate for name, rate in rates.items()}
+    faster = Machine("cuda", "Brandnew X2", 80 << 30, 8, (11, 0), fast_bf16=True, measured=twice)
+    slow, fast = (forecast(resolve(load("pretrain-350m").recipe, m, FACTS)) for m in (own, faster))
+    assert slow.tokens_per_s
+    assert slow.tokens_per_s < 100e12 / 2.253e9
+    assert fast.tokens_per_s == pytest.approx(2 * slow.tokens_per_s)
+    assert slow.physical is None, "a measured rate is no limit"
+
+
+def test_hours_and_dollars_follow_from_the_speed() -> None:
+    plan = planned("h100", "train.tokens=1310720000")
+    measured = Measured(tokens_per_s=100_000.0, memory_gib=60.0, step_ms=1310.0, compile_s=5.0)
+    ahead = forecast(plan, price=2.0, measured=measured)
+    assert ahead.source == "measured"
+    assert ahead.hours == pytest.approx(1_310_720_000 / 100_000 / 3600)
+    assert ahead.cost_usd == pytest.approx(2 * 1_310_720_000 / 100_000 / 3600)
+    limited = forecast(planned("h100", "train.hours=1"), price=3.0)
+    assert (limited.hours, limited.cost_usd) == (1.0, 3.0)
+    assert forecast(plan).cost_usd is None
+
+
+def test_more_cards_are_faster_but_not_more_than_so_many_times() -> None:
+    one, eight = (forecast(planned("h100", gpus=n)).tokens_per_s or 0 for n in (1, 8))
+    assert 4 * one < eight <= 8 * one
+
+
+def test_a_slow_link_costs_time() -> None:
+    near = forecast(resolve(load("pretrain-350m", ["train.global_batch=32"]).recipe, card("h100"), FACTS, gpus=8))
+    far = forecast(
+        resolve(load("pretrain-350m", ["train.global_batch=32"]).recipe, card("h100"), FACTS, gpus=1, nodes=8)
+    )
+    assert (far.tokens_per_s or 0) < (near.tokens_per_s or 0)
+
+
+@given(width=st.integers(1, 10_000))
+def test_the_share_of_the_peak_is_a_share(width: int) -> None:
+    assert 0 < matmul_share(width) <= 0.7
+
+
+MEASURED = json.loads((RESULTS / "plan-h200-20261115.json").read_text(encoding="utf-8"))["rows"]
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: row["case"])
+def test_the_plan_is_what_an_h200_measured(row: dict[str, object]) -> None:
+    """The plan as it is computed today against the recorded steps."""
+    name, *overrides = str(row["case"]).split()
+    recipe = load(name, overrides).recipe
+    vocabulary = 50257 if recipe.data.tokenizer == "gpt2" else 4096
+    machine = Machine("cuda", "NVIDIA H200", 150_109_880_320, 16, (9, 0), fast_bf16=True)
+    plan = resolve(recipe, machine, DataFacts(vocabulary, 3_700_000, 190_000, "", "", "")).plan_event()
+    measured = row["measured"]
+    assert isinstance(measured, dict)
+    assert plan["batch"]["micro"] == measured["micro"]
+    assert plan["memory_gib"]["peak"] == pytest.approx(measured["memory_gib"], rel=0.05)
+    assert plan["throughput"]["tokens_per_s"] == pytest.approx(measured["tokens_per_s"], rel=0.10)
