@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from redline.data.loader import Prefetcher, pin
+from redline.errors import UserError
 
 
 def loader_threads() -> list[threading.Thread]:
@@ -85,7 +86,7 @@ def test_killed_worker_is_noticed_and_does_not_end_the_process() -> None:
 def test_hanging_worker_ends_in_an_error_that_names_the_step() -> None:
     release = threading.Event()
     loader = Prefetcher(lambda step: release.wait(30), 4, workers=1, timeout=0.2)
-    with pytest.raises(RuntimeError, match=r"step 4 .*0\.2 s"):
+    with pytest.raises(UserError, match=r"step 4 .*0\.2 s"):
         loader.next(4)
     release.set()
     loader.close()

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from redline.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -65,7 +67,8 @@ class Prefetcher(Generic[T]):
                     raise RuntimeError(f"the loader's threads ended before the batch of step {step} was made")
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise RuntimeError(f"the batch of step {step} was not ready within {self._timeout:g} s")
+                    fix = "Look at the disk, or `redline prepare` a streamed source first; then resume the run."
+                    raise UserError(f"the data of step {step} were not ready within {self._timeout:g} s.", fix=fix)
                 self._changed.wait(min(left, _LOOK_EVERY_S))
             self._wanted = step + 1
             self._changed.notify_all()  # there is room for one more

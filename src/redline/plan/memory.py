@@ -74,7 +74,8 @@ def _block_bytes(shape: DecoderShape, bytes_per_value: int, kernels: Kernels) ->
     # fixed-length kernels give the output in a layout of their own, kept beside ours
     attention = shape.d_qkv + rotated + (1 if kernels.packed else 2) * shape.d_attention
     if kernels.compiled:  # block input, both normalised inputs, the stream between attention and MLP
-        return float(bytes_per_value * (4 * d + attention + shape.d_up + shape.d_ff))
+        normed_heads = shape.d_attention if shape.qk_norm else 0  # kept for these norms, by measurement
+        return float(bytes_per_value * (4 * d + attention + normed_heads + shape.d_up + shape.d_ff))
     normed = 2 * d + (rotated if shape.qk_norm else 0)
     wide = 2 * 4 * normed  # each norm keeps its input and its result in float32
     gated = shape.d_ff if shape.mlp == "swiglu" else 0
