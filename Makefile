@@ -2,6 +2,7 @@
 PYTHON ?= python3
 RECIPE ?=
 ARGS ?=
+EXTRAS ?=
 
 # Without byte code every process would compile its imports again, for up to 20 s.
 unexport PYTHONDONTWRITEBYTECODE
@@ -16,14 +17,14 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## make .venv with what training needs (UV=none installs with pip)
+setup: ## make .venv with what training needs [EXTRAS="data low-bit wandb"] (UV=none installs with pip)
 	$(FIND_PYTHON)
-	@$(PYTHON) -S scripts/setup.py
+	@$(PYTHON) -S scripts/setup.py $(EXTRAS)
 
 # As setup, and what development needs.
 tools:
 	$(FIND_PYTHON)
-	@$(PYTHON) -S scripts/setup.py --dev
+	@$(PYTHON) -S scripts/setup.py dev
 
 train: setup ## train [RECIPE=name or path] [ARGS="key=value …"]
 	.venv/bin/redline train $(RECIPE) $(ARGS)

@@ -1,4 +1,4 @@
-"""Make `.venv` ready: `python3 -S scripts/setup.py [--dev]`, which is what every `make` target calls first.
+"""Make `.venv` ready: `python3 -S scripts/setup.py [EXTRA …]`, which is what every `make` target calls first.
 
 Standard library only, in the syntax of old Pythons, so that they get a sentence instead of a traceback. A torch
 that already sees the GPU (Docker image, conda, an active venv) is used as it is; otherwise the one pinned in
@@ -88,15 +88,20 @@ def reusable(found: list[Interpreter], pyproject: str) -> Interpreter | None:
     return None
 
 
-def stamp_text(root: Path, dev: bool) -> str:
+def stamp_text(root: Path, extras: frozenset[str]) -> str:
     """Changes with whatever .venv was made from; with its place too, because scripts in it hold absolute paths."""
     parts = [str(root).encode(), (root / "pyproject.toml").read_bytes(), (root / "constraints.txt").read_bytes()]
-    return f"{hashlib.sha256(b'|'.join(parts)).hexdigest()} {'dev' if dev else 'run'}\n"
+    return " ".join([hashlib.sha256(b"|".join(parts)).hexdigest(), *sorted(extras)]) + "\n"
 
 
-def is_ready(stamp: str, root: Path, dev: bool) -> bool:
-    """A set-up with the development tools serves for running too."""
-    return stamp == stamp_text(root, dev=True) or (not dev and stamp == stamp_text(root, dev=False))
+def stamped_extras(stamp: str) -> frozenset[str]:
+    """What was installed besides; more is added to it, never taken away."""
+    return frozenset(stamp.split()[1:])
+
+
+def is_ready(stamp: str, root: Path, extras: frozenset[str]) -> bool:
+    """A set-up with more than is asked for serves too."""
+    return extras <= stamped_extras(stamp) and stamp == stamp_text(root, stamped_extras(stamp))
 
 
 def venv_serves(config: str, venv: Path, reuse: Interpreter | None) -> bool:
@@ -114,15 +119,25 @@ def pin_torch(constraints: str, version: str) -> str:
     return re.sub(r"(?m)^torch==.*$", f"torch=={version}", constraints)
 
 
-def install_steps(pyproject: str, dev: bool, reuse: Interpreter | None, constraints: Path) -> list[list[str]]:
+def offered(pyproject: str) -> frozenset[str]:
+    """The names of the extras."""
+    import tomllib  # new in Python 3.11, whose absence main() has to be able to complain about
+
+    return frozenset(tomllib.loads(pyproject)["project"]["optional-dependencies"])
+
+
+def install_steps(
+    pyproject: str, extras: frozenset[str], reuse: Interpreter | None, constraints: Path
+) -> list[list[str]]:
     """Arguments of `pip install`, one list a call."""
     if reuse is None:
-        return [["-c", str(constraints), "-e", ".[dev]" if dev else "."]]
+        return [["-c", str(constraints), "-e", f".[{','.join(sorted(extras))}]" if extras else "."]]
     import tomllib  # new in Python 3.11, whose absence main() has to be able to complain about
 
     project = tomllib.loads(pyproject)["project"]
     # uv does not see packages outside the venv and would fetch a second torch: so torch is never asked for.
-    wanted = project["dependencies"] + (project["optional-dependencies"]["dev"] if dev else [])
+    optional = project["optional-dependencies"]
+    wanted = project["dependencies"] + [item for extra in sorted(extras) for item in optional[extra]]
     others = [item for item in wanted if not re.match(r"torch\b(?!-)", item)]
     return [["-c", str(constraints), *others], ["--no-deps", "-e", "."]]
 
@@ -256,7 +271,7 @@ def install(steps: list[list[str]]) -> str:
     raise SetupError(f"the packages could not be installed, for the reason above; the whole log is {LOG}.")
 
 
-def set_up(dev: bool) -> None:
+def set_up(extras: frozenset[str]) -> None:
     start, pyproject, constraints = time.monotonic(), (ROOT / "pyproject.toml").read_text(), CONSTRAINTS
     with phase("looking for a torch that sees a GPU"):
         found = [python for python in map(probe, active_pythons()) if python]
@@ -270,26 +285,29 @@ def set_up(dev: bool) -> None:
         if reuse:
             constraints = VENV / "constraints.txt"
             constraints.write_text(pin_torch(CONSTRAINTS.read_text(), str(reuse.torch)))
-    with phase("packages" + (" and development tools" if dev else "")):
-        print(f"by {install(install_steps(pyproject, dev, reuse, constraints))} ", end="")
+    with phase(" with ".join(filter(None, ["packages", ", ".join(sorted(extras))]))):
+        print(f"by {install(install_steps(pyproject, extras, reuse, constraints))} ", end="")
     driver = read_driver()
     if driver is not None:
         with phase("asking torch for the GPU"):
             python = probe(str(VENV_PYTHON))
         advice = gpu_advice(driver, python) if python else ""
         print(f"\n{advice}\n" if advice else "", end="")
-    STAMP.write_text(stamp_text(ROOT, dev))
+    STAMP.write_text(stamp_text(ROOT, extras))
     print(f"  ready in {time.monotonic() - start:.0f} s: .venv/bin/redline")
 
 
 def main(arguments: list[str]) -> None:
-    dev = "--dev" in arguments
-    if VENV_PYTHON.exists() and STAMP.exists() and is_ready(STAMP.read_text(), ROOT, dev):
+    extras, stamp = frozenset(arguments), STAMP.read_text() if VENV_PYTHON.exists() and STAMP.exists() else ""
+    if is_ready(stamp, ROOT, extras):
         return
     try:
         if sys.version_info[:2] < OLDEST_PYTHON:
             raise SetupError(f"Python {sys.version.split()[0]} is older than 3.11: try again with PYTHON=python3.12.")
-        set_up(dev)
+        known = offered((ROOT / "pyproject.toml").read_text())
+        if unknown := sorted(extras - known):
+            raise SetupError(f"there is no extra {unknown[0]!r}; there are {', '.join(sorted(known))}.")
+        set_up(extras | (stamped_extras(stamp) & known))
     except SetupError as error:
         sys.exit(f"\nset-up: {error}")
 

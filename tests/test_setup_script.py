@@ -87,13 +87,14 @@ def test_the_range_comes_from_the_real_pyproject_and_the_pin_is_in_it(script: Mo
 
 
 def test_pinned_torch_is_installed_with_the_project(script: ModuleType) -> None:
-    steps = script.install_steps(PYPROJECT, dev=True, reuse=None, constraints=Path("c.txt"))
-    assert steps == [["-c", "c.txt", "-e", ".[dev]"]]
+    steps = script.install_steps(PYPROJECT, extras=frozenset({"dev", "data"}), reuse=None, constraints=Path("c.txt"))
+    assert steps == [["-c", "c.txt", "-e", ".[data,dev]"]]
 
 
-@pytest.mark.parametrize(("dev", "tools"), [(False, []), (True, ["pytest>=8"])])
-def test_a_kept_torch_is_never_asked_for(script: ModuleType, dev: bool, tools: list[str]) -> None:
-    steps = script.install_steps(PYPROJECT, dev=dev, reuse=interpreter(script), constraints=Path("c.txt"))
+@pytest.mark.parametrize(("extras", "tools"), [(set(), []), ({"dev"}, ["pytest>=8"])])
+def test_a_kept_torch_is_never_asked_for(script: ModuleType, extras: set[str], tools: list[str]) -> None:
+    kept, chosen = interpreter(script), frozenset(extras)
+    steps = script.install_steps(PYPROJECT, extras=chosen, reuse=kept, constraints=Path("c.txt"))
     assert steps == [["-c", "c.txt", "torch-like>=1", "numpy>=2.0", *tools], ["--no-deps", "-e", "."]]
 
 
@@ -103,18 +104,36 @@ def test_a_kept_torch_is_what_the_constraints_say(script: ModuleType) -> None:
     )
 
 
-@pytest.mark.parametrize(("made", "asked", "ready"), [(0, 0, True), (0, 1, False), (1, 0, True), (1, 1, True)])
-def test_a_set_up_for_development_serves_for_running(
-    script: ModuleType, clone: Path, made: bool, asked: bool, ready: bool
+@pytest.mark.parametrize(
+    ("made", "asked", "ready"),
+    [("", "", True), ("", "dev", False), ("dev", "", True), ("data dev", "dev", True), ("dev", "data dev", False)],
+)
+def test_a_set_up_with_more_serves_for_less(
+    script: ModuleType, clone: Path, made: str, asked: str, ready: bool
 ) -> None:
-    assert script.is_ready(script.stamp_text(clone, bool(made)), clone, bool(asked)) is ready
+    stamp = script.stamp_text(clone, frozenset(made.split()))
+    assert script.stamped_extras(stamp) == set(made.split())
+    assert script.is_ready(stamp, clone, frozenset(asked.split())) is ready
+
+
+def test_no_stamp_is_not_ready(script: ModuleType, clone: Path) -> None:
+    assert not script.is_ready("", clone, frozenset())
+
+
+def test_an_unknown_extra_is_named(clone: Path) -> None:
+    (clone / "scripts").mkdir()
+    copy = Path(shutil.copy(ROOT / "scripts" / "setup.py", clone / "scripts"))
+    done = subprocess.run([sys.executable, "-S", str(copy), "parquet"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "there is no extra 'parquet'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
 def test_a_changed_file_makes_the_stamp_stale(script: ModuleType, clone: Path, name: str) -> None:
-    stamp = script.stamp_text(clone, dev=True)
+    stamp = script.stamp_text(clone, frozenset({"dev"}))
     (clone / name).write_text((clone / name).read_text() + "# changed\n")
-    assert not script.is_ready(stamp, clone, dev=False)
+    assert not script.is_ready(stamp, clone, frozenset())
 
 
 def test_a_moved_clone_makes_the_stamp_stale(script: ModuleType, clone: Path) -> None:
@@ -122,7 +141,7 @@ def test_a_moved_clone_makes_the_stamp_stale(script: ModuleType, clone: Path) ->
     moved.mkdir()
     for name in ("pyproject.toml", "constraints.txt"):
         shutil.copy(clone / name, moved)
-    assert not script.is_ready(script.stamp_text(clone, dev=True), moved, dev=False)
+    assert not script.is_ready(script.stamp_text(clone, frozenset({"dev"})), moved, frozenset())
 
 
 def test_an_existing_venv_is_kept_only_if_it_is_of_the_right_kind(script: ModuleType) -> None:
@@ -194,7 +213,7 @@ def test_a_ready_clone_returns_without_touching_anything(clone: Path, script: Mo
     copy = Path(shutil.copy(ROOT / "scripts" / "setup.py", clone / "scripts"))
     (clone / ".venv" / "bin").mkdir(parents=True)
     (clone / ".venv" / "bin" / "python").write_text("")
-    (clone / ".venv" / ".redline-stamp").write_text(script.stamp_text(clone.resolve(), dev=True))
+    (clone / ".venv" / ".redline-stamp").write_text(script.stamp_text(clone.resolve(), frozenset({"dev"})))
     before = sorted(clone.rglob("*"))
     offline = {"PATH": "/usr/bin:/bin", "UV": "none", "PIP_NO_INDEX": "1"}  # for the day this test fails
     done = subprocess.run([sys.executable, "-S", str(copy)], capture_output=True, text=True, env=offline)

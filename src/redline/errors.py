@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -58,6 +59,14 @@ class RecipeError(UserError):
 
 class UsageError(UserError):
     exit_code = EXIT_USAGE
+
+
+def install_hint(extra: str) -> str:
+    """How to get an extra here: by the checkout's own set-up, for a venv may have no pip, or with pip."""
+    checkout = Path(__file__).resolve().parents[2]
+    if (checkout / "Makefile").is_file() and (checkout / "scripts" / "setup.py").is_file():
+        return f"`make setup EXTRAS={extra}`"
+    return f"`pip install 'redline[{extra}]'`"
 
 
 def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str:

@@ -111,7 +111,7 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "a.parquet").write_bytes(b"x")
     for module, name in (("zstandard", "a.txt.zst"), ("pyarrow.parquet", "a.parquet"), ("datasets", "owner/name")):
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(UserError, match=r"pip install 'redline\[data\]'"):
+        with pytest.raises(UserError, match=r"make setup EXTRAS=data"):
             read(name if "/" in name else tmp_path / name)
 
 

@@ -227,7 +227,7 @@ def test_packages() -> None:
     assert checks.package(Package("wandb", "0.31", "x", "wandb")).detail == "0.31"
     optional = checks.package(Package("pyarrow", None, "Parquet", "data"))
     assert optional.status == "ok"
-    assert "pip install 'redline[data]'" in optional.fix
+    assert "`make setup EXTRAS=data`" in optional.fix
     assert "pip install torchao" in checks.package(Package("torchao", None, "x")).fix
     assert checks.package(Package("tiktoken", None, "x", required=True)).status == "warn"
 

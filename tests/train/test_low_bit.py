@@ -180,7 +180,7 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
         return plain(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", no_bitsandbytes)
-    with pytest.raises(UserError, match=r"train.optimizer: 8-bit .* pip install 'redline\[low-bit\]'"):
+    with pytest.raises(UserError, match=r"train.optimizer: 8-bit .*`make setup EXTRAS=low-bit`"):
         Optimizer(groups(weights()), options())
     assert Optimizer(groups(weights()), options("adamw")).low_bit is None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from redline.data.text import Document, SourceFile
-from redline.errors import UserError
+from redline.errors import UserError, install_hint
 
 COMPRESSED = (".gz", ".zst")
 _WHOLE_BYTES = 1 << 22  # up to here a file is simply read
@@ -133,7 +133,7 @@ def _zstandard(path: Path) -> Any:
     try:
         import zstandard
     except ImportError:
-        fix = "Install it: pip install 'redline[data]'; or decompress the file."
+        fix = f"Install it: {install_hint('data')}; or decompress the file."
         raise UserError("reading .zst needs the zstandard package.", where=str(path), fix=fix) from None
     return zstandard
 

@@ -10,7 +10,7 @@ from redline.data.origin import DatasetId
 from redline.data.rows import usable_text
 from redline.data.tally import Tally
 from redline.data.text import Document
-from redline.errors import UserError
+from redline.errors import UserError, install_hint
 
 _OFFLINE = ("OfflineModeIsEnabled", "ConnectionError", "ConnectTimeout", "ReadTimeout", "LocalEntryNotFoundError")
 _UNKNOWN = ("DatasetNotFoundError", "RepositoryNotFoundError", "RevisionNotFoundError")
@@ -40,7 +40,7 @@ def _open(source: str, dataset: DatasetId) -> Iterator[dict[str, Any]]:
         import datasets
     except ImportError:
         what = "is no file or folder here, and reading it as a dataset id needs the datasets package."
-        raise UserError(what, where=source, fix="Check the path, or install it: pip install 'redline[data]'.") from None
+        raise UserError(what, where=source, fix=f"Check the path, or install it: {install_hint('data')}.") from None
     try:
         opened = datasets.load_dataset(dataset.name, dataset.config, split=dataset.split, streaming=True)
         return iter(opened)

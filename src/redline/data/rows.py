@@ -9,7 +9,7 @@ from typing import Any
 from redline.data.filetext import COMPRESSED, opened
 from redline.data.tally import Tally
 from redline.data.text import Document, SourceFile
-from redline.errors import UserError
+from redline.errors import UserError, install_hint
 
 JSON_LINES = (".jsonl", ".ndjson")
 PARQUET = ".parquet"
@@ -125,6 +125,6 @@ def _pyarrow_parquet(file: SourceFile) -> Any:
     try:
         import pyarrow.parquet as pq
     except ImportError:
-        fix = "Install it: pip install 'redline[data]'; or convert the file to JSONL."
+        fix = f"Install it: {install_hint('data')}; or convert the file to JSONL."
         raise UserError("reading Parquet needs the pyarrow package.", where=str(file.path), fix=fix) from None
     return pq

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from redline.errors import install_hint
 from redline.hardware.facts import Check, Facts, Package, Place
 from redline.hardware.gpu_checks import abilities, cuda, dotted, gpu
 from redline.hardware.specs import spec_of
@@ -132,8 +133,8 @@ def package(item: Package) -> Check:
     said = f"not installed; it serves {item.serves}"
     if item.required:
         return Check(item.name, "warn", said, f"pip install {item.name}, or `make setup` again.")
-    named = f"'redline[{item.extra}]'" if item.extra else item.name
-    return Check(item.name, "ok", f"{said}, which is optional", f"If you want it: pip install {named}.")
+    how = install_hint(item.extra) if item.extra else f"`pip install {item.name}`"
+    return Check(item.name, "ok", f"{said}, which is optional", f"If you want it: {how}.")
 
 
 def environment(variables: dict[str, str]) -> list[Check]:

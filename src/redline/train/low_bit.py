@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redline.errors import UserError
+from redline.errors import UserError, install_hint
 from redline.objectives.base import ParamGroup
 from redline.plan.memory import LOW_BIT_BLOCK, LOW_BIT_FROM
 from redline.recipe.schema import Train
@@ -133,7 +133,7 @@ def _bitsandbytes() -> ModuleType:
     try:
         from bitsandbytes import functional
     except ImportError:
-        fix = "pip install 'redline[low-bit]', or use train.optimizer=adamw."
+        fix = f"Install it: {install_hint('low-bit')}; or use train.optimizer=adamw."
         raise UserError("8-bit moments need the package bitsandbytes.", where="train.optimizer", fix=fix) from None
     finally:
         log.setLevel(before)

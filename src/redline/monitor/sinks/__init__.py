@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from redline.errors import Problem, RecipeError
+from redline.errors import Problem, RecipeError, install_hint
 from redline.monitor.monitor import Sink
 from redline.recipe.schema import MonitorSection
 
@@ -17,7 +17,7 @@ DEFAULT_PROJECT = "redline"
 def require_packages(options: MonitorSection) -> None:
     """Before anything is prepared: what a recipe asks for must be installed."""
     if options.wandb is not False and find_spec("wandb") is None:
-        fix = "pip install 'redline[wandb]', or leave it out with monitor.wandb=false."
+        fix = f"Install it: {install_hint('wandb')}; or leave it out with monitor.wandb=false."
         raise RecipeError("recipe", [Problem("monitor.wandb", "needs the package wandb.", fix)])
 
 

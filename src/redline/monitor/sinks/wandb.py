@@ -1,4 +1,4 @@
-"""Weights & Biases, an extra: `pip install 'redline[wandb]'`, then `monitor.wandb=PROJECT`."""
+"""Weights & Biases, an extra of the set-up, then `monitor.wandb=PROJECT`."""
 
 from __future__ import annotations
 
