@@ -83,7 +83,8 @@ def open_initial(spec: str, root: Path, say: Callable[[str], None] = lambda _: N
     try:
         path, selector = resolve_run(spec, root)
     except UserError as error:
-        raise UsageError(error.what, where=f"{KEY}={spec}", fix=error.fix) from None
+        fix = f"{error.fix} A folder that `redline export` wrote works too; models of a hub are not read yet."
+        raise UsageError(error.what, where=f"{KEY}={spec}", fix=fix) from None
     lock = read_lock(path)
     chosen = find_weights(path, selector, say=say)
     return Initial(

@@ -1,0 +1,160 @@
+"""Every command that README and docs show is run, on models small enough to do it in a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from redline.train.rundir import RunDirectory
+from test_docs import EXAMPLES, FAILING, HELP, Example, blocks
+
+ROOT = Path(__file__).parents[1]
+SMALL = (
+    "model.size=null",
+    "model.layers=1",
+    "model.d_model=32",
+    "model.heads=2",
+    "model.d_ff=64",
+    "data.seq_len=32",
+    "train.device=cpu",
+    "train.precision=fp32",
+    "train.compile=false",
+    "train.global_batch=4",
+    "train.epochs=null",
+    "eval.sequences=4",
+    "eval.sample_tokens=8",
+)
+# What is refused, as its page says; and what needs a network, an account or files that a test has not.
+SENTENCES = {
+    "700000": "is impossible",
+    "owner/name:en@train": "is no file or folder here",
+    "gpt2": "the GPT-2 tokenizer's files are not on this machine",
+    "monitor.wandb=my-project": "needs the package wandb",
+}
+COMMANDS = [example for example in EXAMPLES if example not in (*HELP, *FAILING)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A directory as the pages assume it: texts, tokens, recipe files, and runs by the names they use."""
+    folder = tmp_path_factory.mktemp("home")
+    shutil.copytree(corpus, folder / "notes")
+    (folder / "notes" / "slicings.txt").write_text("red line train token\n" * 40)
+    (folder / "tokens").mkdir()
+    np.arange(20_000, dtype="<u2").tofile(folder / "tokens" / "train.bin")
+    _write_zst(folder / "corpus.jsonl.zst")
+    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+        for block in blocks(page.read_text(encoding="utf-8"), "yaml"):
+            if block.startswith("# ") and block.split("\n", 1)[0].endswith(".yaml"):
+                (folder / block[2:].split("\n", 1)[0]).write_text(block, encoding="utf-8")
+    trained = ("data.source=notes", "data.tokenizer=train:300", "checkpoint.every=100", "train.steps=100")
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        assert _redline("train", "small.yaml", *SMALL, *trained, "--run", "runs/first") == 0
+        assert _redline("prepare", "notes", "--out", "tokens-16k", "--tokenizer", "train:16384") == 0
+    finally:
+        os.chdir(before)
+    for name in ("small", "long"):
+        shutil.copytree(folder / "runs" / "first", folder / "runs" / name)
+    (folder / "runs" / "latest").unlink(missing_ok=True)
+    (folder / "runs" / "latest").symlink_to("first")
+    return folder
+
+
+def _write_zst(path: Path) -> None:
+    import zstandard
+
+    rows = "".join(json.dumps({"content": f"the river and the stone, part {n}"}) + "\n" for n in range(200))
+    path.write_bytes(zstandard.compress(rows.encode()))
+
+
+def _redline(*words: str) -> int:
+    """The command within this process."""
+    from redline.cli.main import main
+
+    before, handlers, arguments = dict(os.environ), signal.getsignal(signal.SIGTERM), sys.argv
+    sys.argv = ["redline", *words]
+    try:
+        main()
+        return 0
+    except SystemExit as leave:
+        return int(leave.code or 0) if not isinstance(leave.code, str) else 1
+    finally:
+        sys.argv = arguments
+        os.environ.clear()
+        os.environ.update(before)
+        signal.signal(signal.SIGTERM, handlers)
+
+
+@pytest.fixture
+def here(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that directory, in which nothing is yet that the command makes."""
+    copy = tmp_path / "home"
+    shutil.copytree(home, copy, symlinks=True)
+    monkeypatch.chdir(copy)
+    monkeypatch.delenv("REDLINE_GPT2", raising=False)
+    return copy
+
+
+def smaller(words: tuple[str, ...]) -> list[str]:
+    """The command as it is typed, on a model and for a number of steps that a test can afford."""
+    verb = words[0]
+    if verb == "train" and "--resume" in words:
+        return [*words, "train.steps=104"]
+    if "--dry-run" in words:
+        return [*words]
+    if verb == "train" or (verb == "plan" and "--probe" in words):
+        data = () if any(word.startswith("data.") for word in words) else ("data.source=notes", "data.tokenizer=bytes")
+        return [*words, *SMALL, *data, "train.steps=2"]
+    plain = ["--tokenizer", "bytes"] if verb == "prepare" and "--tokenizer" not in words else []
+    return ["1" if words[i - 1] == "--workers" else word for i, word in enumerate(words)] + plain
+
+
+def made_by(words: list[str]) -> list[Path]:
+    """What the command will make, and what must not be there before."""
+    return [Path(words[i + 1]) for i, word in enumerate(words) if word in ("--out", "--run")]
+
+
+@pytest.mark.parametrize("example", COMMANDS, ids=str)
+def test_a_shown_command_does_what_it_says(example: Example, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = smaller(example.words)
+    for path in made_by(words):
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
+    if words[0] == "stop":
+        with RunDirectory(here / "runs" / words[1]):  # as if it were running
+            status = _redline(*words)
+    else:
+        status = _redline(*words)
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    missing = next((sentence for word, sentence in SENTENCES.items() if word in words), None)
+    if missing is not None and status:
+        assert missing in said.err
+        return
+    assert status == 0, said.err
+    if "--json" in words:
+        assert json.loads(said.out.strip().splitlines()[-1])
+    if "--dry-run" not in words:
+        assert [path for path in made_by(words) if not path.exists()] == []
+
+
+def test_a_command_that_fails_would_be_noticed(here: Path) -> None:
+    run: Callable[..., Any] = test_a_shown_command_does_what_it_says
+    with pytest.raises(AssertionError):
+        run(Example("", ("eval", "first@99"), ()), here, _Captured())
+
+
+class _Captured:
+    def readouterr(self) -> Any:
+        return type("Said", (), {"out": "", "err": ""})
