@@ -243,7 +243,11 @@ def _closing(path: Path, outcome: Outcome) -> None:
             typer.echo(f"report  {write_report(path)}", err=True)
         except OSError as error:
             typer.echo(f"report  not written ({error}); later: redline report {path}", err=True)
-    commands = [f'redline sample {path} --prompt "import "', f"redline eval {path}@best", f"redline export {path} --out …"]
+    commands = [
+        f'redline sample {path} --prompt "import "',
+        f"redline eval {path}@best",
+        f"redline export {path} --out {path.name}-model",
+    ]
     for command in [f"redline train --resume {path}"] if outcome.exit_code else commands:
         typer.echo(f"next    {command}", err=True)
 
