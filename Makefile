@@ -40,5 +40,5 @@ lint: tools ## ruff, mypy, and the import rules
 soak: tools ## the fault tests at their long size [ARGS=…]
 	$(PYTEST) -m soak $(ARGS)
 
-bench: setup ## plan against real steps on this machine: memory, tokens/s [ARGS=…]
-	.venv/bin/python benchmarks/plan.py $(ARGS)
+bench: setup ## measure this machine [ARGS="throughput, plan-accuracy or startup, key=value …"]
+	.venv/bin/redline bench $(or $(ARGS),throughput)

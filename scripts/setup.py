@@ -26,6 +26,7 @@ STAMP = VENV / ".redline-stamp"
 LOG = VENV / "setup.log"
 CONSTRAINTS = ROOT / "constraints.txt"
 OLDEST_PYTHON = (3, 11)
+TRITON = "triton==3.6.0"  # whose interpreter runs the kernels' tests on a CPU; CUDA builds of torch bring their own
 CUDA_12_WHEELS = "cu126"  # CUDA is compatible within a major version: these run on every driver for CUDA 12.x
 
 PROBE = """
@@ -140,6 +141,12 @@ def install_steps(
     wanted = project["dependencies"] + [item for extra in sorted(extras) for item in optional[extra]]
     others = [item for item in wanted if not re.match(r"torch\b(?!-)", item)]
     return [["-c", str(constraints), *others], ["--no-deps", "-e", "."]]
+
+
+def interpreter_steps(extras: frozenset[str], reuse: Interpreter | None, venv: Path) -> list[list[str]]:
+    """What development needs besides where torch brought no Triton: one that fits no torch, only the tests."""
+    there = reuse is not None or any(venv.glob("lib/python3*/site-packages/triton-*.dist-info"))
+    return [[TRITON]] if "dev" in extras and not there and sys.platform == "linux" else []
 
 
 def parse_driver(smi: str, gpus: str) -> Driver:
@@ -287,6 +294,8 @@ def set_up(extras: frozenset[str]) -> None:
             constraints.write_text(pin_torch(CONSTRAINTS.read_text(), str(reuse.torch)))
     with phase(" with ".join(filter(None, ["packages", ", ".join(sorted(extras))]))):
         print(f"by {install(install_steps(pyproject, extras, reuse, constraints))} ", end="")
+        if steps := interpreter_steps(extras, reuse, VENV):
+            install(steps)
     driver = read_driver()
     if driver is not None:
         with phase("asking torch for the GPU"):

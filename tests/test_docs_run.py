@@ -40,7 +40,8 @@ SENTENCES = {
     "gpt2": "the GPT-2 tokenizer's files are not on this machine",
     "monitor.wandb=my-project": "needs the package wandb",
 }
-COMMANDS = [example for example in EXAMPLES if example not in (*HELP, *FAILING)]
+# A benchmark takes its time: tests/cli/test_cli_bench.py runs each of them once.
+COMMANDS = [e for e in EXAMPLES if e not in (*HELP, *FAILING) and e.words[0] != "bench"]
 
 
 @pytest.fixture(scope="module")

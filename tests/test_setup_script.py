@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,17 @@ def test_a_kept_torch_is_never_asked_for(script: ModuleType, extras: set[str], t
     kept, chosen = interpreter(script), frozenset(extras)
     steps = script.install_steps(PYPROJECT, extras=chosen, reuse=kept, constraints=Path("c.txt"))
     assert steps == [["-c", "c.txt", "torch-like>=1", "numpy>=2.0", *tools], ["--no-deps", "-e", "."]]
+
+
+def test_triton_is_added_only_for_tests_and_only_where_torch_brought_none(script: ModuleType, tmp_path: Path) -> None:
+    def steps(*extras: str, kept: Any = None) -> Any:
+        return script.interpreter_steps(frozenset(extras), kept, tmp_path)
+
+    expected = [[script.TRITON]] if sys.platform == "linux" else []
+    assert (steps(), steps("dev")) == ([], expected)
+    assert steps("dev", kept=interpreter(script)) == []
+    (tmp_path / "lib" / "python3.12" / "site-packages" / "triton-3.8.0.dist-info").mkdir(parents=True)
+    assert steps("dev") == []
 
 
 def test_a_kept_torch_is_what_the_constraints_say(script: ModuleType) -> None:

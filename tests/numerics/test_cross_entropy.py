@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.kernels import cross_entropy
+from redline.kernels import cross_entropy, softmax_loss
 from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy, reference
 
 
@@ -67,13 +69,41 @@ def test_never_more_than_2_31_logits_at_once() -> None:
     assert head_chunk(1 << 40, 5) == 1
 
 
+def test_a_gradient_in_the_logits_place_is_used_before_the_next_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: one buffer serves every chunk, first for logits and then for their gradient."""
+
+    def overwriting(logits: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        options.pop("fused")
+        losses, gradient = softmax_loss.reference(logits, *rest, **options)
+        assert gradient is not None
+        return losses, logits.copy_(gradient)
+
+    monkeypatch.setattr(cross_entropy, "softmax_loss", overwriting)
+    monkeypatch.setattr(cross_entropy, "head_chunk", lambda *_: 7)
+    x, weight, target = problem(30, 8, 50)
+    linear_cross_entropy(x, weight, target, softcap=5.0).backward()
+    expected_x, expected_weight, _ = problem(30, 8, 50)
+    reference(expected_x, expected_weight, target, softcap=5.0).backward()
+    torch.testing.assert_close(x.grad, expected_x.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weight.grad, expected_weight.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_factor_is_not_rounded_to_half_precision(dtype: torch.dtype) -> None:
+    """Loss scales and 1/tokens are no numbers of bf16: rounded, they would move all gradients together."""
+    ones = torch.ones(8, 16, dtype=dtype)
+    factor = torch.tensor(1.0 / 3.0)
+    scaled = cross_entropy._scaled(3.0 * ones, factor, dtype)
+    assert scaled.dtype == dtype
+    assert torch.equal(scaled, ones)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_half_precision_on_a_gpu(dtype: torch.dtype, compiled: bool) -> None:
-    if compiled:
-        cross_entropy.compile_kernels()
+@pytest.mark.parametrize("chunk", [1000, 300])
+def test_half_precision_on_a_gpu(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "head_chunk", lambda *_: chunk)
     x, weight, target = problem(1000, 64, 5000)
     with torch.no_grad():
         x *= 0.3
@@ -84,4 +114,3 @@ def test_half_precision_on_a_gpu(dtype: torch.dtype, compiled: bool) -> None:
         assert got is not None
         assert expected is not None
         assert ((got.cpu() - expected).norm() / expected.norm()).item() < 2e-2
-    cross_entropy._COMPILED.clear()

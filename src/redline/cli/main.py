@@ -8,7 +8,7 @@ import sys
 import typer
 
 from redline import __version__
-from redline.cli import doctor, evaluate, export, plan, prepare, recipes, report, runs, sample, stop, train
+from redline.cli import bench, doctor, evaluate, export, plan, prepare, recipes, report, runs, sample, stop, train
 from redline.errors import EXIT_FAILED, UserError
 
 app = typer.Typer(
@@ -46,6 +46,7 @@ app.command("sample")(sample.sample)
 app.command("eval")(evaluate.evaluate)
 app.command("export")(export.export)
 app.command("report")(report.report)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

@@ -93,7 +93,7 @@ def _machine(gpu: str, recipe: Recipe) -> Machine:
 
 def _probe(resolved: Resolved, facts: Any, gpu: str) -> Measured:
     """Real steps in a process of their own."""
-    from redline.cli.trial import run_trial
+    from redline.bench.trial import run_trial
     from redline.errors import UsageError
     from redline.hardware.detect import detect
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redline.kernels.attention import Attention, Bound
+from redline.models.fused import run_blocks
 from redline.models.layers import Block, KVCache, Linear, RMSNorm, rotary_table
 from redline.plan.shapes import DecoderShape
 
@@ -25,10 +28,11 @@ class Decoder(nn.Module):
         softcap: float | None = None,
         dtype: torch.dtype = torch.float32,
         checkpointing: str = "none",
+        kernels: str = "torch",
     ) -> None:
         super().__init__()
         self.shape, self.softcap, self.dtype, self.rope_theta = shape, softcap, dtype, rope_theta
-        self.dropout = dropout
+        self.dropout, self.kernels, self.attention = dropout, kernels, attention
         self.embedding = nn.Embedding(shape.vocab, shape.d_model)
         self.blocks = nn.ModuleList(Block(shape, eps, dropout, attention, checkpointing) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.d_model, eps)
@@ -53,7 +57,9 @@ class Decoder(nn.Module):
             parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
     def compile_blocks(self) -> None:
-        """One graph for all layers: they are alike, so the first compiles for all."""
+        """One graph for all layers: they are alike, so the first compiles for all. Fused blocks are kernels already."""
+        if self.kernels == "fused":
+            return
         for block in self.blocks:
             block.compile(dynamic=False)
 
@@ -63,11 +69,17 @@ class Decoder(nn.Module):
         if self.dropout:
             x = F.dropout(x, self.dropout, self.training)
         cos, sin = self._rotary_slice(start, tokens_BT.shape[1], tokens_BT.device)
+        if self.kernels == "fused" and cache is None:
+            blocks = [block for block in self.blocks if isinstance(block, Block)]
+            return run_blocks(blocks, self.norm, x, cos, sin, partial(self._attend, mask), self.shape)
         for i, block in enumerate(self.blocks):
             assert isinstance(block, Block)
             x = block(x, cos, sin, mask) if cache is None else block.extend(x, cos, sin, cache[i], start)
         hidden: Tensor = self.norm(x)
         return hidden
+
+    def _attend(self, mask: Bound, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attention(q, k, v, mask)
 
     def logits(self, hidden: Tensor) -> Tensor:
         z = F.linear(hidden, self.head_weight.to(hidden.dtype)).float()

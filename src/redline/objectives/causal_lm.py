@@ -20,9 +20,10 @@ from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.data.tokens import TokenData, TokenSplit
 from redline.errors import UserError
 from redline.kernels.attention import Attention, Bound, Selection, select
-from redline.kernels.cross_entropy import IGNORE, compile_kernels, linear_cross_entropy
+from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy
 from redline.kernels.masks import MaskSpec
 from redline.kernels.precision import DTYPES
+from redline.kernels.softmax_loss import compile_loss
 from redline.metrics.likelihood import bits_per_byte, perplexity
 from redline.models.generate import generate
 from redline.models.llama import inexact, shape_of, to_config, to_generation, to_llama
@@ -138,6 +139,7 @@ class CausalLM(Objective):
             softcap=options.softcap,
             dtype=self.dtype,
             checkpointing=self.recipe.train.grad_checkpointing,
+            kernels=options.kernels,
         ).to(device)
         self.model.initialise(torch.Generator().manual_seed(self.recipe.train.seed))
 
@@ -157,8 +159,8 @@ class CausalLM(Objective):
         return role_groups(self.model)
 
     def compile(self) -> None:
-        if self.device.type == "cuda":  # on a CPU the in-place version is as fast
-            compile_kernels()
+        if self.device.type == "cuda" and self.recipe.model.kernels != "fused":
+            compile_loss()  # on a CPU the in-place version is as fast
         self.model.compile_blocks()
 
     def save_tokenizer(self, folder: Path) -> None:
@@ -194,7 +196,11 @@ class CausalLM(Objective):
     def loss(self, batch: Batch) -> dict[str, Term]:
         hidden = self.model(batch["inputs"], self._bind(batch))
         total = linear_cross_entropy(
-            hidden.flatten(0, 1), self.model.head_weight, batch["targets"].flatten(), softcap=self.model.softcap
+            hidden.flatten(0, 1),
+            self.model.head_weight,
+            batch["targets"].flatten(),
+            softcap=self.model.softcap,
+            fused=self.recipe.model.kernels == "fused",
         )
         return {"cross_entropy": Term(total, "tokens")}
 

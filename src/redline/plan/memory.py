@@ -9,7 +9,7 @@ from redline.units import GIB
 
 LOGITS_PER_CHUNK = 1 << 29  # the head runs over this many logits at once (never 2^31: kernels index in int32)
 WORKSPACE = 1.0 * GIB  # CUDA context, cuBLAS and cuDNN workspaces
-PROCESS = 0.3 * GIB  # Python and torch themselves, which share the memory of a CPU
+PROCESS = 0.38 * GIB  # Python and torch themselves, which share the memory of a CPU
 LOW_BIT = ("adamw_8bit", "paged_adamw_8bit")
 LOW_BIT_BLOCK = 256  # values that share one fp32 scale
 LOW_BIT_FROM = 4096  # smaller tensors keep 32-bit moments, as bitsandbytes has it
@@ -22,6 +22,7 @@ class Kernels:
 
     gpu: bool = True
     compiled: bool = True
+    fused: bool = False  # a block's backward written out
     packed: bool = False  # attention by documents of any length
     scores: int = 0  # keys whose weights are kept in float32, by attention that forms them
 
@@ -73,6 +74,8 @@ def _block_bytes(shape: DecoderShape, bytes_per_value: int, kernels: Kernels) ->
     d, rotated, scores = shape.d_model, (shape.heads + shape.kv_heads) * shape.head_dim, kernels.scores
     # fixed-length kernels give the output in a layout of their own, kept beside ours
     attention = shape.d_qkv + rotated + (1 if kernels.packed else 2) * shape.d_attention
+    if kernels.fused:  # rotated in place, and attention's output in our layout
+        return float(bytes_per_value * (4 * d + shape.d_qkv + shape.d_attention + shape.d_up + shape.d_ff))
     if kernels.compiled:  # block input, both normalised inputs, the stream between attention and MLP
         normed_heads = shape.d_attention if shape.qk_norm else 0  # kept for these norms, by measurement
         return float(bytes_per_value * (4 * d + attention + normed_heads + shape.d_up + shape.d_ff))

@@ -60,6 +60,16 @@ class DecoderShape:
     def embedding_parameters(self) -> int:
         return self.vocab * self.d_model * (1 if self.tied else 2)
 
+    def not_fused(self, *, dropout: float, checkpointing: str) -> str:
+        """Why the hand-written blocks cannot compute such a model; empty when they can."""
+        reasons = {
+            "model.mlp is not swiglu": self.mlp != "swiglu",
+            "model.qk_norm is on": self.qk_norm,
+            "model.dropout is on": dropout > 0,
+            "train.grad_checkpointing is on": checkpointing != "none",
+        }
+        return ", ".join(reason for reason, holds in reasons.items() if holds)
+
     @property
     def parameters(self) -> int:
         return self.layers * self.layer_matmul_parameters + self.embedding_parameters + self.norm_parameters

@@ -62,7 +62,7 @@ def decoder_work(
         attention_again=attention / 3 if again else 0.0,
         touched=float(layers * shape.d_attention * bytes_per_value),
         moved_least=_least_traffic(shape, bytes_per_value),
-        moved=traffic * kept + recompute_traffic,
+        moved=_fused_traffic(shape, bytes_per_value) if kernels.fused else traffic * kept + recompute_traffic,
         update=_update_traffic(shape, optimizer, ema),
         gradient_bytes=4.0 * shape.parameters,
         kernels=(KERNELS_PER_LAYER if kernels.compiled else KERNELS_UNCOMPILED) * layers,
@@ -83,6 +83,14 @@ def _least_traffic(shape: DecoderShape, bytes_per_value: int) -> float:
     activation = (up + f) + (f + up + up + f)  # forward: in, out; backward: two in, and both gradients out
     logits = 2 * shape.vocab  # read once, their gradient written once
     return float((shape.layers * (norms + rotary + activation) + logits) * bytes_per_value)
+
+
+def _fused_traffic(shape: DecoderShape, bytes_per_value: int) -> float:
+    """What the hand-written kernels read and write, counted; of the loss's three sweeps over logits one hits the L2."""
+    rotated = (shape.heads + shape.kv_heads) * shape.head_dim
+    norms, rotary = 2 * 4 * shape.d_model * 2, 2 * rotated + 2 * shape.d_qkv
+    activation = (shape.d_up + shape.d_ff) + (shape.d_ff + 2 * shape.d_up)
+    return float((shape.layers * (norms + rotary + activation) + 2 * shape.vocab) * bytes_per_value)
 
 
 def _update_traffic(shape: DecoderShape, optimizer: str, ema: bool) -> float:

@@ -113,9 +113,9 @@ def forecast(resolved: Resolved, *, price: float | None = None, measured: Measur
     )
 
 
-def kernels_of(recipe: Recipe, device: str, compiled: bool) -> Kernels:
+def kernels_of(recipe: Recipe, device: str, compiled: bool, fused: bool) -> Kernels:
     gpu, dense = device == "cuda", recipe.model.attention == "dense"
-    return Kernels(gpu, compiled, gpu and recipe.data.pack, recipe.data.seq_len if dense else 0)
+    return Kernels(gpu, compiled, fused, gpu and recipe.data.pack, recipe.data.seq_len if dense else 0)
 
 
 def _work(resolved: Resolved) -> Work:
@@ -127,7 +127,9 @@ def _work(resolved: Resolved) -> Work:
         bytes_per_value=4 if train.precision == "fp32" else 2,
         optimizer=train.optimizer,
         ema=train.ema is not None,
-        kernels=kernels_of(resolved.recipe, resolved.machine.device, train.compile),
+        kernels=kernels_of(
+            resolved.recipe, resolved.machine.device, train.compile, resolved.recipe.model.kernels == "fused"
+        ),
     )
     return work
 

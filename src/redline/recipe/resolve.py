@@ -226,7 +226,7 @@ class _Resolver:
                 optimizer=train.optimizer,
                 ema=train.ema is not None,
                 checkpointing=checkpointing,
-                kernels=kernels_of(self.recipe, self.machine.device, compiled),
+                kernels=kernels_of(self.recipe, self.machine.device, compiled, self.fused(shape, checkpointing)),
             )
             return parts
 
@@ -252,6 +252,21 @@ class _Resolver:
             "global_batch": batch.global_batch,
         }
         return batch, checkpointing, memory(batch.micro, checkpointing)
+
+    def fused(self, shape: DecoderShape, checkpointing: str) -> bool:
+        return self.recipe.model.kernels == "fused" and not shape.not_fused(
+            dropout=self.recipe.model.dropout, checkpointing=checkpointing
+        )
+
+    def kernels(self, shape: DecoderShape, checkpointing: str) -> None:
+        """Which implementation of a block; the other is always there for what it cannot do."""
+        asked = self.recipe.model.kernels
+        missing = shape.not_fused(dropout=self.recipe.model.dropout, checkpointing=checkpointing)
+        if asked == "fused" and missing:
+            fix = "Use model.kernels: torch."
+            raise RecipeError("recipe", [Problem("model.kernels", f"fused cannot be: {missing}.", fix)])
+        if asked == AUTO:
+            self.choose("model.kernels", "torch", "compiled blocks; the fused ones are not measured yet")
 
     def expected_tokens(self, shape: DecoderShape) -> float:
         """How many tokens the run will see: by its limits, or by the clock at the speed one may expect."""
@@ -332,6 +347,7 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
     precision = r.precision()
     compiled = r.compile()
     batch, checkpointing, memory = r.batch(shape, precision, compiled)
+    r.kernels(shape, checkpointing)
     flops: FlopsPerToken = job(recipe.objective).flops(shape, recipe.data.seq_len, checkpointing)
     tokens_per_step = batch.global_batch * recipe.data.seq_len
     steps = steps_of(recipe, data.train_tokens, tokens_per_step)

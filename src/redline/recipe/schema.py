@@ -84,6 +84,7 @@ class Model(Section):
     norm_eps: Positive = 1e-5
     dropout: Probability = 0.0
     attention: Annotated[str, one_of(*ATTENTION)] = AUTO
+    kernels: Annotated[str, one_of(AUTO, "torch", "fused")] = AUTO  # fused: a block's backward written out, in Triton
     init_from: MaybeText = None  # RUN[@step|@best] or an exported folder: weights only
 
 

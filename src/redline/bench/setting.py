@@ -1,0 +1,83 @@
+"""What a benchmark runs: the recipe it is about and its data, or something tiny where there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from redline.recipe.load import load
+
+if TYPE_CHECKING:
+    from redline.hardware.machine import Machine
+    from redline.recipe.schema import Recipe
+
+RECIPE = "pretrain-350m"
+# On a CPU the benchmarks show that they work, within a minute: the vocabulary is the recipe's, the model is not.
+TINY = (
+    "model.layers=2",
+    "model.d_model=64",
+    "model.heads=2",
+    "model.d_ff=128",
+    "data.seq_len=64",
+    "train.global_batch=4",
+    "train.precision=fp32",
+    "eval.sequences=4",
+)
+# Only training is timed: no look at the data, and no checkpoint, in between.
+UNDISTURBED = (
+    "eval.every=1000000000",
+    "eval.sequences=8",
+    "eval.samples=0",
+    "checkpoint.every=1000000000",
+    "checkpoint.best=false",
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A recipe with everything that was asked for; the words are those of `redline train`."""
+
+    name: str
+    overrides: tuple[str, ...]
+    machine: Machine
+    recipe: Recipe
+
+    @property
+    def words(self) -> list[str]:
+        return [self.name, *self.overrides]
+
+    def with_tokens(self, folder: Path, count: int) -> Setting:
+        """With random tokens, unless other data were asked for: a speed does not depend on what they say."""
+        data = self.recipe.data
+        if data.source != "embedded" or data.tokenizer != "gpt2":
+            return self
+        from redline.data.facts import vocabulary
+
+        write_random_tokens(folder, vocabulary(data.tokenizer), count)
+        overrides = (f"data.source={folder}", *self.overrides)
+        return Setting(self.name, overrides, self.machine, load(self.name, list(overrides)).recipe)
+
+
+def choose_setting(
+    name: str | None, overrides: list[str], defaults: Mapping[str, tuple[str, ...]], tiny: tuple[str, ...] = TINY
+) -> Setting:
+    """The recipe that was named, else `RECIPE`, on a CPU with `tiny`. What was asked for wins over the `defaults`."""
+    asked = load(name or RECIPE, overrides).recipe  # a slip is answered before torch is imported
+    from redline.hardware.detect import detect
+
+    machine = detect(asked.train.device)
+    smaller = tiny if name is None and machine.device == "cpu" else ()
+    words = (*smaller, *defaults[machine.device], *overrides)
+    return Setting(name or RECIPE, words, machine, load(name or RECIPE, list(words)).recipe)
+
+
+def write_random_tokens(folder: Path, vocabulary: int, count: int) -> None:
+    """train.bin and val.bin, as nanoGPT writes them."""
+    import numpy as np
+
+    folder.mkdir(parents=True)
+    chance = np.random.default_rng(0)
+    for name, tokens in (("train.bin", count), ("val.bin", max(100_000, count // 100))):
+        chance.integers(0, vocabulary, tokens, dtype=np.uint16).tofile(folder / name)

@@ -1,0 +1,97 @@
+"""Tokens a second of the real loop, beside what others get from the same GPU, batch and tokens in the same call."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redline.bench.child import ChildError, TrainedRun, ask, train
+from redline.bench.record import Row
+from redline.bench.setting import UNDISTURBED, Setting
+
+DEFAULTS = {
+    "cuda": ("train.steps=200", "monitor.log_every=10"),
+    "cpu": ("train.steps=6", "monitor.log_every=1", "train.compile=false"),
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    what: str
+    overrides: tuple[str, ...] = ()  # below what the user asks for
+    module: str | None = None  # a training loop of its own; else `redline train`
+
+
+OURS = "redline"
+CONTENDERS = (
+    Contender(OURS, "redline train, as the recipe ships"),
+    Contender(
+        "plain", "the same loop, its blocks by torch.compile alone", ("train.compile=true", "model.kernels=torch")
+    ),
+    Contender(
+        "transformers",
+        "transformers' Llama in a plain loop: float32 weights under bf16 autocast, SDPA, torch.compile, fused AdamW",
+        ("train.compile=true",),
+        module="redline.bench.llama",
+    ),
+)
+
+
+def run_throughput(setting: Setting) -> Iterator[Row]:
+    """A row for each contender, one after the other; who cannot run says why in `error`."""
+    with tempfile.TemporaryDirectory(prefix="redline-bench-") as name:
+        folder = Path(name)
+        setting = setting.with_tokens(folder / "tokens", _tokens_needed(setting))
+        for contender in CONTENDERS:
+            row: Row = {"name": contender.name, "what": contender.what, "overrides": list(contender.overrides)}
+            words = [setting.name, *UNDISTURBED, *contender.overrides, *setting.overrides]
+            try:
+                if contender.module is None:
+                    yield row | _figures(train(words, folder / contender.name))
+                else:
+                    yield row | ask(contender.module, {"recipe": setting.name, "overrides": words[1:]})
+            except ChildError as error:
+                yield row | {"error": str(error)}
+
+
+def with_ratios(rows: list[Row]) -> list[Row]:
+    """How many times as fast as each the first is."""
+    ours = rows[0].get("tokens_per_s") if rows else None
+    return [row | {"redline_is": ours / row["tokens_per_s"]} if ours and "tokens_per_s" in row else row for row in rows]
+
+
+def _tokens_needed(setting: Setting) -> int:
+    """For a few hundred steps without a repetition; more steps read them again."""
+    recipe = setting.recipe
+    batch = recipe.train.global_batch if isinstance(recipe.train.global_batch, int) else 256
+    return min(200, recipe.train.steps or 200) * batch * recipe.data.seq_len + 100_000
+
+
+def _figures(run: TrainedRun) -> dict[str, Any]:
+    steps = run.of_type("step")
+    steady = steps[1:] or steps  # in the first the GPU's clocks and the loader still settle
+    names = ("tokens_per_s", "mfu", "mfu_causal", "step_ms", "data_wait_ms")
+    memory = [event["memory_gib"] for event in steps if event["memory_gib"] is not None]
+    return {
+        **{name: _median([event[name] for event in steady]) for name in names},
+        "memory_gib": max(memory, default=None),
+        "micro_batch": run.lock["batch"]["micro"],
+        "steps": steps[-1]["step"],
+        "first_loss": steps[0]["loss"],
+        "last_loss": steps[-1]["loss"],
+        "warmup_s": sum(event.get("seconds", 0.0) for event in run.of_type("warmup")),
+        "compiled": run.lock["recipe"]["train"]["compile"],
+        "precision": run.lock["recipe"]["train"]["precision"],
+        "warnings": [event["message"] for event in run.of_type("warning")],
+        "choices": {choice["key"]: choice["value"] for event in run.of_type("plan") for choice in event["choices"]},
+    }
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

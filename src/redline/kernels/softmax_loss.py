@@ -1,0 +1,98 @@
+"""Cross-entropy of given logits and its gradient, which takes the logits' place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+
+
+def softmax_loss(
+    logits_NV: Tensor,
+    target_N: Tensor,
+    *,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    with_gradient: bool = True,
+    fused: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Float32 losses [N], and (softmax − onehot)·scale in the logits' dtype.
+
+    The logits are given away: their storage may be the gradient's. Rows whose target is IGNORE lose nothing and have
+    gradient zero, whatever they hold; arithmetic is in float32.
+    """
+    if fused and logits_NV.is_cuda and _has_triton(logits_NV.device):
+        from redline.kernels.softmax_loss_triton import softmax_loss as in_triton
+
+        return in_triton(logits_NV, target_N, softcap=softcap, scale=scale, with_gradient=with_gradient)
+    if with_gradient and "functional" in _COMPILED:
+        losses, gradient = _COMPILED["functional"](logits_NV, target_N, softcap, scale)
+        return losses, gradient
+    return reference(logits_NV, target_N, softcap=softcap, scale=scale, with_gradient=with_gradient)
+
+
+_COMPILED: dict[str, Callable[..., Any]] = {}
+
+
+def compile_loss() -> None:
+    """One fused pass by torch.compile, instead of a dozen over the largest tensor of the step."""
+    _COMPILED["functional"] = torch.compile(_functional, dynamic=False)
+
+
+def _functional(logits: Tensor, target: Tensor, softcap: float | None, scale: float) -> tuple[Tensor, Tensor]:
+    """The same without writing in place: what the compiler fuses best."""
+    z = logits.float()
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+    valid = target != IGNORE
+    lse = z.logsumexp(1)
+    picked = z.gather(1, target.clamp_min(0)[:, None])[:, 0]
+    columns = torch.arange(z.shape[1], device=z.device)
+    gradient = torch.exp(z - lse[:, None]) - (columns[None, :] == target[:, None]).float()
+    if softcap:
+        gradient = gradient * (1.0 - (z / softcap).square())
+    # a NaN row must stay a NaN row: select, do not multiply
+    gradient = torch.where(valid[:, None], gradient, 0.0) * scale
+    return torch.where(valid, lse - picked, 0.0), gradient.to(logits.dtype)
+
+
+@cache
+def _has_triton(device: torch.device) -> bool:
+    """Triton compiles for Volta and newer."""
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (7, 0)
+
+
+def reference(
+    logits_NV: Tensor,
+    target_N: Tensor,
+    *,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    with_gradient: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """The same in plain torch, in place where it can be: every avoided pass over the logits counts."""
+    z = logits_NV.float()
+    slope = None
+    if softcap:
+        z = (z / softcap).tanh_()
+        slope = 1.0 - z.square() if with_gradient else None
+        z *= softcap
+    ignored = target_N == IGNORE
+    index = target_N.masked_fill(ignored, 0)[:, None]
+    z = torch.log_softmax(z, 1)
+    losses = -z.gather(1, index)[:, 0].masked_fill(ignored, 0.0)
+    if not with_gradient:
+        return losses, None
+    gradient = z.exp_().scatter_add_(1, index, torch.full_like(index, -1.0, dtype=z.dtype))
+    if slope is not None:
+        gradient *= slope
+    gradient[ignored] = 0.0  # a NaN row that counts must stay one: select, do not multiply
+    if scale != 1.0:
+        gradient *= scale
+    return losses, gradient.to(logits_NV.dtype)

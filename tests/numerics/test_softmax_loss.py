@@ -1,0 +1,217 @@
+"""The one-kernel loss against float64, by Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from redline.kernels import softmax_loss as module
+from redline.kernels.softmax_loss import IGNORE, reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SOFTCAPS = [None, 4.0]
+Loss = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def triton_loss(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    pytest.importorskip("triton", reason="the kernel needs triton")
+    from redline.kernels.softmax_loss_triton import softmax_loss
+
+    return softmax_loss(*arguments, **options)
+
+
+@pytest.fixture(params=[reference, triton_loss], ids=["torch", "triton"])
+def loss(request: pytest.FixtureRequest) -> Loss:
+    function: Loss = request.param
+    return function
+
+
+def problem(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows * 1000 + vocab)
+    logits = (3 * torch.randn(rows, vocab, generator=generator)).to(dtype)
+    target = torch.randint(0, vocab, (rows,), generator=generator)
+    target[torch.rand(rows, generator=generator) < 0.2] = IGNORE
+    return logits.to(DEVICE), target.to(DEVICE)
+
+
+def exact(
+    logits: torch.Tensor, target: torch.Tensor, softcap: float | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = logits.double().requires_grad_()
+    z = softcap * torch.tanh(x / softcap) if softcap else x
+    losses = torch.nn.functional.cross_entropy(z, target, ignore_index=IGNORE, reduction="none")
+    (scale * losses.sum()).backward()
+    assert x.grad is not None
+    return losses.detach(), x.grad
+
+
+def check(loss: Loss, rows: int, vocab: int, softcap: float | None, scale: float) -> None:
+    logits, target = problem(rows, vocab)
+    expected, expected_gradient = exact(logits, target, softcap, scale)
+    losses, gradient = loss(logits.clone(), target, softcap=softcap, scale=scale)
+    assert gradient is not None
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6 * scale)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    vocab=st.integers(1, 300),
+    softcap=st.sampled_from(SOFTCAPS),
+    scale=st.sampled_from([1.0, 1024.0]),
+)
+def test_any_size_equals_float64(rows: int, vocab: int, softcap: float | None, scale: float) -> None:
+    check(triton_loss, rows, vocab, softcap, scale)
+    check(reference, rows, vocab, softcap, scale)
+
+
+@pytest.mark.parametrize("vocab", [8191, 8192, 8193, 20001, 50304])
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+def test_rows_of_several_blocks(loss: Loss, vocab: int, softcap: float | None) -> None:
+    check(loss, 3, vocab, softcap, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_at_the_end(loss: Loss, dtype: torch.dtype) -> None:
+    logits, target = problem(6, 777, dtype)
+    expected, expected_gradient = exact(logits, target, None, 1.0)
+    losses, gradient = loss(logits.clone(), target)
+    assert gradient is not None
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=2e-6)
+    # the interpreter cuts bf16 off instead of rounding it
+    error = torch.finfo(dtype).eps * (1.0 if loss is triton_loss and DEVICE == "cpu" else 0.55)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=error, atol=1e-7)
+
+
+def test_the_gradient_takes_the_logits_place() -> None:
+    logits, target = problem(4, 50)
+    _, gradient = triton_loss(logits, target)
+    assert gradient is logits
+
+
+def test_without_a_gradient_the_logits_stay(loss: Loss) -> None:
+    logits, target = problem(4, 50)
+    before = logits.clone()
+    losses, gradient = loss(logits, target, with_gradient=False)
+    assert gradient is None
+    assert torch.equal(logits, before)
+    torch.testing.assert_close(losses.double(), exact(logits, target, None, 1.0)[0], rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("column", [0, 8500])
+def test_a_bad_logit_spoils_its_row_and_no_other(loss: Loss, bad: float, column: int) -> None:
+    logits, target = problem(3, 9000)
+    target[:] = 5
+    logits[1, column] = bad
+    losses, gradient = loss(logits, target)
+    assert gradient is not None
+    assert losses.isfinite().tolist() == [True, False, True]
+    assert gradient[1].isnan().any()
+    assert gradient[::2].isfinite().all()
+
+
+def test_an_ignored_row_has_no_gradient_whatever_it_holds(loss: Loss) -> None:
+    logits, target = problem(2, 9000)
+    target[0], target[1] = IGNORE, 3
+    logits[0] = math.nan
+    losses, gradient = loss(logits, target)
+    assert gradient is not None
+    assert losses[0] == 0
+    assert not gradient[0].any()
+    assert losses[1].isfinite()
+
+
+def test_entries_that_cannot_be_chosen_have_no_share(loss: Loss) -> None:
+    """−inf, even for all of the first block: its maximum is no number to subtract."""
+    logits, target = problem(1, 9000)
+    target[0] = 8999
+    logits[0, :8500] = -math.inf
+    expected, expected_gradient = exact(logits, target, None, 1.0)
+    losses, gradient = loss(logits.clone(), target)
+    assert gradient is not None
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_a_target_outside_the_vocabulary_is_a_nan() -> None:
+    logits, target = problem(3, 40)
+    target[:] = torch.tensor([2, 40, -7])
+    losses, _ = triton_loss(logits, target)
+    assert losses.isnan().tolist() == [False, True, True]
+
+
+def test_logits_may_be_a_part_of_a_larger_buffer(loss: Loss) -> None:
+    logits, target = problem(5, 64)
+    buffer = torch.full((5, 80), 7.0, device=DEVICE)
+    buffer[:, :64] = logits
+    losses, _ = loss(buffer[:, :64], target)
+    torch.testing.assert_close(losses.double(), exact(logits, target, None, 1.0)[0], rtol=1e-6, atol=2e-6)
+    assert (buffer[:, 64:] == 7.0).all()
+
+
+def test_on_a_cpu_it_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "reference", lambda *_, **__: ("torch", None))
+    assert module.softmax_loss(torch.zeros(1, 2), torch.zeros(1, dtype=torch.long)) == ("torch", None)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_form_for_the_compiler_is_the_same(softcap: float | None) -> None:
+    logits, target = problem(9, 33)
+    target[3] = module.IGNORE
+    losses, gradient = module._functional(logits, target, softcap, 2.0)
+    expected, expected_gradient = module.reference(logits.clone(), target, softcap=softcap, scale=2.0)
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
+
+
+FOR_HOPPER = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from redline.kernels.softmax_loss_triton import _softmax_loss_kernel as kernel
+sizes = ["row_stride", "vocab"]
+types = {"logits_ptr": "*bf16", "target_ptr": "*i64", "loss_ptr": "*fp32", "softcap": "fp32", "scale": "fp32"}
+fixed = {"target_stride": 1, "IGNORED": -100, "CAPPED": True, "GRADIENT": True, "BLOCK": 8192}
+types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(fixed, "constexpr")
+order = kernel.arg_names
+aligned = {(order.index(n),): [["tt.divisibility", 16]] for n in ["logits_ptr", "target_ptr", "loss_ptr", *sizes]}
+values = {(order.index(name),): value for name, value in fixed.items()}
+source = ASTSource(kernel, {name: types[name] for name in order}, values, aligned)
+print(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"])
+"""
+
+
+def test_it_compiles_for_hopper_with_wide_loads(tmp_path: Path) -> None:
+    """Needs no GPU: what the interpreter accepts, the compiler may still refuse."""
+    pytest.importorskip("triton", reason="the kernel needs triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", FOR_HOPPER], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    wide = [line for line in done.stdout.splitlines() if "global" in line and ".v4.b32" in line]
+    assert len([line for line in wide if "ld.global" in line]) == 4, "two of 16 bytes in each sweep"
+    assert len([line for line in wide if "st.global" in line]) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("vocab", [50304, 50257, 131072])
+def test_a_real_chunk_on_a_gpu(vocab: int) -> None:
+    logits, target = problem(257, vocab, torch.bfloat16)
+    expected, expected_gradient = exact(logits, target, 30.0, 1.0)
+    losses, gradient = module.softmax_loss(logits.clone(), target, softcap=30.0, fused=True)
+    assert gradient is not None
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=5e-3, atol=1e-6)
