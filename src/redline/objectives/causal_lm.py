@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,9 @@ class CausalLM(Objective):
     def build(self, device: torch.device) -> None:
         self.device = device
         options, shape = self.recipe.model, self.resolved.shape
+        if options.kernels == "fused" and device.type == "cuda" and find_spec("triton") is None:
+            fix = "Install triton, or use model.kernels=torch."
+            raise UserError("fused kernels need the package triton.", where="model.kernels", fix=fix)
         self.selection = self.selection or self._select_attention()
         self.attention = Attention(self.selection.backend, self.mask, device.type)
         self.model = Decoder(
