@@ -266,7 +266,8 @@ class _Resolver:
             fix = "Use model.kernels: torch."
             raise RecipeError("recipe", [Problem("model.kernels", f"fused cannot be: {missing}.", fix)])
         if asked == AUTO:
-            self.choose("model.kernels", "torch", "compiled blocks; the fused ones are not measured yet")
+            on_gpu = "the fused ones are not measured on a GPU yet"
+            self.choose("model.kernels", "torch", on_gpu if self.machine.device == "cuda" else "fused ones need a GPU")
 
     def expected_tokens(self, shape: DecoderShape) -> float:
         """How many tokens the run will see: by its limits, or by the clock at the speed one may expect."""
