@@ -21,6 +21,15 @@ def temporary_sibling(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}")
 
 
+def sync(path: Path) -> None:
+    """Until this file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """A reader sees the old text or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -186,10 +186,13 @@ def test_a_failure_in_the_background_is_a_sentence_here(
 def test_a_damaged_stream_is_made_again(texts: Path) -> None:
     corpus = open_corpus(data_of(texts))
     corpus.index(32, 5).starts(np.arange(3000))
-    os.truncate(corpus.tokens.source / "train-00001.tok", 100)
+    shard = corpus.tokens.source / "train-00001.tok"
+    whole = shard.read_bytes()
+    os.truncate(shard, 100)
     again = open_corpus(data_of(texts))
     again.index(32, 5).starts(np.arange(3000))
     open_tokens(again.tokens.source).verify()
+    assert shard.read_bytes() == whole
 
 
 def test_the_background_ends_with_the_run(texts: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from redline.cli.options import split_words
 from redline.errors import UsageError
 
 
@@ -34,20 +35,16 @@ def train(
       redline train --resume latest train.steps=2000
       redline train quickstart --sweep train.lr_base=3e-3,6e-3
     """
-    words = recipe or []
-    overrides = [word for word in words if "=" in word]
-    names = [word for word in words if "=" not in word]
-    if len(names) > 1:
-        raise UsageError(f"one recipe at a time, not {' and '.join(names)}.", fix="Overrides are written key=value.")
+    given, overrides = split_words(recipe)
     if resume is not None:
-        if names or run:
+        if given or run:
             raise UsageError("--resume needs no recipe and no --run: the run knows both.", fix="Leave them out.")
         if sweep:
             raise UsageError("--resume goes on with one run.", fix="Go on with a sweep by its command and its --run.")
         from redline.cli.running import resume_run
 
         raise typer.Exit(resume_run(resume, overrides, dry_run=dry_run))
-    name = names[0] if names else "quickstart"
+    name = given or "quickstart"
     if sweep:
         raise typer.Exit(_sweep(name, overrides, sweep, run, dry_run=dry_run))
     # a bad recipe is answered before torch is even imported

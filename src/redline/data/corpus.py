@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -64,7 +64,12 @@ def open_corpus(data: Data, *, for_evaluation: bool = False, progress: ProgressC
         return _open_stream(data, reading, progress)
     opened = _open_parts([part.source for part in data.parts], data.tokenizer, reading, progress)
     tokens = opened[0] if len(opened) == 1 else _joined(data.parts, opened)
-    facts = DataFacts(
+    return Corpus(tokens, facts_of(tokens), data.parts, tuple(len(part.train) for part in opened))
+
+
+def facts_of(tokens: TokenData) -> DataFacts:
+    """What the plan must know of tokens that lie ready."""
+    return DataFacts(
         vocab_size=tokens.vocab_size,
         train_tokens=len(tokens.train),
         val_tokens=len(tokens.val) if tokens.val is not None else 0,
@@ -72,7 +77,6 @@ def open_corpus(data: Data, *, for_evaluation: bool = False, progress: ProgressC
         tokenizer=tokens.tokenizer_name,
         tokenizer_fingerprint=tokens.tokenizer_fingerprint,
     )
-    return Corpus(tokens, facts, data.parts, tuple(len(part.train) for part in opened))
 
 
 def _holds_tokens(source: str) -> bool:
@@ -196,15 +200,8 @@ def _open_stream(data: Data, reading: Reading, progress: ProgressCallback | None
 
 
 def _stream_facts(data: Data, tokens: TokenData, *, complete: bool) -> DataFacts:
-    return DataFacts(
-        vocab_size=tokens.vocab_size,
-        train_tokens=len(tokens.train) if complete else expected_facts(data).train_tokens,
-        val_tokens=len(tokens.val) if tokens.val is not None else 0,
-        fingerprint=tokens.fingerprint,
-        tokenizer=tokens.tokenizer_name,
-        tokenizer_fingerprint=tokens.tokenizer_fingerprint,
-        estimated=not complete,
-    )
+    facts = facts_of(tokens)
+    return facts if complete else replace(facts, train_tokens=expected_facts(data).train_tokens, estimated=True)
 
 
 def _is_damaged(folder: Path, state: StreamState) -> bool:

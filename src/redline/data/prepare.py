@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from redline.cache import temporary_sibling, write_atomically
+from redline.cache import sync, temporary_sibling, write_atomically
 from redline.data.encode import default_workers, encode_pieces
 from redline.data.origin import EMBEDDED, SCHEMA, Reading, holds_tokens, prepared_folder
 from redline.data.progress import Progress, ProgressCallback
@@ -142,21 +141,13 @@ def refuse_content(out: Path) -> None:
 
 def _commit(temporary: Path, out: Path) -> None:
     """Rename: the folder appears complete, or not. A folder with content is never replaced (POSIX rename)."""
-    _sync_folder(temporary)
+    sync(temporary)
     try:
         temporary.rename(out)
     except OSError:
         refuse_content(out)  # another process was first
         raise
-    _sync_folder(out.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(out.parent)
 
 
 def training_texts(

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from redline import __version__
-from redline.cache import temporary_sibling
+from redline.cache import sync, temporary_sibling
 from redline.errors import UserError
 from redline.export.card import CARD, model_card
 from redline.export.tokenizer import end_of_text, run_tokenizer, write_tokenizer
@@ -136,9 +136,9 @@ def _commit(out: Path, write: Callable[[Path], None]) -> None:
         temporary.mkdir()
         write(temporary)
         for path in [*temporary.iterdir(), temporary]:
-            _sync(path)
+            sync(path)
         temporary.rename(final)
-        _sync(final.parent)
+        sync(final.parent)
     except (OSError, SafetensorError) as error:
         refuse_content(out)  # another process may have been first
         reason = getattr(error, "strerror", None) or str(error)
@@ -146,11 +146,3 @@ def _commit(out: Path, write: Callable[[Path], None]) -> None:
         raise UserError(f"cannot be written ({reason}).", where=str(out), fix=fix) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redline.data.corpus import Corpus, open_corpus
+from redline.data.corpus import Corpus, facts_of, open_corpus
 from redline.data.index import Index
 from redline.data.packing import cu_seqlens, document_ids, inputs_and_targets
 from redline.data.progress import ProgressCallback
@@ -43,17 +43,7 @@ class CausalData:
 
     @property
     def facts(self) -> DataFacts:
-        if self.corpus is not None:
-            return self.corpus.facts
-        data = self.tokens
-        return DataFacts(
-            vocab_size=data.vocab_size,
-            train_tokens=len(data.train),
-            val_tokens=len(data.val) if data.val is not None else 0,
-            fingerprint=data.fingerprint,
-            tokenizer=data.tokenizer_name,
-            tokenizer_fingerprint=data.tokenizer_fingerprint,
-        )
+        return self.corpus.facts if self.corpus is not None else facts_of(self.tokens)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -113,9 +113,10 @@ def forecast(resolved: Resolved, *, price: float | None = None, measured: Measur
     )
 
 
-def kernels_of(recipe: Recipe, device: str, compiled: bool, fused: bool) -> Kernels:
-    gpu, dense = device == "cuda", recipe.model.attention == "dense"
-    return Kernels(gpu, compiled, fused, gpu and recipe.data.pack, recipe.data.seq_len if dense else 0)
+def kernels_of(recipe: Recipe, device: str, compiled: bool) -> Kernels:
+    gpu, model = device == "cuda", recipe.model
+    scores = recipe.data.seq_len if model.attention == "dense" else 0
+    return Kernels(gpu, compiled, model.kernels == "fused", gpu and recipe.data.pack, scores)
 
 
 def _work(resolved: Resolved) -> Work:
@@ -127,9 +128,7 @@ def _work(resolved: Resolved) -> Work:
         bytes_per_value=4 if train.precision == "fp32" else 2,
         optimizer=train.optimizer,
         ema=train.ema is not None,
-        kernels=kernels_of(
-            resolved.recipe, resolved.machine.device, train.compile, resolved.recipe.model.kernels == "fused"
-        ),
+        kernels=kernels_of(resolved.recipe, resolved.machine.device, train.compile),
     )
     return work
 

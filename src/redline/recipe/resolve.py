@@ -17,13 +17,13 @@ from redline.plan.memory import MemoryParts
 from redline.plan.schedule import horizon_steps, sqrt_scaled_lr
 from redline.plan.shapes import SIZES, DecoderShape, padded_vocab
 from redline.recipe.checks import number
-from redline.recipe.forecast import Measured, forecast, kernels_of
+from redline.recipe.forecast import CPU_SHARE, Measured, forecast, kernels_of
 from redline.recipe.presets import preset_factor, preset_text
 from redline.recipe.schema import Recipe
 from redline.units import GIB, format_count
 
-# Share of the peak that training reaches, before anything is measured.
-PRIOR_SHARE = {"cuda": 0.35, "cpu": 0.28}
+# Share of the peak that training reaches, before even the shape is known.
+PRIOR_SHARE = {"cuda": 0.35, "cpu": CPU_SHARE}
 # quickstart: a larger model learns more from each token, until it is too large for the tokens it will see.
 TOKENS_PER_PARAMETER = {"cuda": 0.3, "cpu": 0.6}
 CPU_MICRO_TOKENS = 2048
@@ -226,7 +226,7 @@ class _Resolver:
                 optimizer=train.optimizer,
                 ema=train.ema is not None,
                 checkpointing=checkpointing,
-                kernels=kernels_of(self.recipe, self.machine.device, compiled, self.fused(shape, checkpointing)),
+                kernels=kernels_of(self.recipe, self.machine.device, compiled),
             )
             return parts
 
@@ -252,11 +252,6 @@ class _Resolver:
             "global_batch": batch.global_batch,
         }
         return batch, checkpointing, memory(batch.micro, checkpointing)
-
-    def fused(self, shape: DecoderShape, checkpointing: str) -> bool:
-        return self.recipe.model.kernels == "fused" and not shape.not_fused(
-            dropout=self.recipe.model.dropout, checkpointing=checkpointing
-        )
 
     def kernels(self, shape: DecoderShape, checkpointing: str) -> None:
         """Which implementation of a block; the other is always there for what it cannot do."""

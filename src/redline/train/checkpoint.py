@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from redline.cache import sync
 from redline.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -68,7 +69,7 @@ def commit(folder: Path, snapshot: Snapshot) -> Committed:
     _make_folder(folder)
     final = folder / step_name(snapshot.step)
     if _is_valid(final):  # committed before; nothing may be lost in replacing it
-        _sync(folder)  # that may be what failed the last time
+        sync(folder)  # that may be what failed the last time
         return Committed(final, snapshot.step, _size(read_manifest(final)))
     temporary = folder / f"{_TEMPORARY}{step_name(snapshot.step)}-{os.getpid()}"
     _discard(temporary)
@@ -78,7 +79,7 @@ def commit(folder: Path, snapshot: Snapshot) -> Committed:
         if os.path.lexists(final):
             _remove(final)
         temporary.rename(final)
-        _sync(folder)
+        sync(folder)
     except BaseException:
         _discard(temporary)
         raise
@@ -88,7 +89,7 @@ def commit(folder: Path, snapshot: Snapshot) -> Committed:
 def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        _sync(folder.parent)
+        sync(folder.parent)
 
 
 def _write(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
@@ -102,8 +103,8 @@ def _write(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
     manifest = _manifest(folder, snapshot.step)
     (folder / MANIFEST).write_bytes(canonical_json(manifest))
     for path in folder.iterdir():
-        _sync(path)
-    _sync(folder)
+        sync(path)
+    sync(folder)
     return manifest
 
 
@@ -122,14 +123,6 @@ def _size(manifest: dict[str, Any]) -> int:
 def file_digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:
