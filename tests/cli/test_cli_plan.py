@@ -101,7 +101,6 @@ def test_this_machine_is_planned_for_by_itself() -> None:
     ("words", "said"),
     [
         (("pretrain-350m", "--gpu", "h1000"), "Did you mean 'h100'?"),
-        (("pretrain-350m", "--gpu", "a100-80gb", "train.precision=fp8"), "has no fp8 units"),
         (("pretrain-350m", "--gpu", "h100", "--gpus", "3"), "cannot be shared by 3 GPUs"),
         (("pretrain-350m", "--gpu", "h100", "train.stepz=4"), "train.steps"),
         (("nosuch", "--gpu", "h100"), "there is no recipe"),

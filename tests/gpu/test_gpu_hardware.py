@@ -73,7 +73,7 @@ def test_step_events_carry_the_readings(world: Any, tmp_path: Path) -> None:
 
     world.run(tmp_path / "run", "train.device=cuda", "train.steps=3", machine=detect("cuda"))
     step = [event for event in read_events(tmp_path / "run/events.jsonl") if event["type"] == "step"][-1]
-    names = ("gpu_util", "gpu_memory_gib", "power_w", "sm_clock_mhz", "temperature_c", "throttle")
+    names = ("gpu_util", "gpu_memory_gib", "power_w", "sm_clock_mhz", "temperature_c", "throttle", "energy_j")
     assert all(step[name] is not None for name in names), step
 
 

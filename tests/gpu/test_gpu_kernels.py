@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from redline.kernels import float8
+from redline.kernels.float8 import Float8, Scale
 from redline.kernels.rms_norm import (
     add_rms_norm,
     reference_add_rms_norm,
@@ -126,3 +128,153 @@ def test_offsets_beyond_32_bits() -> None:
     tail, tail_grad = h[-9:].float(), grad_s[-9:].float()
     assert_rounded(swiglu(h)[-9:], reference_swiglu(tail))
     assert_rounded(swiglu_backward_(grad_s, h)[-9:], reference_swiglu_backward_(tail_grad, tail))
+
+
+def scale_of(factor: float) -> Scale:
+    return Scale(*(torch.tensor(value, device="cuda") for value in (factor, 1.0 / factor, 0.0)))
+
+
+def codes(x: Tensor | None) -> Tensor:
+    """In the order of the values they stand for; NaN is far from all."""
+    assert x is not None
+    raw = x.view(torch.uint8).to(torch.int32)
+    size = torch.where(raw % 128 == 127, 10_000, raw % 128)
+    return torch.where((raw >= 128) & (size < 10_000), -size, size)
+
+
+def assert_codes(got: Float8, wanted: Float8, seen: Scale, expected: Scale, share: float = 0.001) -> None:
+    """Both layouts; a value at the border between two codes may fall to either side."""
+    assert got.row is not None
+    assert torch.equal(got.column.view(torch.uint8), got.row.view(torch.uint8).T)
+    off = (codes(got.row) - codes(wanted.row)).abs()
+    assert int(off.max()) <= 1
+    assert int((off > 0).sum()) <= max(2, off.numel() * share)
+    assert seen.amax is not None
+    assert expected.amax is not None
+    torch.testing.assert_close(seen.amax, expected.amax, rtol=1e-5 if share < 0.01 else 2**-8, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("n", "width"), [(5376, 1024), (16384, 1024), (1001, 769), (1, 1), (17, 48)])
+def test_fp8_rounds_as_torch_does(n: int, width: int, dtype: torch.dtype) -> None:
+    x = randoms(n, width, dtype=dtype)
+    x.view(-1)[::97] *= 1e4  # some are cut off
+    x.view(-1)[5::1009] = float("inf")
+    x.view(-1)[7::1009] = float("nan")
+    seen, expected = scale_of(100.0), scale_of(100.0)
+    got, wanted = float8.quantise(x, seen), float8.reference_quantise(x, expected)
+    assert_codes(got, wanted, seen, expected)
+    assert torch.equal(codes(got.row), codes(wanted.row))
+    assert torch.equal(seen.amax, expected.amax)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("add", [True, False])
+@pytest.mark.parametrize(("n", "d"), [(8192, 1024), (1001, 768), (336, 2048), (77, 4096), (35, 8192), (129, 1023)])
+def test_fp8_norm(n: int, d: int, add: bool) -> None:
+    x, g = randoms(n, d), randoms(n, d)
+    delta, g_sum = (randoms(n, d), randoms(n, d)) if add else (None, None)
+    weight = 1.0 + 0.3 * randoms(d, dtype=torch.float32)
+    seen, expected = [scale_of(64.0), scale_of(100.0)], [scale_of(64.0), scale_of(100.0)]
+    total, normed, rstd = float8.add_rms_norm8(x, delta, weight, 1e-5, seen[0])
+    wanted_total, wanted, wanted_rstd = float8.reference_add_rms_norm8(x, delta, weight, 1e-5, expected[0])
+    assert torch.equal(total, wanted_total)
+    assert (total is x) is not add
+    assert_codes(normed, wanted, seen[0], expected[0], share=0.06 if d > 2048 else 0.001)  # wide: by way of bf16
+    torch.testing.assert_close(rstd, wanted_rstd, rtol=1e-5, atol=0.0)
+    grad, grad8, grad_weight = float8.rms_norm_backward8(g, total, rstd, weight, g_sum, seen[1])
+    past = None if g_sum is None else g_sum.float()
+    wanted_grad, wanted_weight = reference_rms_norm_backward(g.float(), total.float(), rstd, weight, past)
+    assert_rounded(grad, wanted_grad)
+    assert_codes(grad8, float8.reference_quantise(grad, expected[1]), seen[1], expected[1])
+    torch.testing.assert_close(grad_weight, wanted_weight, rtol=1e-4, atol=1e-4 * n**0.5)
+    again = float8.rms_norm_backward8(g, total, rstd, weight, g_sum, seen[1])
+    assert torch.equal(grad_weight, again[2])
+    assert torch.equal(codes(grad8.row), codes(again[1].row))
+
+
+@pytest.mark.parametrize(("n", "width"), [(4096, 2688), (1003, 2816), (512, 4096), (77, 11008), (33, 2689), (1, 7)])
+def test_fp8_swiglu(n: int, width: int) -> None:
+    h, grad_s = 2.0 * randoms(n, 2 * width), randoms(n, width)
+    before = h.clone()
+    seen, expected = [scale_of(16.0), scale_of(50.0)], [scale_of(16.0), scale_of(50.0)]
+    s, wanted = float8.swiglu8(h, seen[0]), float8.reference_swiglu8(h, expected[0])
+    assert_codes(s, wanted, seen[0], expected[0])
+    grad = float8.swiglu_backward8(grad_s, h, seen[1])
+    assert_codes(grad, float8.reference_swiglu_backward8(grad_s, h, expected[1]), seen[1], expected[1])
+    assert torch.equal(h, before)
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize(
+    ("batch", "length", "heads", "kv_heads", "head_dim"),
+    [(4, 1024, 16, 16, 64), (3, 515, 12, 12, 64), (2, 300, 32, 8, 128), (5, 77, 9, 3, 80), (1, 1, 1, 1, 2)],
+)
+def test_fp8_merge(batch: int, length: int, heads: int, kv_heads: int, head_dim: int, heads_first: bool) -> None:
+    total = heads + 2 * kv_heads
+    cos, sin = rotary_table(length, head_dim, 1e4, torch.device("cuda"))
+    merged = randoms(batch, length, total, head_dim)
+    grads = [grad.transpose(1, 2) for grad in merged.split((heads, kv_heads, kv_heads), 2)]
+    if heads_first:
+        grads = [grad.contiguous() for grad in grads]
+    q, k, v = grads
+    seen, expected = scale_of(100.0), scale_of(100.0)
+    got = float8.merge_rotated_gradients8(q, k, v, cos, sin, seen)
+    assert_codes(got, float8.reference_merge_rotated_gradients8(q, k, v, cos, sin, expected), seen, expected)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_nan_in_fp8(value: float) -> None:
+    x, delta, weight = randoms(64, 1024), randoms(64, 1024), torch.ones(1024, device="cuda")
+    delta[3, 5] = value
+    scale = scale_of(16.0)
+    total, normed, rstd = float8.add_rms_norm8(x, delta, weight, 1e-5, scale)
+    grad, grad8, grad_weight = float8.rms_norm_backward8(x, total, rstd, weight, None, scale)
+    assert codes(normed.row)[3, 5] == codes(grad8.row)[3, 5] == codes(grad8.column)[5, 3] == 10_000
+    assert grad[3, 5].isnan()
+    assert grad_weight[5].isnan()
+    assert (codes(normed.row)[:3] < 10_000).all()
+    h, grad_s = randoms(64, 2 * 2688), randoms(64, 2688)
+    h[7, 11] = value
+    assert codes(float8.swiglu8(h, scale).row)[7, 11] == 10_000
+    back = codes(float8.swiglu_backward8(grad_s, h, scale).row)
+    assert back[7, 11] == 10_000
+    assert (back[:7] < 10_000).all()
+    lost = scale_of(1.0)
+    float8.quantise(torch.full((32, 64), value, device="cuda"), lost)
+    assert scale.amax is not None
+    assert 0.0 < float(scale.amax) < 1e3
+    assert lost.amax is not None
+    assert float(lost.amax) == 0.0
+
+
+@pytest.mark.parametrize(("n", "inner", "outer"), [(8192, 1024, 3072), (4096, 2688, 1024), (48, 16, 32)])
+def test_fp8_matmuls(n: int, inner: int, outer: int) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs tensor cores for fp8")
+    x, w, g = randoms(n, inner), randoms(outer, inner, dtype=torch.float32), randoms(n, outer)
+    x8, w8, g8 = (float8.quantise(value, scale_of(64.0)) for value in (x, w, g))
+    x, w, g = (value.row.float() * value.unscale for value in (x8, w8, g8))  # type: ignore[union-attr]
+    for got, wanted, dtype, slack in (
+        (float8.linear8(x8, w8), x @ w.T, torch.bfloat16, 4e-3),
+        (float8.input_gradient8(g8, w8), g @ w, torch.bfloat16, 4e-3),
+        (float8.weight_gradient8(g8, x8), g.T @ x, torch.float32, 1e-3),
+        (float8.weight_gradient8(g8, x8, fast=True), g.T @ x, torch.float32, 1e-2),
+    ):
+        assert got.dtype == dtype
+        assert (got.float() - wanted).norm() <= slack * wanted.norm()
+    odd = float8.quantise(randoms(24, inner), scale_of(64.0))
+    with pytest.raises(AssertionError, match="multiples of 16"):
+        float8.linear8(odd, w8)
+
+
+def test_fp8_offsets_beyond_32_bits() -> None:
+    n, width = 400_016, 2688  # 2·n·width is past 2^31
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB of free GPU memory")
+    h, grad_s = randoms(n, 2 * width), randoms(n, width)
+    seen, expected = scale_of(50.0), scale_of(50.0)
+    got = float8.swiglu_backward8(grad_s, h, seen)
+    assert got.row is not None
+    tail = float8.reference_swiglu_backward8(grad_s[-9:], h[-9:], expected)
+    assert (codes(got.row[-9:]) - codes(tail.row)).abs().max() <= 1
+    assert torch.equal(codes(got.column[:, -9:].contiguous()), codes(got.row[-9:]).T)

@@ -15,6 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 GPU = ("train.device=cuda", "train.precision=bf16", "model.d_model=128", "data.seq_len=64")
+PLAIN = ("model.qk_norm=false",)  # what fused blocks compute
 
 
 @pytest.fixture
@@ -80,3 +81,59 @@ def test_compiled_half_precision_follows_fp32(
     # fp16 begins with a few steps that its loss scale must find out about, and ends as many steps behind
     assert curves[1][-1] < curves[0][-1] + 0.4
     assert curves[1][-1] < curves[1][0] - 0.5
+
+
+@pytest.fixture
+def eight_bits_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At the size of these tests bf16 would be faster, and be chosen."""
+    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("redline.kernels.float8_choice.measure", lambda *_: (2.0, 1.0))
+
+
+@pytest.mark.usefixtures("eight_bits_win")
+@pytest.mark.parametrize("backend", ["native", "torchao"])
+def test_fp8_follows_bf16(world: Any, tmp_path: Path, machine: Any, backend: str) -> None:
+    if backend == "torchao":
+        pytest.importorskip("torchao", reason="needs torchao")
+    curves = []
+    for precision in ("bf16", "fp8"):
+        shape = (*GPU, *PLAIN, "train.steps=40", "train.compile=true")
+        options = (*shape, f"train.precision={precision}", f"train.fp8={backend}")
+        trainer = world.run(tmp_path / precision, *options, machine=machine)
+        events = list(read_events(tmp_path / precision / "events.jsonl"))
+        curves.append([e["loss"] for e in events if e["type"] == "step"])
+    assert trainer.objective.float8.backend == backend
+    head = ("head",) if backend == "native" else ()
+    assert trainer.objective.float8.linears == ("qkv", "out", "up", "down", *head)
+    bf16, fp8 = curves
+    assert bf16 != fp8
+    assert max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) < 0.1
+    assert fp8[-1] < fp8[0] - 0.5
+
+
+@pytest.mark.usefixtures("eight_bits_win")
+def test_fp8_resumes_bitwise(
+    world: Any, tmp_path: Path, tensors_of: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    eight = ("train.precision=fp8", "train.fp8=native", "train.deterministic=true")
+    options = (*GPU, *PLAIN, *eight, "train.steps=8")
+    world.run(tmp_path / "whole", *options, machine=machine)
+    world.run(tmp_path / "parts", *options, machine=machine, stop_at=4)
+    world.run(tmp_path / "parts", *options, machine=machine, resume=True)
+    expected = tensors_of(tmp_path / "whole/checkpoints/step-00000008")
+    got = tensors_of(tmp_path / "parts/checkpoints/step-00000008")
+    assert all(torch.equal(tensor, got[name]) for name, tensor in expected.items())
+
+
+def test_the_choice_of_fp8_is_measured_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from redline.kernels.float8_choice import choose
+
+    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path))
+    shapes = {"up": (16384, 1024, 5376), "odd": (16384, 1000, 1000)}
+    first = choose("auto", shapes, fused=True)
+    assert first.linears == ("up",)
+    assert "odd is no multiple of 16" in first.reason
+    again = choose("auto", shapes, fused=True)
+    assert "as measured before" in again.reason
+    assert again.linears == first.linears

@@ -31,6 +31,7 @@ class FakeCard:
     memory_clock: int | None = 3201
     temperature: int | None = 61
     throttle: int | None = 0
+    millijoules: int | None = 90_000_500
     ecc: bool | None = True
     persistence: bool | None = True
     mig: bool | None = None
@@ -113,6 +114,9 @@ class FakeNvml:
 
     def nvmlDeviceGetPowerUsage(self, card: FakeCard) -> int:
         return given(card.milliwatts)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, card: FakeCard) -> int:
+        return given(card.millijoules)
 
     def nvmlDeviceGetEnforcedPowerLimit(self, card: FakeCard) -> int:
         return given(card.limit)

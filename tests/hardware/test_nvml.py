@@ -10,7 +10,7 @@ import pytest
 from redline.hardware.nvml import Nvml, Reading, first_card, open_nvml, throttle_words, visible_handles
 from redline.hardware.throttle import ThrottleWatch
 
-FIELDS = ("gpu_util", "gpu_memory_gib", "power_w", "sm_clock_mhz", "temperature_c", "throttle")
+FIELDS = ("gpu_util", "gpu_memory_gib", "power_w", "sm_clock_mhz", "temperature_c", "throttle", "energy_j")
 
 
 def test_readings_without_a_gpu_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,12 +28,14 @@ def test_readings_without_a_gpu_are_none(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_reading(plug_in: Any, card: Any) -> None:
     plug_in(card(throttle=0x04 | 0x20))
     reading = Nvml().read()
-    assert reading == Reading(97, 2.0, 412.5, 700.0, 1500, 1980, 3201, 61, "power_cap+thermal")
+    assert reading == Reading(97, 2.0, 412.5, 700.0, 1500, 1980, 3201, 61, "power_cap+thermal", 90_000.5)
     assert tuple(reading.fields()) == FIELDS
     assert json.loads(json.dumps(reading.fields()))["throttle"] == "power_cap+thermal"
 
 
-@pytest.mark.parametrize("refused", ["util", "milliwatts", "clock", "temperature", "throttle", "limit", "max_clock"])
+@pytest.mark.parametrize(
+    "refused", ["util", "milliwatts", "clock", "temperature", "throttle", "limit", "max_clock", "millijoules"]
+)
 def test_a_refused_reading_leaves_the_others(plug_in: Any, card: Any, refused: str) -> None:
     plug_in(card(**{refused: None}))
     values = list(vars(Nvml().read()).values())

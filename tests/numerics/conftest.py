@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,3 +31,28 @@ def kernels(request: pytest.FixtureRequest) -> ModuleType | SimpleNamespace:
     found = vars(importlib.import_module(name))
     mark = "reference_"
     return SimpleNamespace(**{key.removeprefix(mark): found[key] for key in found if key.startswith(mark)})
+
+
+@pytest.fixture
+def casts_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter rounds ties up and bf16 down, wraps beyond the largest, and lets NaN win a maximum."""
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    plain = interpreter._convert_float
+    eight = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        wide = torch.from_numpy(np.array(data, dtype=np.float32)) if source == tl.float32 else None
+        if wide is not None and target == tl.bfloat16:
+            return wide.to(torch.bfloat16).view(torch.uint16).numpy()
+        if wide is not None and target in eight:  # as cvt.rn.satfinite: NaN stays, inf is cut off like any other
+            largest = torch.finfo(eight[target]).max
+            return wide.clamp(-largest, largest).to(eight[target]).view(torch.uint8).numpy()
+        return plain(data, source, target, rounding)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    larger = lambda self, a, b: self.binary_op(a, b, np.fmax)  # noqa: E731
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_maxnumf", larger)

@@ -93,7 +93,7 @@ def test_a_factor_is_not_rounded_to_half_precision(dtype: torch.dtype) -> None:
     """Loss scales and 1/tokens are no numbers of bf16: rounded, they would move all gradients together."""
     ones = torch.ones(8, 16, dtype=dtype)
     factor = torch.tensor(1.0 / 3.0)
-    scaled = cross_entropy._scaled(3.0 * ones, factor, dtype)
+    scaled = cross_entropy.scaled(3.0 * ones, factor, dtype)
     assert scaled.dtype == dtype
     assert torch.equal(scaled, ones)
 

@@ -116,9 +116,7 @@ def test_a_size_is_about_what_its_name_says(name: str) -> None:
 
 def peak(layers: int = 4, tokens: int = 1024, how: str = "none", optimizer: str = "adamw", ema: bool = False) -> float:
     shape = DecoderShape(layers, 256, 4, 4, 64, 704, 4096)
-    parts = training_memory(
-        shape, tokens=tokens, bytes_per_value=2, optimizer=optimizer, ema=ema, checkpointing=how
-    )
+    parts = training_memory(shape, tokens=tokens, bytes_per_value=2, optimizer=optimizer, ema=ema, checkpointing=how)
     return parts.peak
 
 

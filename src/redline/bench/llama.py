@@ -11,15 +11,16 @@ model is compiled if the recipe is.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from typing import Any
 
 import torch
 
+from redline.bench.readings import Reading, card_figures, data_wait_share, median
 from redline.errors import UserError
 from redline.hardware.detect import detect
+from redline.hardware.nvml import Nvml
 from redline.models.llama import inexact, to_config
 from redline.monitor.throughput import Rates, Throughput
 from redline.objectives import objective_module
@@ -28,9 +29,11 @@ from redline.plan.batch import BatchPlan
 from redline.recipe.load import load
 from redline.recipe.resolve import Resolved, resolve
 from redline.train.feed import Feed, to_device
+from redline.train.kernel_time import kernel_time
 from redline.train.log import peak_memory_gib
 
 MOST_LOGITS = 1 << 31  # compiled kernels index in 32 bits
+PROFILED_STEPS = 3
 
 
 class Peer:
@@ -114,11 +117,15 @@ def contend(name: str, overrides: list[str]) -> dict[str, Any]:
     warmup = time.perf_counter() - begin
     if peer.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    readings, losses = _timed(peer, objective, plan)
-    steady = readings[1:] or readings
+    rates, losses, readings = _timed(peer, objective, plan)
+    steady = rates[1:] or rates
+    figures = {name: median([getattr(rate, name) for rate in steady]) for name in Rates.__dataclass_fields__}
     return {
-        **{name: _median([getattr(rates, name) for rates in steady]) for name in Rates.__dataclass_fields__},
+        **figures,
+        **card_figures(readings, resolved.tokens_per_step),
+        "data_wait_share": data_wait_share(figures),
         "memory_gib": peak_memory_gib(peer.device),
+        **_kernels(peer, objective, plan),
         "micro_batch": plan.micro,
         "steps": resolved.horizon_steps,
         "first_loss": losses[0],
@@ -129,27 +136,36 @@ def contend(name: str, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def _timed(peer: Peer, objective: Objective, plan: BatchPlan) -> tuple[list[Rates], list[float]]:
+def _timed(peer: Peer, objective: Objective, plan: BatchPlan) -> tuple[list[Rates], list[float], list[Reading]]:
     resolved, every = peer.resolved, peer.resolved.recipe.monitor.log_every
-    rates = Throughput(resolved.flops, resolved.machine.peak("bf16"))
-    readings, losses = [], []
+    throughput = Throughput(resolved.flops, resolved.machine.peak("bf16"))
+    card = Nvml() if peer.device.type == "cuda" else None
+    rates, losses, readings = [], [], []
     steps = resolved.horizon_steps or 1
     with Feed(objective, plan, peer.device, resolved.recipe.data.workers, 0) as feed:
-        rates.begin()
+        throughput.begin()
         for step in range(steps):
             batch = feed.next(step)
             loss = peer.step(batch.micros)
-            rates.add(resolved.tokens_per_step, batch.seconds)
+            throughput.add(resolved.tokens_per_step, batch.seconds)
             if (step + 1) % every == 0 or step + 1 == steps:
                 losses.append(loss.item())
-                reading = rates.read()
-                readings += [reading] if reading else []
-    return readings, losses
+                rate = throughput.read()
+                rates += [rate] if rate else []
+                readings += [{"step": step + 1, "time": time.time(), **card.read().fields()}] if card else []
+    return rates, losses, readings
 
 
-def _median(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+def _kernels(peer: Peer, objective: Objective, plan: BatchPlan) -> dict[str, float]:
+    """Milliseconds in kernels of a step, and their share of the wall time."""
+    micro = to_device(objective.worst_batch(plan.micro), peer.device)
+
+    def steps() -> None:
+        for _ in range(PROFILED_STEPS):
+            peer.step([micro] * plan.accumulation)
+
+    busy = kernel_time(steps, peer.device)
+    return {} if busy is None else {"kernel_ms": 1e3 * busy.kernels / PROFILED_STEPS, "kernel_share": busy.share}
 
 
 def _refuse_what_it_cannot(resolved: Resolved) -> None:

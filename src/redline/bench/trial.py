@@ -16,7 +16,15 @@ LIMIT_S = 900
 
 
 def run_trial(resolved: Resolved, facts: DataFacts) -> Measured:
-    request = {"recipe": resolved.recipe.model_dump(mode="json"), "facts": asdict(facts)}
+    answer = ask_trial(resolved, facts)
+    return Measured(answer["tokens_per_s"], answer["memory_gib"], answer["step_ms"], answer["compile_s"])
+
+
+def ask_trial(resolved: Resolved, facts: DataFacts, *, least_steps: int | None = None) -> dict[str, Any]:
+    """All that it answers. `least_steps` are timed however long they take, up to ten seconds."""
+    request: dict[str, Any] = {"recipe": resolved.recipe.model_dump(mode="json"), "facts": asdict(facts)}
+    if least_steps is not None:
+        request["least_steps"] = least_steps
     command = [sys.executable, "-m", "redline.train.trial"]
     try:
         done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=LIMIT_S)
@@ -29,7 +37,7 @@ def run_trial(resolved: Resolved, facts: DataFacts) -> Measured:
         raise UserError(f"the steps failed: {said}.", where="--probe", fix="Plan without --probe, or `redline doctor`.")
     if "error" in answer:
         raise UserError(str(answer["error"]), where="--probe")
-    return Measured(answer["tokens_per_s"], answer["memory_gib"], answer["step_ms"], answer["compile_s"])
+    return answer
 
 
 def _answer(output: str) -> dict[str, Any] | None:

@@ -19,7 +19,13 @@ WordsArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="[RECIPE] [KEY=VALUE …]", help="Another recipe than the benchmark's own, and overrides."),
 ]
-OutOption = Annotated[Path | None, typer.Option("--out", help="Write the JSON to this new file too, row by row.")]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", help="A folder, or a new FILE.json; a page and a picture come beside it."),
+]
+OnlyOption = Annotated[
+    str | None, typer.Option("--only", metavar="NAME[,NAME]", help="These configurations of the list, anew.")
+]
 
 
 @app.callback()
@@ -35,18 +41,20 @@ def bench() -> None:
 
 @app.command("throughput")
 def throughput(words: WordsArgument = None, json_: JsonOption = False, out: OutOption = None) -> None:
-    """Tokens a second of the real loop, beside the plain compiled step and transformers' Llama.
+    """Tokens a second of the real loop, with fp8 too, beside the plain compiled step and transformers' Llama.
 
     Examples:
       redline bench throughput
       redline bench throughput data.source=./tokens train.steps=100 --out throughput.json
     """
+    from redline.bench.place import check_out, file_for
     from redline.bench.setting import choose_setting
     from redline.bench.throughput import DEFAULTS, run_throughput, with_ratios
 
-    _refuse_existing(out)
+    check_out(out)
     name, overrides = split_words(words)
     setting = choose_setting(name, overrides, DEFAULTS)
+    out = file_for(out, "throughput", setting.machine)
     record = _record("throughput", setting.machine, out, recipe=setting.name, overrides=list(setting.overrides))
     _collect(record, run_throughput(setting))
     record.rows = with_ratios(record.rows)
@@ -56,24 +64,41 @@ def throughput(words: WordsArgument = None, json_: JsonOption = False, out: OutO
 
 
 @app.command("plan-accuracy")
-def plan_accuracy(words: WordsArgument = None, json_: JsonOption = False, out: OutOption = None) -> None:
+def plan_accuracy(
+    words: WordsArgument = None, json_: JsonOption = False, out: OutOption = None, only: OnlyOption = None
+) -> None:
     """Planned against measured memory and tokens/s, by a few real steps of each configuration.
 
+    An --out file of an earlier call is gone on with: what has no figure there yet is measured, or what --only names.
+
     Examples:
-      redline bench plan-accuracy
+      redline bench plan-accuracy --out plan.json
+      redline bench plan-accuracy --only 350m,350m-fp8 --out plan.json
       redline bench plan-accuracy pretrain-350m train.micro_batch=32 --json
     """
-    _refuse_existing(out)
+    from redline.bench.place import check_out, file_for, read_earlier
+
+    check_out(out, goes_on=True)
     name, overrides = split_words(words)
+    if name is not None and only is not None:
+        raise UsageError("picks from the list; a recipe is measured alone.", where="--only", fix="Leave one out.")
     from redline.recipe.load import load
 
     device = load(name or "pretrain-350m", overrides).recipe.train.device
-    from redline.bench.plan_accuracy import cases, run_plan_accuracy
+    from redline.bench.plan_accuracy import cases, due, in_order, run_plan_accuracy
     from redline.hardware.detect import detect
 
     machine = detect(device)
+    out = file_for(out, "plan-accuracy", machine, goes_on=True)
+    earlier = read_earlier(out, "plan-accuracy", machine)
+    known = cases(name, overrides, machine.device)
+    chosen = due(known, only, earlier["rows"] if earlier else [])
     record = _record("plan-accuracy", machine, out)
-    _collect(record, run_plan_accuracy(cases(name, overrides, machine.device), machine))
+    if earlier:
+        record.go_on_from(earlier)
+        typer.echo(f"  goes on    {len(earlier['rows'])} rows are there, {len(chosen)} to measure", err=True)
+    _collect(record, run_plan_accuracy(chosen, machine))
+    record.rows = in_order(record.rows, known)
     _show(record, json_, _accuracy_line)
     if all("error" in row for row in record.rows):
         raise typer.Exit(EXIT_FAILED)
@@ -87,25 +112,19 @@ def startup(words: WordsArgument = None, json_: JsonOption = False, out: OutOpti
       redline bench startup
       redline bench startup quickstart train.compile=false --json
     """
+    from redline.bench.place import check_out, file_for
     from redline.bench.setting import choose_setting
     from redline.bench.startup import COMPILED_TINY, DEFAULTS, run_startup
 
-    _refuse_existing(out)
+    check_out(out)
     name, overrides = split_words(words)
     setting = choose_setting(name, overrides, DEFAULTS, COMPILED_TINY)
+    out = file_for(out, "startup", setting.machine)
     record = _record("startup", setting.machine, out, recipe=setting.name, overrides=list(setting.overrides))
     _collect(record, run_startup(setting))
     _show(record, json_, _startup_line)
     if any("error" in row for row in record.rows):
         raise typer.Exit(EXIT_FAILED)
-
-
-def _refuse_existing(out: Path | None) -> None:
-    """Before anything is measured: nothing is overwritten, and nothing is measured that cannot be kept."""
-    if out is not None and out.exists():
-        raise UsageError("is there already.", where=str(out), fix="Choose another --out, or remove it.")
-    if out is not None and not out.absolute().parent.is_dir():
-        raise UsageError("there is no such folder.", where=str(out.parent), fix="Make it, or choose another --out.")
 
 
 def _record(benchmark: str, machine: Any, out: Path | None, **about: Any) -> Record:
@@ -123,11 +142,15 @@ def _collect(record: Record, rows: Iterator[Row]) -> None:
     for row in rows:
         record.add(row)
         why = f": {row['error']}" if "error" in row else ""
-        typer.echo(f"  {'no figure' if why else 'done':10} {row.get('name', row.get('case'))}{why}", err=True)
+        typer.echo(f"  {'no figure' if why else 'done':10} {row['name']}{why}", err=True)
+        for text in row.get("warnings") or []:
+            typer.echo(f"  {'':10} {text}", err=True)
 
 
 def _show(record: Record, json_: bool, line: Callable[[Row], str]) -> None:
-    record.save()
+    record.finish()
+    for path in record.files():
+        typer.echo(f"  written    {path}", err=True)
     if json_:
         import json
 
@@ -140,18 +163,25 @@ def _show(record: Record, json_: bool, line: Callable[[Row], str]) -> None:
 def _throughput_line(row: Row) -> str:
     if "error" in row:
         return f"{row['name']:14} no figure: {row['error']}"
-    share = f"{row['mfu']:7.1%} MFU" if row["mfu"] is not None else ""
-    memory = f"{row['memory_gib']:7.1f} GiB" if row["memory_gib"] is not None else ""
-    ratio = f"redline is {row['redline_is']:.2f}×" if "redline_is" in row else ""
-    return (
-        f"{row['name']:14}{row['tokens_per_s']:11,.0f} tok/s {share}{row['step_ms']:9.1f} ms a step {memory}"
-        f"   micro-batch {row['micro_batch']}   {ratio}"
-    )
+    known: dict[str, str] = {
+        "mfu": "{:7.1%} MFU",
+        "step_ms": "{:9.1f} ms a step",
+        "memory_gib": "{:7.1f} GiB",
+        "power_w": "{:6.0f} W",
+        "joules_per_step": "{:7.1f} J a step",
+        "sm_clock_mhz": "{:6.0f} MHz",
+        "kernel_share": "{:6.1%} in kernels",
+        "micro_batch": "   micro-batch {}",
+        "redline_is": "   redline is {:.2f}×",
+    }
+    told = "".join(form.format(row[key]) for key, form in known.items() if row.get(key) is not None)
+    return f"{row['name']:14}{row['tokens_per_s']:11,.0f} tok/s{told}"
 
 
 def _accuracy_line(row: Row) -> str:
+    name = f"{row['name']:18}" + (f" {row['case']:76}" if row["case"] != row["name"] else "")
     if "error" in row:
-        return f"{row['case']:60} {row['error']}"
+        return f"{name} no figure: {row['error']}"
     planned, measured = row["planned"], row["measured"]
     memory, rate = (
         "" if row[key] is None else f"({row[key]:+.1%})" for key in ("memory_gib_error", "tokens_per_s_error")
@@ -159,7 +189,7 @@ def _accuracy_line(row: Row) -> str:
     speed = f"{planned['tokens_per_s']:,.0f} → " if planned["tokens_per_s"] else ""
     there = measured["memory_gib"] or 0.0
     return (
-        f"{row['case']:60} {planned['memory_gib']:.1f} → {there:.1f} GiB {memory}   "
+        f"{name} {planned['memory_gib']:.1f} → {there:.1f} GiB {memory}   "
         f"{speed}{measured['tokens_per_s']:,.0f} tok/s {rate}"
     )
 

@@ -122,8 +122,6 @@ def _caveats(resolved: Resolved, estimated: bool, train_tokens: int) -> list[str
         found.append("the number of tokens is estimated from the size of the files")
     if resolved.batch.world > 1:
         found.append("more than one card is arithmetic here: redline trains on one so far")
-    if train.precision == "fp8":
-        found.append("fp8 is arithmetic here: redline trains in bf16, fp16 and fp32 so far")
     return found
 
 

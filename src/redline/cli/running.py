@@ -115,9 +115,6 @@ def fresh_name(recipe: str, suffix: str = "") -> Path:
 
 
 def _plan(recipe: Recipe, console: Console) -> tuple[Resolved, Any]:
-    if recipe.train.precision == "fp8":
-        fix = "Use train.precision=bf16; `redline plan` does the arithmetic for fp8."
-        raise UsageError("fp8 is planned but not trained in yet.", where="train.precision", fix=fix)
     _environment(recipe)
     console.event({"type": "warmup", "message": "preparing data"})
     from redline.hardware.detect import detect

@@ -47,7 +47,7 @@ def open_trained(
     lock = read_lock(run)
     recipe = locked_recipe(run, lock).recipe
     machine = detect(device)
-    precision = recipe.train.precision if machine.device == "cuda" or recipe.train.precision != "fp16" else "fp32"
+    precision = _precision(recipe.train.precision, machine.device)
     recipe = recipe.model_copy(
         update={
             "train": recipe.train.model_copy(
@@ -73,6 +73,11 @@ def open_trained(
     copy_weights(dict(objective.model.named_parameters()), chosen.tensors(), str(chosen.checkpoint))
     objective.model.eval()
     return Trained(run, objective, chosen.step, chosen.kind, resolved.batch.micro)
+
+
+def _precision(trained: str, device: str) -> str:
+    """To compute in: fp8 is a way to train bf16 models, and fp16 is for GPUs."""
+    return "bf16" if trained == "fp8" else "fp32" if trained == "fp16" and device == "cpu" else trained
 
 
 def _other_data(run: Path, source: str) -> dict[str, Any]:

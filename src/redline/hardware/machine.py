@@ -26,6 +26,11 @@ class Machine:
     def spec(self) -> GpuSpec | None:
         return spec_of(self.name, self.memory_bytes / 1e9) if self.device == "cuda" else None
 
+    @property
+    def fp8(self) -> bool:
+        """Tensor cores for fp8: Ada, Hopper and newer."""
+        return self.capability is not None and self.capability >= (8, 9)
+
     def peak(self, precision: str) -> float | None:
         spec = self.spec
         return spec.peak(precision) if spec else None

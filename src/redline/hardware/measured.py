@@ -16,6 +16,7 @@ from redline.hardware.host import cpu_name, cpu_threads
 SCHEMA = 1  # another when what is measured, or how, changes
 RATES = "machine.json"
 ATTENTION = "attention.json"
+FLOAT8 = "float8.json"
 
 # FLOP/s of a matmul under fp32, tf32, bf16, fp16, fp8; bytes/s under copy, to_device, to_host. What could not be
 # measured is not there.

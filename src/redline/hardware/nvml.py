@@ -39,10 +39,11 @@ class Reading:
     memory_clock_mhz: float | None = None
     temperature_c: float | None = None
     throttle: str | None = None  # why the clock is below its maximum, as words joined by +; empty when it is not
+    energy_j: float | None = None  # spent since the driver was loaded: two readings give what lies between them
 
     def fields(self) -> dict[str, float | str | None]:
         """What a step event carries."""
-        names = ("gpu_util", "gpu_memory_gib", "power_w", "sm_clock_mhz", "temperature_c", "throttle")
+        names = ("gpu_util", "gpu_memory_gib", "power_w", "sm_clock_mhz", "temperature_c", "throttle", "energy_j")
         return {name: getattr(self, name) for name in names}
 
 
@@ -81,6 +82,7 @@ class Nvml:
             memory_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _MEMORY_CLOCK),
             temperature_c=self._ask("nvmlDeviceGetTemperature", _ON_THE_CHIP),
             throttle=None if bits is None else throttle_words(bits),
+            energy_j=self._ask("nvmlDeviceGetTotalEnergyConsumption", scale=1e-3),
         )
 
     def _ask(self, question: str, *about: int, scale: float = 1.0) -> float | None:

@@ -68,11 +68,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> Any:
         grad_x, grad_weight = ctx.saved_tensors
         factor = grad_loss / ctx.scale
-        grads = _scaled(grad_x, factor, grad_x.dtype), _scaled(grad_weight, factor, ctx.weight_dtype)
+        grads = scaled(grad_x, factor, grad_x.dtype), scaled(grad_weight, factor, ctx.weight_dtype)
         return *grads, None, None, None, None
 
 
-def _scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """tensor·factor in one pass and in float32: a factor with a dimension is not rounded to the tensor's precision."""
     return torch.mul(tensor, factor.view(1, 1), out=torch.empty_like(tensor, dtype=dtype))
 

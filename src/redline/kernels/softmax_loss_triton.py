@@ -13,7 +13,7 @@ from torch import Tensor
 
 from redline.kernels.softmax_loss import IGNORE
 
-_LARGEST_BLOCK = 8192  # 16 values a thread at 16 warps: two 16-byte loads of bf16, and no spilled registers
+LARGEST_BLOCK = 8192  # 16 values a thread at 16 warps: two 16-byte loads of bf16, and no spilled registers
 
 
 def softmax_loss(
@@ -28,7 +28,7 @@ def softmax_loss(
     rows, vocab = logits_NV.shape
     assert logits_NV.stride(1) == 1, "a row's logits lie side by side"
     losses = torch.empty(rows, device=logits_NV.device, dtype=torch.float32)
-    block = min(_LARGEST_BLOCK, triton.next_power_of_2(vocab))
+    block = min(LARGEST_BLOCK, triton.next_power_of_2(vocab))
     if rows:
         _softmax_loss_kernel[(rows,)](
             logits_NV,
@@ -51,6 +51,41 @@ def softmax_loss(
 @triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def capped(z, softcap):  # type: ignore[no-untyped-def]
+    """softcap·tanh(z / softcap), and its slope."""
+    t = _tanh(z / softcap)
+    return softcap * t, 1.0 - t * t
+
+
+@triton.jit
+def row_lse(  # type: ignore[no-untyped-def]
+    logits, target, vocab, softcap, CAPPED: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr
+):
+    """The log of a row's sum of exponentials, and its target's logit."""
+    # a target outside the vocabulary makes a NaN, and never a read elsewhere
+    inside = (target >= 0) & (target < vocab)
+    picked = tl.load(logits + target, mask=inside, other=float("nan")).to(tl.float32)
+    if CAPPED:
+        picked = softcap * _tanh(picked / softcap)
+    lanes = tl.arange(0, BLOCK)
+    largest = float("-inf")
+    sums = tl.zeros([BLOCK], tl.float32)  # by lane: only the maximum is exchanged in the sweep
+    for start in tl.range(0, vocab, BLOCK):
+        columns = start + lanes
+        valid = columns < vocab
+        z = tl.load(logits + columns, mask=valid, other=float("-inf"), eviction_policy=EVICTION)
+        z = z.to(tl.float32)
+        if CAPPED:
+            z = tl.where(valid, softcap * _tanh(z / softcap), float("-inf"))
+        highest = tl.maximum(largest, tl.max(z, 0))
+        base = tl.where(highest == float("-inf"), 0.0, highest)  # −inf − −inf would be a NaN
+        sums = sums * tl.exp(largest - base) + tl.exp(z - base)
+        largest = highest
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    return base + tl.log(tl.sum(sums, 0)), picked
 
 
 @triton.jit
@@ -81,27 +116,7 @@ def _softmax_loss_kernel(  # type: ignore[no-untyped-def]
                 zeros = tl.zeros([BLOCK], logits_ptr.dtype.element_ty)
                 tl.store(logits + columns, zeros, mask=columns < vocab)
     else:
-        # a target outside the vocabulary makes a NaN, and never a read elsewhere
-        inside = (target >= 0) & (target < vocab)
-        picked = tl.load(logits + target, mask=inside, other=float("nan")).to(tl.float32)
-        if CAPPED:
-            picked = softcap * _tanh(picked / softcap)
-
-        largest = float("-inf")
-        sums = tl.zeros([BLOCK], tl.float32)  # by lane: only the maximum is exchanged in the sweep
-        for start in tl.range(0, vocab, BLOCK):
-            columns = start + lanes
-            valid = columns < vocab
-            z = tl.load(logits + columns, mask=valid, other=float("-inf"), eviction_policy="evict_last")
-            z = z.to(tl.float32)
-            if CAPPED:
-                z = tl.where(valid, softcap * _tanh(z / softcap), float("-inf"))
-            highest = tl.maximum(largest, tl.max(z, 0))
-            base = tl.where(highest == float("-inf"), 0.0, highest)  # −inf − −inf would be a NaN
-            sums = sums * tl.exp(largest - base) + tl.exp(z - base)
-            largest = highest
-        base = tl.where(largest == float("-inf"), 0.0, largest)
-        lse = base + tl.log(tl.sum(sums, 0))
+        lse, picked = row_lse(logits, target, vocab, softcap, CAPPED, BLOCK, "evict_last")
         tl.store(loss_ptr + row, lse - picked)
 
         if GRADIENT:
@@ -111,9 +126,7 @@ def _softmax_loss_kernel(  # type: ignore[no-untyped-def]
                 z = tl.load(logits + columns, mask=valid, other=0.0, eviction_policy="evict_first").to(tl.float32)
                 slope = 1.0
                 if CAPPED:
-                    t = _tanh(z / softcap)
-                    z = softcap * t
-                    slope = 1.0 - t * t
+                    z, slope = capped(z, softcap)
                 gradient = tl.exp(z - lse)
                 gradient = tl.where(columns == target, gradient - 1.0, gradient) * slope * scale
                 tl.store(logits + columns, gradient.to(logits_ptr.dtype.element_ty), mask=valid)

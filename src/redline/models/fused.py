@@ -12,11 +12,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from redline.kernels.matmul import weight_gradient
-from redline.kernels.rms_norm import add_rms_norm, rms_norm_backward
-from redline.kernels.rotary import merge_rotated_gradients, rotate_qkv_
-from redline.kernels.swiglu import swiglu, swiglu_backward_
+from redline.kernels.rotary import rotate_qkv_
+from redline.models.float8 import BlockScales, How, Scales
 from redline.models.layers import Block, RMSNorm
+from redline.models.operands import (
+    Operand,
+    gated,
+    gated_backward,
+    input_gradient,
+    linear,
+    merged_backward,
+    normed,
+    normed_backward,
+    pack,
+    stored,
+    unpack,
+    weight_gradient,
+)
 from redline.plan.shapes import DecoderShape
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -28,17 +40,57 @@ class _Heads(NamedTuple):
     head_dim: int
 
 
+class _Relay:
+    """Carries the operand that a backward made of a gradient to the one that multiplies it next.
+
+    Autograd passes tensors alone; the operand goes beside, and is taken only for the very tensor it was made of.
+    """
+
+    def __init__(self) -> None:
+        self._made: tuple[int, Operand] | None = None
+
+    def put(self, grad: Tensor, operand: Operand) -> None:
+        self._made = (grad.data_ptr(), operand)
+
+    def take(self, grad: Tensor, how: How) -> Operand:
+        made, self._made = self._made, None
+        return made[1] if made is not None and made[0] == grad.data_ptr() else stored(grad, grad.dtype, how)
+
+
+class _How(NamedTuple):
+    """What a block needs besides tensors that have gradients."""
+
+    cos: Tensor
+    sin: Tensor
+    attend: Attend
+    heads: _Heads
+    eps: float
+    scales: BlockScales
+    grad_before: How  # how the block before stores the gradient that this one sends it
+    relay: _Relay
+
+
 def run_blocks(
-    blocks: list[Block], norm: RMSNorm, x_BTD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, shape: DecoderShape
+    blocks: list[Block],
+    norm: RMSNorm,
+    x_BTD: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    attend: Attend,
+    shape: DecoderShape,
+    scales: Scales | None = None,
 ) -> Tensor:
-    """Hidden states after the final norm."""
+    """Hidden states after the final norm. With scales, the matmuls these are for run in fp8 while training."""
     heads = _Heads(shape.heads, shape.kv_heads, shape.head_dim)
+    training = scales is not None and torch.is_grad_enabled()
+    each = scales.next() if scales is not None and training else [BlockScales()] * len(blocks)
+    relay, grad_before = _Relay(), None
     residual, delta = x_BTD, None
-    for block in blocks:
+    for block, own in zip(blocks, each, strict=True):
         residual, delta = _FusedBlock.apply(
             residual,
             delta,
-            (cos, sin, attend, heads, block.attention_norm.eps),
+            _How(cos, sin, attend, heads, block.attention_norm.eps, own, grad_before, relay),
             block.attention_norm.weight,
             block.attention.qkv.weight,
             block.attention.out.weight,
@@ -46,7 +98,8 @@ def run_blocks(
             block.mlp.up.weight,
             block.mlp.down.weight,
         )
-    hidden: Tensor = _FusedNorm.apply(residual, delta, norm.weight, norm.eps)
+        grad_before = own.down_grad
+    hidden: Tensor = _FusedNorm.apply(residual, delta, norm.weight, norm.eps, grad_before, relay)
     return hidden
 
 
@@ -56,7 +109,7 @@ class _FusedBlock(torch.autograd.Function):
         ctx: Any,
         residual_BTD: Tensor,
         delta_BTD: Tensor | None,
-        how: tuple[Tensor, Tensor, Attend, _Heads, float],
+        how: _How,
         attention_norm: Tensor,
         qkv_weight: Tensor,
         out_weight: Tensor,
@@ -64,51 +117,54 @@ class _FusedBlock(torch.autograd.Function):
         up_weight: Tensor,
         down_weight: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        cos, sin, attend, heads, eps = how
         B, T, D = residual_BTD.shape
-        wide = residual_BTD.dtype
-        w_qkv, w_out, w_up, w_down = (w.to(wide) for w in (qkv_weight, out_weight, up_weight, down_weight))
+        wide, s = residual_BTD.dtype, how.scales
+        w_qkv, w_out = stored(qkv_weight, wide, s.qkv), stored(out_weight, wide, s.out)
+        w_up, w_down = stored(up_weight, wide, s.up), stored(down_weight, wide, s.down)
 
-        x1, n1, r1 = add_rms_norm(_rows(residual_BTD), _rows(delta_BTD), attention_norm, eps)
-        qkv = (n1 @ w_qkv.T).view(B, T, -1)
-        rotate_qkv_(qkv, cos, sin, *heads)
-        q, k, v = _split(qkv, heads)
+        x1, n1, r1 = normed(_rows(residual_BTD), _rows(delta_BTD), attention_norm, how.eps, s.qkv_input)
+        qkv = linear(n1, w_qkv).view(B, T, -1)
+        rotate_qkv_(qkv, how.cos, how.sin, *how.heads)
+        q, k, v = _split(qkv, how.heads)
         with torch.set_grad_enabled(any(ctx.needs_input_grad)):
             q, k, v = (x.detach().requires_grad_(torch.is_grad_enabled()) for x in (q, k, v))
-            attended = attend(q, k, v)
-        o = attended.detach().transpose(1, 2).reshape(B * T, -1)
-        x2, n2, r2 = add_rms_norm(x1, o @ w_out.T, mlp_norm, eps)
-        h = n2 @ w_up.T
-        s = swiglu(h)
-        y = s @ w_down.T
+            attended = how.attend(q, k, v)
+        o = stored(attended.detach().transpose(1, 2).reshape(B * T, -1), wide, s.out_input)
+        x2, n2, r2 = normed(x1, linear(o, w_out), mlp_norm, how.eps, s.up_input)
+        h = linear(n2, w_up)
+        gate = gated(h, s.down_input)
+        y = linear(gate, w_down)
 
-        weights = (attention_norm, mlp_norm, w_qkv, w_out, w_up, w_down)
-        ctx.save_for_backward(x1, n1, r1, o, x2, n2, r2, h, s, cos, sin, *weights)
-        ctx.attention = (q, k, v, attended)
+        operands = pack(n1, o, n2, gate, w_qkv, w_out, w_up, w_down)
+        ctx.save_for_backward(x1, r1, x2, r2, h, attention_norm, mlp_norm, *operands)
+        ctx.attention, ctx.how = (q, k, v, attended), how
         ctx.first = delta_BTD is None
         return x2.view(B, T, D), y.view(B, T, D)
 
     @staticmethod
     def backward(ctx: Any, grad_x2: Tensor, grad_y: Tensor) -> Any:
-        x1, n1, r1, o, x2, n2, r2, h, s, cos, sin, *weights = ctx.saved_tensors
-        attention_norm, mlp_norm, w_qkv, w_out, w_up, w_down = weights
-        q, k, v, attended = ctx.attention
+        x1, r1, x2, r2, h, attention_norm, mlp_norm, *operands = ctx.saved_tensors
+        n1, o, n2, gate, w_qkv, w_out, w_up, w_down = unpack(operands)
+        (q, k, v, attended), how, s = ctx.attention, ctx.how, ctx.how.scales
         del ctx.attention  # its graph goes with this pass
         B, H, T, K = q.shape
-        g_x2, g_y = _rows(grad_x2), _rows(grad_y)
 
-        g_down = weight_gradient(g_y, s)
-        g_h = swiglu_backward_(g_y @ w_down, h)
-        g_up = weight_gradient(g_h, n2)
-        g_x, g_mlp_norm = rms_norm_backward(g_h @ w_up, x2, r2, mlp_norm, g_x2)
+        g_y = how.relay.take(_rows(grad_y), s.down_grad)
+        g_down = weight_gradient(g_y, gate)
+        g_h = gated_backward(input_gradient(g_y, w_down), h, s.up_grad)
+        g_up = weight_gradient(g_h, n2, parts=2)  # gate and up
+        g_n2 = input_gradient(g_h, w_up)
+        g_x, g_mid, g_mlp_norm = normed_backward(g_n2, x2, r2, mlp_norm, _rows(grad_x2), s.out_grad)
 
-        g_out = weight_gradient(g_x, o)
-        g_o = (g_x @ w_out).view(B, T, H, K).transpose(1, 2)
+        g_out = weight_gradient(g_mid, o)
+        g_o = input_gradient(g_mid, w_out).view(B, T, H, K).transpose(1, 2)
         g_q, g_k, g_v = torch.autograd.grad(attended, (q, k, v), g_o)
-        g_qkv = merge_rotated_gradients(g_q, g_k, g_v, cos, sin).view(B * T, -1)
+        g_qkv = merged_backward(g_q, g_k, g_v, how.cos, how.sin, s.qkv_grad)
         g_w_qkv = weight_gradient(g_qkv, n1)
-        g_x, g_attention_norm = rms_norm_backward(g_qkv @ w_qkv, x1, r1, attention_norm, g_x)
+        g_n1 = input_gradient(g_qkv, w_qkv)
+        g_x, g_before, g_attention_norm = normed_backward(g_n1, x1, r1, attention_norm, g_x, how.grad_before)
 
+        how.relay.put(g_x, g_before)
         g_stream = g_x.view_as(grad_x2)
         g_delta = None if ctx.first else g_stream
         return g_stream, g_delta, None, g_attention_norm, g_w_qkv, g_out, g_mlp_norm, g_up, g_down
@@ -118,17 +174,22 @@ class _FusedNorm(torch.autograd.Function):
     """The last sum and norm."""
 
     @staticmethod
-    def forward(ctx: Any, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x, normed, rstd = add_rms_norm(_rows(residual), _rows(delta), weight, eps)
+    def forward(
+        ctx: Any, residual: Tensor, delta: Tensor, weight: Tensor, eps: float, grad_before: How, relay: _Relay
+    ) -> Tensor:
+        x, out, rstd = normed(_rows(residual), _rows(delta), weight, eps, None)
         ctx.save_for_backward(x, rstd, weight)
-        return normed.view_as(residual)
+        ctx.grad_before, ctx.relay = grad_before, relay
+        assert isinstance(out, Tensor)
+        return out.view_as(residual)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, rstd, weight = ctx.saved_tensors
-        g_x, g_weight = rms_norm_backward(_rows(grad), x, rstd, weight, None)
+        g_x, g_before, g_weight = normed_backward(_rows(grad), x, rstd, weight, None, ctx.grad_before)
+        ctx.relay.put(g_x, g_before)
         g_stream = g_x.view_as(grad)
-        return g_stream, g_stream, g_weight, None
+        return g_stream, g_stream, g_weight, None, None, None
 
 
 def _rows(x: Any) -> Any:

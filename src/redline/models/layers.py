@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,11 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.splits = splits or (outputs,)
+        self.float8: Callable[[Tensor, Tensor], Tensor] | None = None  # how to train in fp8
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.float8 is not None and torch.is_grad_enabled():
+            return self.float8(x, self.weight)
         return F.linear(x, self.weight.to(x.dtype))
 
 
@@ -124,6 +128,12 @@ class Block(nn.Module):
         self.mlp = MLP(shape)
         self.dropout = dropout
         self.run = CHECKPOINTING[checkpointing]
+
+    def linear(self, name: str) -> Linear:
+        """One of its four: qkv, out, up, down."""
+        found = getattr(self.attention if name in ("qkv", "out") else self.mlp, name)
+        assert isinstance(found, Linear)
+        return found
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Bound) -> Tensor:
         return self.run(self._body, x, cos, sin, mask) if torch.is_grad_enabled() else self._body(x, cos, sin, mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redline.kernels.attention import Attention, Bound
+from redline.kernels.torchao_linear import float8_linear
+from redline.models.float8 import Scales
 from redline.models.fused import run_blocks
 from redline.models.layers import Block, KVCache, Linear, RMSNorm, rotary_table
 from redline.plan.shapes import DecoderShape
@@ -37,6 +40,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape, eps, dropout, attention, checkpointing) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.d_model, eps)
         self.head = None if shape.tied else Linear(shape.d_model, shape.vocab)
+        self.scales: Scales | None = None  # of what trains in fp8
         self._rotary: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -56,6 +60,16 @@ class Decoder(nn.Module):
             # drawn on the CPU so that the same seed gives the same model on every device
             parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
+    def use_float8(self, linears: Iterable[str], device: torch.device) -> None:
+        """Train these linears of every block in fp8: fused blocks by our kernels, plain ones by torchao's."""
+        if self.kernels == "fused":
+            self.scales = Scales(self.shape.layers, linears, self.shape.d_model, device)
+            return
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            for name in linears:
+                block.linear(name).float8 = float8_linear()
+
     def compile_blocks(self) -> None:
         """One graph for all layers: they are alike, so the first compiles for all. Fused blocks are kernels already."""
         if self.kernels == "fused":
@@ -71,7 +85,8 @@ class Decoder(nn.Module):
         cos, sin = self._rotary_slice(start, tokens_BT.shape[1], tokens_BT.device)
         if self.kernels == "fused" and cache is None:
             blocks = [block for block in self.blocks if isinstance(block, Block)]
-            return run_blocks(blocks, self.norm, x, cos, sin, partial(self._attend, mask), self.shape)
+            attend = partial(self._attend, mask)
+            return run_blocks(blocks, self.norm, x, cos, sin, attend, self.shape, self.scales)
         for i, block in enumerate(self.blocks):
             assert isinstance(block, Block)
             x = block(x, cos, sin, mask) if cache is None else block.extend(x, cos, sin, cache[i], start)

@@ -18,6 +18,7 @@ from redline.units import format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
     from numpy.typing import NDArray
 
     Array = NDArray[np.float64]
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 MAX_POINTS = 800
 _CROWDED = 300
 
-_STAND_INS = {"ink": "#010203", "faint": "#010204", "grid": "#010205", "accent": "#010206", "second": "#010207"}
+_NAMES = ("ink", "faint", "grid", "accent", "second", "good", "warn", "card")  # as the page's style has them
+_STAND_INS = {name: f"#0102{number:02x}" for number, name in enumerate(_NAMES, 3)}
 _SIZE_INCHES = (5.2, 3.1)
 _RC: Any = {
     "svg.fonttype": "none",
@@ -48,6 +50,8 @@ _RC: Any = {
     "lines.linewidth": 1.4,
     "axes.xmargin": 0.015,
     "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "axes.axisbelow": True,
 }
 
 
@@ -215,16 +219,29 @@ def _few_ticks() -> Any:
 
 
 def _svg(panels: int, draw: Callable[[Sequence[Axes]], None], axis: TokenAxis) -> str:
-    import matplotlib
-    from matplotlib.figure import Figure as Canvas
-
-    with matplotlib.rc_context(_RC):
-        canvas = Canvas(figsize=_SIZE_INCHES, layout="constrained", facecolor="none")
+    def panels_over_tokens(canvas: Canvas) -> None:
         axes = list(canvas.subplots(panels, 1, sharex=True, squeeze=False)[:, 0])
         draw(axes)
         canvas.align_ylabels(axes)
         axes[-1].xaxis.set_major_formatter(lambda value, _: format_count(value))
         axes[-1].set_xlabel(axis.label)
+
+    return drawing(panels_over_tokens)
+
+
+def ink(name: str) -> str:
+    """The colour to draw with for one of the page's."""
+    return _STAND_INS[name]
+
+
+def drawing(draw: Callable[[Canvas], None]) -> str:
+    """What `draw` puts on a canvas of the report's size and style, as SVG for the page."""
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+
+    with matplotlib.rc_context(_RC):
+        canvas = Canvas(figsize=_SIZE_INCHES, layout="constrained", facecolor="none")
+        draw(canvas)
         out = io.StringIO()
         canvas.savefig(out, format="svg", metadata={"Date": None})
     return _inline(out.getvalue())

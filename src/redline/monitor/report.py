@@ -13,7 +13,9 @@ from typing import Any
 from redline.errors import UserError
 from redline.monitor.console import clean, one_line
 from redline.monitor.events import Event, EventList, number, read_events, section
-from redline.monitor.figures import MAX_POINTS, draw_figures
+from redline.monitor.figures import MAX_POINTS, Figure, draw_figures
+from redline.monitor.roofline import standing
+from redline.monitor.roofline_figures import draw_roofline
 from redline.monitor.runs import EVENTS, LOCK, RunSummary, summarise
 from redline.units import format_bytes, format_count, format_seconds, format_usd
 
@@ -28,7 +30,9 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     """Write the page (RUN/report.html unless told otherwise) and return where it is."""
     run = Path(run)
     events, lock = _read(run)
-    page = _render(_data(run, events, lock), draw_figures(_of(events, "step"), _of(events, "eval")))
+    steps = _of(events, "step")
+    ceilings = draw_roofline(standing(steps, _plan(events), lock))
+    page = _render(_data(run, events, lock), draw_figures(steps, _of(events, "eval")), ceilings)
     return _write_atomically(run / "report.html" if out is None else Path(out), page)
 
 
@@ -51,7 +55,7 @@ def _data(run: Path, events: EventList, lock: Mapping[str, Any]) -> dict[str, An
     summary = summarise(run)
     start: Event = next(iter(_of(events, "start")), {})
     steps, evals = _of(events, "step"), _of(events, "eval")
-    plan: Event = (_of(events, "plan") or [{}])[-1]
+    plan = _plan(events)
     return {
         "schema": 1,
         "name": summary.name,
@@ -63,6 +67,7 @@ def _data(run: Path, events: EventList, lock: Mapping[str, Any]) -> dict[str, An
         "headline": _headline(steps, evals) | _totals(summary) | {"mfu_formula": _formula(lock, plan)},
         "parameters": dict(section(lock, "parameters") or section(plan, "parameters")),
         "steps": [{key: step.get(key) for key in _CURVES} for step in _evenly(steps)],
+        "roofline": standing(steps, plan, lock).data(),
         "evals": [{key: value for key, value in e.items() if key != "type"} for e in evals],
         "checkpoints": [_fields(e, _CHECKPOINT_FIELDS) for e in _of(events, "checkpoint")],
         "samples": [_fields(e, _SAMPLE_FIELDS) for e in _of(events, "sample")],
@@ -123,7 +128,7 @@ def _incidents(events: EventList) -> list[dict[str, Any]]:
     return found
 
 
-def _render(data: dict[str, Any], figures: Sequence[Any]) -> str:
+def _render(data: dict[str, Any], figures: Sequence[Figure], ceilings: Sequence[Figure]) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     jinja = Environment(
@@ -138,6 +143,7 @@ def _render(data: dict[str, Any], figures: Sequence[Any]) -> str:
         data,
         cards=_cards(data["headline"]),
         figures=figures,
+        ceilings=ceilings,
         sample_pairs=_sample_pairs(data["samples"]),
         started_on=_date(data["started"]),
         recipe_yaml=_yaml(data["recipe"]),
@@ -205,6 +211,10 @@ def _date(seconds: float | None) -> str:
 
 def _of(events: Sequence[Event], kind: str) -> list[Event]:
     return [event for event in events if event["type"] == kind]
+
+
+def _plan(events: Sequence[Event]) -> Event:
+    return (_of(events, "plan") or [{}])[-1]
 
 
 def _list(fields: Mapping[str, Any], key: str) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ class Objective(ABC):
     """A job: builds its model, turns positions of the global batch into loss terms, evaluates, samples."""
 
     model: nn.Module  # what is trained
+    rehearsals: int = 1  # passes of the warm-up until a step is what it will be
 
     @abstractmethod
     def build(self, device: torch.device) -> None:
@@ -105,6 +107,10 @@ class Objective(ABC):
     def compile(self) -> None:
         """Compile the hot parts of the model."""
         return
+
+    def rehearsing(self) -> AbstractContextManager[Any]:
+        """Around the warm-up: what a pass leaves behind besides gradients is undone here."""
+        return nullcontext()
 
     def choices(self) -> list[tuple[str, Any, str]]:
         """What the job chose by measurement while it was built: key, value, reason."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -22,10 +23,13 @@ from redline.data.tokens import TokenData, TokenSplit
 from redline.errors import UserError
 from redline.kernels.attention import Attention, Bound, Selection, select
 from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy
+from redline.kernels.cross_entropy8 import chunk_tokens, linear_cross_entropy8
+from redline.kernels.float8_choice import Float8Choice, Shapes, choose
 from redline.kernels.masks import MaskSpec
 from redline.kernels.precision import DTYPES
 from redline.kernels.softmax_loss import compile_loss
 from redline.metrics.likelihood import bits_per_byte, perplexity
+from redline.models.float8 import LINEARS
 from redline.models.generate import generate
 from redline.models.llama import inexact, shape_of, to_config, to_generation, to_llama
 from redline.models.transformer import Decoder
@@ -54,9 +58,7 @@ class CausalData:
             return None
 
 
-def load_data(
-    recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None
-) -> CausalData:
+def load_data(recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None) -> CausalData:
     """The recipe's tokens, prepared when they must be; all of them are held out when nothing is trained."""
     corpus = open_corpus(recipe.data, for_evaluation=for_evaluation, progress=progress)
     if for_evaluation:
@@ -104,6 +106,8 @@ class CausalLM(Objective):
     def __init__(self, resolved: Resolved, data: CausalData) -> None:
         self.resolved, self.recipe, self.data = resolved, resolved.recipe, data
         self.selection: Selection | None = None
+        self.float8: Float8Choice | None = None
+        self.magnitudes: list[list[float]] | None = None  # of the fp8 tensors, from a checkpoint
         self.seq_len = self.recipe.data.seq_len
         self.mask = MaskSpec(causal=True, documents=self.recipe.data.pack)
         self.dtype = DTYPES[self.recipe.train.precision]
@@ -135,6 +139,8 @@ class CausalLM(Objective):
             checkpointing=self.recipe.train.grad_checkpointing,
             kernels=options.kernels,
         ).to(device)
+        if self.recipe.train.precision == "fp8":
+            self._use_float8()
         self.model.initialise(torch.Generator().manual_seed(self.recipe.train.seed))
 
     def _select_attention(self) -> Selection:
@@ -145,9 +151,49 @@ class CausalLM(Objective):
         at = (self.resolved.batch.micro, shape.heads, self.seq_len, shape.head_dim)
         return select(asked, self.mask, device=self.device.type, dtype=self.dtype, shape=at)
 
+    def _use_float8(self) -> None:
+        """Which matmuls is measured once in a run's life, too."""
+        if self.float8 is None:
+            fused = self.recipe.model.kernels == "fused"
+            self.float8 = choose(self.recipe.train.fp8, self._matmuls(), fused=fused)
+        if in_blocks := [name for name in self.float8.linears if name in LINEARS]:
+            self.model.use_float8(in_blocks, self.device)
+        if self.model.scales is not None:
+            self.model.scales.load(self.magnitudes)
+
+    def _matmuls(self) -> Shapes:
+        """Tokens and widths of everything that fp8 may serve; torchao's is for blocks alone."""
+        shape, tokens = self.resolved.shape, self.resolved.batch.micro * self.seq_len
+        found = {
+            "qkv": (tokens, shape.d_model, shape.d_qkv),
+            "out": (tokens, shape.d_attention, shape.d_model),
+            "up": (tokens, shape.d_model, shape.d_up),
+            "down": (tokens, shape.d_ff, shape.d_model),
+        }
+        if self.recipe.model.kernels == "fused":
+            found["head"] = (chunk_tokens(shape.vocab, tokens), shape.d_model, shape.vocab)
+        return found
+
+    @property
+    def rehearsals(self) -> int:  # type: ignore[override]
+        """fp8 looks at its tensors before it first scales them."""
+        scales = self.model.scales
+        return 1 if scales is None or scales.known else 2
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        scales = self.model.scales
+        before = None if scales is None else scales.state()
+        yield
+        if scales is not None and before is not None:
+            scales.load(before)
+
     def choices(self) -> list[tuple[str, Any, str]]:
         assert self.selection is not None
-        return [("model.attention", self.selection.backend, self.selection.reason)]
+        found = [("model.attention", self.selection.backend, self.selection.reason)]
+        if self.float8 is not None:
+            found.append(("train.fp8", self.float8.text, self.float8.reason))
+        return found
 
     def param_groups(self) -> list[ParamGroup]:
         return role_groups(self.model)
@@ -189,13 +235,12 @@ class CausalLM(Objective):
 
     def loss(self, batch: Batch) -> dict[str, Term]:
         hidden = self.model(batch["inputs"], self._bind(batch))
-        total = linear_cross_entropy(
-            hidden.flatten(0, 1),
-            self.model.head_weight,
-            batch["targets"].flatten(),
-            softcap=self.model.softcap,
-            fused=self.recipe.model.kernels == "fused",
-        )
+        operands = hidden.flatten(0, 1), self.model.head_weight, batch["targets"].flatten()
+        softcap, fused = self.model.softcap, self.recipe.model.kernels == "fused"
+        if self.float8 is not None and "head" in self.float8.linears and torch.is_grad_enabled():
+            total = linear_cross_entropy8(*operands, softcap=softcap)
+        else:
+            total = linear_cross_entropy(*operands, softcap=softcap, fused=fused)
         return {"cross_entropy": Term(total, "tokens")}
 
     def _bind(self, batch: Batch) -> Bound:
@@ -256,10 +301,18 @@ class CausalLM(Objective):
         return [Sample(prompt, tokenizer.decode(row)) for row in rows]
 
     def state(self) -> dict[str, Any]:
-        return {"attention": self.selection.backend} if self.selection else {}
+        found: dict[str, Any] = {"attention": self.selection.backend} if self.selection else {}
+        if self.float8 is not None:
+            found |= {"fp8": [self.float8.backend, list(self.float8.linears)]}
+            found |= {"fp8_magnitudes": self.model.scales.state() if self.model.scales else None}
+        return found
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.selection = Selection(state["attention"], "as chosen when the run began")
+        begun = "as chosen when the run began"
+        self.selection = Selection(state["attention"], begun)
+        if "fp8" in state:
+            backend, linears = state["fp8"]
+            self.float8, self.magnitudes = Float8Choice(backend, tuple(linears), begun), state["fp8_magnitudes"]
 
 
 create = CausalLM

@@ -23,6 +23,7 @@ class Kernels:
     gpu: bool = True
     compiled: bool = True
     fused: bool = False  # a block's backward written out
+    fp8: bool = False  # what its matmuls read, kept in one byte
     packed: bool = False  # attention by documents of any length
     scores: int = 0  # keys whose weights are kept in float32, by attention that forms them
 
@@ -75,7 +76,8 @@ def _block_bytes(shape: DecoderShape, bytes_per_value: int, kernels: Kernels) ->
     # fixed-length kernels give the output in a layout of their own, kept beside ours
     attention = shape.d_qkv + rotated + (1 if kernels.packed else 2) * shape.d_attention
     if kernels.fused:  # rotated in place, and attention's output in our layout
-        return float(bytes_per_value * (4 * d + shape.d_qkv + shape.d_attention + shape.d_up + shape.d_ff))
+        wide = 2 * d + shape.d_qkv + shape.d_attention + shape.d_up
+        return float(bytes_per_value * wide + (1 if kernels.fp8 else bytes_per_value) * (2 * d + shape.d_ff))
     if kernels.compiled:  # block input, both normalised inputs, the stream between attention and MLP
         normed_heads = shape.d_attention if shape.qk_norm else 0  # kept for these norms, by measurement
         return float(bytes_per_value * (4 * d + attention + normed_heads + shape.d_up + shape.d_ff))

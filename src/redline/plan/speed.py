@@ -59,9 +59,7 @@ def expected(work: Work, peaks: Peaks, *, micro_tokens: int, accumulation: int, 
     rate, bandwidth = attention_rate(work.head_dim, work.packed), COPY_SHARE * peaks.bandwidth
     again = work.attention_again / work.attention if work.attention else 0.0
     attention = work.attention / (rate.share * peaks.attention) + rate.passes * work.touched / bandwidth
-    per_token = (
-        (work.matmul + work.recomputed) / matmul_rate + attention * (1 + again) + work.moved / bandwidth
-    )
+    per_token = (work.matmul + work.recomputed) / matmul_rate + attention * (1 + again) + work.moved / bandwidth
     micro = max(micro_tokens * per_token, work.kernels * LAUNCH_SECONDS)
     update = work.update / bandwidth + work.update_flops / matmul_rate
     return accumulation * micro + update + _exposed(work, peaks, micro, world)

@@ -113,10 +113,10 @@ def forecast(resolved: Resolved, *, price: float | None = None, measured: Measur
     )
 
 
-def kernels_of(recipe: Recipe, device: str, compiled: bool) -> Kernels:
-    gpu, model = device == "cuda", recipe.model
-    scores = recipe.data.seq_len if model.attention == "dense" else 0
-    return Kernels(gpu, compiled, model.kernels == "fused", gpu and recipe.data.pack, scores)
+def kernels_of(recipe: Recipe, device: str, *, precision: str, compiled: bool, fused: bool) -> Kernels:
+    gpu = device == "cuda"
+    scores = recipe.data.seq_len if recipe.model.attention == "dense" else 0
+    return Kernels(gpu, compiled, fused, fused and precision == "fp8", gpu and recipe.data.pack, scores)
 
 
 def _work(resolved: Resolved) -> Work:
@@ -128,7 +128,13 @@ def _work(resolved: Resolved) -> Work:
         bytes_per_value=4 if train.precision == "fp32" else 2,
         optimizer=train.optimizer,
         ema=train.ema is not None,
-        kernels=kernels_of(resolved.recipe, resolved.machine.device, train.compile),
+        kernels=kernels_of(
+            resolved.recipe,
+            resolved.machine.device,
+            precision=train.precision,
+            compiled=train.compile,
+            fused=resolved.recipe.model.kernels == "fused",
+        ),
     )
     return work
 

@@ -189,6 +189,9 @@ class _Resolver:
 
     def precision(self) -> str:
         asked, machine = self.recipe.train.precision, self.machine
+        if asked == "fp8" and not machine.fp8:
+            self.warnings.append(f"fp8 is off: {machine.name} has no units for it")
+            asked = AUTO
         if asked == AUTO:
             if machine.fast_bf16:
                 native = "native tensor-core bf16" if machine.device == "cuda" else "this CPU multiplies bf16 natively"
@@ -226,7 +229,13 @@ class _Resolver:
                 optimizer=train.optimizer,
                 ema=train.ema is not None,
                 checkpointing=checkpointing,
-                kernels=kernels_of(self.recipe, self.machine.device, compiled),
+                kernels=kernels_of(
+                    self.recipe,
+                    self.machine.device,
+                    precision=precision,
+                    compiled=compiled,
+                    fused=not self.not_fused(shape, precision, checkpointing),
+                ),
             )
             return parts
 
@@ -253,16 +262,34 @@ class _Resolver:
         }
         return batch, checkpointing, memory(batch.micro, checkpointing)
 
-    def kernels(self, shape: DecoderShape, checkpointing: str) -> None:
+    def kernels(self, shape: DecoderShape, precision: str, checkpointing: str) -> None:
         """Which implementation of a block; the other is always there for what it cannot do."""
-        asked = self.recipe.model.kernels
-        missing = shape.not_fused(dropout=self.recipe.model.dropout, checkpointing=checkpointing)
-        if asked == "fused" and missing:
-            fix = "Use model.kernels: torch."
-            raise RecipeError("recipe", [Problem("model.kernels", f"fused cannot be: {missing}.", fix)])
-        if asked == AUTO:
-            on_gpu = "the fused ones are not measured on a GPU yet"
-            self.choose("model.kernels", "torch", on_gpu if self.machine.device == "cuda" else "fused ones need a GPU")
+        reason = self.not_fused(shape, precision, checkpointing)
+        if self.recipe.model.kernels == AUTO:
+            found, why = ("torch", reason) if reason else ("fused", "each value between matmuls is moved once")
+            self.choose("model.kernels", found, why)
+
+    def not_fused(self, shape: DecoderShape, precision: str, checkpointing: str) -> str:
+        """Why the blocks are not the hand-written ones; empty when they are."""
+        model, backend = self.recipe.model, self.recipe.train.fp8
+        missing = shape.not_fused(dropout=model.dropout, checkpointing=checkpointing)
+        if model.kernels == "fused":
+            if missing or backend == "torchao":
+                what = missing or "torchao's fp8 is for the others"
+                raise _problem("model.kernels", f"fused cannot be: {what}.", "Use model.kernels: torch.")
+            return ""
+        if model.kernels == "torch":
+            if backend == "native" and precision == "fp8":
+                fix = "Use model.kernels: auto, or train.fp8: torchao."
+                raise _problem("train.fp8", "native fp8 is part of the fused kernels.", fix)
+            return "as asked"
+        reasons = {
+            "the fused ones need a GPU": self.machine.device != "cuda",
+            "the fused ones are measured on Hopper only": (self.machine.capability or (0, 0)) < (9, 0),
+            "the fused ones are for half precision": precision == "fp32",
+            "torchao's fp8 is for these": backend == "torchao" and precision == "fp8",
+        }
+        return next((reason for reason, holds in reasons.items() if holds), missing)
 
     def expected_tokens(self, shape: DecoderShape) -> float:
         """How many tokens the run will see: by its limits, or by the clock at the speed one may expect."""
@@ -322,6 +349,10 @@ class _Resolver:
         return int(self.choose("train.warmup_steps", value, f"about 2 % of an expected {expected:.0f} steps"))
 
 
+def _problem(key: str, what: str, fix: str) -> RecipeError:
+    return RecipeError("recipe", [Problem(key, what, fix)])
+
+
 def steps_of(recipe: Recipe, train_tokens: int, tokens_per_step: int) -> int | None:
     train = recipe.train
     return horizon_steps(
@@ -343,7 +374,7 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
     precision = r.precision()
     compiled = r.compile()
     batch, checkpointing, memory = r.batch(shape, precision, compiled)
-    r.kernels(shape, checkpointing)
+    r.kernels(shape, precision, checkpointing)
     flops: FlopsPerToken = job(recipe.objective).flops(shape, recipe.data.seq_len, checkpointing)
     tokens_per_step = batch.global_batch * recipe.data.seq_len
     steps = steps_of(recipe, data.train_tokens, tokens_per_step)

@@ -163,6 +163,7 @@ class Train(Section):
     min_lr_ratio: Fraction = 0.1
     ema: MaybeProbability = None
     precision: Annotated[str, one_of(AUTO, "bf16", "fp16", "fp32", "fp8")] = AUTO
+    fp8: Annotated[str, one_of(AUTO, "native", "torchao")] = AUTO  # with precision fp8: whose matmuls
     compile: AutoFlag = AUTO
     # of two validators the right one runs first
     grad_checkpointing: Annotated[str, one_of(*CHECKPOINTING), CHECKPOINTING_RULE] = AUTO

@@ -174,7 +174,10 @@ class Trainer:
     def _rehearse(self, plan: BatchPlan) -> None:
         self.step.clear()
         micro = to_device(self.objective.worst_batch(plan.micro), self.device)
-        self.step.rehearse(step_batch(self.objective, [micro]))
+        batch = step_batch(self.objective, [micro])
+        with self.objective.rehearsing():
+            for _ in range(self.objective.rehearsals):
+                self.step.rehearse(batch)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 

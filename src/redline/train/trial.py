@@ -2,8 +2,9 @@
 
     python -m redline.train.trial < request.json
 
-The request holds a resolved recipe and the facts of its data; the answer is one JSON line. A process of its own,
-because running out of memory, or a compiler that crashes, must not take the plan with it.
+The request holds a resolved recipe and the facts of its data, and may ask for `least_steps` to be timed and for a
+`profile` of so many more; the answer is one JSON line. A process of its own, because running out of memory, or a
+compiler that crashes, must not take the plan with it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from redline.objectives import objective_module
 from redline.recipe.load import validate
 from redline.recipe.resolve import DataFacts, resolve
 from redline.train.feed import step_batch, to_device
+from redline.train.kernel_time import kernel_time
 from redline.train.log import peak_memory_gib
 from redline.train.rundir import RunDirectory
 from redline.train.trainer import Trainer
@@ -45,7 +48,9 @@ class _Silent:
         return
 
 
-def trial(tree: dict[str, Any], facts: DataFacts, folder: Path) -> dict[str, Any]:
+def trial(
+    tree: dict[str, Any], facts: DataFacts, folder: Path, least_steps: int = LEAST_STEPS, profile: int = 0
+) -> dict[str, Any]:
     recipe = validate(tree, where="trial")
     resolved = resolve(recipe, detect(recipe.train.device), facts)
     module = objective_module(recipe.objective)
@@ -56,17 +61,23 @@ def trial(tree: dict[str, Any], facts: DataFacts, folder: Path) -> dict[str, Any
         begin = time.perf_counter()
         trainer.warm_up()
         compile_s = time.perf_counter() - begin
-        seconds = _seconds_per_step(trainer)
+        steps = _steps(trainer)
+        seconds = _seconds_per_step(steps, least_steps)
+        memory = peak_memory_gib(trainer.device)
+        busy = kernel_time(lambda: steps(0, profile), trainer.device) if profile else None
     return {
         "tokens_per_s": resolved.tokens_per_step / seconds,
         "step_ms": 1e3 * seconds,
-        "memory_gib": peak_memory_gib(trainer.device),
+        "memory_gib": memory,
         "compile_s": compile_s,
         "micro": trainer.batch.micro,
+        "choices": [{"key": key, "value": value, "reason": reason} for key, value, reason in objective.choices()],
+        **({} if busy is None else {"kernel_ms": 1e3 * busy.kernels / profile, "kernel_share": busy.share}),
     }
 
 
-def _seconds_per_step(trainer: Trainer) -> float:
+def _steps(trainer: Trainer) -> Callable[[int, int], float]:
+    """Seconds that `count` steps take, beginning with step `first`."""
     micro = to_device(trainer.objective.worst_batch(trainer.batch.micro), trainer.device)
     batch = step_batch(trainer.objective, [micro] * trainer.batch.accumulation)
 
@@ -78,8 +89,12 @@ def _seconds_per_step(trainer: Trainer) -> float:
             torch.cuda.synchronize()
         return time.perf_counter() - begin
 
+    return steps
+
+
+def _seconds_per_step(steps: Callable[[int, int], float], least: int) -> float:
     settling = steps(0, SETTLE_STEPS) / SETTLE_STEPS
-    count = min(MOST_STEPS, max(LEAST_STEPS, round(LEAST_SECONDS / settling)))
+    count = min(MOST_STEPS, max(least, round(LEAST_SECONDS / settling)))
     count = max(1, min(count, round(MOST_SECONDS / settling)))
     return steps(SETTLE_STEPS, count) / count
 
@@ -88,7 +103,8 @@ def main() -> None:
     request = json.load(sys.stdin)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            answer = trial(request["recipe"], DataFacts(**request["facts"]), Path(folder))
+            options = {key: request[key] for key in ("least_steps", "profile") if key in request}
+            answer = trial(request["recipe"], DataFacts(**request["facts"]), Path(folder), **options)
     except UserError as error:
         answer = {"error": error.message()}
     sys.stdout.write(json.dumps(answer) + "\n")

@@ -1,0 +1,60 @@
+"""Draws committed results as one picture of tokens per second.
+
+usage: python benchmarks/picture.py OUT.svg RESULT.json [RESULT.json …]
+
+A result is one of `redline bench throughput --out`, or of pretrain_350m.py beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from redline.bench.pictures import draw
+from redline.hardware.specs import spec_of
+
+
+def rows_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(result["rows"]) if "rows" in result else [_two_minutes(result)]
+
+
+def _two_minutes(result: dict[str, Any]) -> dict[str, Any]:
+    """The row of a run of pretrain_350m.py; its limit follows from its lock."""
+    lock = result["lock"]
+    precision, card = lock["recipe"]["train"]["precision"], spec_of(lock["machine"]["name"])
+    peak = card.bf16 if card and precision == "bf16" else None
+    return {
+        "name": "redline",
+        **{key: result[key] for key in ("tokens_per_s", "mfu")},
+        "precision": precision,
+        "ceiling_tokens_per_s": peak / lock["flops_per_token"]["causal"] if peak else None,
+    }
+
+
+def about(result: dict[str, Any]) -> dict[str, Any]:
+    """What the first result says of the machine and the code."""
+    lock = result.get("lock") or {}
+    if "created" in lock:
+        lock = {"date": time.strftime("%Y-%m-%d", time.gmtime(lock["created"])), **lock}
+    shared = {key: result.get(key) or lock.get(key) for key in ("date", "machine", "versions", "git")}
+    return {"benchmark": "throughput", "recipe": result.get("recipe") or lock.get("recipe_name"), **shared}
+
+
+def main() -> None:
+    if len(sys.argv) < 3:
+        sys.exit(f"usage:{(__doc__ or '').partition('usage:')[2].splitlines()[0]}")
+    results = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[2:]]
+    names = {about(result)["machine"]["name"] for result in results}
+    if len(names) > 1:
+        sys.exit(f"one machine a picture, not {' and '.join(sorted(names))}")
+    svg = draw({**about(results[0]), "rows": [row for result in results for row in rows_of(result)]})
+    if svg is None:
+        sys.exit("there is no figure to draw in these results")
+    Path(sys.argv[1]).write_text(svg, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

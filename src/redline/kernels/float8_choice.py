@@ -1,0 +1,122 @@
+"""Which matmuls of a block run in fp8: those that are faster so, measured once at the run's own shapes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redline.hardware.measured import FLOAT8, gpu_key, keep, recall
+from redline.hardware.nvml import driver_version
+from redline.kernels.float8 import MULTIPLE, Scale, input_gradient8, linear8, quantise, weight_gradient8
+from redline.kernels.matmul import weight_gradient
+from redline.kernels.torchao_linear import float8_linear, missing
+
+Shapes = dict[str, tuple[int, int, int]]  # linear → tokens, width of its input and of its output
+
+
+@dataclass(frozen=True)
+class Float8Choice:
+    backend: str  # native, torchao, or none
+    linears: tuple[str, ...]
+    reason: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.backend}: {', '.join(self.linears)}" if self.linears else "none"
+
+
+def choose(asked: str, shapes: Shapes, *, fused: bool) -> Float8Choice:
+    """`native` is for fused blocks, `torchao` for compiled ones; what cannot be in fp8, or loses, stays in bf16."""
+    if not fused and asked == "native":
+        return Float8Choice("none", (), "native fp8 is part of the fused kernels, which are off")
+    if fused and asked == "torchao":
+        return Float8Choice("none", (), "torchao's fp8 is for model.kernels=torch")
+    if not fused and missing():
+        return Float8Choice("none", (), missing())
+    backend = "native" if fused else "torchao"
+    able = {name: shape for name, shape in shapes.items() if all(side % MULTIPLE == 0 for side in shape)}
+    odd = [f"{name} is no multiple of {MULTIPLE}" for name in shapes if name not in able]
+    times, date = _recall(backend, able), ""
+    if times is None:
+        times = {name: measure(backend, *shape) for name, shape in able.items()}
+        keep(FLOAT8, _key(backend, able), {"ms": times})
+    else:
+        date = ", as measured before"
+    faster = tuple(name for name, (bf16, fp8) in times.items() if fp8 < bf16)
+    told = [f"{name} {bf16:.2f} → {fp8:.2f}" for name, (bf16, fp8) in times.items()]
+    reason = f"ms of a layer's three matmuls in bf16 → fp8{date}: {'; '.join([', '.join(told), *odd])}"
+    return Float8Choice(backend if faster else "none", faster, reason)
+
+
+def measure(backend: str, tokens: int, inner: int, outer: int) -> tuple[float, float]:
+    """Milliseconds of forward and both gradients, in bf16 and in fp8, the weight's cast included."""
+    x, grad = (torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16) for width in (inner, outer))
+    weight = torch.randn(outer, inner, device="cuda") / inner**0.5
+    bf16 = _bf16(x, grad, weight)
+    fp8 = _native(x, grad, weight) if backend == "native" else _torchao(x, grad, weight)
+    pairs = [(_ms(bf16), _ms(fp8)) for _ in range(3)]  # in turns: the card's clock wanders
+    first, second = zip(*pairs, strict=True)
+    return round(statistics.median(first), 4), round(statistics.median(second), 4)
+
+
+def _bf16(x: Tensor, grad: Tensor, weight: Tensor) -> Callable[[], Any]:
+    def work() -> Any:
+        half = weight.to(torch.bfloat16)
+        return x @ half.T, grad @ half, weight_gradient(grad, x)
+
+    return work
+
+
+def _native(x: Tensor, grad: Tensor, weight: Tensor) -> Callable[[], Any]:
+    """Operands are made by the kernels around, at the price of bf16 ones; only the weight has a cast of its own."""
+    one = torch.ones((), device="cuda")
+    scale = Scale(one, one, None)
+    x8, grad8 = quantise(x, scale), quantise(grad, scale)
+
+    def work() -> Any:
+        half = quantise(weight, scale)
+        return linear8(x8, half), input_gradient8(grad8, half), weight_gradient8(grad8, x8)
+
+    return work
+
+
+def _torchao(x: Tensor, grad: Tensor, weight: Tensor) -> Callable[[], Any]:
+    """Compiled, as in the blocks: uncompiled, each cast would be half a dozen kernels."""
+    linear = torch.compile(float8_linear(), dynamic=False)
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    return lambda: torch.autograd.grad(linear(x, weight), (x, weight), grad)
+
+
+def _ms(work: Callable[[], Any]) -> float:
+    for _ in range(2):
+        work()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(5):
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def _recall(backend: str, shapes: Shapes) -> dict[str, tuple[float, float]] | None:
+    kept = (recall(FLOAT8, _key(backend, shapes)) or {}).get("ms")
+    if not isinstance(kept, dict) or set(kept) != set(shapes):
+        return None
+    pairs = {name: tuple(pair) for name, pair in kept.items() if isinstance(pair, list) and len(pair) == 2}
+    if len(pairs) != len(shapes) or not all(isinstance(ms, float) and ms > 0 for pair in pairs.values() for ms in pair):
+        return None
+    return {name: (pairs[name][0], pairs[name][1]) for name in shapes}
+
+
+def _key(backend: str, shapes: Shapes) -> str:
+    machine = gpu_key(torch.cuda.get_device_properties(0).name, driver_version())
+    told = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
+    return f"{machine}; {backend}: {told}"

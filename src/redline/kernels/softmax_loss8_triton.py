@@ -1,0 +1,89 @@
+"""Two kernels: rows for the sums, then tiles for the gradient, since a column needs many rows' side by side."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from redline.kernels.float8 import Float8, Scale
+from redline.kernels.float8_triton import WORD, Made, finite_or_nan, fitting, place_of, store_column, store_row
+from redline.kernels.softmax_loss import IGNORE
+from redline.kernels.softmax_loss_triton import LARGEST_BLOCK, capped, row_lse
+
+TILE = (128, 128, 8)  # rows, columns, warps
+
+
+def softmax_loss8(
+    logits_NV: Tensor, target_N: Tensor, scale: Scale, *, softcap: float | None = None
+) -> tuple[Tensor, Float8]:
+    n, vocab = logits_NV.shape
+    losses, lse = torch.empty((2, n), device=logits_NV.device, dtype=torch.float32)
+    out = Made(n, vocab, scale, torch.float8_e5m2)
+    block = min(LARGEST_BLOCK, triton.next_power_of_2(vocab))
+    cap, is_capped = float(softcap or 1.0), bool(softcap)
+    _losses[(n,)](
+        logits_NV, target_N, losses, lse, vocab, cap,
+        IGNORED=IGNORE, CAPPED=is_capped, BLOCK=block, num_warps=max(1, min(16, block // 512)),
+    )  # fmt: skip
+    tokens, columns, warps = fitting(TILE[0], n), TILE[1], TILE[2]
+    row, column, factor, _ = out.pointers
+    _gradient[(triton.cdiv(n, tokens) * triton.cdiv(vocab, columns),)](
+        logits_NV, target_N, lse, row, column, factor, n, vocab, cap,
+        IGNORED=IGNORE, CAPPED=is_capped, COLUMN=out.flags["COLUMN"],
+        GROUPS=tokens // WORD.value, COLUMNS=columns, num_warps=warps,
+    )  # fmt: skip
+    return losses, out.operand()
+
+
+@triton.jit
+def _losses(  # type: ignore[no-untyped-def]
+    logits, target, losses, lse, vocab, softcap,
+    IGNORED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # rows × vocabulary can pass 2³¹
+    wanted = tl.load(target + row)
+    if wanted == IGNORED:
+        tl.store(losses + row, 0.0)
+        tl.store(lse + row, 0.0)
+    else:
+        found, picked = row_lse(logits + row * vocab, wanted, vocab, softcap, CAPPED, BLOCK, "evict_first")
+        tl.store(losses + row, found - picked)
+        tl.store(lse + row, found)
+
+
+@triton.jit
+def _quarter(  # type: ignore[no-untyped-def]
+    logits, target, lse, row, times, group, place, n, vocab, softcap, quarter,
+    IGNORED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """The gradient as it was rounded."""
+    token = group * WORD + quarter
+    exists = place < vocab
+    inside = (token < n)[:, None] & exists[None, :]
+    wanted = tl.load(target + token, mask=token < n, other=IGNORED)
+    sums = tl.load(lse + token, mask=token < n, other=0.0)
+    z = tl.load(logits + token.to(tl.int64)[:, None] * vocab + place[None, :], mask=inside, other=0.0).to(tl.float32)
+    slope = 1.0
+    if CAPPED:
+        z, slope = capped(z, softcap)
+    value = tl.exp(z - sums[:, None])
+    value = tl.where(place[None, :] == wanted[:, None], value - 1.0, value) * slope
+    value = tl.where((wanted == IGNORED)[:, None], 0.0, finite_or_nan(value))
+    return store_row(value, times, row, token, place, n, vocab, exists)
+
+
+@triton.jit
+def _gradient(  # type: ignore[no-untyped-def]
+    logits, target, lse, row, column, factor, n, vocab, softcap,
+    IGNORED: tl.constexpr, CAPPED: tl.constexpr, COLUMN: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    group, place = place_of(vocab, GROUPS, COLUMNS)
+    times = tl.load(factor)
+    a = _quarter(logits, target, lse, row, times, group, place, n, vocab, softcap, 0, IGNORED, CAPPED)
+    b = _quarter(logits, target, lse, row, times, group, place, n, vocab, softcap, 1, IGNORED, CAPPED)
+    c = _quarter(logits, target, lse, row, times, group, place, n, vocab, softcap, 2, IGNORED, CAPPED)
+    d = _quarter(logits, target, lse, row, times, group, place, n, vocab, softcap, 3, IGNORED, CAPPED)
+    if COLUMN:
+        store_column(a, b, c, d, row, column, group, place, n, place < vocab)

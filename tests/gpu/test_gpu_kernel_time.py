@@ -1,0 +1,38 @@
+"""The share of the wall time that kernels take, on a card that is kept busy and on one that is not."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from redline.train.kernel_time import kernel_time
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+def test_pauses_are_no_kernels() -> None:
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    device = torch.device("cuda")
+
+    def busy() -> None:
+        for _ in range(100):
+            a @ a
+
+    def idle() -> None:
+        busy()
+        torch.cuda.synchronize()
+        with torch.profiler.record_function("a named range that covers a pause"):
+            time.sleep(1.0)
+
+    busy()
+    worked, paused = kernel_time(busy, device), kernel_time(idle, device)
+    assert worked is not None
+    assert paused is not None
+    assert 0.8 < worked.share <= 1.0
+    assert paused.kernels == pytest.approx(worked.kernels, rel=0.3)
+    assert paused.wall > worked.wall + 0.9

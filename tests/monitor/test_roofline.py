@@ -1,0 +1,193 @@
+"""Where a step stands against its ceilings: by the plan's figures, the card's words, and what was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.hardware.machine import Machine
+from redline.monitor.counts import step_points, step_roofs
+from redline.monitor.events import EventLog
+from redline.monitor.report import report_data, write_report
+from redline.monitor.roofline import standing
+from redline.monitor.roofline_figures import draw_roofline
+from redline.recipe.load import load
+from redline.recipe.resolve import DataFacts, resolve
+
+RESULT = json.loads(
+    (Path(__file__).parents[2] / "benchmarks/results/pretrain-350m-h200-20261115.json").read_text(encoding="utf-8")
+)
+H200 = Machine("cuda", "NVIDIA H200", 150_109_880_320, 16, (9, 0), fast_bf16=True)
+FACTS = DataFacts(50257, 37_900_000, 731_211, "", "gpt2", "")
+
+
+def planned(machine: Machine = H200, *overrides: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The plan event and the lock of pretrain-350m on a machine."""
+    resolved = resolve(load("pretrain-350m", list(overrides)).recipe, machine, FACTS)
+    return resolved.plan_event(), {
+        "recipe": resolved.recipe.model_dump(mode="json"),
+        "machine": machine.facts(),
+    }
+
+
+def lines(count: int = 12, **fields: Any) -> list[dict[str, Any]]:
+    """Step events with the committed figures of an H200, unless told otherwise."""
+    shown = {key: RESULT[key] for key in ("tokens_per_s", "mfu", "step_ms", "data_wait_ms", "power_w")}
+    card = {"sm_clock_mhz": 1485.0, "throttle": ""}
+    return [{"type": "step", "step": step, **shown, **card, **fields} for step in range(1, count + 1)]
+
+
+def test_the_bars_are_the_plans_parts_and_the_step_is_the_runs() -> None:
+    plan, lock = planned()
+    now = standing(lines(), plan, lock)
+    peak, best = now.bars
+    tokens, n_matmul = 131_072, 350_355_456
+    assert peak.ms["matmul"] == pytest.approx(1e3 * tokens * 6 * n_matmul / 989e12, rel=1e-3)
+    assert peak.total == pytest.approx(1e3 * tokens / plan["ceiling"]["tokens_per_s"], rel=1e-3)
+    assert best.total == pytest.approx(1e3 * tokens / plan["ceiling"]["best_kernels_tokens_per_s"], rel=1e-3)
+    assert set(best.may_hide) == {"memory-bound"}
+    assert now.step_ms == RESULT["step_ms"]
+    assert now.planned_ms == pytest.approx(1e3 * tokens / plan["throughput"]["tokens_per_s"])
+    assert f"A step takes {now.step_ms:.0f} ms: {now.step_ms / peak.total:.2f} times" in now.sentences[0]
+
+
+def test_points_stand_under_their_roofs() -> None:
+    plan, lock = planned()
+    bandwidth, bf16 = step_roofs(lock)
+    assert (bandwidth.rate, bf16.rate) == (4.8e12, 989e12)
+    for point in step_points(lock, plan, RESULT["tokens_per_s"]):
+        roof = min(bf16.rate, point.flops_per_byte * bandwidth.rate) / 1e12
+        assert 0 < point.tflops < roof
+    points = {point.name: point for point in step_points(lock, plan, RESULT["tokens_per_s"])}
+    assert points["this run"].tflops == pytest.approx(RESULT["mfu_causal"] * 989, rel=1e-3)
+    assert points["attention"].flops_per_byte == pytest.approx(1024 / 4), "T/4: each of 12 tensors passes once"
+    matrices = {(1024, 3072): 24, (1024, 1024): 24, (1024, 5376): 24, (2688, 1024): 24, (1024, 50304): 1}
+    flops = sum(6 * k * n * count for (k, n), count in matrices.items())
+    moved = sum(3 * 2 * (k + n + k * n / 131_072) * count for (k, n), count in matrices.items())
+    assert points["matmul"].flops_per_byte == pytest.approx(flops / moved)
+
+
+def test_fp8_adds_its_roof_and_moves_the_matmuls() -> None:
+    plan, lock = planned(H200, "train.precision=fp8")
+    assert [roof.name for roof in step_roofs(lock)] == ["bandwidth", "bf16", "fp8"]
+    narrow = step_points(lock, plan, 300_000.0)[0]
+    wide = step_points(*reversed(planned()), 300_000.0)[0]
+    assert narrow.tflops > wide.tflops
+    assert narrow.flops_per_byte > 1.4 * wide.flops_per_byte
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"throttle": "power_cap"}, "Power binds: the card was at its power limit in 11 of 11 log lines"),
+        ({"throttle": "power_cap"}, "(median 694 W at 1,485 MHz)"),
+        ({"throttle": "power_cap+hw_thermal"}, "Heat or the power supply binds"),
+        ({"throttle": "power_cap", "data_wait_ms": 100.0}, "The loader binds: 16% of a step"),
+        ({"throttle": ""}, "Neither power nor heat held the card back in most log lines"),
+        ({"throttle": None}, "The kernels bind: matmul needs "),
+        ({"throttle": 7, "power_w": None, "sm_clock_mhz": None}, "The kernels bind"),
+    ],
+)
+def test_one_sentence_says_what_binds(fields: dict[str, Any], said: str) -> None:
+    assert said in " ".join(standing(lines(**fields), *planned()).sentences)
+
+
+def test_a_step_near_the_best_kernels_is_bound_by_their_rates() -> None:
+    plan, lock = planned()
+    best = standing(lines(), plan, lock).bars[1].total
+    near = standing(lines(throttle=None, step_ms=1.05 * best), plan, lock)
+    assert "The kernels' rates bind, those of matmul most" in near.sentences[-1]
+
+
+def test_a_power_limit_that_is_touched_now_and_then_does_not_bind() -> None:
+    steps = lines(9)
+    for step in steps[:4]:
+        step["throttle"] = "power_cap"
+    assert "Power binds" not in " ".join(standing(steps, *planned()).sentences)
+
+
+def test_a_cpu_is_held_against_what_was_measured_on_it() -> None:
+    measured = {"fp32": 1e11, "bf16": 0.5e11, "copy": 2e10}
+    cpu = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11, measured=measured)
+    plan, lock = planned(cpu, "train.global_batch=4", "train.precision=fp32")
+    now = standing(lines(tokens_per_s=30.0, step_ms=136_000.0, mfu=None, throttle=None), plan, lock)
+    (bar,) = now.bars
+    assert bar.total == pytest.approx(1e3 * 4096 * plan["flops_per_token"]["executed"] / 1e11)
+    assert [(roof.name, roof.measured) for roof in now.roofs] == [("bandwidth", True), ("fp32", True)]
+    assert [point.name for point in now.points] == ["this run"]
+    assert "No table has a peak of a CPU" in now.sentences[1]
+    assert len(draw_roofline(now)) == 2
+
+
+def test_of_an_unknown_card_only_what_is_known_is_drawn() -> None:
+    unknown = Machine("cuda", "NVIDIA X1", 80 << 30, 16, (9, 0), fast_bf16=True)
+    now = standing(lines(mfu=None), *planned(unknown))
+    assert (now.bars, now.points, draw_roofline(now)) == ([], [], [])
+    assert "No table has a peak of NVIDIA X1" in now.sentences[0]
+    probed = Machine(
+        "cuda", "NVIDIA X1", 80 << 30, 16, (9, 0), fast_bf16=True, measured={"bf16": 7e14, "fp32": 5e13, "copy": 4e12}
+    )
+    now = standing(lines(mfu=None), *planned(probed))
+    assert [bar.name for bar in now.bars] == ["best kernels"], "a peak that was worked back is nobody's peak"
+    assert all(roof.measured for roof in now.roofs)
+    assert len(draw_roofline(now)) == 2
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_the_figures_are_whole_and_name_their_parts(precision: str) -> None:
+    figures = draw_roofline(standing(lines(), *planned(H200, f"train.precision={precision}")))
+    bars, roofs = (ElementTree.fromstring(figure.svg) for figure in figures)
+    words = " ".join("".join(node.itertext()) for tree in (bars, roofs) for node in tree.iter() if node.tag == "text")
+    for word in ("dense peak", "best kernels", "this run", "49.6% MFU", "matmul", "memory-bound", "4.8 TB/s"):
+        assert word in words
+    assert ("fp8 1,979 TFLOP/s" in words) == (precision == "fp8")
+    assert not re.search("#0102", "".join(figure.svg for figure in figures)), "the page's colours"
+
+
+LOCKS: list[Any] = [
+    {},
+    {"machine": {"name": "NVIDIA H200", "device": "cuda"}},
+    {"recipe": {"train": {"precision": "bf16"}}, "machine": {"name": 7, "memory_bytes": "much"}},
+    {"recipe": {"objective": "nosuch"}, "machine": H200.facts()},
+    {"recipe": {"train": {"precision": "bf16"}}, "machine": H200.facts()},  # never resolved
+]
+PLANS: list[Any] = [
+    {},
+    {"ceiling": 5},
+    {"ceiling": {"limits": "many", "tokens_per_s": 1}, "batch": {"tokens_per_step": 0, "micro": None}},
+    {"ceiling": {"limits": [3, {"part": "matmul"}, {"part": "x", "ms_per_step": 0.0, "ms_at_peak": 0.0}]}, "gpus": 0},
+]
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("steps", [[], [{"step": 1}], lines(3), lines(3, step_ms=0.0, tokens_per_s=0)])
+def test_logs_of_any_age_give_what_they_have(lock: Any, plan: Any, steps: Any) -> None:
+    now = standing(steps, plan, lock)
+    assert now.points == []
+    draw_roofline(now)
+    json.dumps(now.data(), allow_nan=False)
+
+
+def test_the_report_of_a_run_shows_it(tmp_path: Path) -> None:
+    plan, lock = planned()
+    (tmp_path / "lock.json").write_text(json.dumps(lock))
+    log = EventLog(tmp_path / "events.jsonl", clock=lambda: 1.75e9)
+    log.emit("plan", **plan)
+    for step in lines(throttle="power_cap"):
+        log.emit(**step)
+    log.close()
+    page = write_report(tmp_path).read_text()
+    assert "<h2>How close to the limit</h2>" in page
+    assert "<figcaption>A step against its ceilings</figcaption>" in page
+    assert "Power binds: the card was at its power limit in 11 of 11 log lines" in page
+    ids = re.findall(r'\sid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    data = json.loads(json.dumps(report_data(tmp_path), allow_nan=False))["roofline"]
+    assert [bar["name"] for bar in data["bars"]] == ["dense peak", "best kernels"]
+    assert data["points"][-1]["name"] == "this run"
