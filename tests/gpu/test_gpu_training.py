@@ -87,7 +87,7 @@ def test_compiled_half_precision_follows_fp32(
 def eight_bits_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """At the size of these tests bf16 would be faster, and be chosen."""
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("redline.kernels.float8_choice.measure", lambda *_: (2.0, 1.0))
+    monkeypatch.setattr("redline.kernels.float8_choice.measure", lambda *_, **__: (2.0, 1.0))
 
 
 @pytest.mark.usefixtures("eight_bits_win")

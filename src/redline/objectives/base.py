@@ -68,7 +68,6 @@ class Objective(ABC):
     """A job: builds its model, turns positions of the global batch into loss terms, evaluates, samples."""
 
     model: nn.Module  # what is trained
-    rehearsals: int = 1  # passes of the warm-up until a step is what it will be
 
     @abstractmethod
     def build(self, device: torch.device) -> None:
@@ -107,6 +106,10 @@ class Objective(ABC):
     def compile(self) -> None:
         """Compile the hot parts of the model."""
         return
+
+    def first_looks(self, micro: int) -> list[int]:
+        """Sizes of micro-batches that the warm-up runs before its own: until a step is what it will be."""
+        return []
 
     def rehearsing(self) -> AbstractContextManager[Any]:
         """Around the warm-up: what a pass leaves behind besides gradients is undone here."""

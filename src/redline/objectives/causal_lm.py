@@ -38,6 +38,8 @@ from redline.objectives.roles import role_groups
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Recipe
 
+_LOOKED_AT = 8  # sequences
+
 
 @dataclass(frozen=True)
 class CausalData:
@@ -174,19 +176,20 @@ class CausalLM(Objective):
             found["head"] = (chunk_tokens(shape.vocab, tokens), shape.d_model, shape.vocab)
         return found
 
-    @property
-    def rehearsals(self) -> int:  # type: ignore[override]
-        """fp8 looks at its tensors before it first scales them."""
+    def first_looks(self, micro: int) -> list[int]:
+        """fp8 looks at its tensors in bf16 before it first scales them; a few sequences show enough, and fit."""
         scales = self.model.scales
-        return 1 if scales is None or scales.known else 2
+        return [] if scales is None or scales.known else [min(micro, _LOOKED_AT)]
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         scales = self.model.scales
         before = None if scales is None else scales.state()
-        yield
-        if scales is not None and before is not None:
-            scales.load(before)
+        try:
+            yield
+        finally:
+            if scales is not None and before is not None:
+                scales.load(before)
 
     def choices(self) -> list[tuple[str, Any, str]]:
         assert self.selection is not None

@@ -173,11 +173,11 @@ class Trainer:
 
     def _rehearse(self, plan: BatchPlan) -> None:
         self.step.clear()
-        micro = to_device(self.objective.worst_batch(plan.micro), self.device)
-        batch = step_batch(self.objective, [micro])
         with self.objective.rehearsing():
-            for _ in range(self.objective.rehearsals):
-                self.step.rehearse(batch)
+            for micro in (*self.objective.first_looks(plan.micro), plan.micro):
+                rows = to_device(self.objective.worst_batch(micro), self.device)
+                # as one of the step's: gradients of the size they will have
+                self.step.rehearse(step_batch(self.objective, [rows]).part_of(plan.global_batch / micro))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 

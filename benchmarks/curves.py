@@ -1,0 +1,78 @@
+"""Loss curves of one model trained in several ways on the same tokens, and how far they lie apart.
+
+    python benchmarks/curves.py OUT.json TOKENS_DIR NAME [key=value …]     trains one arm and adds it to OUT.json
+    python benchmarks/curves.py OUT.json                                   compares what is there
+
+An arm is a run of `pretrain-350m`. The first is the reference; `reference-2`, which differs from it in the attention
+back-end alone, gives the kernels' own noise. An arm agrees when the mean difference of its last 50 losses from the
+reference's is at most 0.01, or twice that noise. Runs with evaluations are compared by their last one too.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+LAST = 50
+
+
+def train(source: str, overrides: list[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        options = ["monitor.log_every=1", "eval.samples=0", "checkpoint.best=false", f"data.source={source}"]
+        command = [sys.executable, "-m", "redline", "train", "pretrain-350m", "--run", str(run)]
+        subprocess.run([*command, *options, *overrides], check=True)
+        events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+        lock = json.loads((run / "lock.json").read_text(encoding="utf-8"))
+    steps = [event for event in events if event["type"] == "step"]
+    return {
+        "overrides": overrides,
+        "losses": [round(event["loss"], 5) for event in steps],
+        "evaluations": [{k: e[k] for k in ("step", "tokens", "loss")} for e in events if e["type"] == "eval"],
+        "tokens_per_s": statistics.median(event["tokens_per_s"] for event in steps[len(steps) // 4 :]),
+        "tokens": steps[-1]["tokens"],
+        "skipped": sum(event.get("skipped", 0) for event in steps[-1:]),
+        "lock": lock,
+    }
+
+
+def gap(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Mean difference of the last losses."""
+    pairs = list(zip(one["losses"], other["losses"], strict=True))[-LAST:]
+    return statistics.fmean(a - b for a, b in pairs)
+
+
+def compare(arms: dict[str, Any]) -> None:
+    name, reference = next(iter(arms.items()))
+    again = arms.get(f"{name}-2")
+    noise = abs(gap(again, reference)) if again else 0.0
+    band = max(0.01, 2 * noise)
+    print(f"{name}: last {LAST} losses {statistics.fmean(reference['losses'][-LAST:]):.4f}; band ±{band:.4f}")
+    for other, arm in arms.items():
+        same = len(arm["losses"]) == len(reference["losses"])
+        if other == name or not same:
+            continue
+        away = gap(arm, reference)
+        said = f"{other}: {away:+.4f} {'agrees' if abs(away) <= band else 'IS APART'}"
+        if arm["evaluations"] and reference["evaluations"]:
+            said += f", last validation {arm['evaluations'][-1]['loss'] - reference['evaluations'][-1]['loss']:+.4f}"
+        print(f"{said}, {arm['tokens_per_s'] / reference['tokens_per_s']:.2f}× the speed")
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    arms = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    if len(sys.argv) > 3:
+        source, name, *overrides = sys.argv[2:]
+        arms[name] = train(source, overrides)
+        out.write_text(json.dumps(arms, indent=1) + "\n", encoding="utf-8")
+    compare(arms)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""A run in fp8: chosen, started, saved and resumed; here by the kernels' references, in tests/gpu by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.hardware.machine import Machine
+from redline.kernels import float8_choice
+from redline.monitor.events import read_events
+from redline.recipe.resolve import DataFacts, resolve
+
+EIGHT = ("train.precision=fp8", "model.kernels=fused", "model.qk_norm=false", "data.seq_len=32", "train.micro_batch=8")
+ABLE = Machine("cpu", "a CPU that passes for a GPU", 8 << 30, 2, (9, 0), cpu_flops=1e11, fast_bf16=True)
+FACTS = DataFacts(256, 10**6, 10**4, "", "bytes", "")
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
+    """What was measured; down loses, and stays in bf16."""
+    asked: list[tuple[Any, ...]] = []
+
+    def measure(backend: str, *shape: int, cast: bool) -> tuple[float, float]:
+        asked.append((backend, *shape))
+        return (1.0, 2.0) if shape[1:] == (64, 32) else (2.0, 1.0)
+
+    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(float8_choice, "measure", measure)
+    monkeypatch.setattr(float8_choice, "_key", lambda *what: str(what))
+    return asked
+
+
+def losses(run: Path) -> list[float]:
+    return [event["loss"] for event in read_events(run / "events.jsonl") if event["type"] == "step"]
+
+
+def test_it_learns_as_bf16_does(world: Any, tmp_path: Path) -> None:
+    eight = world.run(tmp_path / "fp8", *EIGHT, "train.steps=30", machine=ABLE)
+    world.run(tmp_path / "bf16", *EIGHT, "train.precision=bf16", "train.steps=30", machine=ABLE)
+    assert eight.objective.float8.linears == ("qkv", "out", "up", "head")
+    found, expected = losses(tmp_path / "fp8"), losses(tmp_path / "bf16")
+    assert found != expected
+    assert found[-1] < found[0] - 0.3
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 0.1
+
+
+def test_what_was_chosen_is_said_and_why(world: Any, tmp_path: Path) -> None:
+    trainer = world.run(tmp_path / "run", *EIGHT, "train.steps=1", machine=ABLE)
+    key, value, reason = trainer.objective.choices()[-1]
+    assert (key, value) == ("train.fp8", "native: qkv, out, up, head")
+    assert "down 1.00 → 2.00" in reason
+
+
+def test_it_resumes_bit_for_bit(world: Any, tmp_path: Path, tensors_of: Any, measured: list[Any]) -> None:
+    options = (*EIGHT, "train.steps=8")
+    world.run(tmp_path / "whole", *options, machine=ABLE)
+    world.run(tmp_path / "parts", *options, machine=ABLE, stop_at=4)
+    asked = len(measured)
+    trainer = world.run(tmp_path / "parts", *options, machine=ABLE, resume=True)
+    expected = tensors_of(tmp_path / "whole/checkpoints/step-00000008")
+    got = tensors_of(tmp_path / "parts/checkpoints/step-00000008")
+    assert all(torch.equal(tensor, got[name]) for name, tensor in expected.items())
+    assert len(measured) == asked, "a resumed run computes with what it began with"
+    assert trainer.objective.float8.reason == "as chosen when the run began"
+
+
+def test_the_first_look_is_at_few_sequences_and_at_gradients_of_their_true_size(world: Any, tmp_path: Path) -> None:
+    """A step's gradients are means over its global batch, whatever part of it is looked at."""
+    options = (*EIGHT, "train.steps=1", "train.micro_batch=16", "train.global_batch=64")
+    trainer = world.run(tmp_path / "run", *options, machine=ABLE)
+    assert trainer.objective.first_looks(16) == []
+    scales = trainer.objective.model.scales
+    factor = scales.factor[..., 0].clone()
+    trainer.step.backward(1, next_batch(trainer))
+    scales.next()
+    ratio = scales.factor[..., 0] / factor
+    assert ratio.max() <= 8
+    assert ratio.min() >= 1 / 8
+
+
+def next_batch(trainer: Any) -> Any:
+    from redline.train.feed import Feed
+
+    with Feed(trainer.objective, trainer.batch, trainer.device, 1, 1) as feed:
+        return feed.next(1)
+
+
+def test_without_units_it_is_off_and_says_so(world: Any) -> None:
+    plain = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
+    resolved = resolve(world.recipe("train.precision=fp8"), plain, FACTS)
+    assert resolved.recipe.train.precision == "fp32"
+    assert resolved.warnings == ["fp8 is off: a CPU has no units for it"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "fused", "reason"),
+    [
+        ("native", False, "part of the fused kernels"),
+        ("torchao", True, "model.kernels=torch"),
+        ("auto", False, "torchao is not installed"),
+    ],
+)
+def test_what_cannot_serve_leaves_bf16(asked: str, fused: bool, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8_choice, "missing", lambda: "the package torchao is not installed")
+    choice = float8_choice.choose(asked, {"up": (128, 32, 64)}, fused=fused)
+    assert (choice.backend, choice.linears, choice.text) == ("none", (), "none")
+    assert reason in choice.reason
+
+
+def test_a_choice_is_measured_once_per_machine(measured: list[Any]) -> None:
+    shapes = {"up": (128, 32, 64), "odd": (128, 30, 64)}
+    first = float8_choice.choose("auto", shapes, fused=True)
+    again = float8_choice.choose("auto", shapes, fused=True)
+    assert measured == [("native", 128, 32, 64)]
+    assert first.linears == again.linears == ("up",)
+    assert "odd is no multiple of 16" in first.reason
+    assert "as measured before" in again.reason
