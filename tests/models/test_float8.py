@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ NEAR = 0.3  # e4m3 rounds to one part in sixteen, a dozen times on the way throu
 TOKENS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(2))
 
 
-def decoder(linears: tuple[str, ...] = ()) -> Decoder:
-    model = Decoder(SHAPE, attention=Attention("dense", MaskSpec(causal=True)), dtype=torch.bfloat16, kernels="fused")
+def decoder(linears: tuple[str, ...] = (), shape: DecoderShape = SHAPE) -> Decoder:
+    model = Decoder(shape, attention=Attention("dense", MaskSpec(causal=True)), dtype=torch.bfloat16, kernels="fused")
     model.initialise(torch.Generator().manual_seed(3))
     noise = torch.Generator().manual_seed(4)
     for parameter in model.parameters():
@@ -61,6 +62,14 @@ def test_gradients_stay_near_the_bf16_ones(linears: tuple[str, ...]) -> None:
     worst = error(gradients(model), truth)
     assert 1e-3 < max(worst.values()) < NEAR, worst  # if nothing moved, nothing ran in fp8
     assert worst["hidden"] < NEAR / 2
+
+
+def test_other_parts_have_fp8_too() -> None:
+    other = replace(SHAPE, mlp="relu2", qk_norm=True)
+    truth, model = gradients(decoder((), other)), decoder(LINEARS, other)
+    gradients(model)
+    worst = error(gradients(model), truth)
+    assert 1e-3 < max(worst.values()) < NEAR, worst
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1e-3, 1e6])

@@ -54,11 +54,22 @@ def outputs(model: Decoder, tokens: torch.Tensor, documents: torch.Tensor | None
     d_ff=st.integers(1, 33),
     length=st.integers(1, 17),
     batch=st.integers(1, 3),
+    mlp=st.sampled_from(["swiglu", "relu2"]),
+    qk_norm=st.booleans(),
 )
 def test_values_and_gradients_are_the_plain_ones(
-    layers: int, kv_heads: int, groups: int, half: int, width: int, d_ff: int, length: int, batch: int
+    layers: int,
+    kv_heads: int,
+    groups: int,
+    half: int,
+    width: int,
+    d_ff: int,
+    length: int,
+    batch: int,
+    mlp: str,
+    qk_norm: bool,
 ) -> None:
-    shape = DecoderShape(layers, width, kv_heads * groups, kv_heads, 2 * half, d_ff, 64)
+    shape = DecoderShape(layers, width, kv_heads * groups, kv_heads, 2 * half, d_ff, 64, mlp, qk_norm=qk_norm)
     tokens = torch.randint(0, 64, (batch, length), generator=torch.Generator().manual_seed(length))
     (expected, gradients), (found, own) = (outputs(model, tokens) for model in pair(shape))
     # norms compute in float32 on both sides, whatever the model's precision
@@ -105,18 +116,20 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 def test_what_it_cannot_do_is_named() -> None:
     assert SHAPE.not_fused(dropout=0.0, checkpointing="none") == ""
-    assert "qk_norm" in replace(SHAPE, qk_norm=True).not_fused(dropout=0.0, checkpointing="none")
+    assert replace(SHAPE, qk_norm=True, mlp="relu2").not_fused(dropout=0.0, checkpointing="none") == ""
+    assert "grad_checkpointing" in SHAPE.not_fused(dropout=0.0, checkpointing="full")
     facts = DataFacts(50257, 10**10, 10**6, "", "gpt2", "")
     recipe = load("pretrain-350m", ["model.kernels=fused", "model.dropout=0.1"]).recipe
     with pytest.raises(RecipeError, match=r"model\.kernels: fused cannot be: model\.dropout is on"):
         resolve(recipe, card("h100"), facts)
 
 
-def test_a_run_learns_the_same(world: Any, tmp_path: Any) -> None:
+@pytest.mark.parametrize("model", [("model.qk_norm=false",), ("model.qk_norm=true", "model.mlp=relu2")])
+def test_a_run_learns_the_same(world: Any, tmp_path: Any, model: tuple[str, ...]) -> None:
     """The whole trainer, fused and plain, from the same seed."""
     losses = []
     for kernels in ("torch", "fused"):
-        run = world.run(tmp_path / kernels, f"model.kernels={kernels}", "model.qk_norm=false", "train.steps=8")
+        run = world.run(tmp_path / kernels, f"model.kernels={kernels}", *model, "train.steps=8")
         events = (tmp_path / kernels / "events.jsonl").read_text()
         assert run.state.step == 8
         losses.append([float(part.split(",")[0]) for part in events.split('"loss":')[1:] if part[0].isdigit()])

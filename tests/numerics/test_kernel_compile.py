@@ -47,6 +47,11 @@ def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
         ("rotary", "_merge"),
         ("swiglu", "_forward"),
         ("swiglu", "_backward"),
+        ("qk_norm", "_forward"),
+        ("qk_norm", "_backward"),
+        ("relu2", "_forward"),
+        ("relu2", "_backward"),
+        ("relu2", "_to_float8"),
         ("float8", "_quantise"),
         ("float8", "_swiglu"),
         ("float8", "_swiglu_backward"),
@@ -62,7 +67,7 @@ def test_large_tensors_move_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -
         if kernel["large"]:
             assert re.search(r"ld\.global[\w:.]*\.v4\.b32", kernel["ptx"]), kernel["kernel"]
             # of fp8, a thread stores half as much in a row; and in columns a warp stores whole lines by words
-            eight = "8" in kernel["module"]
+            eight = "8" in kernel["module"] or kernel["kernel"] == "_to_float8"
             stored = ("st.global.v2.b32", "st.global.v4.b32") if eight else ("st.global.v4.b32",)
             assert any(width in kernel["ptx"] for width in stored) or kernel["kernel"] == "_losses", kernel["kernel"]
             if kernel["kernel"] != "_losses":  # which picks one logit of a row
@@ -71,7 +76,7 @@ def test_large_tensors_move_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -
 
 def test_fp8_is_rounded_by_the_hardware(compiled: list[dict[str, Any]]) -> None:
     for kernel in compiled:
-        if kernel["module"].startswith("float8"):
+        if kernel["module"].startswith("float8") or kernel["kernel"] == "_to_float8":
             assert "cvt.rn.satfinite.e4m3x2.f32" in kernel["ptx"], kernel["kernel"]
             # value·0 + value, by which inf becomes NaN, is still there
             assert re.search(r"fma\.rn\.f32\s+%\w+, (%\w+), 0f00000000, \1;", kernel["ptx"]), kernel["kernel"]
@@ -169,6 +174,8 @@ def main() -> None:
         float8_norm_triton,
         float8_rotary_triton,
         float8_triton,
+        qk_norm_triton,
+        relu2_triton,
         rms_norm_triton,
         rotary_triton,
         softmax_loss8_triton,
@@ -205,11 +212,16 @@ def main() -> None:
             rms_norm_triton.rms_norm_backward(x, x, rstd, weight, other)
         swiglu_triton.swiglu(empty(n, 2 * f))
         swiglu_triton.swiglu_backward_(empty(n, f), empty(n, 2 * f))
+        relu2_triton.relu2(empty(n, f))
+        relu2_triton.relu2_backward_(empty(n, f), empty(n, f))
         table = empty(length, k // 2, dtype=torch.float32)
         batch = n // length
         rotary_triton.rotate_qkv_(empty(batch, length, (heads + 2 * kv_heads) * k), table, table, heads, kv_heads, k)
         q, kv = empty(batch, heads, length, k), empty(batch, kv_heads, length, k)
         rotary_triton.merge_rotated_gradients(q, kv, kv, table, table)
+        qkv, gain = empty(batch, length, (heads + 2 * kv_heads) * k), empty(k, dtype=torch.float32)
+        _, head_rstd = qk_norm_triton.norm_rotate_qkv(qkv, gain, gain, table, table, heads, kv_heads, 1e-5)
+        qk_norm_triton.norm_rotate_backward(q, kv, kv, qkv, head_rstd, gain, gain, table, table)
 
         one = torch.empty((), device="meta")
         scale = Scale(one, one, one if large else None)
@@ -217,6 +229,8 @@ def main() -> None:
         float8_triton.quantise(x.float(), scale)
         float8_triton.swiglu8(empty(n, 2 * f), scale)
         float8_triton.swiglu_backward8(empty(n, f), empty(n, 2 * f), scale)
+        relu2_triton.relu2_8(empty(n, f), scale)
+        relu2_triton.relu2_backward8(empty(n, f), empty(n, f), scale)
         float8_rotary_triton.merge_rotated_gradients8(q, kv, kv, table, table, scale)
         for other in (x, None) if d == 1024 else (x,):
             float8_norm_triton.add_rms_norm8(x, other, weight, 1e-5, scale)

@@ -46,6 +46,7 @@ def choose(asked: str, shapes: Shapes, *, fused: bool) -> Float8Choice:
     if times is None:
         times = {name: measure(backend, *shape, cast=name in CAST) for name, shape in able.items()}
         keep(FLOAT8, _key(backend, able), {"ms": times})
+        torch.cuda.empty_cache()  # the model wants the room in other pieces
     else:
         date = ", as measured before"
     faster = tuple(name for name, (bf16, fp8) in times.items() if fp8 < bf16)

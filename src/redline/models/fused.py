@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from redline.kernels.qk_norm import norm_rotate_backward, norm_rotate_qkv
 from redline.kernels.rotary import rotate_qkv_
 from redline.models.float8 import BlockScales, How, Scales
 from redline.models.layers import Block, RMSNorm
 from redline.models.operands import (
     Operand,
-    gated,
-    gated_backward,
+    activated,
+    activated_backward,
     input_gradient,
     linear,
     merged_backward,
@@ -64,6 +65,7 @@ class _How(NamedTuple):
     sin: Tensor
     attend: Attend
     heads: _Heads
+    mlp: str
     eps: float
     scales: BlockScales
     grad_before: How  # how the block before stores the gradient that this one sends it
@@ -90,13 +92,15 @@ def run_blocks(
         residual, delta = _FusedBlock.apply(
             residual,
             delta,
-            _How(cos, sin, attend, heads, block.attention_norm.eps, own, grad_before, relay),
+            _How(cos, sin, attend, heads, shape.mlp, block.attention_norm.eps, own, grad_before, relay),
             block.attention_norm.weight,
             block.attention.qkv.weight,
             block.attention.out.weight,
             block.mlp_norm.weight,
             block.mlp.up.weight,
             block.mlp.down.weight,
+            None if block.attention.q_norm is None else block.attention.q_norm.weight,
+            None if block.attention.k_norm is None else block.attention.k_norm.weight,
         )
         grad_before = own.down_grad
     hidden: Tensor = _FusedNorm.apply(residual, delta, norm.weight, norm.eps, grad_before, relay)
@@ -116,6 +120,8 @@ class _FusedBlock(torch.autograd.Function):
         mlp_norm: Tensor,
         up_weight: Tensor,
         down_weight: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         B, T, D = residual_BTD.shape
         wide, s = residual_BTD.dtype, how.scales
@@ -124,42 +130,48 @@ class _FusedBlock(torch.autograd.Function):
 
         x1, n1, r1 = normed(_rows(residual_BTD), _rows(delta_BTD), attention_norm, how.eps, s.qkv_input)
         qkv = linear(n1, w_qkv).view(B, T, -1)
-        rotate_qkv_(qkv, how.cos, how.sin, *how.heads)
-        q, k, v = _split(qkv, how.heads)
+        raw, rstd, (q, k, v) = _rotated(qkv, q_norm, k_norm, how)
         with torch.set_grad_enabled(any(ctx.needs_input_grad)):
             q, k, v = (x.detach().requires_grad_(torch.is_grad_enabled()) for x in (q, k, v))
             attended = how.attend(q, k, v)
         o = stored(attended.detach().transpose(1, 2).reshape(B * T, -1), wide, s.out_input)
         x2, n2, r2 = normed(x1, linear(o, w_out), mlp_norm, how.eps, s.up_input)
         h = linear(n2, w_up)
-        gate = gated(h, s.down_input)
-        y = linear(gate, w_down)
+        a = activated(h, how.mlp, s.down_input)
+        y = linear(a, w_down)
 
-        operands = pack(n1, o, n2, gate, w_qkv, w_out, w_up, w_down)
-        ctx.save_for_backward(x1, r1, x2, r2, h, attention_norm, mlp_norm, *operands)
+        operands = pack(n1, o, n2, a, w_qkv, w_out, w_up, w_down)
+        ctx.save_for_backward(x1, r1, x2, r2, h, attention_norm, mlp_norm, q_norm, k_norm, raw, rstd, *operands)
         ctx.attention, ctx.how = (q, k, v, attended), how
         ctx.first = delta_BTD is None
         return x2.view(B, T, D), y.view(B, T, D)
 
     @staticmethod
     def backward(ctx: Any, grad_x2: Tensor, grad_y: Tensor) -> Any:
-        x1, r1, x2, r2, h, attention_norm, mlp_norm, *operands = ctx.saved_tensors
-        n1, o, n2, gate, w_qkv, w_out, w_up, w_down = unpack(operands)
+        x1, r1, x2, r2, h, attention_norm, mlp_norm, q_norm, k_norm, raw, rstd, *operands = ctx.saved_tensors
+        n1, o, n2, a, w_qkv, w_out, w_up, w_down = unpack(operands)
         (q, k, v, attended), how, s = ctx.attention, ctx.how, ctx.how.scales
         del ctx.attention  # its graph goes with this pass
         B, H, T, K = q.shape
 
         g_y = how.relay.take(_rows(grad_y), s.down_grad)
-        g_down = weight_gradient(g_y, gate)
-        g_h = gated_backward(input_gradient(g_y, w_down), h, s.up_grad)
-        g_up = weight_gradient(g_h, n2, parts=2)  # gate and up
+        g_down = weight_gradient(g_y, a)
+        g_h = activated_backward(input_gradient(g_y, w_down), h, how.mlp, s.up_grad)
+        g_up = weight_gradient(g_h, n2, parts=2 if how.mlp == "swiglu" else 1)  # gate and up
         g_n2 = input_gradient(g_h, w_up)
         g_x, g_mid, g_mlp_norm = normed_backward(g_n2, x2, r2, mlp_norm, _rows(grad_x2), s.out_grad)
 
         g_out = weight_gradient(g_mid, o)
         g_o = input_gradient(g_mid, w_out).view(B, T, H, K).transpose(1, 2)
         g_q, g_k, g_v = torch.autograd.grad(attended, (q, k, v), g_o)
-        g_qkv = merged_backward(g_q, g_k, g_v, how.cos, how.sin, s.qkv_grad)
+        g_q_norm = g_k_norm = None
+        if raw is None:
+            g_qkv = merged_backward(g_q, g_k, g_v, how.cos, how.sin, s.qkv_grad)
+        else:
+            merged, g_q_norm, g_k_norm = norm_rotate_backward(
+                g_q, g_k, g_v, raw, rstd, q_norm, k_norm, how.cos, how.sin
+            )
+            g_qkv = stored(_rows(merged), merged.dtype, s.qkv_grad)
         g_w_qkv = weight_gradient(g_qkv, n1)
         g_n1 = input_gradient(g_qkv, w_qkv)
         g_x, g_before, g_attention_norm = normed_backward(g_n1, x1, r1, attention_norm, g_x, how.grad_before)
@@ -167,7 +179,8 @@ class _FusedBlock(torch.autograd.Function):
         how.relay.put(g_x, g_before)
         g_stream = g_x.view_as(grad_x2)
         g_delta = None if ctx.first else g_stream
-        return g_stream, g_delta, None, g_attention_norm, g_w_qkv, g_out, g_mlp_norm, g_up, g_down
+        g_weights = g_attention_norm, g_w_qkv, g_out, g_mlp_norm, g_up, g_down, g_q_norm, g_k_norm
+        return g_stream, g_delta, None, *g_weights
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -196,8 +209,16 @@ def _rows(x: Any) -> Any:
     return None if x is None else x.reshape(-1, x.shape[-1])
 
 
-def _split(qkv_BTW: Tensor, heads: _Heads) -> tuple[Tensor, ...]:
-    """Queries, keys and values as [B, H, T, K] views."""
-    B, T, _ = qkv_BTW.shape
-    each = qkv_BTW.view(B, T, heads.heads + 2 * heads.kv_heads, heads.head_dim)
-    return tuple(x.transpose(1, 2) for x in each.split((heads.heads, heads.kv_heads, heads.kv_heads), 2))
+def _rotated(
+    qkv_BTW: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, how: _How
+) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
+    """What a norm's gradient needs; then queries and keys at their positions, and values, as [B, H, T, K] views."""
+    heads, kv_heads, head_dim = how.heads
+    each = qkv_BTW.unflatten(-1, (-1, head_dim))
+    if q_norm is None or k_norm is None:
+        rotate_qkv_(qkv_BTW, how.cos, how.sin, *how.heads)
+        q, k, v = (x.transpose(1, 2) for x in each.split((heads, kv_heads, kv_heads), 2))
+        return None, None, (q, k, v)
+    rotated, rstd = norm_rotate_qkv(qkv_BTW, q_norm, k_norm, how.cos, how.sin, heads, kv_heads, how.eps)
+    q, k = (x.transpose(1, 2) for x in rotated.unflatten(-1, (-1, head_dim)).split((heads, kv_heads), 2))
+    return qkv_BTW, rstd, (q, k, each[:, :, heads + kv_heads :].transpose(1, 2))

@@ -19,6 +19,7 @@ from redline.kernels.float8 import (
     weight_gradient8,
 )
 from redline.kernels.matmul import weight_gradient as plain_weight_gradient
+from redline.kernels.relu2 import relu2, relu2_8, relu2_backward8, relu2_backward_
 from redline.kernels.rms_norm import add_rms_norm, rms_norm_backward
 from redline.kernels.rotary import merge_rotated_gradients
 from redline.kernels.swiglu import swiglu, swiglu_backward_
@@ -50,12 +51,16 @@ def normed_backward(
     return out, _seen(out, how), grad_weight
 
 
-def gated(h: Tensor, how: How) -> Operand:
+def activated(h: Tensor, mlp: str, how: How) -> Operand:
+    if mlp == "relu2":
+        return relu2_8(h, how) if isinstance(how, Scale) else _seen(relu2(h), how)
     return swiglu8(h, how) if isinstance(how, Scale) else _seen(swiglu(h), how)
 
 
-def gated_backward(grad: Tensor, h: Tensor, how: How) -> Operand:
+def activated_backward(grad: Tensor, h: Tensor, mlp: str, how: How) -> Operand:
     """May overwrite h."""
+    if mlp == "relu2":
+        return relu2_backward8(grad, h, how) if isinstance(how, Scale) else _seen(relu2_backward_(grad, h), how)
     return swiglu_backward8(grad, h, how) if isinstance(how, Scale) else _seen(swiglu_backward_(grad, h), how)
 
 

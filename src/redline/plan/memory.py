@@ -76,7 +76,8 @@ def _block_bytes(shape: DecoderShape, bytes_per_value: int, kernels: Kernels) ->
     # fixed-length kernels give the output in a layout of their own, kept beside ours
     attention = shape.d_qkv + rotated + (1 if kernels.packed else 2) * shape.d_attention
     if kernels.fused:  # rotated in place, and attention's output in our layout
-        wide = 2 * d + shape.d_qkv + shape.d_attention + shape.d_up
+        copied = rotated if shape.qk_norm else 0  # what is normed is not rotated in place
+        wide = 2 * d + shape.d_qkv + copied + shape.d_attention + shape.d_up
         return float(bytes_per_value * wide + (1 if kernels.fp8 else bytes_per_value) * (2 * d + shape.d_ff))
     if kernels.compiled:  # block input, both normalised inputs, the stream between attention and MLP
         normed_heads = shape.d_attention if shape.qk_norm else 0  # kept for these norms, by measurement

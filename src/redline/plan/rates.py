@@ -11,6 +11,9 @@ from itertools import pairwise
 
 # Mean share of the dense bf16 peak over a layer's matmuls (forward, dgrad, wgrad), by model width.
 MATMUL_SHARE = {256: 0.52, 384: 0.61, 512: 0.60, 768: 0.66, 1024: 0.64, 1536: 0.67, 2048: 0.67}
+FP8_OF_BF16 = (
+    0.89  # the share of its own peak that fp8 reaches, over bf16's: energy-h200-20261115.json, long sums exact
+)
 BEST_MATMUL_SHARE = {"bf16": 0.775, "fp8": 0.66, "fp16": 0.775, "fp32": 0.77}  # the fastest single one
 COPY_SHARE = 0.88  # of the memory's rated bandwidth
 
@@ -28,8 +31,12 @@ PACKED = {64: AttentionRate(0.253, 85.0), 128: AttentionRate(0.287, 84.0)}  # fl
 LAUNCH_SECONDS = 6e-6  # the host needs this long to start a kernel
 
 
-def matmul_share(width: int) -> float:
-    """Linear between the measured widths, flat beyond them."""
+def matmul_share(width: int, precision: str = "bf16") -> float:
+    """Linear between the measured widths, flat beyond them; fp8 was measured at one."""
+    return _share_of_bf16(width) * (FP8_OF_BF16 if precision == "fp8" else 1.0)
+
+
+def _share_of_bf16(width: int) -> float:
     widths = sorted(MATMUL_SHARE)
     if width <= widths[0]:
         return MATMUL_SHARE[widths[0]] * max(width / widths[0], 0.1)

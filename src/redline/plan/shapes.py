@@ -63,8 +63,6 @@ class DecoderShape:
     def not_fused(self, *, dropout: float, checkpointing: str) -> str:
         """Why the hand-written blocks cannot compute such a model; empty when they can."""
         reasons = {
-            "model.mlp is not swiglu": self.mlp != "swiglu",
-            "model.qk_norm is on": self.qk_norm,
             "model.dropout is on": dropout > 0,
             "train.grad_checkpointing is on": checkpointing != "none",
         }

@@ -55,7 +55,7 @@ def reachable(parts: list[Limit]) -> float:
 
 def expected(work: Work, peaks: Peaks, *, micro_tokens: int, accumulation: int, world: int = 1) -> float:
     """Seconds of a step as redline runs it today, by prior."""
-    matmul_rate = matmul_share(work.width) * peaks.matmul
+    matmul_rate = matmul_share(work.width, peaks.precision) * peaks.matmul
     rate, bandwidth = attention_rate(work.head_dim, work.packed), COPY_SHARE * peaks.bandwidth
     again = work.attention_again / work.attention if work.attention else 0.0
     attention = work.attention / (rate.share * peaks.attention) + rate.passes * work.touched / bandwidth

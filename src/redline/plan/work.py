@@ -55,6 +55,7 @@ def decoder_work(
     kept = activation_bytes_per_token(shape, bytes_per_value, "none", kernels)
     traffic = TRAFFIC if kernels.compiled else TRAFFIC_UNCOMPILED
     recompute_traffic = 0.0 if checkpointing == "none" else kept  # the forward's share once more
+    fused = _fused_traffic(shape, bytes_per_value, kernels.fp8) if kernels.fused else None
     return Work(
         matmul=layer_matmul + 6.0 * shape.head_parameters,
         attention=attention,
@@ -62,7 +63,7 @@ def decoder_work(
         attention_again=attention / 3 if again else 0.0,
         touched=float(layers * shape.d_attention * bytes_per_value),
         moved_least=_least_traffic(shape, bytes_per_value),
-        moved=_fused_traffic(shape, bytes_per_value) if kernels.fused else traffic * kept + recompute_traffic,
+        moved=traffic * kept + recompute_traffic if fused is None else fused,
         update=_update_traffic(shape, optimizer, ema),
         gradient_bytes=4.0 * shape.parameters,
         kernels=(KERNELS_PER_LAYER if kernels.compiled else KERNELS_UNCOMPILED) * layers,
@@ -85,12 +86,17 @@ def _least_traffic(shape: DecoderShape, bytes_per_value: int) -> float:
     return float((shape.layers * (norms + rotary + activation) + logits) * bytes_per_value)
 
 
-def _fused_traffic(shape: DecoderShape, bytes_per_value: int) -> float:
-    """What the hand-written kernels read and write, counted; of the loss's three sweeps over logits one hits the L2."""
+def _fused_traffic(shape: DecoderShape, bytes_per_value: int, fp8: bool) -> float:
+    """What the hand-written kernels read and write, counted; of the loss's three sweeps over logits one hits the L2.
+
+    fp8 operands are written twice in one byte, at the price of bf16 ones; some have a kernel of their own: both norms'
+    gradients, attention's output, and the gradient of the logits.
+    """
     rotated = (shape.heads + shape.kv_heads) * shape.head_dim
-    norms, rotary = 2 * 4 * shape.d_model * 2, 2 * rotated + 2 * shape.d_qkv
+    norms, rotary = 2 * 4 * shape.d_model * 2, 2 * rotated + 2 * shape.d_qkv + (rotated if shape.qk_norm else 0)
     activation = (shape.d_up + shape.d_ff) + (shape.d_ff + 2 * shape.d_up)
-    return float((shape.layers * (norms + rotary + activation) + 2 * shape.vocab) * bytes_per_value)
+    cast = shape.layers * (2 * 4 * shape.d_model + 4 * shape.d_attention) + 2 * shape.vocab if fp8 else 0
+    return float((shape.layers * (norms + rotary + activation) + 2 * shape.vocab) * bytes_per_value + cast)
 
 
 def _update_traffic(shape: DecoderShape, optimizer: str, ema: bool) -> float:

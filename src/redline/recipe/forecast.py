@@ -169,8 +169,8 @@ def _expected(resolved: Resolved, work: Work, peaks: Peaks | None, known: bool) 
         if machine.cpu_flops is None:
             return None, "unknown"
         return CPU_SHARE * machine.cpu_flops / resolved.flops.executed, "prior: this CPU's measured matmul rate"
-    if peaks is None or peaks.precision == "fp8":
-        return None, "unknown"  # no step was ever measured
+    if peaks is None:
+        return None, "unknown"
     micro_tokens = batch.micro * resolved.recipe.data.seq_len
     step = expected(work, peaks, micro_tokens=micro_tokens, accumulation=batch.accumulation, world=batch.world)
     spec = machine.spec

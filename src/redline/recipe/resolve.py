@@ -287,6 +287,7 @@ class _Resolver:
             "the fused ones need a GPU": self.machine.device != "cuda",
             "the fused ones are measured on Hopper only": (self.machine.capability or (0, 0)) < (9, 0),
             "the fused ones are for half precision": precision == "fp32",
+            "with QK norm or squared ReLU the fused ones are not measured yet": shape.qk_norm or shape.mlp != "swiglu",
             "torchao's fp8 is for these": backend == "torchao" and precision == "fp8",
         }
         return next((reason for reason, holds in reasons.items() if holds), missing)
