@@ -35,8 +35,6 @@ def choose(asked: str, shapes: Shapes, *, fused: bool) -> Float8Choice:
     """`native` is for fused blocks, `torchao` for compiled ones; what cannot be in fp8, or loses, stays in bf16."""
     if not fused and asked == "native":
         return Float8Choice("none", (), "native fp8 is part of the fused kernels, which are off")
-    if fused and asked == "torchao":
-        return Float8Choice("none", (), "torchao's fp8 is for model.kernels=torch")
     if not fused and missing():
         return Float8Choice("none", (), missing())
     backend = "native" if fused else "torchao"

@@ -33,11 +33,10 @@ def merge_rotated_gradients8(
 
 
 @triton.jit
-def _quarter(  # type: ignore[no-untyped-def]
-    source, stride_b, stride_h, stride_t, cos, sin, row, times, group, head, pair, place, exists, n, T, W, quarter,
-    TURN: tl.constexpr, F: tl.constexpr,
-):  # fmt: skip
+def _quarter(what, where, row, times, quarter, TURN: tl.constexpr, F: tl.constexpr):  # type: ignore[no-untyped-def]
     """Both halves of the heads, turned back in float32, as they were rounded; and their magnitude."""
+    source, stride_b, stride_h, stride_t, cos, sin = what
+    group, head, pair, place, exists, n, T, W = where
     token = group * WORD + quarter
     inside = (token < n)[:, None] & exists[None, :]
     position = token % T
@@ -70,90 +69,12 @@ def _turn_back(  # type: ignore[no-untyped-def]
     exists = (head < heads) & (pair < F)
     place = first_column + head * (2 * F) + pair
     times = tl.load(factor)
-    a, a_next, a_size = _quarter(
-        source,
-        stride_b,
-        stride_h,
-        stride_t,
-        cos,
-        sin,
-        row,
-        times,
-        group,
-        head,
-        pair,
-        place,
-        exists,
-        n,
-        T,
-        W,
-        0,
-        TURN,
-        F,
-    )
-    b, b_next, b_size = _quarter(
-        source,
-        stride_b,
-        stride_h,
-        stride_t,
-        cos,
-        sin,
-        row,
-        times,
-        group,
-        head,
-        pair,
-        place,
-        exists,
-        n,
-        T,
-        W,
-        1,
-        TURN,
-        F,
-    )
-    c, c_next, c_size = _quarter(
-        source,
-        stride_b,
-        stride_h,
-        stride_t,
-        cos,
-        sin,
-        row,
-        times,
-        group,
-        head,
-        pair,
-        place,
-        exists,
-        n,
-        T,
-        W,
-        2,
-        TURN,
-        F,
-    )
-    d, d_next, d_size = _quarter(
-        source,
-        stride_b,
-        stride_h,
-        stride_t,
-        cos,
-        sin,
-        row,
-        times,
-        group,
-        head,
-        pair,
-        place,
-        exists,
-        n,
-        T,
-        W,
-        3,
-        TURN,
-        F,
-    )
+    what = (source, stride_b, stride_h, stride_t, cos, sin)
+    where = (group, head, pair, place, exists, n, T, W)
+    a, a_next, a_size = _quarter(what, where, row, times, 0, TURN, F)
+    b, b_next, b_size = _quarter(what, where, row, times, 1, TURN, F)
+    c, c_next, c_size = _quarter(what, where, row, times, 2, TURN, F)
+    d, d_next, d_size = _quarter(what, where, row, times, 3, TURN, F)
     if COLUMN:
         store_column(a, b, c, d, row, column, group, place, n, exists)
         store_column(a_next, b_next, c_next, d_next, row, column, group, F + place, n, exists)
