@@ -26,7 +26,8 @@ def train(source: str, overrides: list[str]) -> dict[str, Any]:
         run = Path(folder) / "run"
         options = ["monitor.log_every=1", "eval.samples=0", "checkpoint.best=false", f"data.source={source}"]
         command = [sys.executable, "-m", "redline", "train", "pretrain-350m", "--run", str(run)]
-        subprocess.run([*command, *options, *overrides], check=True)
+        if (failed := subprocess.run([*command, *options, *overrides], check=False).returncode) != 0:
+            sys.exit(failed)  # redline has said why
         events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
         lock = json.loads((run / "lock.json").read_text(encoding="utf-8"))
     steps = [event for event in events if event["type"] == "step"]
@@ -64,13 +65,27 @@ def compare(arms: dict[str, Any]) -> None:
         print(f"{said}, {arm['tokens_per_s'] / reference['tokens_per_s']:.2f}× the speed")
 
 
+def read(out: Path) -> dict[str, Any]:
+    try:
+        arms = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    except ValueError:
+        arms = None
+    if not isinstance(arms, dict) or not all(isinstance(arm, dict) and "losses" in arm for arm in arms.values()):
+        sys.exit(f"{out} holds no curves. Choose another OUT.json, or remove it.")
+    return arms
+
+
 def main() -> None:
+    if len(sys.argv) not in (2, *range(4, 100)):
+        sys.exit("usage: python benchmarks/curves.py OUT.json [TOKENS_DIR NAME [key=value …]]")
     out = Path(sys.argv[1])
-    arms = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    arms = read(out)
     if len(sys.argv) > 3:
         source, name, *overrides = sys.argv[2:]
         arms[name] = train(source, overrides)
         out.write_text(json.dumps(arms, indent=1) + "\n", encoding="utf-8")
+    if not arms:
+        sys.exit(f"{out} holds no curves yet. Name TOKENS_DIR and an arm to train the first.")
     compare(arms)
 
 

@@ -25,6 +25,8 @@ from redline.kernels.swiglu import swiglu, swiglu_backward_
 from redline.models.layers import rotary_table
 
 D, F, H, K, T, N = 1024, 2688, 16, 64, 1024, 131_072
+if len(sys.argv) < 2 or not torch.cuda.is_available():
+    sys.exit("usage: python benchmarks/energy.py OUT.json [SECONDS], on a machine with an NVIDIA GPU")
 pynvml.nvmlInit()
 CARD = pynvml.nvmlDeviceGetHandleByIndex(0)
 

@@ -46,7 +46,10 @@ def about(result: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     if len(sys.argv) < 3:
         sys.exit(f"usage:{(__doc__ or '').partition('usage:')[2].splitlines()[0]}")
-    results = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[2:]]
+    try:
+        results = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[2:]]
+    except (OSError, ValueError) as error:
+        sys.exit(f"a result cannot be read: {error}. Name files that `redline bench throughput --out` wrote.")
     names = {about(result)["machine"]["name"] for result in results}
     if len(names) > 1:
         sys.exit(f"one machine a picture, not {' and '.join(sorted(names))}")

@@ -76,7 +76,11 @@ def parser(description: str, defaults: Defaults) -> argparse.ArgumentParser:
     }
     add("--compile_model", **switch, help="torch.compile; by default on where it pays")
     add("--use_flash_attn", "--use_flash_attention", dest="flash", **switch, help="default: the fastest back-end")
-    add("--use_fp8", action="store_true", help="not there yet: says so and trains in bf16, as the guide's fallback")
+    add(
+        "--use_fp8",
+        action="store_true",
+        help="says that it trains in bf16, the guide's fallback, until fp8 is proven on a GPU",
+    )
     add("--fp8_backend", choices=("auto", "torchao", "native"), help="belongs to --use_fp8")
     add("--no_fp8", action="store_true", help="is so: redline trains in bf16")
     add("--pin_memory", action="store_true", help="is always on")
@@ -110,7 +114,9 @@ def remarks(given: argparse.Namespace) -> list[str]:
     """What a flag cannot mean here, said before anything starts."""
     said = []
     if given.use_fp8 or given.fp8_backend:
-        said.append("--use_fp8: trains in bf16: fp8 training is not part of redline yet, and nothing pretends to be it")
+        said.append(
+            "--use_fp8: trains in bf16: redline's fp8 is not proven on a GPU yet (train.precision=fp8 tries it)"
+        )
     if given.no_fp8:
         said.append("--no_fp8: nothing to do, redline trains in bf16, which needs no loss scaling")
     if given.pin_memory:

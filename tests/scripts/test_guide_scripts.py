@@ -65,7 +65,7 @@ def test_a_dry_run_from_anywhere(script: Any, name: str, corpus: Path) -> None:
     done = script(f"{name}.py", "--use_fp8", "--pin_memory", "--dry-run", f"data.source={corpus}", *TINY)
     assert done.returncode == 0, done.stderr
     first = done.stderr.splitlines()
-    assert "trains in bf16: fp8 training is not part of redline yet" in first[0]
+    assert "trains in bf16: redline's fp8 is not proven on a GPU yet" in first[0]
     assert "always on" in first[1]
     assert any(line.startswith("train.target_loss: 3.0781 is") and "tokenizer" in line for line in first)
     assert any(line.startswith("redline train pretrain-350m train.") for line in first), "the translation is shown"

@@ -96,10 +96,11 @@ def test_without_units_it_is_off_and_says_so(world: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"), [("native", "part of the fused kernels"), ("auto", "torchao is not installed")]
+    ("asked", "reason"),
+    [("native", "part of the fused kernels"), ("auto", "torchao is not installed (`make setup EXTRAS=fp8`)")],
 )
 def test_what_cannot_serve_leaves_bf16(asked: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8_choice, "missing", lambda: "the package torchao is not installed")
+    monkeypatch.setattr("redline.kernels.torchao_linear.find_spec", lambda _: None)
     choice = float8_choice.choose(asked, {"up": (128, 32, 64)}, fused=False)
     assert (choice.backend, choice.linears, choice.text) == ("none", (), "none")
     assert reason in choice.reason

@@ -8,12 +8,14 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
+from redline.errors import install_hint
+
 Float8Linear = Callable[[Tensor, Tensor], Tensor]
 
 
 def missing() -> str:
     """Why torchao cannot serve; empty when it can."""
-    return "" if find_spec("torchao") is not None else "the package torchao is not installed"
+    return "" if find_spec("torchao") is not None else f"torchao is not installed ({install_hint('fp8')})"
 
 
 def float8_linear() -> Float8Linear:
