@@ -247,7 +247,9 @@ def test_what_is_not_finite_is_nan_in_fp8(value: float) -> None:
     assert float(lost.amax) == 0.0
 
 
-@pytest.mark.parametrize(("n", "inner", "outer"), [(8192, 1024, 3072), (4096, 2688, 1024), (48, 16, 32)])
+@pytest.mark.parametrize(
+    ("n", "inner", "outer"), [(8192, 1024, 3072), (4096, 2688, 1024), (48, 16, 32), (400_000, 64, 128)]
+)
 def test_fp8_matmuls(n: int, inner: int, outer: int) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs tensor cores for fp8")
@@ -257,8 +259,7 @@ def test_fp8_matmuls(n: int, inner: int, outer: int) -> None:
     for got, wanted, dtype, slack in (
         (float8.linear8(x8, w8), x @ w.T, torch.bfloat16, 4e-3),
         (float8.input_gradient8(g8, w8), g @ w, torch.bfloat16, 4e-3),
-        (float8.weight_gradient8(g8, x8), g.T @ x, torch.float32, 1e-3),
-        (float8.weight_gradient8(g8, x8, fast=True), g.T @ x, torch.float32, 1e-2),
+        (float8.weight_gradient8(g8, x8), g.T @ x, torch.float32, 2e-2),
     ):
         assert got.dtype == dtype
         assert (got.float() - wanted).norm() <= slack * wanted.norm()

@@ -145,6 +145,17 @@ def test_quantise_any_size(kernels: Any, device: str, n: int, width: int) -> Non
     check(strided, scale, (x * scale.factor).double() / 37.0)
 
 
+@sizes
+@given(n=st.integers(0, 300), width=st.integers(1, 300), by=st.sampled_from([1, 4]))
+def test_turned_any_size(device: str, n: int, width: int, by: int) -> None:
+    pytest.importorskip("triton", reason="the kernels need triton")
+    generator = torch.Generator().manual_seed(n * 307 + width)
+    codes = torch.randint(0, 256, (n * by, width * by), generator=generator, dtype=torch.uint8).to(device)
+    column = in_triton().turned(codes.view(torch.float8_e4m3fn))
+    assert column.is_contiguous()
+    assert torch.equal(column.view(torch.uint8), codes.T)
+
+
 def check_norm(kernels: Any, device: str, n: int, d: int, add: bool, dtype: torch.dtype = torch.float32) -> None:
     x, delta, g, g_sum = randoms(n * 997 + d, *[(n, d)] * 4, device=device, dtype=dtype)
     weight = 1.0 + 0.3 * randoms(7, (d,), device=device)[0]
@@ -162,8 +173,7 @@ def check_norm(kernels: Any, device: str, n: int, d: int, add: bool, dtype: torc
     exact = wide * exact_rstd[:, None] * wide_weight
     exact.backward(g.double())
     torch.testing.assert_close(rstd.double(), exact_rstd.detach(), rtol=2e-6, atol=0.0)
-    twice = dtype != torch.float32 and d > 2048  # rounded to bf16 first
-    check(normed, scale, exact.detach(), share=0.06 if twice else 0.001)
+    check(normed, scale, exact.detach(), share=0.001)
     exact_grad = wide.grad + (past.double() if past is not None else 0.0)
     check(grad8, grad_scale, grad.double())
     torch.testing.assert_close(grad.double(), exact_grad, rtol=2e-6 if dtype == torch.float32 else 2**-8, atol=2e-5)
@@ -321,20 +331,31 @@ def test_the_matmuls(device: str) -> None:
         (float8.linear8(x8, w8), x @ w.T, torch.bfloat16),
         (float8.input_gradient8(g8, w8), g @ w, torch.bfloat16),
         (float8.weight_gradient8(g8, x8), g.T @ x, torch.float32),
-        (float8.weight_gradient8(g8, Float8(None, x8.column, x8.unscale), fast=True), g.T @ x, torch.float32),
+        (float8.weight_gradient8(g8, Float8(None, x8.column, x8.unscale)), g.T @ x, torch.float32),
     ):
         assert got.dtype == dtype
         slack = 2**-8 if dtype == torch.bfloat16 or device == "cuda" else 1e-5
         torch.testing.assert_close(got.double(), exact, rtol=slack, atol=slack * float(exact.abs().max()))
 
 
+def test_a_long_sum_over_tokens_is_cut(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    x, g = randoms(10, (80, 48), (80, 64), device=device)
+    x8, g8 = (float8.quantise(t, scale_of(16.0, device)) for t in (x, g))
+    whole = float8.weight_gradient8(g8, x8)
+    lengths = []
+    matmul = float8._matmul
+    monkeypatch.setattr(float8, "_matmul", lambda a, *rest: lengths.append(a.shape[1]) or matmul(a, *rest))
+    monkeypatch.setattr(float8, "SUMMED", 32)
+    torch.testing.assert_close(float8.weight_gradient8(g8, x8), whole, rtol=1e-3, atol=1e-3)
+    assert lengths == [32, 32, 16]
+
+
 def test_tiles_may_be_chosen_otherwise(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     pytest.importorskip("triton", reason="the kernels need triton")
-    from redline.kernels import float8_norm_triton, float8_rotary_triton, float8_triton
+    from redline.kernels import float8_rotary_triton, float8_triton
 
     tile = float8_triton.Tile(16, 32, 4)
     monkeypatch.setattr(float8_triton, "TILES", dict.fromkeys(float8_triton.TILES, tile))
-    monkeypatch.setattr(float8_norm_triton, "TOKENS", 8)
     monkeypatch.setattr(float8_rotary_triton, "TILE", tile)
     check_norm(in_triton(), device, 35, 70, True)
     check_swiglu(in_triton(), device, 35, 70)

@@ -7,9 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from redline.kernels.float8 import Float8, Scale
-from redline.kernels.float8_triton import WORD, Made, Tile, finite_or_nan, fitting, raise_amax, store_column, store_row
+from redline.kernels.float8_triton import WORD, Made, Tile, finite_or_nan, fitting, magnitude, raise_amax, store_tile
 
-TILE = Tile(128, 32, 4)  # columns: pairs of one or several heads
+TILE = Tile(64, 64, 4)  # columns: pairs of one or several heads
 
 
 def merge_rotated_gradients8(
@@ -33,27 +33,31 @@ def merge_rotated_gradients8(
 
 
 @triton.jit
-def _quarter(what, where, row, times, quarter, TURN: tl.constexpr, F: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both halves of the heads, turned back in float32, as they were rounded; and their magnitude."""
+def _quarter(what, where, quarter, TURN: tl.constexpr, F: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Both halves of the heads, and what turns them back; ones where nothing does."""
     source, stride_b, stride_h, stride_t, cos, sin = what
-    group, head, pair, place, exists, n, T, W = where
+    group, head, pair, exists, n, T = where
     token = group * WORD + quarter
     inside = (token < n)[:, None] & exists[None, :]
     position = token % T
     start = (token // T).to(tl.int64) * stride_b + position.to(tl.int64) * stride_t
     at = source + start[:, None] + (head.to(tl.int64) * stride_h + pair)[None, :]
-    a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(at + F, mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(at, mask=inside, other=0.0)
+    b = tl.load(at + F, mask=inside, other=0.0)
+    c, s = 1.0, 0.0
     if TURN:
         angle = position[:, None] * F + pair[None, :]
         c = tl.load(cos + angle, mask=inside, other=0.0)
         s = tl.load(sin + angle, mask=inside, other=0.0)
+    return a, b, c, s
+
+
+@triton.jit
+def _turned(a, b, c, s, TURN: tl.constexpr):  # type: ignore[no-untyped-def]
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    if TURN:
         a, b = a * c + b * s, b * c - a * s
-    a, b = finite_or_nan(a), finite_or_nan(b)
-    size = tl.maximum(tl.abs(a), tl.abs(b))
-    a = store_row(a, times, row, token, place, n, W, exists)
-    b = store_row(b, times, row, token, F + place, n, W, exists)
-    return a, b, size
+    return finite_or_nan(a), finite_or_nan(b)
 
 
 @triton.jit
@@ -70,16 +74,20 @@ def _turn_back(  # type: ignore[no-untyped-def]
     place = first_column + head * (2 * F) + pair
     times = tl.load(factor)
     what = (source, stride_b, stride_h, stride_t, cos, sin)
-    where = (group, head, pair, place, exists, n, T, W)
-    a, a_next, a_size = _quarter(what, where, row, times, 0, TURN, F)
-    b, b_next, b_size = _quarter(what, where, row, times, 1, TURN, F)
-    c, c_next, c_size = _quarter(what, where, row, times, 2, TURN, F)
-    d, d_next, d_size = _quarter(what, where, row, times, 3, TURN, F)
-    if COLUMN:
-        store_column(a, b, c, d, row, column, group, place, n, exists)
-        store_column(a_next, b_next, c_next, d_next, row, column, group, F + place, n, exists)
+    where = (group, head, pair, exists, n, T)
+    a, a_next, a_cos, a_sin = _quarter(what, where, 0, TURN, F)
+    b, b_next, b_cos, b_sin = _quarter(what, where, 1, TURN, F)
+    c, c_next, c_cos, c_sin = _quarter(what, where, 2, TURN, F)
+    d, d_next, d_cos, d_sin = _quarter(what, where, 3, TURN, F)
+    a, a_next = _turned(a, a_next, a_cos, a_sin, TURN)
+    b, b_next = _turned(b, b_next, b_cos, b_sin, TURN)
+    c, c_next = _turned(c, c_next, c_cos, c_sin, TURN)
+    d, d_next = _turned(d, d_next, d_cos, d_sin, TURN)
+    first, second, out = (a, b, c, d), (a_next, b_next, c_next, d_next), (row, column, times)
+    store_tile(first, out, group, place, n, W, exists, COLUMN)
+    store_tile(second, out, group, F + place, n, W, exists, COLUMN)
     if AMAX:
-        raise_amax(amax, a_size, b_size, c_size, d_size)
+        raise_amax(amax, tl.maximum(magnitude(first), magnitude(second)))
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """The kernels that make fp8 operands: each value is computed once and leaves both ways round from registers.
 
 A program has a tile of tokens × columns in four interleaved quarters. Codes go out as rows; those of four neighbouring
-tokens are packed into a word, and the words are turned through shared memory and stored as columns.
+tokens are packed into a word, and the words are turned through shared memory and stored as columns. All of a tile is
+loaded before any of it is stored: no load is moved over a store, and four waits would take the place of one.
 
 No pair of codes is used twice: where ptxas 12.8 (Triton 3.6's) joins two pairs into a word, as every row's store does,
 another use of the first one reads an undefined register. So words are made of pairs of their own.
@@ -30,9 +31,10 @@ class Tile(NamedTuple):
 
 # 16-byte loads, several of them in flight, no spilled registers, and tokens for whole 128-byte lines in a column
 TILES = {
-    "quantise": Tile(128, 64, 4),
-    "swiglu": Tile(128, 64, 4),
-    "swiglu_backward": Tile(128, 64, 4),
+    "quantise": Tile(64, 128, 8),
+    "swiglu": Tile(128, 64, 8),
+    "swiglu_backward": Tile(64, 64, 4),
+    "turn": Tile(256, 128, 8),
 }
 WORD = tl.constexpr(4)  # tokens whose codes travel together
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no assembly
@@ -65,6 +67,17 @@ def swiglu_backward8(grad_s_NF: Tensor, h_N2F: Tensor, scale: Scale) -> Float8:
     return out.operand()
 
 
+def turned(row_NK: Tensor) -> Tensor:
+    """Codes [K, N] of codes [N, K]."""
+    n, width = row_NK.shape
+    if n % WORD.value or width % WORD.value or not row_NK.numel():
+        return row_NK.view(torch.uint8).T.contiguous().view(row_NK.dtype)
+    column = torch.empty((width, n), device=row_NK.device, dtype=row_NK.dtype)
+    grid, tile = _tiles("turn", n, width)
+    _turn[grid](row_NK.view(torch.int32), column.view(torch.int32), n, WIDTH=width, **tile)
+    return column
+
+
 class Made:
     """An operand while a kernel makes it. Columns whose words would not be aligned are turned after it, by torch."""
 
@@ -85,10 +98,7 @@ class Made:
         return {"COLUMN": self.column is not None, "AMAX": self.scale.amax is not None}
 
     def operand(self) -> Float8:
-        column = self.column
-        if column is None:
-            column = self.row.view(torch.uint8).T.contiguous().view(self.row.dtype)
-        return Float8(self.row, column, self.scale.unscale)
+        return Float8(self.row, turned(self.row) if self.column is None else self.column, self.scale.unscale)
 
 
 def fitting(size: int, available: int) -> int:
@@ -110,24 +120,29 @@ def finite_or_nan(value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def store_row(value, factor, row, token, place, n, width, inside):  # type: ignore[no-untyped-def]
-    """Stores the codes of value [tokens, columns], and returns what was rounded.
+def store_tile(quarters, out, group, place, n, width, inside, COLUMN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Four quarters [groups, columns] leave as codes, both ways round; they are to be finite or NaN.
 
-    `place` are the columns in the operand, `inside` which of them exist. The cast rounds to nearest even, keeps NaN
-    and cuts off at the largest.
+    `place` are the columns in the operand, `inside` which of them exist.
     """
-    value = value * factor
-    there = (token < n)[:, None] & inside[None, :]
-    tl.store(row + token.to(tl.int64)[:, None] * width + place[None, :], value.to(row.dtype.element_ty), mask=there)
-    return value
+    a, b, c, d = quarters
+    row, column, times = out
+    a, b, c, d = a * times, b * times, c * times, d * times
+    _store_row(a, row, group * WORD, place, n, width, inside)
+    _store_row(b, row, group * WORD + 1, place, n, width, inside)
+    _store_row(c, row, group * WORD + 2, place, n, width, inside)
+    _store_row(d, row, group * WORD + 3, place, n, width, inside)
+    if COLUMN:
+        words = _words(a, b, c, d, row.dtype.element_ty)
+        there = inside[:, None] & (group < n // WORD)[None, :]
+        tl.store(column + place.to(tl.int64)[:, None] * (n // WORD) + group[None, :], tl.trans(words), mask=there)
 
 
 @triton.jit
-def store_column(a, b, c, d, row, column, group, place, n, inside):  # type: ignore[no-untyped-def]
-    """The codes of the four quarters [groups, columns], as rows of the transposed layout."""
-    words = _words(a, b, c, d, row.dtype.element_ty)
-    there = inside[:, None] & (group * WORD < n)[None, :]
-    tl.store(column + place.to(tl.int64)[:, None] * (n // WORD) + group[None, :], tl.trans(words), mask=there)
+def _store_row(value, row, token, place, n, width, inside):  # type: ignore[no-untyped-def]
+    """The cast rounds to nearest even, keeps NaN and cuts off at the largest."""
+    there = (token < n)[:, None] & inside[None, :]
+    tl.store(row + token.to(tl.int64)[:, None] * width + place[None, :], value.to(row.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -159,10 +174,15 @@ def _byte(value, kind: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def raise_amax(amax, a, b, c, d):  # type: ignore[no-untyped-def]
-    """By the largest of four magnitudes; NaN where all of a tile was: the other operand of a maximum wins over NaN."""
-    largest = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    tl.atomic_max(amax, tl.maximum(tl.max(largest), 0.0), sem="relaxed")
+def magnitude(quarters):  # type: ignore[no-untyped-def]
+    """The largest of four; NaN where all were: the other operand of a maximum wins over NaN."""
+    a, b, c, d = quarters
+    return tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+
+
+@triton.jit
+def raise_amax(amax, magnitude):  # type: ignore[no-untyped-def]
+    tl.atomic_max(amax, tl.maximum(tl.max(magnitude), 0.0), sem="relaxed")
 
 
 @triton.jit
@@ -174,13 +194,40 @@ def place_of(width, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def _quantise_quarter(x, row, times, group, place, n, quarter, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What was rounded, and its magnitude before it was scaled; so do the other quarters."""
-    token = group * WORD + quarter
-    inside = (token < n)[:, None] & (place < WIDTH)[None, :]
-    value = tl.load(x + token.to(tl.int64)[:, None] * WIDTH + place[None, :], mask=inside, other=0.0)
-    value = finite_or_nan(value.to(tl.float32))
-    return store_row(value, times, row, token, place, n, WIDTH, place < WIDTH), tl.abs(value)
+def _turn(row, column, n, WIDTH: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Words of four columns each become words of four tokens each."""
+    wide: tl.constexpr = WIDTH // WORD
+    group, place = place_of(wide, GROUPS, COLUMNS // WORD)
+    a, b, c, d = load_quarters(row, group, place, n, wide, place < wide)
+    there = (place < wide)[:, None] & (group < n // WORD)[None, :]
+    for byte in tl.static_range(WORD):
+        at = column + (place * WORD + byte).to(tl.int64)[:, None] * (n // WORD) + group[None, :]
+        tl.store(at, tl.trans(_picked(a, b, c, d, byte)), mask=there)
+
+
+@triton.jit
+def _picked(a, b, c, d, byte: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One byte of each."""
+    shift: tl.constexpr = 8 * byte
+    low = ((a >> shift) & 0xFF) | (((b >> shift) & 0xFF) << 8)
+    high = ((c >> shift) & 0xFF) | (((d >> shift) & 0xFF) << 8)
+    return low | (high << 16)
+
+
+@triton.jit
+def load_quarters(x, group, place, n, stride, inside):  # type: ignore[no-untyped-def]
+    """Tokens 4i, 4i+1, 4i+2 and 4i+3 of a tile of x, whose rows are `stride` apart."""
+    a = _load(x, group * WORD, place, n, stride, inside)
+    b = _load(x, group * WORD + 1, place, n, stride, inside)
+    c = _load(x, group * WORD + 2, place, n, stride, inside)
+    d = _load(x, group * WORD + 3, place, n, stride, inside)
+    return a, b, c, d
+
+
+@triton.jit
+def _load(x, token, place, n, stride, inside):  # type: ignore[no-untyped-def]
+    there = (token < n)[:, None] & inside[None, :]
+    return tl.load(x + token.to(tl.int64)[:, None] * stride + place[None, :], mask=there, other=0.0)
 
 
 @triton.jit
@@ -190,14 +237,12 @@ def _quantise(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     group, place = place_of(WIDTH, GROUPS, COLUMNS)
     times = tl.load(factor)
-    a, a_size = _quantise_quarter(x, row, times, group, place, n, 0, WIDTH)
-    b, b_size = _quantise_quarter(x, row, times, group, place, n, 1, WIDTH)
-    c, c_size = _quantise_quarter(x, row, times, group, place, n, 2, WIDTH)
-    d, d_size = _quantise_quarter(x, row, times, group, place, n, 3, WIDTH)
-    if COLUMN:
-        store_column(a, b, c, d, row, column, group, place, n, place < WIDTH)
+    a, b, c, d = load_quarters(x, group, place, n, WIDTH, place < WIDTH)
+    a, b = finite_or_nan(a.to(tl.float32)), finite_or_nan(b.to(tl.float32))
+    c, d = finite_or_nan(c.to(tl.float32)), finite_or_nan(d.to(tl.float32))
+    store_tile((a, b, c, d), (row, column, times), group, place, n, WIDTH, place < WIDTH, COLUMN)
     if AMAX:
-        raise_amax(amax, a_size, b_size, c_size, d_size)
+        raise_amax(amax, magnitude((a, b, c, d)))
 
 
 @triton.jit
@@ -208,14 +253,9 @@ def _sigmoid(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _swiglu_quarter(h, row, times, group, place, n, quarter, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    token = group * WORD + quarter
-    inside = (token < n)[:, None] & (place < WIDTH)[None, :]
-    at = h + token.to(tl.int64)[:, None] * (2 * WIDTH) + place[None, :]
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    value = finite_or_nan(gate * _sigmoid(gate) * up)
-    return store_row(value, times, row, token, place, n, WIDTH, place < WIDTH), tl.abs(value)
+def _gated(gate, up):  # type: ignore[no-untyped-def]
+    gate = gate.to(tl.float32)
+    return finite_or_nan(gate * _sigmoid(gate) * up.to(tl.float32))
 
 
 @triton.jit
@@ -225,36 +265,22 @@ def _swiglu(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     group, place = place_of(WIDTH, GROUPS, COLUMNS)
     times = tl.load(factor)
-    a, a_size = _swiglu_quarter(h, row, times, group, place, n, 0, WIDTH)
-    b, b_size = _swiglu_quarter(h, row, times, group, place, n, 1, WIDTH)
-    c, c_size = _swiglu_quarter(h, row, times, group, place, n, 2, WIDTH)
-    d, d_size = _swiglu_quarter(h, row, times, group, place, n, 3, WIDTH)
-    if COLUMN:
-        store_column(a, b, c, d, row, column, group, place, n, place < WIDTH)
+    a, b, c, d = load_quarters(h, group, place, n, 2 * WIDTH, place < WIDTH)
+    a_up, b_up, c_up, d_up = load_quarters(h + WIDTH, group, place, n, 2 * WIDTH, place < WIDTH)
+    a, b, c, d = _gated(a, a_up), _gated(b, b_up), _gated(c, c_up), _gated(d, d_up)
+    store_tile((a, b, c, d), (row, column, times), group, place, n, WIDTH, place < WIDTH, COLUMN)
     if AMAX:
-        raise_amax(amax, a_size, b_size, c_size, d_size)
+        raise_amax(amax, magnitude((a, b, c, d)))
 
 
 @triton.jit
-def _swiglu_backward_quarter(  # type: ignore[no-untyped-def]
-    grad_s, h, row, times, group, place, n, quarter, WIDTH: tl.constexpr
-):
+def _gated_backward(grad, gate, up):  # type: ignore[no-untyped-def]
     """The gradients of gate and up."""
-    token = group * WORD + quarter
-    exists = place < WIDTH
-    inside = (token < n)[:, None] & exists[None, :]
-    at = h + token.to(tl.int64)[:, None] * (2 * WIDTH) + place[None, :]
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.load(grad_s + token.to(tl.int64)[:, None] * WIDTH + place[None, :], mask=inside, other=0.0)
+    gate = gate.to(tl.float32)
     sigmoid = _sigmoid(gate)
     along = grad.to(tl.float32) * sigmoid
-    grad_gate = finite_or_nan(along * up * (1.0 + gate * (1.0 - sigmoid)))
-    grad_up = finite_or_nan(along * gate)
-    size = tl.maximum(tl.abs(grad_gate), tl.abs(grad_up))
-    grad_gate = store_row(grad_gate, times, row, token, place, n, 2 * WIDTH, exists)
-    grad_up = store_row(grad_up, times, row, token, WIDTH + place, n, 2 * WIDTH, exists)
-    return grad_gate, grad_up, size
+    grad_gate = along * up.to(tl.float32) * (1.0 + gate * (1.0 - sigmoid))
+    return finite_or_nan(grad_gate), finite_or_nan(along * gate)
 
 
 @triton.jit
@@ -264,12 +290,15 @@ def _swiglu_backward(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     group, place = place_of(WIDTH, GROUPS, COLUMNS)
     times = tl.load(factor)
-    a, a_up, a_size = _swiglu_backward_quarter(grad_s, h, row, times, group, place, n, 0, WIDTH)
-    b, b_up, b_size = _swiglu_backward_quarter(grad_s, h, row, times, group, place, n, 1, WIDTH)
-    c, c_up, c_size = _swiglu_backward_quarter(grad_s, h, row, times, group, place, n, 2, WIDTH)
-    d, d_up, d_size = _swiglu_backward_quarter(grad_s, h, row, times, group, place, n, 3, WIDTH)
-    if COLUMN:
-        store_column(a, b, c, d, row, column, group, place, n, place < WIDTH)
-        store_column(a_up, b_up, c_up, d_up, row, column, group, WIDTH + place, n, place < WIDTH)
+    exists = place < WIDTH
+    a, b, c, d = load_quarters(h, group, place, n, 2 * WIDTH, exists)
+    a_up, b_up, c_up, d_up = load_quarters(h + WIDTH, group, place, n, 2 * WIDTH, exists)
+    a_grad, b_grad, c_grad, d_grad = load_quarters(grad_s, group, place, n, WIDTH, exists)
+    a, a_up = _gated_backward(a_grad, a, a_up)
+    b, b_up = _gated_backward(b_grad, b, b_up)
+    c, c_up = _gated_backward(c_grad, c, c_up)
+    d, d_up = _gated_backward(d_grad, d, d_up)
+    store_tile((a, b, c, d), (row, column, times), group, place, n, 2 * WIDTH, exists, COLUMN)
+    store_tile((a_up, b_up, c_up, d_up), (row, column, times), group, WIDTH + place, n, 2 * WIDTH, exists, COLUMN)
     if AMAX:
-        raise_amax(amax, a_size, b_size, c_size, d_size)
+        raise_amax(amax, tl.maximum(magnitude((a, b, c, d)), magnitude((a_up, b_up, c_up, d_up))))

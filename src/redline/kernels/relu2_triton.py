@@ -14,14 +14,15 @@ from redline.kernels.float8_triton import (
     Tile,
     finite_or_nan,
     fitting,
+    load_quarters,
+    magnitude,
     place_of,
     raise_amax,
-    store_column,
-    store_row,
+    store_tile,
 )
 
 _RUN, _WARPS = 4096, 4  # four 16-byte loads a thread from each half-precision operand
-TILE = Tile(128, 64, 4)  # of both fp8 kernels: whole 128-byte lines in a column, no spilled registers
+TILE = Tile(128, 64, 8)  # of both fp8 kernels: whole 128-byte lines in a column, no spilled registers
 
 
 def relu2(h_NF: Tensor) -> Tensor:
@@ -80,20 +81,14 @@ def _backward(grad_s, h, size, RUN: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _quarter(  # type: ignore[no-untyped-def]
-    grad_s, h, row, times, group, place, n, quarter, WIDTH: tl.constexpr, BACK: tl.constexpr
-):
-    """What was rounded, and its magnitude before it was scaled; so do the other quarters."""
-    token = group * WORD + quarter
-    inside = (token < n)[:, None] & (place < WIDTH)[None, :]
-    at = token.to(tl.int64)[:, None] * WIDTH + place[None, :]
-    positive = _relu(tl.load(h + at, mask=inside, other=0.0).to(tl.float32))
-    if BACK:
-        value = positive * tl.load(grad_s + at, mask=inside, other=0.0).to(tl.float32) * 2.0
-    else:
-        value = positive * positive
-    value = finite_or_nan(value)
-    return store_row(value, times, row, token, place, n, WIDTH, place < WIDTH), tl.abs(value)
+def _square(h):  # type: ignore[no-untyped-def]
+    positive = _relu(h.to(tl.float32))
+    return finite_or_nan(positive * positive)
+
+
+@triton.jit
+def _gradient(grad, h):  # type: ignore[no-untyped-def]
+    return finite_or_nan(_relu(h.to(tl.float32)) * grad.to(tl.float32) * 2.0)
 
 
 @triton.jit
@@ -105,11 +100,12 @@ def _to_float8(  # type: ignore[no-untyped-def]
     """The gradient, or without BACK the square; grad_s is then not touched."""
     group, place = place_of(WIDTH, GROUPS, COLUMNS)
     times = tl.load(factor)
-    a, a_size = _quarter(grad_s, h, row, times, group, place, n, 0, WIDTH, BACK)
-    b, b_size = _quarter(grad_s, h, row, times, group, place, n, 1, WIDTH, BACK)
-    c, c_size = _quarter(grad_s, h, row, times, group, place, n, 2, WIDTH, BACK)
-    d, d_size = _quarter(grad_s, h, row, times, group, place, n, 3, WIDTH, BACK)
-    if COLUMN:
-        store_column(a, b, c, d, row, column, group, place, n, place < WIDTH)
+    a, b, c, d = load_quarters(h, group, place, n, WIDTH, place < WIDTH)
+    if BACK:
+        a_grad, b_grad, c_grad, d_grad = load_quarters(grad_s, group, place, n, WIDTH, place < WIDTH)
+        a, b, c, d = _gradient(a_grad, a), _gradient(b_grad, b), _gradient(c_grad, c), _gradient(d_grad, d)
+    else:
+        a, b, c, d = _square(a), _square(b), _square(c), _square(d)
+    store_tile((a, b, c, d), (row, column, times), group, place, n, WIDTH, place < WIDTH, COLUMN)
     if AMAX:
-        raise_amax(amax, a_size, b_size, c_size, d_size)
+        raise_amax(amax, magnitude((a, b, c, d)))

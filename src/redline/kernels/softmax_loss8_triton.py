@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from redline.kernels.float8 import Float8, Scale
-from redline.kernels.float8_triton import WORD, Made, finite_or_nan, fitting, place_of, store_column, store_row
+from redline.kernels.float8_triton import WORD, Made, finite_or_nan, fitting, load_quarters, place_of, store_tile
 from redline.kernels.softmax_loss import IGNORE
 from redline.kernels.softmax_loss_triton import LARGEST_BLOCK, capped, row_lse
 
-TILE = (128, 128, 8)  # rows, columns, warps
+TILE = (128, 64, 8)  # rows, columns, warps
 
 
 def softmax_loss8(
@@ -54,24 +54,19 @@ def _losses(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _quarter(  # type: ignore[no-untyped-def]
-    logits, target, lse, row, times, group, place, n, vocab, softcap, quarter,
-    IGNORED: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
-    """The gradient as it was rounded."""
-    token = group * WORD + quarter
-    exists = place < vocab
-    inside = (token < n)[:, None] & exists[None, :]
+def _slopes(  # type: ignore[no-untyped-def]
+    z, token, target, lse, place, n, softcap, IGNORED: tl.constexpr, CAPPED: tl.constexpr
+):
+    """The gradient at logits z."""
     wanted = tl.load(target + token, mask=token < n, other=IGNORED)
     sums = tl.load(lse + token, mask=token < n, other=0.0)
-    z = tl.load(logits + token.to(tl.int64)[:, None] * vocab + place[None, :], mask=inside, other=0.0).to(tl.float32)
+    z = z.to(tl.float32)
     slope = 1.0
     if CAPPED:
         z, slope = capped(z, softcap)
     value = tl.exp(z - sums[:, None])
     value = tl.where(place[None, :] == wanted[:, None], value - 1.0, value) * slope
-    value = tl.where((wanted == IGNORED)[:, None], 0.0, finite_or_nan(value))
-    return store_row(value, times, row, token, place, n, vocab, exists)
+    return tl.where((wanted == IGNORED)[:, None], 0.0, finite_or_nan(value))
 
 
 @triton.jit
@@ -81,9 +76,9 @@ def _gradient(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     group, place = place_of(vocab, GROUPS, COLUMNS)
     times = tl.load(factor)
-    a = _quarter(logits, target, lse, row, times, group, place, n, vocab, softcap, 0, IGNORED, CAPPED)
-    b = _quarter(logits, target, lse, row, times, group, place, n, vocab, softcap, 1, IGNORED, CAPPED)
-    c = _quarter(logits, target, lse, row, times, group, place, n, vocab, softcap, 2, IGNORED, CAPPED)
-    d = _quarter(logits, target, lse, row, times, group, place, n, vocab, softcap, 3, IGNORED, CAPPED)
-    if COLUMN:
-        store_column(a, b, c, d, row, column, group, place, n, place < vocab)
+    a, b, c, d = load_quarters(logits, group, place, n, vocab, place < vocab)
+    a = _slopes(a, group * WORD, target, lse, place, n, softcap, IGNORED, CAPPED)
+    b = _slopes(b, group * WORD + 1, target, lse, place, n, softcap, IGNORED, CAPPED)
+    c = _slopes(c, group * WORD + 2, target, lse, place, n, softcap, IGNORED, CAPPED)
+    d = _slopes(d, group * WORD + 3, target, lse, place, n, softcap, IGNORED, CAPPED)
+    store_tile((a, b, c, d), (row, column, times), group, place, n, vocab, place < vocab, COLUMN)
