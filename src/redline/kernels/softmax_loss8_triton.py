@@ -8,10 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from redline.kernels.float8 import Float8, Scale
-from redline.kernels.float8_triton import WORD, Made, finite_or_nan, fitting, load_quarters, place_of, store_tile
+from redline.kernels.float8_triton import WORD, Made, fitting, load_quarters, place_of, store_tile
 from redline.kernels.softmax_loss import IGNORE
-from redline.kernels.softmax_loss_triton import LARGEST_BLOCK, capped, row_lse
+from redline.kernels.softmax_loss8 import ALONG_COLUMNS, ALONG_ROWS, CUT
+from redline.kernels.softmax_loss_triton import LARGEST_BLOCK, LOG2E, capped, row_lse
 
+_CUT, _ALONG_ROWS, _ALONG_COLUMNS = (tl.constexpr(value) for value in (CUT, ALONG_ROWS, ALONG_COLUMNS))
 TILE = (128, 64, 8)  # rows, columns, warps
 
 
@@ -55,18 +57,24 @@ def _losses(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _slopes(  # type: ignore[no-untyped-def]
-    z, token, target, lse, place, n, softcap, IGNORED: tl.constexpr, CAPPED: tl.constexpr
+    z, token, target, lse, place, n, exponent, softcap, IGNORED: tl.constexpr, CAPPED: tl.constexpr
 ):
-    """The gradient at logits z."""
+    """The gradient at logits z, times 2^exponent, in e5m2's three bits."""
     wanted = tl.load(target + token, mask=token < n, other=IGNORED)
     sums = tl.load(lse + token, mask=token < n, other=0.0)
     z = z.to(tl.float32)
     slope = 1.0
     if CAPPED:
         z, slope = capped(z, softcap)
-    value = tl.exp(z - sums[:, None])
-    value = tl.where(place[None, :] == wanted[:, None], value - 1.0, value) * slope
-    return tl.where((wanted == IGNORED)[:, None], 0.0, finite_or_nan(value))
+    value = tl.exp2(z * LOG2E + (exponent - sums * LOG2E)[:, None])
+    value = tl.where(place[None, :] == wanted[:, None], value - tl.exp2(exponent), value) * slope
+    threshold = (token.to(tl.uint32) * _ALONG_ROWS)[:, None] + (place.to(tl.uint32) * _ALONG_COLUMNS)[None, :]
+    bits = value.to(tl.uint32, bitcast=True) + (threshold >> (32 - _CUT))
+    value = (bits >> _CUT << _CUT).to(tl.float32, bitcast=True)
+    # a row with a bad logit has no sum: then all of it is bad; what is not scored says nothing, whatever it holds
+    scored = wanted != IGNORED
+    other = tl.where(scored, float("nan"), 0.0)
+    return tl.where((scored & (tl.abs(sums) < float("inf")))[:, None], value, other[:, None])
 
 
 @triton.jit
@@ -75,10 +83,10 @@ def _gradient(  # type: ignore[no-untyped-def]
     IGNORED: tl.constexpr, CAPPED: tl.constexpr, COLUMN: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     group, place = place_of(vocab, GROUPS, COLUMNS)
-    times = tl.load(factor)
+    exponent = tl.log2(tl.load(factor))
     a, b, c, d = load_quarters(logits, group, place, n, vocab, place < vocab)
-    a = _slopes(a, group * WORD, target, lse, place, n, softcap, IGNORED, CAPPED)
-    b = _slopes(b, group * WORD + 1, target, lse, place, n, softcap, IGNORED, CAPPED)
-    c = _slopes(c, group * WORD + 2, target, lse, place, n, softcap, IGNORED, CAPPED)
-    d = _slopes(d, group * WORD + 3, target, lse, place, n, softcap, IGNORED, CAPPED)
-    store_tile((a, b, c, d), (row, column, times), group, place, n, vocab, place < vocab, COLUMN)
+    a = _slopes(a, group * WORD, target, lse, place, n, exponent, softcap, IGNORED, CAPPED)
+    b = _slopes(b, group * WORD + 1, target, lse, place, n, exponent, softcap, IGNORED, CAPPED)
+    c = _slopes(c, group * WORD + 2, target, lse, place, n, exponent, softcap, IGNORED, CAPPED)
+    d = _slopes(d, group * WORD + 3, target, lse, place, n, exponent, softcap, IGNORED, CAPPED)
+    store_tile((a, b, c, d), (row, column, 1.0), group, place, n, vocab, place < vocab, COLUMN)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from redline.kernels.softmax_loss import IGNORE
 
+LOG2E = tl.constexpr(1.4426950408889634)
 LARGEST_BLOCK = 8192  # 16 values a thread at 16 warps: two 16-byte loads of bf16, and no spilled registers
 
 
@@ -73,19 +74,23 @@ def row_lse(  # type: ignore[no-untyped-def]
     lanes = tl.arange(0, BLOCK)
     largest = float("-inf")
     sums = tl.zeros([BLOCK], tl.float32)  # by lane: only the maximum is exchanged in the sweep
+    ahead = _row_part(logits, lanes, vocab, EVICTION)
     for start in tl.range(0, vocab, BLOCK):
-        columns = start + lanes
-        valid = columns < vocab
-        z = tl.load(logits + columns, mask=valid, other=float("-inf"), eviction_policy=EVICTION)
-        z = z.to(tl.float32)
+        z = ahead.to(tl.float32)
+        ahead = _row_part(logits, start + BLOCK + lanes, vocab, EVICTION)  # on its way while this part is summed
         if CAPPED:
-            z = tl.where(valid, softcap * _tanh(z / softcap), float("-inf"))
+            z = tl.where(start + lanes < vocab, softcap * _tanh(z / softcap), float("-inf"))
         highest = tl.maximum(largest, tl.max(z, 0))
         base = tl.where(highest == float("-inf"), 0.0, highest)  # −inf − −inf would be a NaN
-        sums = sums * tl.exp(largest - base) + tl.exp(z - base)
+        sums = sums * tl.exp2((largest - base) * LOG2E) + tl.exp2(z * LOG2E - base * LOG2E)
         largest = highest
     base = tl.where(largest == float("-inf"), 0.0, largest)
     return base + tl.log(tl.sum(sums, 0)), picked
+
+
+@triton.jit
+def _row_part(logits, columns, vocab, EVICTION: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.load(logits + columns, mask=columns < vocab, other=float("-inf"), eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -120,13 +125,15 @@ def _softmax_loss_kernel(  # type: ignore[no-untyped-def]
         tl.store(loss_ptr + row, lse - picked)
 
         if GRADIENT:
+            ahead = _row_part(logits, lanes, vocab, "evict_first")
             for start in tl.range(0, vocab, BLOCK):
                 columns = start + lanes
                 valid = columns < vocab
-                z = tl.load(logits + columns, mask=valid, other=0.0, eviction_policy="evict_first").to(tl.float32)
+                z = ahead.to(tl.float32)
+                ahead = _row_part(logits, columns + BLOCK, vocab, "evict_first")
                 slope = 1.0
                 if CAPPED:
                     z, slope = capped(z, softcap)
-                gradient = tl.exp(z - lse)
+                gradient = tl.exp2(z * LOG2E - lse * LOG2E)
                 gradient = tl.where(columns == target, gradient - 1.0, gradient) * slope * scale
                 tl.store(logits + columns, gradient.to(logits_ptr.dtype.element_ty), mask=valid)
