@@ -137,3 +137,27 @@ def test_the_choice_of_fp8_is_measured_and_kept(monkeypatch: pytest.MonkeyPatch,
     again = choose("auto", shapes, fused=True)
     assert "as measured before" in again.reason
     assert again.linears == first.linears
+
+
+@pytest.mark.parametrize("options", [("train.precision=bf16",), ("train.precision=fp8", "train.fp8=native")])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.usefixtures("eight_bits_win")
+def test_one_launch_a_step_is_the_same_bit_for_bit(
+    world: Any,
+    tmp_path: Path,
+    tensors_of: Any,
+    machine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    accumulation: int,
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr("redline.train.graph._WORTH", 1e9)  # whichever is faster
+    shape = (f"train.accumulation={accumulation}", "train.deterministic=true", "train.steps=8")
+    found = {}
+    for graph in ("true", "false"):
+        run = tmp_path / graph
+        trainer = world.run(run, *GPU, *PLAIN, *options, *shape, f"train.graph={graph}", machine=machine)
+        assert (trainer.step.run != trainer.step.backward) is (graph == "true")
+        found[graph] = tensors_of(run / "checkpoints/step-00000008")
+    assert all(torch.equal(tensor, found["false"][name]) for name, tensor in found["true"].items())

@@ -107,6 +107,11 @@ class Objective(ABC):
         """Compile the hot parts of the model."""
         return
 
+    @property
+    def replayable(self) -> bool:
+        """Whether every pass is the same kernels on the same shapes, with nothing random in them."""
+        return False
+
     def first_looks(self, micro: int) -> list[int]:
         """Sizes of micro-batches that the warm-up runs before its own: until a step is what it will be."""
         return []

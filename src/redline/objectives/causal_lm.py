@@ -176,6 +176,11 @@ class CausalLM(Objective):
             found["head"] = (chunk_tokens(shape.vocab, tokens), shape.d_model, shape.vocab)
         return found
 
+    @property
+    def replayable(self) -> bool:
+        """flex makes its mask anew for each batch, and looks at it."""
+        return self.recipe.model.dropout == 0 and self.attention.backend != "flex"
+
     def first_looks(self, micro: int) -> list[int]:
         """fp8 looks at its tensors in bf16 before it first scales them; a few sequences show enough, and fit."""
         scales = self.model.scales

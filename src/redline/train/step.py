@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,7 @@ class StepBatch:
     """A step's micro-batches, and what its loss terms are divided by."""
 
     micros: list[Batch]
-    weights: dict[str, float]
+    weights: Mapping[str, float | Tensor]
     seconds: float = 0.0  # the trainer waited this long for it
 
     def part_of(self, times: float) -> StepBatch:
@@ -33,6 +34,9 @@ class StepResult:
     terms: dict[str, Tensor]
     grad_norm: Tensor
     bad: Tensor  # 1.0 when loss or gradient was not finite and nothing was changed
+
+
+Backward = Callable[[int, StepBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 def seed_of(seed: int, step: int, micro: int) -> int:
@@ -54,9 +58,10 @@ class Step:
         self.objective, self.optimizer, self.scale, self.ema = objective, optimizer, scale, ema
         self.clip, self.seed = clip, seed
         self.parameters = [p for p in objective.model.parameters() if p.requires_grad]
+        self.run: Backward = self.backward  # or a graph of it
 
     def __call__(self, step: int, batch: StepBatch, lr_factor: float) -> StepResult:
-        loss, terms = self.backward(step, batch)
+        loss, terms = self.run(step, batch)
         grad_norm, bad = self._measure(loss)
         self._update(lr_factor, grad_norm, bad)
         self.scale.update(bad)
@@ -65,9 +70,11 @@ class Step:
     def backward(self, step: int, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Gradients of Σ c·sum/W over all micro-batches."""
         totals: dict[str, Tensor] = {}
+        recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         self.clear()
         for index, micro in enumerate(batch.micros):
-            torch.manual_seed(seed_of(self.seed, step, index))
+            if not recording:  # where nothing random is
+                torch.manual_seed(seed_of(self.seed, step, index))
             found = self.objective.loss(micro)
             parts = {name: term.coefficient * term.sum / batch.weights[term.weight] for name, term in found.items()}
             loss = torch.stack(list(parts.values())).sum()

@@ -21,6 +21,7 @@ from redline.plan.schedule import lr_factor
 from redline.recipe.resolve import Resolved
 from redline.train.checkpoint import Tensors, read_state, read_tensors
 from redline.train.feed import Feed, step_batch, to_device
+from redline.train.graph import use_graph
 from redline.train.keeper import Keeper
 from redline.train.log import StepLog
 from redline.train.optim import Ema, Optimizer
@@ -169,6 +170,8 @@ class Trainer:
             compiled=self.train.compile,
             device=self.resolved.machine.name,
         )
+        if self.train.graph and self.device.type == "cuda" and self.objective.replayable:
+            self._record_graph()
         self.keeper.expect(self.tensors())
 
     def _rehearse(self, plan: BatchPlan) -> None:
@@ -180,6 +183,12 @@ class Trainer:
                 self.step.rehearse(step_batch(self.objective, [rows]).part_of(plan.global_batch / micro))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def _record_graph(self) -> None:
+        rows = to_device(self.objective.worst_batch(self.batch.micro), self.device)
+        with self.objective.rehearsing():
+            use_graph(self.step, step_batch(self.objective, [rows] * self.batch.accumulation), self.monitor)
+        self.step.clear()
 
     # --- what happens between steps
 

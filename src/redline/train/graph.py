@@ -1,0 +1,117 @@
+"""A step's forward and backward as one launch: a CUDA graph.
+
+Small models are held up by launching: a thousand kernels of a few microseconds each, which Python queues more slowly
+than the GPU runs them. A graph is recorded once, and replayed with other numbers in the same places.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from redline.monitor.monitor import Monitor
+from redline.objectives.base import Batch
+from redline.train.signals import StopRequested
+from redline.train.step import Backward, Step, StepBatch
+
+SLOWEST = 0.1  # seconds: above this a step's kernels are long, and launching them is free
+_WORTH = 0.97  # of the time without
+_TIMED = 3  # steps
+
+
+class Graph(Protocol):
+    def replay(self) -> None: ...
+
+
+Record = Callable[[Callable[[], tuple[Tensor, dict[str, Tensor]]]], tuple[Graph, tuple[Tensor, dict[str, Tensor]]]]
+
+
+def record(work: Callable[[], tuple[Tensor, dict[str, Tensor]]]) -> tuple[Graph, tuple[Tensor, dict[str, Tensor]]]:
+    """The work's kernels as a graph, and where its results will be."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()  # libraries set themselves up for the stream they are first called on, and may not do so while recording
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # a graph has memory of its own
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = work()
+    return graph, result
+
+
+class GraphedBackward:
+    """Step.backward, recorded for batches like this one."""
+
+    def __init__(
+        self, backward: Backward, parameters: list[nn.Parameter], like: StepBatch, record: Record = record
+    ) -> None:
+        device = next(iter(like.micros[0].values())).device
+        weights = {name: torch.full((), float(weight), device=device) for name, weight in like.weights.items()}
+        self.batch = StepBatch([_copied(micro) for micro in like.micros], weights)
+        self.graph, (self.loss, self.terms) = record(lambda: backward(0, self.batch))
+        self.parameters = parameters
+        self.gradients = [parameter.grad for parameter in parameters]
+
+    def __call__(self, step: int, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        for own, other in zip(self.batch.micros, batch.micros, strict=True):
+            for name, tensor in other.items():
+                own[name].copy_(tensor, non_blocking=True)
+        for name, weight in batch.weights.items():
+            own_weight = self.batch.weights[name]
+            assert isinstance(own_weight, Tensor)
+            own_weight.fill_(weight)
+        self.graph.replay()
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        return self.loss.clone(), {name: term.clone() for name, term in self.terms.items()}
+
+
+def use_graph(step: Step, batch: StepBatch, monitor: Monitor) -> None:
+    """Where launching is what takes the time. Whatever goes wrong, kernels can still be launched one by one."""
+    try:
+        step.run, found = faster(step.backward, lambda: GraphedBackward(step.backward, step.parameters, batch), batch)
+    except StopRequested:
+        raise
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        monitor.warn(f"a CUDA graph could not be recorded ({first_line[:120]}); going on without, which is slower")
+        return
+    if found:
+        monitor.say(found)
+
+
+def faster(plain: Backward, graphed: Callable[[], Backward], batch: StepBatch) -> tuple[Backward, str]:
+    """Whichever takes less time for this batch, and what was found."""
+    without = _seconds(plain, batch)
+    if without > SLOWEST:
+        return plain, ""
+    graph = graphed()
+    within = _seconds(graph, batch)
+    if within > _WORTH * without:
+        return plain, ""
+    return graph, f"forward and backward are one launch: {1e3 * without:.1f} → {1e3 * within:.1f} ms"
+
+
+def _seconds(backward: Backward, batch: StepBatch) -> float:
+    backward(0, batch)
+    _wait()
+    begin = time.perf_counter()
+    for _ in range(_TIMED):
+        backward(0, batch)
+    _wait()
+    return (time.perf_counter() - begin) / _TIMED
+
+
+def _copied(micro: Batch) -> Batch:
+    return {name: tensor.clone() for name, tensor in micro.items()}
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
