@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from redline.kernels import float8
+from redline.kernels import float8, float8_mean
 from redline.kernels.float8 import LARGEST, Float8, Scale
 from redline.models.layers import rotary_table
 
@@ -29,16 +29,16 @@ Shape = tuple[int, int, int, int, int]  # B, T, heads, kv_heads, head_dim
 def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
     """All that makes operands, in either form, under the public names."""
     if request.param == "torch":
-        found, mark = vars(float8), "reference_"
+        found, mark = vars(float8) | vars(float8_mean), "reference_"
         return SimpleNamespace(**{name.removeprefix(mark): found[name] for name in found if name.startswith(mark)})
     pytest.importorskip("triton", reason="the kernels need triton")
     return in_triton()
 
 
 def in_triton() -> SimpleNamespace:
-    from redline.kernels import float8_norm_triton, float8_rotary_triton, float8_triton
+    from redline.kernels import float8_mean_triton, float8_norm_triton, float8_rotary_triton, float8_triton
 
-    modules = (float8_triton, float8_norm_triton, float8_rotary_triton)
+    modules = (float8_triton, float8_norm_triton, float8_rotary_triton, float8_mean_triton)
     return SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})
 
 
@@ -327,8 +327,10 @@ def test_the_matmuls(device: str) -> None:
     scales = [scale_of(factor, device) for factor in (16.0, 32.0, 8.0)]
     x8, w8, g8 = (float8.quantise(t, scale) for t, scale in zip((x, w, g), scales, strict=True))
     x, w, g = (t.row.double() * t.unscale.double() for t in (x8, w8, g8))  # type: ignore[union-attr]
+    bias = torch.arange(64, device=device).bfloat16()
     for got, exact, dtype in (
         (float8.linear8(x8, w8), x @ w.T, torch.bfloat16),
+        (float8.linear8(x8, w8, bias), x @ w.T + bias.double(), torch.bfloat16),
         (float8.input_gradient8(g8, w8), g @ w, torch.bfloat16),
         (float8.weight_gradient8(g8, x8), g.T @ x, torch.float32),
         (float8.weight_gradient8(g8, Float8(None, x8.column, x8.unscale)), g.T @ x, torch.float32),
@@ -336,6 +338,40 @@ def test_the_matmuls(device: str) -> None:
         assert got.dtype == dtype
         slack = 2**-8 if dtype == torch.bfloat16 or device == "cuda" else 1e-5
         torch.testing.assert_close(got.double(), exact, rtol=slack, atol=slack * float(exact.abs().max()))
+
+
+def exact_correction(x8: Float8, w8: Float8, w: Tensor) -> Tensor:
+    rows = x8.row.double()[:: max(1, len(x8.row) // 1024)] * x8.unscale.double()  # type: ignore[union-attr,arg-type]
+    lost = w.double() - w8.row.double() * w8.unscale.double()  # type: ignore[union-attr]
+    return lost @ rows.mean(0)
+
+
+@sizes
+@given(n=st.integers(1, 300), inner=st.integers(1, 300), outer=st.integers(1, 70))
+def test_mean_correction_any_size(kernels: Any, device: str, n: int, inner: int, outer: int) -> None:
+    x, w = randoms(n + 7 * inner, (n, inner), (outer, inner), device=device)
+    x8, w8 = (float8.quantise(t, scale_of(16.0, device)) for t in (x + 1.0, w))
+    found = kernels.mean_correction(x8, w8, w)
+    assert found.dtype == torch.bfloat16
+    expected = exact_correction(x8, w8, w)
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5 * inner)
+
+
+def test_of_many_rows_every_so_manieth_shows_the_mean(kernels: Any, device: str) -> None:
+    x, w = randoms(3, (5000, 32), (16, 32), device=device)
+    x8, w8 = (float8.quantise(t, scale_of(16.0, device)) for t in (x + 1.0, w))
+    expected = exact_correction(x8, w8, w)
+    torch.testing.assert_close(kernels.mean_correction(x8, w8, w).double(), expected, rtol=2**-8, atol=1e-4)
+
+
+def test_what_rows_share_is_multiplied_as_if_the_weight_were_exact(device: str) -> None:
+    shared, own, w = randoms(4, (1, 256), (512, 256), (64, 256), device=device)
+    x = (shared + 0.3 * own).to(torch.bfloat16)
+    x8, w8 = (float8.quantise(t, scale_of(16.0, device)) for t in (x, w))
+    exact = x8.row.double() * x8.unscale.double() @ w.double().T  # type: ignore[union-attr]
+    plain = float8.linear8(x8, w8).double() - exact
+    mended = float8.linear8(x8, w8, float8_mean.mean_correction(x8, w8, w)).double() - exact
+    assert mended.norm() < 0.5 * plain.norm()
 
 
 def test_tiles_may_be_chosen_otherwise(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

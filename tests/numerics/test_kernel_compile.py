@@ -54,11 +54,15 @@ def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
         ("relu2", "_to_float8"),
         ("float8", "_quantise"),
         ("float8", "_turn"),
+        ("float8_mean", "_sums"),
+        ("float8_mean", "_lost"),
         ("float8", "_swiglu"),
         ("float8", "_swiglu_backward"),
         ("float8_rotary", "_merge"),
         ("softmax_loss8", "_losses"),
         ("softmax_loss8", "_gradient"),
+        ("muon", "_nesterov"),
+        ("muon", "_descend"),
     }
 
 
@@ -68,14 +72,15 @@ def test_large_tensors_move_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -
             assert re.search(r"ld\.global[\w:.]*\.v4\.b32", kernel["ptx"]), kernel["kernel"]
             # a thread's eight codes are half as much
             stored = ("st.global.v2.b32", "st.global.v4.b32") if kernel["float8"] else ("st.global.v4.b32",)
-            assert any(width in kernel["ptx"] for width in stored) or kernel["kernel"] == "_losses", kernel["kernel"]
+            wide = any(width in kernel["ptx"] for width in stored)
+            assert wide or kernel["kernel"] in ("_losses", "_sums", "_lost"), kernel["kernel"]  # which store few values
             if kernel["kernel"] != "_losses":  # which picks one logit of a row
                 assert "ld.global.b16" not in kernel["ptx"], kernel["kernel"]
 
 
 def test_fp8_is_rounded_by_the_hardware(compiled: list[dict[str, Any]]) -> None:
     for kernel in compiled:
-        if kernel["float8"] and kernel["module"] != "softmax_loss8":
+        if kernel["float8"] and kernel["module"] not in ("softmax_loss8", "float8_mean"):  # e5m2; only reads
             assert "cvt.rn.satfinite.e4m3x2.f32" in kernel["ptx"], kernel["kernel"]
             # value·0 + value, by which inf becomes NaN, is still there
             assert re.search(r"fma\.rn\.f32\s+%\w+, (%\w+), 0f00000000, \1;", kernel["ptx"]), kernel["kernel"]
@@ -170,9 +175,11 @@ def main() -> None:
     from triton.runtime.jit import JITFunction
 
     from redline.kernels import (
+        float8_mean_triton,
         float8_norm_triton,
         float8_rotary_triton,
         float8_triton,
+        muon_triton,
         qk_norm_triton,
         relu2_triton,
         rms_norm_triton,
@@ -234,6 +241,8 @@ def main() -> None:
         scale = Scale(one, one, one if large else None)
         float8_triton.quantise(x, scale)
         float8_triton.quantise(x.float(), scale)
+        operand, matrix = (float8_triton.quantise(empty(rows, d), scale) for rows in (n, f))
+        float8_mean_triton.mean_correction(operand, matrix, empty(f, d, dtype=torch.float32))
         float8_triton.swiglu8(empty(n, 2 * f), scale)
         float8_triton.swiglu_backward8(empty(n, f), empty(n, 2 * f), scale)
         relu2_triton.relu2_8(empty(n, f), scale)
@@ -242,6 +251,10 @@ def main() -> None:
         for other in (x, None) if d == 1024 else (x,):
             float8_norm_triton.add_rms_norm8(x, other, weight, 1e-5, scale)
         softmax_loss8_triton.softmax_loss8(empty(n, f), empty(n, dtype=torch.int64), scale)
+        matrices = [empty(f, d, dtype=torch.float32)] * 3
+        muon_triton.nesterov_(matrices, empty(3, f, d, dtype=torch.float32), one, one, 0.95)
+        for scales in (empty(3, f, dtype=torch.float32), None):
+            muon_triton.descend_(matrices, empty(3, f, d), scales, one, rate=0.02, decay=0.1, cautious=scales is None)
     print(json.dumps(found))
 
 

@@ -26,7 +26,7 @@ def poison(trainer: Any, at: set[int], value: float) -> None:
     trainer.objective.loss = loss
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nothing_changes(world: Any, tmp_path: Path, optimizer: str, value: float) -> None:
     with RunDirectory(tmp_path / "run") as run:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from redline.train import graph
-from redline.train.graph import GraphedBackward, faster, use_graph
+from redline.train.graph import GraphedBackward, if_faster, use_graph
 from redline.train.step import StepBatch
 
 
@@ -99,8 +99,8 @@ def test_it_is_taken_where_it_is_faster(
 ) -> None:
     plain, graphed = Sum(), Sum()
     monkeypatch.setattr(graph, "_seconds", lambda work, _: plain_s if work is plain else graph_s)
-    chosen, found = faster(plain, lambda: graphed, batch_of(1.0))
-    assert (chosen is graphed) is taken
+    chosen, found = if_faster(lambda: graphed, plain, batch_of(1.0))
+    assert chosen is (graphed if taken else None)
     assert bool(found) is taken
     if taken:
         assert found == "forward and backward are one launch: 20.0 → 10.0 ms"
@@ -119,11 +119,11 @@ def test_a_graph_that_fails_costs_nothing_but_a_warning(monkeypatch: pytest.Monk
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     work = Sum()
-    step = SimpleNamespace(backward=work, run=work, parameters=[work.parameter])
+    step = SimpleNamespace(backward=work, graph=None, parameters=[work.parameter])
     monkeypatch.setattr(graph, "GraphedBackward", fail)
     said = Said()
     use_graph(step, batch_of(1.0), said)  # type: ignore[arg-type]
-    assert step.run is step.backward
+    assert step.graph is None
     assert said.warnings == [
         "a CUDA graph could not be recorded (operation not permitted when stream is capturing); "
         "going on without, which is slower"

@@ -30,7 +30,7 @@ def curve(run: Path) -> list[tuple[Any, ...]]:
     return [tuple(e.get(k) for k in keys) for e in events]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon"])
 def test_bitwise(world: Any, tmp_path: Path, tensors_of: Any, optimizer: str) -> None:
     options = (*EVERYTHING, f"train.optimizer={optimizer}")
     whole = world.run(tmp_path / "whole", *options)

@@ -30,17 +30,37 @@ class TrainedRun:
         return [event for event in self.events if event["type"] == name]
 
 
-def train(words: list[str], run: Path, environment: dict[str, str] | None = None) -> TrainedRun:
+class DivergedError(ChildError):
+    """A run that ended because there was nothing left to learn with."""
+
+    def __init__(self, run: TrainedRun) -> None:
+        super().__init__("it diverged: its loss or its gradient was no longer finite")
+        self.run = run
+
+
+def train(
+    words: list[str], run: Path, environment: dict[str, str] | None = None, limit_s: float = LIMIT_S
+) -> TrainedRun:
     """`redline train …` as it is typed."""
     command = [sys.executable, "-m", "redline", "train", *words, "--run", str(run)]
     begun = time.time()
-    _run(command, "", environment)
+    try:
+        _run(command, "", environment, limit_s)
+    except ChildError:
+        stops = [event.get("reason") for event in read_events(run / "events.jsonl") if event["type"] == "stop"]
+        if "nonfinite" in stops:
+            raise DivergedError(_left_by(run, begun)) from None
+        raise
+    return _left_by(run, begun)
+
+
+def _left_by(run: Path, begun: float) -> TrainedRun:
     return TrainedRun(begun, list(read_events(run / "events.jsonl")), json.loads((run / "lock.json").read_text()))
 
 
-def ask(module: str, request: dict[str, Any]) -> dict[str, Any]:
+def ask(module: str, request: dict[str, Any], limit_s: float = LIMIT_S) -> dict[str, Any]:
     """What `python -m module` answers to a request, in one line of JSON."""
-    output = _run([sys.executable, "-m", module], json.dumps(request))
+    output = _run([sys.executable, "-m", module], json.dumps(request), limit_s=limit_s)
     try:
         answer = json.loads(output.splitlines()[-1])
     except (IndexError, ValueError):
@@ -50,7 +70,7 @@ def ask(module: str, request: dict[str, Any]) -> dict[str, Any]:
     return dict(answer)
 
 
-def _run(command: list[str], given: str, environment: dict[str, str] | None = None) -> str:
+def _run(command: list[str], given: str, environment: dict[str, str] | None = None, limit_s: float = LIMIT_S) -> str:
     try:
         done = subprocess.run(
             command,
@@ -58,11 +78,11 @@ def _run(command: list[str], given: str, environment: dict[str, str] | None = No
             env={**os.environ, **(environment or {})},
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=limit_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ChildError(f"not done within {LIMIT_S} s") from None
+        raise ChildError(f"not done within {limit_s:.0f} s") from None
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
         raise ChildError(said[-1].removeprefix("redline: ").strip()[:300])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from redline.bench.loss_page import sections
+
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
 
@@ -17,7 +19,7 @@ def markdown(result: dict[str, Any], picture: str | None = None) -> str:
     parts = [
         f"# redline bench {benchmark}: {machine['name']}, {result['date']}",
         *([f"![{_caption(benchmark)}]({picture})"] if picture else []),
-        _table(result["rows"], _COLUMNS[benchmark]),
+        *(sections(result) if benchmark == "time-to-loss" else [_table(result["rows"], _COLUMNS[benchmark])]),
         *_notes(result["rows"]),
         "\n".join(["| measured with | |", "|---|---|", *(f"| {key} | {value} |" for key, value in _about(result))]),
     ]
@@ -77,7 +79,12 @@ def _fp8(row: Row) -> str | None:
 
 
 def _caption(benchmark: str) -> str:
-    return {"throughput": "tokens per second", "plan-accuracy": "planned against measured"}.get(benchmark, benchmark)
+    captions = {
+        "throughput": "tokens per second",
+        "plan-accuracy": "planned against measured",
+        "time-to-loss": "validation loss over seconds of training",
+    }
+    return captions.get(benchmark, benchmark)
 
 
 def _shown(key: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:

@@ -6,6 +6,8 @@ import io
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from redline.bench.loss_picture import draw_time_to_loss
+from redline.bench.style import ACCENT, CARD, FAINT, INK, RC, SECOND, headed
 from redline.units import format_count
 
 if TYPE_CHECKING:
@@ -14,24 +16,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-_INK, _FAINT, _GRID, _ACCENT, _SECOND, _CARD = "#1d1b1a", "#6d6763", "#e7e3df", "#c8281f", "#8fa6bd", "#ffffff"
 _BANDS = ((0.10, "#f3f1ee"), (0.05, "#e4ebe4"))  # wide one first: the other lies upon it
-_RC: Any = {
-    "svg.fonttype": "path",
-    "svg.hashsalt": "redline",  # the same result, the same file
-    "font.size": 10,
-    "text.color": _INK,
-    "axes.edgecolor": _GRID,
-    "axes.labelcolor": _FAINT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": _GRID,
-    "xtick.color": _FAINT,
-    "ytick.color": _INK,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-}
 _REACH = 0.14  # of the axis of errors
 _NAMES = {
     "redline": "redline",
@@ -51,8 +36,8 @@ def draw(result: dict[str, Any]) -> str | None:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    with matplotlib.rc_context(_RC):
-        canvas = Figure(layout=ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.1), facecolor=_CARD)
+    with matplotlib.rc_context(RC):
+        canvas = Figure(layout=ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.1), facecolor=CARD)
         drawn(canvas, {**result, "rows": rows})
         out = io.StringIO()
         canvas.savefig(out, format="svg", metadata={"Date": None})
@@ -66,13 +51,13 @@ def _draw_throughput(canvas: Figure, result: dict[str, Any]) -> None:
     most = max(row["tokens_per_s"] for row in rows)
     for place, row in enumerate(rows):
         ours = str(row["name"]).startswith("redline")
-        ax.barh(place, row["tokens_per_s"], height=0.62, color=_ACCENT if ours else _SECOND)
+        ax.barh(place, row["tokens_per_s"], height=0.62, color=ACCENT if ours else SECOND)
         ax.text(
             row["tokens_per_s"] + 0.012 * most,
             place,
             _beside(row),
             va="center",
-            color=_ACCENT if ours else _INK,
+            color=ACCENT if ours else INK,
             weight="bold" if ours else "normal",
         )
     reach = _draw_limits(ax, rows, most)
@@ -83,7 +68,7 @@ def _draw_throughput(canvas: Figure, result: dict[str, Any]) -> None:
     ax.grid(visible=True, axis="x")
     ax.spines["left"].set_visible(False)
     ax.set_xlabel("tokens per second")
-    _headed(canvas, result, f"{result.get('recipe', 'training')} on one {result['machine']['name']}")
+    headed(canvas, result, f"{result.get('recipe', 'training')} on one {result['machine']['name']}")
 
 
 def _beside(row: Row) -> str:
@@ -98,14 +83,14 @@ def _draw_limits(ax: Axes, rows: Sequence[Row], most: float) -> float:
     limits = {str(row["precision"]): row["ceiling_tokens_per_s"] for row in rows if row.get("ceiling_tokens_per_s")}
     near = {precision: limit for precision, limit in limits.items() if limit < 2.3 * most}
     for precision, limit in near.items():
-        ax.axvline(limit, color=_FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
+        ax.axvline(limit, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
         ax.text(
             limit - 0.01 * most,
             len(rows) - 0.5,
             f"the {precision} limit: {format_count(round(limit, -3))} ",
             ha="right",
             va="bottom",
-            color=_FAINT,
+            color=FAINT,
             size=9,
         )
     return max(near.values(), default=0.0)
@@ -119,25 +104,25 @@ def _draw_plan_accuracy(canvas: Figure, result: dict[str, Any]) -> None:
     _draw_errors(right, rows, "tokens_per_s", 0.10, lambda rate: f"{rate / 1e3:,.4g}k")
     for ax, title in ((left, "memory, GiB"), (right, "tokens/s")):
         ax.set_title(title, loc="left", size=10.5, weight="bold")
-        ax.set_title("planned → measured", loc="right", size=9, color=_FAINT)
+        ax.set_title("planned → measured", loc="right", size=9, color=FAINT)
         ax.set_xlabel("planned ÷ measured − 1", loc="left")
     left.set_yticks(range(len(rows)), [_short(row) for row in rows])
     left.set_ylim(len(rows) - 0.4, -0.6)
-    _headed(canvas, result, f"The plan against real steps on one {result['machine']['name']}")
+    headed(canvas, result, f"The plan against real steps on one {result['machine']['name']}")
 
 
 def _draw_errors(ax: Axes, rows: Sequence[Row], key: str, most: float, show: Callable[[float], str]) -> None:
     """A dot for each case by how far its plan is off, red beyond `most`, and both figures at the right."""
     for width, colour in _BANDS:
         ax.axvspan(-width, width, color=colour, zorder=0, linewidth=0)
-    ax.axvline(0, color=_FAINT, linewidth=0.8)
+    ax.axvline(0, color=FAINT, linewidth=0.8)
     for place, row in enumerate(rows):
         if (error := _error(row, key)) is not None:
-            _draw_error(ax, place, error, _ACCENT if abs(error) > most else _INK)
+            _draw_error(ax, place, error, ACCENT if abs(error) > most else INK)
         told = " → ".join(
             "–" if row[side].get(key) is None else show(row[side][key]) for side in ("planned", "measured")
         )
-        ax.text(_REACH + 0.19, place, told, ha="right", va="center", size=8.5, color=_FAINT)
+        ax.text(_REACH + 0.19, place, told, ha="right", va="center", size=8.5, color=FAINT)
     ax.set_xlim(-_REACH - 0.01, _REACH + 0.19)
     ax.set_xticks([-0.1, -0.05, 0, 0.05, 0.1], ["−10", "−5", "0", "+5", "+10 %"])
     ax.spines["left"].set_visible(False)
@@ -165,14 +150,8 @@ def _short(row: Row) -> str:
     return str(row.get("name") or row["case"]).replace("pretrain-", "").replace("train.", "").replace("data.", "")[:36]
 
 
-def _headed(canvas: Figure, result: dict[str, Any], title: str) -> None:
-    """What it is above, and what it was measured with below."""
-    git, versions = result.get("git") or {}, result.get("versions") or {}
-    commit = str(git.get("commit") or "")[:7]
-    told = [result.get("date"), f"torch {versions['torch']}" if "torch" in versions else "", f"commit {commit}"]
-    canvas.suptitle(title, x=0.02, ha="left", size=13.5, weight="bold")
-    foot = " · ".join(str(word) for word in told[: 3 if commit else 2] if word)
-    canvas.supxlabel(foot, x=0.985, ha="right", size=8.5, color=_FAINT)
-
-
-_PICTURES = {"throughput": _draw_throughput, "plan-accuracy": _draw_plan_accuracy}
+_PICTURES = {
+    "throughput": _draw_throughput,
+    "plan-accuracy": _draw_plan_accuracy,
+    "time-to-loss": draw_time_to_loss,
+}

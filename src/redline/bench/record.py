@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +28,7 @@ class Record:
     about: dict[str, Any] = field(default_factory=dict)  # what all rows have in common
     out: Path | None = None
     rows: list[Row] = field(default_factory=list)
+    conclude: Callable[[list[Row]], dict[str, Any]] | None = None  # what follows from the rows taken together
 
     def add(self, row: Row) -> None:
         """In the place of the row that has its name, else as the last."""
@@ -79,6 +81,7 @@ class Record:
             "versions": {**versions(), **_peers()},
             "git": git_state(),
             "rows": self.rows,
+            **(self.conclude(self.rows) if self.conclude else {}),
         }
 
 

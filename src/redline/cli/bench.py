@@ -27,13 +27,27 @@ OnlyOption = Annotated[
     str | None, typer.Option("--only", metavar="NAME[,NAME]", help="These configurations of the list, anew.")
 ]
 
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE …]", help="Overrides for the arms that are trained.")
+]
+ArmOption = Annotated[
+    str | None,
+    typer.Option("--arm", metavar="NAME[,NAME]", help="nanogpt, pretrain-350m, speedrun-350m; else all there are."),
+]
+BudgetOption = Annotated[
+    str | None, typer.Option("--budget", metavar="TIME", help="Of training alone: 2m (the default on a GPU), 90s, 480.")
+]
+SeedOption = Annotated[str, typer.Option("--seed", metavar="N[,N]", help="A run of each arm for each.")]
+AgainOption = Annotated[bool, typer.Option("--again", help="Train what is there already anew.")]
+
 
 @app.callback()
 def bench() -> None:
-    """Measure this machine: [bold]throughput[/bold], [bold]plan-accuracy[/bold] or [bold]startup[/bold].
+    """Measure this machine: throughput, time to loss, the plan's accuracy or start-up.
 
     Examples:
       redline bench throughput
+      redline bench time-to-loss data.source=./tokens --out loss.json
       redline bench plan-accuracy --out plan.json
       redline bench startup --json
     """
@@ -127,6 +141,56 @@ def startup(words: WordsArgument = None, json_: JsonOption = False, out: OutOpti
         raise typer.Exit(EXIT_FAILED)
 
 
+@app.command("time-to-loss")
+def time_to_loss(
+    words: OverridesArgument = None,
+    arm: ArmOption = None,
+    budget: BudgetOption = None,
+    seed: SeedOption = "1337",
+    again: AgainOption = False,
+    json_: JsonOption = False,
+    out: OutOption = None,
+) -> None:
+    """Seconds of training until each arm passes the loss that a nanoGPT-style baseline ends with, on the same tokens.
+
+    An --out file of an earlier call is gone on with: what is there is not trained again.
+
+    Examples:
+      redline bench time-to-loss data.source=./tokens --budget 2m --out loss.json
+      redline bench time-to-loss data.source=./tokens --arm nanogpt train.lr=1e-3 --out loss.json
+      redline bench time-to-loss data.source=./tokens --arm pretrain-350m --seed 1337,1338,1339 --out loss.json
+    """
+    from redline.bench.arms import Trial, check_overrides, choose_arms, device_of, in_order
+    from redline.bench.loss_page import lines
+    from redline.bench.passing import compare
+    from redline.bench.place import check_out, file_for, read_earlier
+    from redline.bench.time_to_loss import BUDGETS, check_data, is_there, parse_budget, parse_seeds, run_time_to_loss
+
+    check_out(out, goes_on=True)
+    arms, seeds, seconds = choose_arms(arm), parse_seeds(seed), None if budget is None else parse_budget(budget)
+    name, overrides = split_words(words)
+    if name is not None:
+        raise UsageError(f"{name!r} is no key=value.", fix="Name an arm with --arm.")
+    check_overrides(arms, overrides)
+    from redline.hardware.detect import detect
+
+    machine = detect(device_of(overrides))
+    check_data(overrides, machine)
+    out = file_for(out, "time-to-loss", machine, goes_on=True)
+    earlier = read_earlier(out, "time-to-loss", machine)
+    asked = [Trial(a, in_order(overrides), seconds or BUDGETS[machine.device], s) for s in seeds for a in arms]
+    record = _record("time-to-loss", machine, out)
+    record.conclude = lambda rows: {"comparison": compare(rows)}
+    record.go_on_from(earlier or {"rows": []})
+    due = [trial for trial in asked if again or not is_there(trial, record.rows)]
+    typer.echo(f"  trains     {len(due)} of {len(asked)} runs; {len(record.rows)} rows are there", err=True)
+    _collect(record, run_time_to_loss(due, machine, record.rows, again=again))
+    _show_lines(record, json_, lines)
+    names = {trial.name for trial in asked}
+    if any("error" in row for row in record.rows if row["name"] in names):
+        raise typer.Exit(EXIT_FAILED)
+
+
 def _record(benchmark: str, machine: Any, out: Path | None, **about: Any) -> Record:
     from redline.bench.record import Record
 
@@ -148,16 +212,21 @@ def _collect(record: Record, rows: Iterator[Row]) -> None:
 
 
 def _show(record: Record, json_: bool, line: Callable[[Row], str]) -> None:
+    _show_lines(record, json_, lambda result: [line(row) for row in result["rows"]])
+
+
+def _show_lines(record: Record, json_: bool, lines: Callable[[dict[str, Any]], list[str]]) -> None:
     record.finish()
     for path in record.files():
         typer.echo(f"  written    {path}", err=True)
+    result = record.result()
     if json_:
         import json
 
-        typer.echo(json.dumps(record.result()))
+        typer.echo(json.dumps(result))
         return
-    for row in record.rows:
-        typer.echo(line(row))
+    for line in lines(result):
+        typer.echo(line)
 
 
 def _throughput_line(row: Row) -> str:

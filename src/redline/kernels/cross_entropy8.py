@@ -23,6 +23,7 @@ from redline.kernels.float8 import (
     quantise,
     weight_gradient8,
 )
+from redline.kernels.float8_mean import mean_correction
 from redline.kernels.softmax_loss8 import softmax_loss8
 from redline.plan.memory import head_chunk
 
@@ -48,13 +49,14 @@ class _LinearCrossEntropy8(torch.autograd.Function):
         normed, gradient = (_fixed(value, x_ND) for value in (normed_factor(x_ND.shape[1]), _GRADIENT))
         x8, w8 = quantise(x_ND, normed), quantise(weight_VD, current_scale(weight_VD))
         assert x8.row is not None
+        bias = mean_correction(x8, w8, weight_VD)
         losses = torch.empty(len(x_ND), device=x_ND.device, dtype=torch.float32)
         grad_x = torch.empty_like(x_ND)
         grad_weight = torch.zeros(weight_VD.shape, device=x_ND.device, dtype=torch.float32)
         for start in range(0, len(x_ND), chunk):
             part = slice(start, start + chunk)
             x = Float8(x8.row[part], x8.column[:, part], x8.unscale)
-            losses[part], g8 = softmax_loss8(linear8(x, w8), target_N[part], gradient, softcap=softcap)
+            losses[part], g8 = softmax_loss8(linear8(x, w8, bias), target_N[part], gradient, softcap=softcap)
             grad_x[part] = input_gradient8(g8, w8)
             grad_weight += weight_gradient8(g8, x)
         ctx.save_for_backward(grad_x, grad_weight)

@@ -113,11 +113,11 @@ def merge_rotated_gradients8(
     return reference_merge_rotated_gradients8(grad_q_BHTK, grad_k_BHTK, grad_v_BHTK, cos_TF, sin_TF, scale)
 
 
-def linear8(x: Float8, weight: Float8) -> Tensor:
-    """x·Wᵀ in bf16."""
+def linear8(x: Float8, weight: Float8, bias_O: Tensor | None = None) -> Tensor:
+    """x·Wᵀ in bf16, and a bias in bf16 added to it."""
     assert x.row is not None
     assert weight.row is not None
-    return _matmul(x.row, weight.row, x.unscale, weight.unscale, torch.bfloat16)
+    return _matmul(x.row, weight.row, x.unscale, weight.unscale, torch.bfloat16, bias_O)
 
 
 def input_gradient8(grad: Float8, weight: Float8) -> Tensor:
@@ -131,13 +131,21 @@ def weight_gradient8(grad: Float8, x: Float8) -> Tensor:
     return _matmul(grad.column, x.column, grad.unscale, x.unscale, torch.float32)
 
 
-def _matmul(a_MK: Tensor, b_NK: Tensor, unscale_a: Tensor, unscale_b: Tensor, dtype: torch.dtype) -> Tensor:
+def _matmul(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    unscale_a: Tensor,
+    unscale_b: Tensor,
+    dtype: torch.dtype,
+    bias_N: Tensor | None = None,
+) -> Tensor:
     """a·bᵀ: rows by rows, as the hardware has it."""
     if not a_MK.is_cuda:
-        return ((a_MK.float() * unscale_a) @ (b_NK.float() * unscale_b).T).to(dtype)
+        product = (a_MK.float() * unscale_a) @ (b_NK.float() * unscale_b).T
+        return (product if bias_N is None else product + bias_N).to(dtype)
     assert all(size % 16 == 0 for size in (*a_MK.shape, *b_NK.shape)), "fp8 matmuls need multiples of 16"
     fast = a_MK.shape[1] <= SHORT_SUM
-    return torch._scaled_mm(a_MK, b_NK.T, unscale_a, unscale_b, out_dtype=dtype, use_fast_accum=fast)
+    return torch._scaled_mm(a_MK, b_NK.T, unscale_a, unscale_b, bias=bias_N, out_dtype=dtype, use_fast_accum=fast)
 
 
 def reference_quantise(x_NK: Tensor, scale: Scale) -> Float8:

@@ -129,16 +129,16 @@ class _FusedBlock(torch.autograd.Function):
         w_up, w_down = stored(up_weight, wide, s.up), stored(down_weight, wide, s.down)
 
         x1, n1, r1 = normed(_rows(residual_BTD), _rows(delta_BTD), attention_norm, how.eps, s.qkv_input)
-        qkv = linear(n1, w_qkv).view(B, T, -1)
+        qkv = linear(n1, w_qkv, qkv_weight).view(B, T, -1)
         raw, rstd, (q, k, v) = _rotated(qkv, q_norm, k_norm, how)
         with torch.set_grad_enabled(any(ctx.needs_input_grad)):
             q, k, v = (x.detach().requires_grad_(torch.is_grad_enabled()) for x in (q, k, v))
             attended = how.attend(q, k, v)
         o = stored(attended.detach().transpose(1, 2).reshape(B * T, -1), wide, s.out_input)
-        x2, n2, r2 = normed(x1, linear(o, w_out), mlp_norm, how.eps, s.up_input)
-        h = linear(n2, w_up)
+        x2, n2, r2 = normed(x1, linear(o, w_out, out_weight), mlp_norm, how.eps, s.up_input)
+        h = linear(n2, w_up, up_weight)
         a = activated(h, how.mlp, s.down_input)
-        y = linear(a, w_down)
+        y = linear(a, w_down, down_weight)
 
         operands = pack(n1, o, n2, a, w_qkv, w_out, w_up, w_down)
         ctx.save_for_backward(x1, r1, x2, r2, h, attention_norm, mlp_norm, q_norm, k_norm, raw, rstd, *operands)

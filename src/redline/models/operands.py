@@ -18,6 +18,7 @@ from redline.kernels.float8 import (
     swiglu_backward8,
     weight_gradient8,
 )
+from redline.kernels.float8_mean import mean_correction
 from redline.kernels.matmul import weight_gradient as plain_weight_gradient
 from redline.kernels.relu2 import relu2, relu2_8, relu2_backward8, relu2_backward_
 from redline.kernels.rms_norm import add_rms_norm, rms_norm_backward
@@ -70,9 +71,10 @@ def merged_backward(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, h
     return _seen(merge_rotated_gradients(q, k, v, cos, sin).flatten(0, 1), how)
 
 
-def linear(x: Operand, weight: Operand) -> Tensor:
+def linear(x: Operand, weight: Operand, exact: Tensor) -> Tensor:
+    """x·Wᵀ; `exact` is the weight as it was before it was rounded."""
     if isinstance(x, Float8) and isinstance(weight, Float8):
-        return linear8(x, weight)
+        return linear8(x, weight, mean_correction(x, weight, exact))
     assert isinstance(x, Tensor)
     assert isinstance(weight, Tensor)
     return x @ weight.T

@@ -49,15 +49,17 @@ class Decoder(nn.Module):
         assert isinstance(weight, Tensor)
         return weight
 
-    def initialise(self, generator: torch.Generator) -> None:
-        """GPT-2's initialisation: what adds to the stream is smaller the deeper the model."""
+    def initialise(self, generator: torch.Generator, init: str = "gpt2") -> None:
+        """GPT-2's initialisation: what adds to the stream is smaller the deeper the model; or it is `zero` at first."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 nn.init.ones_(parameter)
                 continue
             adds = name.endswith(("attention.out.weight", "mlp.down.weight"))
-            std = _INIT_STD / (2 * self.shape.layers) ** 0.5 if adds else _INIT_STD
-            # drawn on the CPU so that the same seed gives the same model on every device
+            added = 0.0 if init == "zero" else _INIT_STD / (2 * self.shape.layers) ** 0.5
+            # drawn on the CPU so that the same seed gives the same model on every device, and zeros are drawn too: the
+            # rest of the model is the same with them
+            std = added if adds else _INIT_STD
             parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
     def use_float8(self, linears: Iterable[str], device: torch.device) -> None:

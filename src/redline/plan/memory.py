@@ -11,6 +11,7 @@ LOGITS_PER_CHUNK = 1 << 29  # the head runs over this many logits at once (never
 WORKSPACE = 1.0 * GIB  # CUDA context, cuBLAS and cuDNN workspaces
 PROCESS = 0.38 * GIB  # Python and torch themselves, which share the memory of a CPU
 LOW_BIT = ("adamw_8bit", "paged_adamw_8bit")
+MUON = ("muon", "normuon")  # of the hidden matrices, with AdamW for the rest
 LOW_BIT_BLOCK = 256  # values that share one fp32 scale
 LOW_BIT_FROM = 4096  # smaller tensors keep 32-bit moments, as bitsandbytes has it
 RECOMPUTED_AT_ONCE = 0.6  # of a block that is computed again: compiled, its parts go as they are used
@@ -93,8 +94,9 @@ def _block_bytes(shape: DecoderShape, bytes_per_value: int, kernels: Kernels) ->
 def moment_bytes(shape: DecoderShape, optimizer: str) -> float:
     """What the optimizer keeps of every parameter's past."""
     total, matrices = shape.parameters, shape.layers * shape.layer_matmul_parameters
-    if optimizer == "muon":
-        return 4.0 * matrices + 8.0 * (total - matrices)
+    if optimizer in MUON:
+        rows = shape.layers * (shape.d_qkv + shape.d_up + 2 * shape.d_model)  # each with a second moment
+        return 4.0 * matrices + 8.0 * (total - matrices) + (4.0 * rows if optimizer == "normuon" else 0.0)
     if optimizer in LOW_BIT:
         small = shape.norm_parameters if shape.d_model < LOW_BIT_FROM else 0
         return 2 * (1 + 4 / LOW_BIT_BLOCK) * (total - small) + 8.0 * small

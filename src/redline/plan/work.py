@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from redline.plan.memory import LOW_BIT, Kernels, activation_bytes_per_token
+from redline.plan.memory import LOW_BIT, MUON, Kernels, activation_bytes_per_token
 from redline.plan.shapes import DecoderShape
 
 
@@ -35,7 +35,6 @@ TRAFFIC = 4.25
 TRAFFIC_UNCOMPILED = 16.3
 KERNELS_PER_LAYER = 45  # a compiled block, forward and backward
 KERNELS_UNCOMPILED = 220
-MUON_BYTES = 240  # a hidden parameter's, in one update
 
 
 def decoder_work(
@@ -67,7 +66,7 @@ def decoder_work(
         update=_update_traffic(shape, optimizer, ema),
         gradient_bytes=4.0 * shape.parameters,
         kernels=(KERNELS_PER_LAYER if kernels.compiled else KERNELS_UNCOMPILED) * layers,
-        update_flops=_orthogonalisation(shape) if optimizer == "muon" else 0.0,
+        update_flops=_orthogonalisation(shape) if optimizer in MUON else 0.0,
         packed=kernels.packed,
         width=d,
         head_dim=shape.head_dim,
@@ -101,17 +100,34 @@ def _fused_traffic(shape: DecoderShape, bytes_per_value: int, fp8: bool) -> floa
 
 def _update_traffic(shape: DecoderShape, optimizer: str, ema: bool) -> float:
     """Weights, gradients and moments, read and written by one update; the norm reads the gradients before."""
-    hidden = shape.layers * shape.layer_matmul_parameters if optimizer == "muon" else 0
+    hidden = shape.layers * shape.layer_matmul_parameters if optimizer in MUON else 0
     moments = 0.5 if optimizer in LOW_BIT else 2  # of four bytes; 8-bit moments are a quarter each
     per_parameter = 4 * (2 + 2 + 2 * moments)
     averaged = 12 * shape.parameters if ema else 0
-    return float(per_parameter * (shape.parameters - hidden) + MUON_BYTES * hidden + averaged)
+    orthogonal = _muon_traffic(shape, optimizer) if optimizer in MUON else 0.0
+    return per_parameter * (shape.parameters - hidden) + orthogonal + averaged
+
+
+def _muon_traffic(shape: DecoderShape, optimizer: str) -> float:
+    """Of one update of the hidden matrices. A parameter's bytes, with q = shorter / longer side of its matrix:
+
+    4: the gradient, for its norm. 4 + 4 + 4: gradient, momentum in and out. 2 + 2 + 2: Nesterov's sum written, read and
+    scaled. 5·(2 + 2 + 2): for each quintic, x read for its Gram matrix, read and written for the product.
+    5·8q: the Gram matrix and its polynomial, written and read. 2 + 4 + 4: the update, the weight in and out: 62 + 40q.
+    NorMuon reads the update once more.
+    """
+    per_parameter = 62 + (2 if optimizer == "normuon" else 0)
+    return float(sum(m * n * per_parameter + 40 * min(m, n) ** 2 for m, n in _hidden_matrices(shape)) * shape.layers)
 
 
 def _orthogonalisation(shape: DecoderShape) -> float:
     """Five Newton–Schulz steps for every hidden matrix: X·Xᵀ, its square, and their product with X."""
+    per_step = sum(2.0 * min(m) * min(m) * (2 * max(m) + min(m)) for m in _hidden_matrices(shape))
+    return 5 * shape.layers * per_step
+
+
+def _hidden_matrices(shape: DecoderShape) -> list[tuple[int, int]]:
+    """A block's, as Muon takes them: merged ones apart."""
     d, attention, kv = shape.d_model, shape.d_attention, shape.kv_heads * shape.head_dim
     ups = 2 if shape.mlp == "swiglu" else 1
-    matrices = [(attention, d), (kv, d), (kv, d), (attention, d), (shape.d_ff, d), *[(shape.d_ff, d)] * ups]
-    per_step = sum(2.0 * min(m) * min(m) * (2 * max(m) + min(m)) for m in matrices)
-    return 5 * shape.layers * per_step
+    return [(attention, d), (kv, d), (kv, d), (d, attention), (d, shape.d_ff), *[(shape.d_ff, d)] * ups]

@@ -7,6 +7,7 @@ from typing import Any
 from redline.errors import Problem
 from redline.fields import AUTO
 from redline.plan.batch import given_batch
+from redline.plan.memory import MUON
 from redline.plan.shapes import SIZES
 from redline.recipe.schema import Model, Recipe, Train
 
@@ -17,7 +18,8 @@ def number(value: Any) -> Any:
 
 
 def contradictions(recipe: Recipe) -> list[Problem]:
-    return [*_model(recipe.model), *_stops(recipe.train), *_batch(recipe.train), *_stream(recipe)]
+    found = [*_model(recipe.model), *_stops(recipe.train), *_batch(recipe.train), *_stream(recipe)]
+    return [*found, *_optimizer(recipe)]
 
 
 def _model(model: Model) -> list[Problem]:
@@ -57,6 +59,23 @@ def _batch(train: Train) -> list[Problem]:
         return []  # right for some number of GPUs; the plan knows which
     batch = given_batch(*given)
     return [batch] if isinstance(batch, Problem) else []
+
+
+def _optimizer(recipe: Recipe) -> list[Problem]:
+    """What would change nothing."""
+    train, problems = recipe.train, []
+    without = "Take it away, or use train.optimizer=muon or normuon."
+    if train.optimizer not in MUON:
+        idle = {"train.cautious": train.cautious, "train.muon_momentum_warmup": train.muon_momentum_warmup}
+        what = f"does nothing with train.optimizer={train.optimizer}."
+        problems += [Problem(key, what, without) for key, value in idle.items() if value]
+    elif train.cautious and not train.weight_decay:
+        fix = "Take it away, or give train.weight_decay."
+        problems.append(Problem("train.cautious", "is about weight decay, and train.weight_decay is 0.", fix))
+    if recipe.model.tied and number(train.head_lr) not in (None, train.embedding_lr):
+        fix = "Use train.embedding_lr, or model.tied=false."
+        problems.append(Problem("train.head_lr", "does nothing while model.tied=true: the head is the embedding.", fix))
+    return problems
 
 
 def _stream(recipe: Recipe) -> list[Problem]:

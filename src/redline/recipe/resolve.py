@@ -19,6 +19,7 @@ from redline.plan.shapes import SIZES, DecoderShape, padded_vocab
 from redline.recipe.checks import number
 from redline.recipe.forecast import CPU_SHARE, Measured, forecast, kernels_of
 from redline.recipe.presets import preset_factor, preset_text
+from redline.recipe.rates import resolved_rates
 from redline.recipe.schema import Recipe
 from redline.units import GIB, format_count
 
@@ -383,7 +384,7 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
         "precision": precision,
         "compile": compiled,
         "grad_checkpointing": checkpointing,
-        "lr": r.lr(batch.global_batch),
+        **resolved_rates(recipe, r.lr(batch.global_batch)),
         "warmup_steps": r.warmup(steps, flops, tokens_per_step),
     }
     if recipe.train.optimizer.startswith("paged") and machine.device == "cpu":

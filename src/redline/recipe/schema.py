@@ -35,7 +35,7 @@ from redline.fields import (
 )
 from redline.jobs import JOBS, options_of
 from redline.plan.batch import PRESETS
-from redline.plan.memory import LOW_BIT
+from redline.plan.memory import LOW_BIT, MUON
 from redline.plan.schedule import SCHEDULES
 from redline.plan.shapes import SIZES
 
@@ -85,6 +85,7 @@ class Model(Section):
     dropout: Probability = 0.0
     attention: Annotated[str, one_of(*ATTENTION)] = AUTO
     kernels: Annotated[str, one_of(AUTO, "torch", "fused")] = AUTO  # fused: a block's backward written out, in Triton
+    init: Annotated[str, one_of("gpt2", "zero")] = "gpt2"  # zero: of what adds to the stream
     init_from: MaybeText = None  # RUN[@step|@best] or an exported folder: weights only
 
 
@@ -147,15 +148,21 @@ class Train(Section):
     global_batch: AutoSequences = AUTO  # in sequences
     micro_batch: AutoSequences = AUTO
     accumulation: AutoSequences = AUTO
-    optimizer: Annotated[str, one_of("adamw", "muon", *LOW_BIT)] = "adamw"
+    optimizer: Annotated[str, one_of("adamw", *MUON, *LOW_BIT)] = "adamw"
     lr: AutoPositive = AUTO  # a number is never touched; auto = lr_base·√(batch / batch_base)
     lr_base: Positive = 4e-4
     batch_base: Sequences = 128
+    embedding_lr: AutoPositive = AUTO  # of AdamW by role; auto: lr
+    head_lr: AutoPositive = AUTO
+    scalar_lr: AutoPositive = AUTO
     muon_lr: Positive = 0.02  # for the hidden matrices; the rest has `lr`
     muon_momentum: Probability = 0.95
+    muon_momentum_warmup: Whole = 0  # steps in which it rises from 0.85
+    muon_beta2: Probability = 0.95  # normuon: of the rows' second moments
     betas: Annotated[tuple[float, float], BeforeValidator(_pair)] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.1  # on matrices only
+    cautious: Flag = False  # muon, normuon: decay only where it goes the update's way
     clip: MaybePositive = 1.0
     schedule: Annotated[str, one_of(*SCHEDULES)] = "cosine"
     warmup_steps: AutoWhole = AUTO

@@ -75,26 +75,27 @@ class GraphedBackward:
 def use_graph(step: Step, batch: StepBatch, monitor: Monitor) -> None:
     """Where launching is what takes the time. Whatever goes wrong, kernels can still be launched one by one."""
     try:
-        step.run, found = faster(step.backward, lambda: GraphedBackward(step.backward, step.parameters, batch), batch)
+        graph, found = if_faster(lambda: GraphedBackward(step.backward, step.parameters, batch), step.backward, batch)
     except StopRequested:
         raise
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         monitor.warn(f"a CUDA graph could not be recorded ({first_line[:120]}); going on without, which is slower")
         return
-    if found:
+    if graph is not None:
+        step.graph = graph
         monitor.say(found)
 
 
-def faster(plain: Backward, graphed: Callable[[], Backward], batch: StepBatch) -> tuple[Backward, str]:
-    """Whichever takes less time for this batch, and what was found."""
+def if_faster(graphed: Callable[[], Backward], plain: Backward, batch: StepBatch) -> tuple[Backward | None, str]:
+    """The graph, if it takes less time for this batch, and what was found."""
     without = _seconds(plain, batch)
     if without > SLOWEST:
-        return plain, ""
+        return None, ""
     graph = graphed()
     within = _seconds(graph, batch)
     if within > _WORTH * without:
-        return plain, ""
+        return None, ""
     return graph, f"forward and backward are one launch: {1e3 * without:.1f} → {1e3 * within:.1f} ms"
 
 

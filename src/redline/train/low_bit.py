@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from redline.errors import UserError, install_hint
 from redline.objectives.base import ParamGroup
 from redline.plan.memory import LOW_BIT_BLOCK, LOW_BIT_FROM
+from redline.recipe.rates import role_rate
 from redline.recipe.schema import Train
 
 Gate = tuple[Tensor, Tensor]  # what gradients are divided by; 1.0 when the step must not happen
@@ -40,9 +41,11 @@ class Adam8bit:
         self.betas, self.eps = train.betas, train.eps
         self.names: dict[str, nn.Parameter] = {}
         self.decay: dict[str, float] = {}
+        self.peak: dict[str, float] = {}
         for group in groups:
             self.names |= group.parameters
             self.decay |= dict.fromkeys(group.parameters, 0.0 if group.role == "scalar" else train.weight_decay)
+            self.peak |= dict.fromkeys(group.parameters, role_rate(train, group.role))
         device = next(iter(self.names.values())).device
         paged = train.optimizer.startswith("paged") and device.type == "cuda"
         self.count = torch.zeros((), dtype=torch.float64, device=device)
@@ -50,7 +53,7 @@ class Adam8bit:
         self.state = {name: _State(p, self._bnb, paged) for name, p in self.names.items()}
 
     @torch.no_grad()
-    def step(self, lr: float, gate: Gate) -> None:
+    def step(self, factor: float, gate: Gate) -> None:
         divisor, bad = gate
         stop = bad > 0
         torch.where(stop, self.count, self.count + 1, out=self.count)
@@ -58,7 +61,7 @@ class Adam8bit:
         correction = ((1 - beta2**self.count).sqrt() / (1 - beta1**self.count)).float()
         for name, parameter in self.names.items():
             assert parameter.grad is not None
-            state, update = self.state[name], torch.zeros_like(parameter)
+            state, update, lr = self.state[name], torch.zeros_like(parameter), self.peak[name] * factor
             codes, scales = state.codes.clone(), state.scales.clone()
             self._update(parameter.grad / divisor, update, codes, scales, lr)
             moved = torch.addcmul(parameter * (1.0 - lr * self.decay[name]), update, correction)

@@ -58,12 +58,12 @@ class Step:
         self.objective, self.optimizer, self.scale, self.ema = objective, optimizer, scale, ema
         self.clip, self.seed = clip, seed
         self.parameters = [p for p in objective.model.parameters() if p.requires_grad]
-        self.run: Backward = self.backward  # or a graph of it
+        self.graph: Backward | None = None  # in place of `backward`, where that is faster
 
     def __call__(self, step: int, batch: StepBatch, lr_factor: float) -> StepResult:
-        loss, terms = self.run(step, batch)
+        loss, terms = (self.graph or self.backward)(step, batch)
         grad_norm, bad = self._measure(loss)
-        self._update(lr_factor, grad_norm, bad)
+        self._update(step, lr_factor, grad_norm, bad)
         self.scale.update(bad)
         return StepResult(loss, terms, grad_norm, bad)
 
@@ -91,13 +91,13 @@ class Step:
         return grad_norm, (~finite).float()
 
     @torch.no_grad()
-    def _update(self, lr_factor: float, grad_norm: Tensor, bad: Tensor) -> None:
+    def _update(self, step: int, lr_factor: float, grad_norm: Tensor, bad: Tensor) -> None:
         # clipping and unscaling ride along in the optimizer's own pass over the gradients
         divisor = self.scale.scale
         if self.clip is not None:
             divisor = divisor * torch.clamp_min(grad_norm / self.clip, 1.0)
         divisor = torch.where(bad > 0, 1.0, divisor)
-        self.optimizer.step(lr_factor, (divisor, bad))
+        self.optimizer.step(lr_factor, (divisor, bad), step)
         if self.ema is not None:
             self.ema.update(bad)
 
@@ -105,7 +105,7 @@ class Step:
         """Everything a step does except to change anything: compiles, allocates, meets an OOM early."""
         loss, _ = self.backward(0, batch)
         grad_norm, bad = self._measure(loss)
-        self._update(0.0, grad_norm, torch.ones_like(bad))
+        self._update(0, 0.0, grad_norm, torch.ones_like(bad))
         self.clear()
 
     def clear(self) -> None:

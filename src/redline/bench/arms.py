@@ -1,0 +1,121 @@
+"""Who runs for time to loss, and with which words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from redline.bench.setting import TINY
+from redline.errors import UsageError, did_you_mean
+from redline.recipe.load import canonical_keys, load, parse_overrides, shipped
+
+BASELINE = "nanogpt"
+ARMS = (BASELINE, "pretrain-350m", "speedrun-350m")  # all but the first are recipes
+# what the baseline's loop reads; anything else it would pass over in silence
+BASELINE_READS = {
+    *(f"data.{key}" for key in ("source", "tokenizer", "seq_len", "shuffle", "workers", "val_fraction", "text_key")),
+    *(f"model.{key}" for key in ("layers", "d_model", "heads")),
+    *(f"train.{key}" for key in ("lr", "global_batch", "micro_batch", "warmup_steps", "weight_decay", "min_lr_ratio")),
+    *(f"train.{key}" for key in ("device", "precision", "compile")),
+    "eval.sequences",
+}
+# what follows from the budget, the seed and the rule that only training is timed
+OWN = {
+    "train.seed": "Use --seed.",
+    **dict.fromkeys(
+        ("train.steps", "train.tokens", "train.epochs", "train.hours", "train.target_loss"), "Use --budget."
+    ),
+    **dict.fromkeys(("eval.every", "eval.samples", "monitor.log_every"), "Leave it out."),
+    **dict.fromkeys(("checkpoint.every", "checkpoint.best", "checkpoint.keep"), "Leave it out."),
+}
+# neither makes a step slower or faster: trials that differ in these alone share a step time
+SAME_SPEED = {
+    *(f"train.{key}" for key in ("lr", "lr_base", "batch_base", "embedding_lr", "head_lr", "scalar_lr", "muon_lr")),
+    *(f"train.{key}" for key in ("muon_momentum", "muon_momentum_warmup", "muon_beta2", "betas", "eps")),
+    *(f"train.{key}" for key in ("weight_decay", "schedule", "warmup_steps", "decay_fraction", "min_lr_ratio")),
+    "model.init",
+    "data.source",
+}
+SAME_FOR_ALL = {
+    "cuda": ("eval.sequences=256",),
+    "cpu": (*TINY, "train.compile=false", "eval.sequences=16"),
+}
+TINY_TEXT = ("data.source=embedded", "data.tokenizer=bytes")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a row is known by."""
+
+    arm: str
+    overrides: tuple[str, ...]
+    budget_s: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.arm, *self.overrides, f"· {self.budget_s:g} s · seed {self.seed}"])
+
+    @property
+    def speed(self) -> tuple[str, ...]:
+        """Trials in which this is equal take the same time for a step."""
+        return (self.arm, *(word for word in self.overrides if key_of(word) not in SAME_SPEED))
+
+
+def key_of(word: str) -> str:
+    """Its one name, whatever spelling was typed."""
+    flat, _, _ = canonical_keys(parse_overrides([word]), "command line")
+    return next(iter(flat))
+
+
+def in_order(overrides: Iterable[str]) -> tuple[str, ...]:
+    """The same words in another order are the same trial; of two values for a key the last counts."""
+    return tuple(sorted({key_of(word): word for word in overrides}.values()))
+
+
+def choose_arms(asked: str | None) -> list[str]:
+    """Those that were named, else all that this version has a recipe for."""
+    known = shipped()
+    if asked is None:
+        return [arm for arm in ARMS if arm == BASELINE or arm in known]
+    names = list(dict.fromkeys(name.strip() for name in asked.split(",") if name.strip()))
+    if not names:
+        raise UsageError("names no arm.", where="--arm", fix=f"There are {', '.join(ARMS)}.")
+    for name in names:
+        if name not in ARMS:
+            hint = did_you_mean(name, ARMS) or f"There are {', '.join(ARMS)}."
+            raise UsageError(f"{name!r} is none of the arms.", where="--arm", fix=hint)
+        if name != BASELINE and name not in known:
+            what = f"{name!r} has no recipe in this version."
+            raise UsageError(what, where="--arm", fix=f"There are {', '.join(choose_arms(None))}.")
+    return names
+
+
+def check_overrides(arms: Iterable[str], overrides: Iterable[str]) -> None:
+    """Refuses what the benchmark decides itself, and what the baseline would not read."""
+    keys = {key_of(word): word for word in overrides}
+    for key, word in keys.items():
+        if key in OWN:
+            raise UsageError("the benchmark sets this itself.", where=word, fix=OWN[key])
+    for arm in arms:
+        if arm != BASELINE:
+            load(arm, list(overrides))  # a slip is answered before anything is measured
+        elif strange := [word for key, word in keys.items() if key not in BASELINE_READS]:
+            fix = "Name the other arms with --arm, and run nanogpt in a call of its own."
+            raise UsageError("nanogpt does not read this.", where=strange[0], fix=fix)
+
+
+def device_of(overrides: Iterable[str]) -> str:
+    asked = [word.partition("=")[2] for word in overrides if key_of(word) == "train.device"]
+    return asked[-1] if asked else "auto"
+
+
+def words_for(arm: str, overrides: Iterable[str], device: str) -> list[str]:
+    """Everything but steps and seed; what was asked for wins over what all have in common."""
+    overrides = list(overrides)
+    given = {key_of(word) for word in overrides}
+    common = [*SAME_FOR_ALL[device], *(TINY_TEXT if device == "cpu" and "data.source" not in given else ())]
+    common = [word for word in common if key_of(word) not in given]
+    if arm == BASELINE:
+        common = [word for word in common if key_of(word) in BASELINE_READS]
+    return [*common, *overrides]

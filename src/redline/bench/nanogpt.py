@@ -1,0 +1,207 @@
+"""GPT-2 trained in nanoGPT's style: the baseline of `redline bench time-to-loss`.
+
+    python -m redline.bench.nanogpt < request.json
+
+The request holds `key=value` words, the budget in seconds, and the milliseconds of a step where they are known already;
+the answer is one JSON line. Fused AdamW (0.9, 0.95), decay on matrices, gradients clipped at 1, a cosine to a tenth of
+the learning rate that is fitted to the budget, bf16 autocast, the whole model compiled, micro-batches accumulated.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+
+from redline.bench.curve import Looks, Point, figures, fitted_steps, point
+from redline.bench.gpt2 import Gpt2Job, adamw
+from redline.errors import UserError
+from redline.hardware.detect import detect
+from redline.objectives.base import Batch
+from redline.objectives.causal_lm import load_data
+from redline.plan.schedule import lr_factor
+from redline.recipe.checks import number
+from redline.recipe.load import canonical_keys, nest, parse_overrides, validate
+from redline.recipe.lock import git_state, versions
+from redline.recipe.resolve import DataFacts, Resolved, resolve
+from redline.recipe.schema import Recipe
+from redline.train.feed import Feed, step_batch, to_device
+from redline.train.log import peak_memory_gib
+from redline.train.step import StepBatch
+
+NAME = "nanogpt"
+MICRO = 32  # sequences
+WARMUP_SHARE = 0.05
+CLIP = 1.0
+SETTLE_STEPS = 4
+ANCHOR_STEPS = {"cuda": 20, "cpu": 5}
+MOST_LOGITS = 1 << 31  # compiled kernels index in 32 bits
+DEFAULTS = (
+    "model.layers=24",
+    "model.d_model=1024",
+    "model.heads=16",
+    "model.d_ff=4096",
+    "data.tokenizer=gpt2",
+    "data.seq_len=1024",
+    "train.steps=1",  # until the step time is known
+    "train.global_batch=128",
+    "train.lr=6e-4",
+    "train.weight_decay=0.1",
+    "train.min_lr_ratio=0.1",
+    "train.grad_checkpointing=none",
+)
+
+
+def recipe_of(words: list[str]) -> Recipe:
+    """No shipped recipe: what those become must not change what they are measured against."""
+    flat, _, problems = canonical_keys(parse_overrides([*DEFAULTS, *words]), "command line")
+    batch = flat["train.global_batch"]
+    if isinstance(batch, int) and batch > 0:
+        flat.setdefault("train.micro_batch", max(n for n in range(1, MICRO + 1) if batch % n == 0))
+    tree, clashes = nest(flat)
+    return validate(tree, where=NAME, problems=[*problems, *clashes])
+
+
+class Baseline:
+    """The model and its loop."""
+
+    def __init__(self, resolved: Resolved, job: Gpt2Job, warmup_steps: int | None) -> None:
+        self.resolved, self.job, self.options = resolved, job, resolved.recipe.train
+        self.warmup_steps = warmup_steps  # None: a share of all
+        self.device = torch.device(self.options.device)
+        torch.set_float32_matmul_precision("high")
+        job.build(self.device)
+        if self.options.compile:
+            job.compile()
+        self.optimizer = self._optimizer()
+
+    def _optimizer(self) -> torch.optim.AdamW:
+        return adamw(self.job.model, lr=float(self.options.lr), weight_decay=self.options.weight_decay)
+
+    def rehearse(self) -> None:
+        """Compiles and allocates, and changes no weight."""
+        micro: Batch = to_device(self.job.worst_batch(self.resolved.batch.micro), self.device)
+        self.step(step_batch(self.job, [micro]), 0.0)
+        self.optimizer = self._optimizer()
+        self.synchronise()
+
+    def step(self, batch: StepBatch, factor: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = float(self.options.lr) * factor
+        for micro in batch.micros:
+            (self.job.loss(micro)["cross_entropy"].sum / batch.weights["tokens"]).backward()
+        torch.nn.utils.clip_grad_norm_(self.job.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step_ms(self, steps: int) -> float:
+        """A few steps of real data at a learning rate of zero: afterwards all is as before."""
+        with self._feed() as feed:
+            for step in range(SETTLE_STEPS):
+                self.step(feed.next(step), 0.0)
+            self.synchronise()
+            begin = time.perf_counter()
+            for step in range(SETTLE_STEPS, SETTLE_STEPS + steps):
+                self.step(feed.next(step), 0.0)
+            self.synchronise()
+            seconds = time.perf_counter() - begin
+        self.optimizer = self._optimizer()
+        return 1e3 * seconds / steps
+
+    def train(self, steps: int) -> list[Point]:
+        """The curve. The clock stands still while the loss is looked at."""
+        looks, per_step, seconds = Looks.over(steps), self.resolved.tokens_per_step, 0.0
+        curve = [point(0, 0, 0.0, self._look())]
+        with self._feed() as feed:
+            begin = time.perf_counter()
+            for step in range(steps):
+                self.step(feed.next(step), self._lr_factor(step, steps))
+                if looks.at(step + 1):
+                    self.synchronise()
+                    seconds += time.perf_counter() - begin
+                    curve.append(point(step + 1, (step + 1) * per_step, seconds, self._look()))
+                    begin = time.perf_counter()
+        return curve
+
+    def _feed(self) -> Feed:
+        return Feed(self.job, self.resolved.batch, self.device, self.resolved.recipe.data.workers, 0)
+
+    def _look(self) -> float | None:
+        return self.job.evaluate(self.resolved.batch.micro)["loss"]
+
+    def _lr_factor(self, step: int, steps: int) -> float:
+        floor = self.options.min_lr_ratio
+        return lr_factor("cosine", step=step, warmup=self.warmup(steps), progress=step / steps, floor=floor)
+
+    def warmup(self, steps: int) -> int:
+        return max(1, round(WARMUP_SHARE * steps)) if self.warmup_steps is None else self.warmup_steps
+
+    def synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def contend(words: list[str], budget_s: float, known_step_ms: float | None = None) -> dict[str, Any]:
+    recipe = recipe_of(words)
+    data = load_data(recipe)
+    resolved = resolve(recipe, detect(recipe.train.device), data.facts)
+    _refuse_what_it_cannot(resolved)
+    baseline = Baseline(resolved, Gpt2Job(resolved, data), number(recipe.train.warmup_steps))
+    begin = time.perf_counter()
+    baseline.rehearse()
+    warmup_s = time.perf_counter() - begin
+    step_ms = known_step_ms or baseline.step_ms(ANCHOR_STEPS[baseline.device.type])
+    if baseline.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    steps = fitted_steps(budget_s, step_ms)
+    return {
+        **figures(baseline.train(steps), data.facts.train_tokens),
+        "anchor_step_ms": step_ms,
+        "warmup_s": warmup_s,
+        "memory_gib": peak_memory_gib(baseline.device),
+        "lock": _lock(baseline, data.facts, steps),
+        "warnings": [],
+    }
+
+
+def _lock(baseline: Baseline, facts: DataFacts, steps: int) -> dict[str, Any]:
+    """What was asked for and decided, as far as this loop reads it, and where it ran."""
+    resolved = baseline.resolved
+    decided = {"steps": steps, "warmup_steps": baseline.warmup(steps)}
+    recipe = resolved.recipe.model_copy(update={"train": resolved.recipe.train.model_copy(update=decided)})
+    return {
+        "recipe": recipe.model_dump(mode="json"),
+        "parameters": baseline.job.model.counts(),
+        "batch": {"micro": resolved.batch.micro, "global": resolved.batch.global_batch},
+        "data": vars(facts),
+        "machine": resolved.machine.facts(),
+        "versions": versions(),
+        "git": git_state(),
+    }
+
+
+def _refuse_what_it_cannot(resolved: Resolved) -> None:
+    recipe = resolved.recipe
+    if resolved.batch.micro * recipe.data.seq_len * resolved.shape.vocab >= MOST_LOGITS:
+        fix = f"Use train.micro_batch={MICRO} or less."
+        raise UserError("makes more logits than compiled kernels can count.", where="train.micro_batch", fix=fix)
+    if recipe.train.precision not in ("bf16", "fp32"):
+        raise UserError(f"its loop is written for bf16 and fp32, not {recipe.train.precision}.", where=NAME)
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    try:
+        answer = contend(request["words"], request["budget_s"], request.get("step_ms"))
+    except UserError as error:
+        answer = {"error": error.message()}
+    except torch.OutOfMemoryError:
+        answer = {"error": f"{NAME}: its micro-batch does not fit into memory. Use a smaller train.micro_batch."}
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

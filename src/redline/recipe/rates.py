@@ -1,0 +1,22 @@
+"""AdamW's peak learning rate by the role of what it trains."""
+
+from __future__ import annotations
+
+from redline.fields import AUTO
+from redline.recipe.schema import Recipe, Train
+
+
+def role_rate(train: Train, role: str) -> float:
+    """Of such parameters; `auto` is the one rate for all."""
+    rates = {"embedding": train.embedding_lr, "head": train.head_lr, "scalar": train.scalar_lr}
+    rate = rates.get(role, AUTO)
+    return float(train.lr if rate == AUTO else rate)
+
+
+def resolved_rates(recipe: Recipe, lr: float) -> dict[str, float]:
+    """Every rate as a number, where `lr` is the one for all. A tied head has the embedding's."""
+    train = recipe.train.model_copy(update={"lr": lr})
+    rates = {role: role_rate(train, role) for role in ("embedding", "head", "scalar")}
+    if recipe.model.tied:
+        rates["head"] = rates["embedding"]
+    return {"lr": lr, **{f"{role}_lr": rate for role, rate in rates.items()}}

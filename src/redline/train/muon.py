@@ -1,0 +1,138 @@
+"""Muon (kellerjordan.github.io/posts/muon) and NorMuon (arXiv 2510.05491), gated by a device flag like all the rest."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from redline.kernels.muon import descend_, nesterov_
+from redline.objectives.base import ParamGroup
+from redline.recipe.schema import Train
+from redline.train.low_bit import Gate
+
+FIRST_MOMENTUM = 0.85  # where a warm-up of the momentum begins
+
+SAFETY = 1.01
+# Polar Express (arXiv 2505.16932): five odd quintics a·x + b·x³ + c·x⁵, each the best towards 1 on the interval that
+# those before it leave. Computed by the paper's method: a Remez exchange for each, for singular values from 1e-3 of the
+# norm up to all of it; none is fitted below 0.0241 of its interval's end; all but the last shrunk by SAFETY, for bf16.
+POLAR_EXPRESS = (
+    (8.204949302, -22.90026163, 16.4592876),
+    (4.066293239, -2.860946323, 0.5183543801),
+    (3.909510766, -2.82315236, 0.524991495),
+    (3.285615881, -2.415339854, 0.4852982729),
+    (2.300697441, -1.668944738, 0.4188117164),
+)
+_SMALLEST = 1e-12  # beside smaller norms
+_TINY = 1e-30  # in place of smaller squares
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """Rows of a parameter: all of them, or one of the matrices that it holds merged."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    rows: int
+
+    def of(self, tensor: Tensor | None) -> Tensor:
+        assert tensor is not None
+        return tensor.narrow(0, self.start, self.rows)
+
+
+class Muon:
+    """Momentum, orthogonalised; NorMuon evens out the rows of what comes out.
+
+    Matrices that are stored merged are orthogonalised one by one. All of one shape are kept and worked on as one
+    batch: a few large kernels instead of many small ones.
+    """
+
+    def __init__(self, groups: Sequence[ParamGroup], train: Train) -> None:
+        self.lr, self.weight_decay, self.cautious = train.muon_lr, train.weight_decay, train.cautious
+        self.momentum, self.warmup, self.beta2 = train.muon_momentum, train.muon_momentum_warmup, train.muon_beta2
+        self.batches: dict[torch.Size, list[_Matrix]] = defaultdict(list)
+        for group in groups:
+            for name, parameter in group.parameters.items():
+                start = 0
+                for rows in group.splits[name]:
+                    shape = torch.Size((rows, parameter.shape[1]))
+                    self.batches[shape].append(_Matrix(name, parameter, start, rows))
+                    start += rows
+        self.first = {shape: _zeros(batch, *shape) for shape, batch in self.batches.items()}
+        normed = train.optimizer == "normuon"
+        self.second = {shape: _zeros(batch, shape[0]) for shape, batch in self.batches.items()} if normed else {}
+
+    @torch.no_grad()
+    def step(self, factor: float, gate: Gate, step: int) -> None:
+        divisor, bad = gate
+        lr, beta = self.lr * factor, momentum_at(step, self.momentum, self.warmup)
+        for shape, batch in self.batches.items():
+            gradients = [matrix.of(matrix.parameter.grad) for matrix in batch]
+            total, squares = nesterov_(gradients, self.first[shape], divisor, bad, beta)
+            update = orthogonalise(total, squares)
+            descend_(
+                [matrix.of(matrix.parameter) for matrix in batch],
+                update,
+                self._scales(shape, update, bad),
+                bad,
+                rate=lr * max(1.0, shape[0] / shape[1]) ** 0.5,
+                decay=lr * self.weight_decay,
+                cautious=self.cautious,
+            )
+
+    def _scales(self, shape: torch.Size, update: Tensor, bad: Tensor) -> Tensor | None:
+        """NorMuon's factor of each row: rows that were long get shorter, and the whole keeps its norm.
+
+        The moments need no correction for beginning at zero: it would be the same for all rows, and fall out.
+        """
+        if not self.second:
+            return None
+        second, squares = self.second[shape], torch.linalg.vector_norm(update, dim=-1, dtype=torch.float32).square()
+        moved = second.lerp(squares / shape[1], 1.0 - self.beta2)
+        second.copy_(torch.where(bad > 0, second, moved))
+        scales = moved.clamp_min(_TINY).rsqrt()
+        norm, scaled = squares.sum(-1, keepdim=True), (squares * scales.square()).sum(-1, keepdim=True)
+        return scales * (norm / scaled.clamp_min(_TINY)).sqrt()
+
+    def tensors(self) -> dict[str, Tensor]:
+        moments = {"momentum": self.first, "second_moment": self.second}
+        return {
+            f"{matrix.name}.{moment}.{matrix.start}": stacks[shape][i]
+            for moment, stacks in moments.items()
+            for shape in stacks
+            for i, matrix in enumerate(self.batches[shape])
+        }
+
+
+def _zeros(batch: list[_Matrix], *shape: int) -> Tensor:
+    return torch.zeros(len(batch), *shape, device=batch[0].parameter.device)
+
+
+def momentum_at(step: int, momentum: float, warmup: int) -> float:
+    """In a warm-up it rises on a line from FIRST_MOMENTUM, which step 0 has."""
+    if step >= warmup:
+        return momentum
+    return FIRST_MOMENTUM + (momentum - FIRST_MOMENTUM) * step / warmup
+
+
+def orthogonalise(x_NRC: Tensor, squares_N: Tensor) -> Tensor:
+    """U·Vᵀ of each matrix with that squared norm, roughly: singular values from 1e-3 of the norm end within 1 ± 0.13.
+
+    One quintic is x ← (a + b·G + c·G²)·x with the Gram matrix G of the smaller side. As c·(G + b/2c)² + (a − b²/4c) it
+    takes two matmuls and two sums on a diagonal, and the large x is touched by matmuls alone.
+    """
+    norm = squares_N.sqrt() * SAFETY + _SMALLEST
+    x = x_NRC * norm.reciprocal().to(x_NRC.dtype)[:, None, None]
+    tall = x.shape[-2] > x.shape[-1]
+    for a, b, c in POLAR_EXPRESS:
+        gram = x.mT @ x if tall else x @ x.mT
+        gram.diagonal(dim1=-2, dim2=-1).add_(b / (2 * c))
+        polynomial = torch.empty_like(gram).baddbmm_(gram, gram, beta=0, alpha=c)
+        polynomial.diagonal(dim1=-2, dim2=-1).add_(a - b * b / (4 * c))
+        x = x @ polynomial if tall else polynomial @ x
+    return x

@@ -1,0 +1,216 @@
+"""`redline bench time-to-loss` as it is typed, on a toy."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.bench import arms, child, nanogpt, time_to_loss
+from redline.bench.anchor import time_anchor
+from redline.recipe.load import load
+
+FIGURES = {"steps", "tokens", "tokens_per_s", "anchor_step_ms", "step_ms", "evaluations", "final_loss", "warmup_s"}
+
+
+class Here:
+    """The children within this process, where torch is imported already."""
+
+    def __init__(self) -> None:
+        self.trained: list[list[str]] = []
+        self.asked: list[tuple[str, Any]] = []
+
+    def ask(self, module: str, request: Any, limit_s: float = 0) -> Any:
+        self.asked.append((module, request))
+        if module == "redline.bench.anchor":
+            return time_anchor(request["device"])
+        return nanogpt.contend(request["words"], request["budget_s"], request["step_ms"])
+
+    def train(self, words: list[str], run: Path, environment: Any = None, limit_s: float = 0) -> child.TrainedRun:
+        from redline.cli.main import main
+
+        self.trained.append(words)
+        before, sys.argv = sys.argv, ["redline", "train", *words, "--run", str(run)]
+        quiet = io.StringIO()
+        with contextlib.redirect_stderr(quiet), contextlib.redirect_stdout(quiet), contextlib.suppress(SystemExit):
+            main()
+        sys.argv = before
+        return child._left_by(run, 0.0)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Here:
+    found = Here()
+    monkeypatch.setattr(time_to_loss, "ask", found.ask)
+    monkeypatch.setattr(time_to_loss, "train", found.train)
+    return found
+
+
+@pytest.fixture
+def words(corpus: Path) -> tuple[str, ...]:
+    data = (f"data.source={corpus}", "data.tokenizer=bytes")
+    return ("bench", "time-to-loss", "train.device=cpu", *data, "--budget", "0.3s", "--out", "loss.json")
+
+
+def test_arms_are_trained_once_and_compared(inside: Any, here: Here, words: Any, tmp_path: Path) -> None:
+    answer = inside(*words, "--arm", "nanogpt,pretrain-350m", "--seed", "3", "--json")
+    assert answer.code == 0, answer.err
+    result = json.loads(answer.out)
+    assert json.loads((tmp_path / "loss.json").read_text()) == result
+    rows = {row["arm"]: row for row in result["rows"]}
+    assert list(rows) == ["nanogpt", "pretrain-350m"]
+    for row in rows.values():
+        assert set(row) >= FIGURES
+        assert row["seed"] == row["lock"]["recipe"]["train"]["seed"] == 3
+        assert row["lock"]["recipe"]["train"]["steps"] == row["steps"]
+        assert row["final_loss"] == row["evaluations"][-1]["loss"]
+        assert row["evaluations"][0]["seconds"] == 0
+        assert row["seconds"] == pytest.approx(row["steps"] * row["step_ms"] / 1e3, rel=1e-3)
+        assert row["epochs"] > 0
+        assert row["lock"]["data"]["fingerprint"]
+    assert len({row["lock"]["data"]["fingerprint"] for row in rows.values()}) == 1
+    assert len({row["lock"]["recipe"]["eval"]["sequences"] for row in rows.values()}) == 1
+    (table,) = result["comparison"]
+    assert table["baseline"]["names"] == [rows["nanogpt"]["name"]]
+    assert [entry["arm"] for entry in table["entries"]] == ["pretrain-350m"]
+    assert "<svg" in (tmp_path / "loss.svg").read_text()
+    assert "0.3 s of training" in (tmp_path / "loss.md").read_text()
+    anchor, run = here.trained
+    assert "train.steps=6" in anchor, "first a short run, then the one that fits"
+    assert f"train.steps={rows['pretrain-350m']['steps']}" in run
+
+    again = inside(*words, "--arm", "pretrain-350m,nanogpt", "--seed", "3")
+    assert "trains     0 of 2 runs; 2 rows are there" in again.err
+    assert len(here.trained) == 2
+    assert "the baseline" in again.out
+
+    other = inside(*words, "--arm", "pretrain-350m", "--seed", "3", "train.lr=1e-2")
+    assert other.code == 0, other.err
+    assert len(here.trained) == 3, "the time of a step is known: only the learning rate is another"
+    (trials,) = [table["trials"] for table in json.loads((tmp_path / "loss.json").read_text())["comparison"]]
+    assert trials["pretrain-350m"] == {"0.3": 2}
+    inside(*words, "--arm", "pretrain-350m", "--seed", "3", "train.lr=1e-2", "--again")
+    assert len(here.trained) == 5, "anew, its step timed too"
+    assert len(json.loads((tmp_path / "loss.json").read_text())["rows"]) == 3
+
+
+def test_who_diverges_was_tried(inside: Any, here: Here, words: Any, tmp_path: Path) -> None:
+    inside(*words, "--arm", "nanogpt")
+    answer = inside(*words, "--arm", "nanogpt", "train.lr=1e30")
+    assert answer.code == 1
+    assert "no figure: it diverged" in answer.out
+    asked = len(here.asked)
+    inside(*words, "--arm", "nanogpt", "train.lr=1e30")
+    assert [module for module, _ in here.asked[asked:]] == [], "it would diverge again"
+    (table,) = json.loads((tmp_path / "loss.json").read_text())["comparison"]
+    assert table["trials"] == {"nanogpt": {"0.3": 2}}
+
+
+def test_the_children_are_processes(inside: Any, words: Any) -> None:
+    answer = inside(*words, "--arm", "nanogpt", "--seed", "1", "--json")
+    assert answer.code == 0, answer.err
+    (row,) = json.loads(answer.out)["rows"]
+    assert row["card_anchor_ms"] > 0
+    assert row["final_loss"] < 6
+
+
+def test_a_run_that_fails_says_why(inside: Any, here: Here, words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(*_: Any, **__: Any) -> Any:
+        raise child.ChildError("no room.")
+
+    monkeypatch.setattr(time_to_loss, "train", train)
+    answer = inside(*words, "--arm", "nanogpt,pretrain-350m")
+    assert answer.code == 1
+    assert "pretrain-350m" in answer.out
+    assert "no figure: no room." in answer.out
+    assert "the baseline" in answer.out, "the other went on"
+
+
+@pytest.mark.parametrize("reason", ["nonfinite", "interrupted"])
+def test_a_recipe_that_stops_being_finite_has_diverged(
+    reason: str, inside: Any, words: Any, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leaves(command: list[str], *_: Any) -> str:
+        run = Path(command[-1])
+        run.mkdir(parents=True)
+        (run / "events.jsonl").write_text(json.dumps({"type": "stop", "reason": reason}) + "\n")
+        (run / "lock.json").write_text(json.dumps({key: {} for key in time_to_loss._LOCKED}))
+        raise child.ChildError("next  redline train --resume")
+
+    monkeypatch.setattr(time_to_loss, "train", child.train)
+    monkeypatch.setattr(child, "_run", leaves)
+    answer = inside(*words, "--arm", "pretrain-350m", "--json")
+    assert answer.code == 1
+    (row,) = json.loads(answer.out)["rows"]
+    assert row.get("diverged", False) == (reason == "nonfinite")
+    assert ("no longer finite" in row["error"]) == (reason == "nonfinite")
+
+
+@pytest.mark.parametrize(("own", "said"), [(1000, "train.warmup_steps=12"), (8, None), ("auto", None)])
+def test_a_recipes_warm_up_is_no_longer_than_the_budget_allows(own: Any, said: str | None) -> None:
+    trial = time_to_loss.Trial("pretrain-350m", (), 120.0, 1)
+    found = time_to_loss._warmup(trial, [f"train.warmup_steps={own}"], 240)
+    assert found == ([said] if said else [])
+    asked = time_to_loss.Trial("pretrain-350m", ("train.warmup_steps=100",), 120.0, 1)
+    assert time_to_loss._warmup(asked, ["train.warmup_steps=100"], 240) == []
+
+
+def test_words_in_another_order_are_the_same_trial() -> None:
+    assert arms.in_order(["train.lr=1", "eval.sequences=8", "train.lr=2"]) == ("eval.sequences=8", "train.lr=2")
+    assert arms.in_order(["train.micro_batch_size=4", "train.micro_batch=8"]) == ("train.micro_batch=8",)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_arm_has_a_recipe(device: str) -> None:
+    for arm in arms.choose_arms(None):
+        words = arms.words_for(arm, [], device)
+        recipe = nanogpt.recipe_of(words) if arm == arms.BASELINE else load(arm, words).recipe
+        assert recipe.eval.sequences == (256 if device == "cuda" else 16), "the same for all"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--arm", "nanogtp"), "Did you mean 'nanogpt'?"),
+        (("--arm", ","), "names no arm"),
+        (("--budget", "0"), "leaves no time to train"),
+        (("--budget", "soon"), "'soon' is no time"),
+        (("--budget", ""), "is no time"),
+        (("--seed", "x"), "is no list of whole numbers"),
+        (("pretrain-350m",), "Name an arm with --arm."),
+        (("train.steps=100",), "Use --budget."),
+        (("train.seed=1",), "Use --seed."),
+        (("--arm", "nanogpt", "train.optimizer=muon"), "nanogpt does not read this"),
+        (("--arm", "pretrain-350m", "train.muonlr=1"), "Did you mean 'train.muon_lr'?"),
+        (("--out", "other.json"), "is no result of time-to-loss"),
+        (("--out", "loss.txt"), "is neither a folder nor a file that ends in .json"),
+    ],
+)
+def test_a_mistake_is_one_sentence(words: tuple[str, ...], said: str, inside: Any, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text('{"benchmark": "throughput", "machine": {"name": "x"}, "rows": []}')
+    answer = inside("bench", "time-to-loss", "train.device=cpu", *words)
+    assert answer.code == 2
+    assert said in answer.said
+
+
+def test_an_arm_without_a_recipe_is_left_out(inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arms, "shipped", lambda: {"pretrain-350m": Path()})
+    assert arms.choose_arms(None) == ["nanogpt", "pretrain-350m"]
+    answer = inside("bench", "time-to-loss", "--arm", "speedrun-350m")
+    assert answer.code == 2
+    assert "'speedrun-350m' has no recipe in this version. There are nanogpt, pretrain-350m." in answer.said
+
+
+def test_a_gpu_needs_a_text_that_was_chosen() -> None:
+    from redline.errors import UsageError
+    from redline.hardware.machine import Machine
+
+    card = Machine("cuda", "NVIDIA H200", 150 << 30, 16, (9, 0), fast_bf16=True)
+    with pytest.raises(UsageError, match=r"data\.source=\./tokens"):
+        time_to_loss.check_data(["train.lr=1"], card)
+    time_to_loss.check_data(["data.source=./tokens"], card)
