@@ -332,6 +332,7 @@ def test_the_matmuls(device: str) -> None:
         (float8.linear8(x8, w8), x @ w.T, torch.bfloat16),
         (float8.linear8(x8, w8, bias), x @ w.T + bias.double(), torch.bfloat16),
         (float8.input_gradient8(g8, w8), g @ w, torch.bfloat16),
+        (float8.input_gradient8(g8, w8, bias[:48]), g @ w + bias[:48].double(), torch.bfloat16),
         (float8.weight_gradient8(g8, x8), g.T @ x, torch.float32),
         (float8.weight_gradient8(g8, Float8(None, x8.column, x8.unscale)), g.T @ x, torch.float32),
     ):
@@ -340,38 +341,51 @@ def test_the_matmuls(device: str) -> None:
         torch.testing.assert_close(got.double(), exact, rtol=slack, atol=slack * float(exact.abs().max()))
 
 
-def exact_correction(x8: Float8, w8: Float8, w: Tensor) -> Tensor:
-    rows = x8.row.double()[:: max(1, len(x8.row) // 1024)] * x8.unscale.double()  # type: ignore[union-attr,arg-type]
-    lost = w.double() - w8.row.double() * w8.unscale.double()  # type: ignore[union-attr]
-    return lost @ rows.mean(0)
+def lost_and_mean(rows8: Float8, w8: Float8, w: Tensor) -> tuple[Tensor, Tensor]:
+    assert rows8.row is not None
+    assert w8.row is not None
+    rows = rows8.row.double()[:: max(1, len(rows8.row) // 2048)] * rows8.unscale.double()
+    return w.double() - w8.row.double() * w8.unscale.double(), rows.mean(0)
+
+
+def check_corrections(kernels: Any, device: str, n: int, inner: int, outer: int) -> None:
+    x, g, w = randoms(n + 7 * inner, (n, inner), (n, outer), (outer, inner), device=device)
+    x8, g8, w8 = (float8.quantise(t, scale_of(16.0, device)) for t in (x + 1.0, g - 1.0, w))
+    for found, expected, terms in (
+        (kernels.mean_correction(x8, w8, w), torch.mv(*lost_and_mean(x8, w8, w)), inner),
+        (kernels.mean_gradient_correction(g8, w8, w), torch.mv(*_turned(*lost_and_mean(g8, w8, w))), outer),
+    ):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=1e-5 * terms)
+
+
+def _turned(matrix: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+    return matrix.T, vector
 
 
 @sizes
 @given(n=st.integers(1, 300), inner=st.integers(1, 300), outer=st.integers(1, 70))
-def test_mean_correction_any_size(kernels: Any, device: str, n: int, inner: int, outer: int) -> None:
-    x, w = randoms(n + 7 * inner, (n, inner), (outer, inner), device=device)
-    x8, w8 = (float8.quantise(t, scale_of(16.0, device)) for t in (x + 1.0, w))
-    found = kernels.mean_correction(x8, w8, w)
-    assert found.dtype == torch.bfloat16
-    expected = exact_correction(x8, w8, w)
-    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5 * inner)
+def test_corrections_any_size(kernels: Any, device: str, n: int, inner: int, outer: int) -> None:
+    check_corrections(kernels, device, n, inner, outer)
 
 
-def test_of_many_rows_every_so_manieth_shows_the_mean(kernels: Any, device: str) -> None:
-    x, w = randoms(3, (5000, 32), (16, 32), device=device)
-    x8, w8 = (float8.quantise(t, scale_of(16.0, device)) for t in (x + 1.0, w))
-    expected = exact_correction(x8, w8, w)
-    torch.testing.assert_close(kernels.mean_correction(x8, w8, w).double(), expected, rtol=2**-8, atol=1e-4)
+@pytest.mark.parametrize(("n", "inner", "outer"), [(9000, 16, 16), (600, 16, 1100), (600, 520, 16)])
+def test_corrections_of_more_than_one_program(kernels: Any, device: str, n: int, inner: int, outer: int) -> None:
+    check_corrections(kernels, device, n, inner, outer)
 
 
 def test_what_rows_share_is_multiplied_as_if_the_weight_were_exact(device: str) -> None:
-    shared, own, w = randoms(4, (1, 256), (512, 256), (64, 256), device=device)
+    shared, own, w = randoms(4, (1, 256), (512, 256), (256, 256), device=device)
     x = (shared + 0.3 * own).to(torch.bfloat16)
     x8, w8 = (float8.quantise(t, scale_of(16.0, device)) for t in (x, w))
-    exact = x8.row.double() * x8.unscale.double() @ w.double().T  # type: ignore[union-attr]
-    plain = float8.linear8(x8, w8).double() - exact
-    mended = float8.linear8(x8, w8, float8_mean.mean_correction(x8, w8, w)).double() - exact
-    assert mended.norm() < 0.5 * plain.norm()
+    rows = x8.row.double() * x8.unscale.double()  # type: ignore[union-attr]
+    for matmul, correction, exact in (
+        (float8.linear8, float8_mean.mean_correction, rows @ w.double().T),
+        (float8.input_gradient8, float8_mean.mean_gradient_correction, rows @ w.double()),
+    ):
+        plain = matmul(x8, w8).double() - exact
+        mended = matmul(x8, w8, correction(x8, w8, w)).double() - exact
+        assert mended.norm() < 0.5 * plain.norm()
 
 
 def test_tiles_may_be_chosen_otherwise(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

@@ -120,10 +120,10 @@ def linear8(x: Float8, weight: Float8, bias_O: Tensor | None = None) -> Tensor:
     return _matmul(x.row, weight.row, x.unscale, weight.unscale, torch.bfloat16, bias_O)
 
 
-def input_gradient8(grad: Float8, weight: Float8) -> Tensor:
-    """grad·W in bf16."""
+def input_gradient8(grad: Float8, weight: Float8, bias_I: Tensor | None = None) -> Tensor:
+    """grad·W in bf16, and a bias in bf16 added to it."""
     assert grad.row is not None
-    return _matmul(grad.row, weight.column, grad.unscale, weight.unscale, torch.bfloat16)
+    return _matmul(grad.row, weight.column, grad.unscale, weight.unscale, torch.bfloat16, bias_I)
 
 
 def weight_gradient8(grad: Float8, x: Float8) -> Tensor:

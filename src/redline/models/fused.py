@@ -142,6 +142,7 @@ class _FusedBlock(torch.autograd.Function):
 
         operands = pack(n1, o, n2, a, w_qkv, w_out, w_up, w_down)
         ctx.save_for_backward(x1, r1, x2, r2, h, attention_norm, mlp_norm, q_norm, k_norm, raw, rstd, *operands)
+        ctx.weights = qkv_weight, out_weight, up_weight, down_weight
         ctx.attention, ctx.how = (q, k, v, attended), how
         ctx.first = delta_BTD is None
         return x2.view(B, T, D), y.view(B, T, D)
@@ -150,19 +151,20 @@ class _FusedBlock(torch.autograd.Function):
     def backward(ctx: Any, grad_x2: Tensor, grad_y: Tensor) -> Any:
         x1, r1, x2, r2, h, attention_norm, mlp_norm, q_norm, k_norm, raw, rstd, *operands = ctx.saved_tensors
         n1, o, n2, a, w_qkv, w_out, w_up, w_down = unpack(operands)
+        qkv_weight, out_weight, up_weight, down_weight = ctx.weights
         (q, k, v, attended), how, s = ctx.attention, ctx.how, ctx.how.scales
         del ctx.attention  # its graph goes with this pass
         B, H, T, K = q.shape
 
         g_y = how.relay.take(_rows(grad_y), s.down_grad)
         g_down = weight_gradient(g_y, a)
-        g_h = activated_backward(input_gradient(g_y, w_down), h, how.mlp, s.up_grad)
+        g_h = activated_backward(input_gradient(g_y, w_down, down_weight), h, how.mlp, s.up_grad)
         g_up = weight_gradient(g_h, n2, parts=2 if how.mlp == "swiglu" else 1)  # gate and up
-        g_n2 = input_gradient(g_h, w_up)
+        g_n2 = input_gradient(g_h, w_up, up_weight)
         g_x, g_mid, g_mlp_norm = normed_backward(g_n2, x2, r2, mlp_norm, _rows(grad_x2), s.out_grad)
 
         g_out = weight_gradient(g_mid, o)
-        g_o = input_gradient(g_mid, w_out).view(B, T, H, K).transpose(1, 2)
+        g_o = input_gradient(g_mid, w_out, out_weight).view(B, T, H, K).transpose(1, 2)
         g_q, g_k, g_v = torch.autograd.grad(attended, (q, k, v), g_o)
         g_q_norm = g_k_norm = None
         if raw is None:
@@ -173,7 +175,7 @@ class _FusedBlock(torch.autograd.Function):
             )
             g_qkv = stored(_rows(merged), merged.dtype, s.qkv_grad)
         g_w_qkv = weight_gradient(g_qkv, n1)
-        g_n1 = input_gradient(g_qkv, w_qkv)
+        g_n1 = input_gradient(g_qkv, w_qkv, qkv_weight)
         g_x, g_before, g_attention_norm = normed_backward(g_n1, x1, r1, attention_norm, g_x, how.grad_before)
 
         how.relay.put(g_x, g_before)
