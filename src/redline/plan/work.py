@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from redline.plan.memory import LOW_BIT, MUON, Kernels, activation_bytes_per_token
 from redline.plan.shapes import DecoderShape
@@ -20,7 +21,7 @@ class Work:
     moved_least: float  # bytes of the work between matmuls if each value were read and written once
     moved: float  # bytes of that work as it is compiled today
     update: float  # bytes of one optimizer step
-    update_flops: float  # of one optimizer step
+    update_flops: float  # of one optimizer step, as executed
     gradient_bytes: float  # of one step
     kernels: int  # launched for one micro-batch
     packed: bool  # attention by documents
@@ -35,6 +36,7 @@ TRAFFIC = 4.25
 TRAFFIC_UNCOMPILED = 16.3
 KERNELS_PER_LAYER = 45  # a compiled block, forward and backward
 KERNELS_UNCOMPILED = 220
+SYMMETRIC_TILE = 128  # rows and columns of what one program of a symmetric matmul makes
 
 
 def decoder_work(
@@ -121,8 +123,15 @@ def _muon_traffic(shape: DecoderShape, optimizer: str) -> float:
 
 
 def _orthogonalisation(shape: DecoderShape) -> float:
-    """Five Newton–Schulz steps for every hidden matrix: X·Xᵀ, its square, and their product with X."""
-    per_step = sum(2.0 * min(m) * min(m) * (2 * max(m) + min(m)) for m in _hidden_matrices(shape))
+    """Five quintics for every hidden matrix: X·Xᵀ, its square, and their product with X, as they are executed.
+
+    Of the first two, which are symmetric, the tiles on and above the diagonal alone.
+    """
+    per_step = 0.0
+    for m in _hidden_matrices(shape):
+        short, tiles = min(m), ceil(min(m) / SYMMETRIC_TILE)
+        made = (tiles + 1) / (2 * tiles)
+        per_step += 2.0 * short * short * (made * (max(m) + short) + max(m))
     return 5 * shape.layers * per_step
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from redline.kernels.muon import descend_, nesterov_
+from redline.kernels.symmetric import gram, square
 from redline.objectives.base import ParamGroup
 from redline.recipe.schema import Train
 from redline.train.low_bit import Gate
@@ -124,15 +125,13 @@ def orthogonalise(x_NRC: Tensor, squares_N: Tensor) -> Tensor:
     """U·Vᵀ of each matrix with that squared norm, roughly: singular values from 1e-3 of the norm end within 1 ± 0.13.
 
     One quintic is x ← (a + b·G + c·G²)·x with the Gram matrix G of the smaller side. As c·(G + b/2c)² + (a − b²/4c) it
-    takes two matmuls and two sums on a diagonal, and the large x is touched by matmuls alone.
+    takes two symmetric matmuls, with a sum on the diagonal each, and the large x is touched by matmuls alone.
     """
     norm = squares_N.sqrt() * SAFETY + _SMALLEST
     x = x_NRC * norm.reciprocal().to(x_NRC.dtype)[:, None, None]
     tall = x.shape[-2] > x.shape[-1]
     for a, b, c in POLAR_EXPRESS:
-        gram = x.mT @ x if tall else x @ x.mT
-        gram.diagonal(dim1=-2, dim2=-1).add_(b / (2 * c))
-        polynomial = torch.empty_like(gram).baddbmm_(gram, gram, beta=0, alpha=c)
-        polynomial.diagonal(dim1=-2, dim2=-1).add_(a - b * b / (4 * c))
+        shifted = gram(x, tall=tall, diagonal=b / (2 * c))
+        polynomial = square(shifted, factor=c, diagonal=a - b * b / (4 * c))
         x = x @ polynomial if tall else polynomial @ x
     return x
