@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from redline.monitor.events import read_events
 from redline.train import graph
 from redline.train.graph import GraphedBackward, if_faster, use_graph
 from redline.train.step import StepBatch
@@ -128,3 +130,9 @@ def test_a_graph_that_fails_costs_nothing_but_a_warning(monkeypatch: pytest.Monk
         "a CUDA graph could not be recorded (operation not permitted when stream is capturing); "
         "going on without, which is slower"
     ]
+
+
+def test_where_there_can_be_none_it_says_so(world: Any, tmp_path: Path) -> None:
+    world.run(tmp_path / "run", "train.graph=true", "train.steps=1")
+    said = [event["message"] for event in read_events(tmp_path / "run/events.jsonl") if event["type"] == "warning"]
+    assert said == ["train.graph is off: it needs a GPU, and steps that are the same kernels each time"]

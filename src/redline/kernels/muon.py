@@ -14,22 +14,26 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+ON_A_GPU = False  # the Triton kernels, of this and of `symmetric`: until they have run on one, torch serves there too
+
 
 @cache
-def _by_triton(device: torch.device) -> bool:
+def by_triton(device: torch.device) -> bool:
     """Cards before Ampere have no bf16 units, and Triton does not compile for all of them."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and bool(find_spec("triton"))
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and bool(find_spec("triton"))
+    return ON_A_GPU and able
 
 
 def nesterov_(
     gradients: Sequence[Tensor], momentum_NRC: Tensor, divisor: Tensor, bad: Tensor, beta: float
 ) -> tuple[Tensor, Tensor]:
     """Moves the momentum towards gradient/divisor; Nesterov's sum [N, R, C] (bf16 on a GPU), its squared norms [N]."""
-    if _by_triton(momentum_NRC.device):
+    if by_triton(momentum_NRC.device):
         from redline.kernels import muon_triton
 
         return muon_triton.nesterov_(gradients, momentum_NRC, divisor, bad, beta)
-    return reference_nesterov_(gradients, momentum_NRC, divisor, bad, beta)
+    total, squares = reference_nesterov_(gradients, momentum_NRC, divisor, bad, beta)
+    return (total.bfloat16() if total.is_cuda else total), squares
 
 
 def descend_(
@@ -43,7 +47,7 @@ def descend_(
     cautious: bool,
 ) -> None:
     """weight ← weight·(1 − decay) − rate·scale·update; a cautious one decays only where both have one sign."""
-    if _by_triton(update_NRC.device):
+    if by_triton(update_NRC.device):
         from redline.kernels import muon_triton
 
         muon_triton.descend_(weights, update_NRC, scales_NR, bad, rate=rate, decay=decay, cautious=cautious)

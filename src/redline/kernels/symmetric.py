@@ -7,23 +7,22 @@ matrices is made of.
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from redline.kernels.muon import by_triton
+
 
 @cache
-def _by_triton(device: torch.device, dtype: torch.dtype) -> bool:
-    """Cards before Ampere have no bf16 units; float32 keeps the precision of torch's matmuls."""
-    if device.type != "cuda" or dtype != torch.bfloat16:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0) and bool(find_spec("triton"))
+def _by_triton(x: Tensor) -> bool:
+    """float32 keeps the precision of torch's matmuls."""
+    return x.dtype == torch.bfloat16 and by_triton(x.device)
 
 
 def gram(x_NRC: Tensor, *, tall: bool, diagonal: float) -> Tensor:
     """X·Xᵀ + diagonal·I of each matrix [N, R, R]; of a tall one Xᵀ·X [N, C, C]."""
-    if _by_triton(x_NRC.device, x_NRC.dtype):
+    if _by_triton(x_NRC):
         from redline.kernels import symmetric_triton
 
         return symmetric_triton.gram(x_NRC, tall=tall, diagonal=diagonal)
@@ -32,7 +31,7 @@ def gram(x_NRC: Tensor, *, tall: bool, diagonal: float) -> Tensor:
 
 def square(g_NKK: Tensor, *, factor: float, diagonal: float) -> Tensor:
     """factor·G² + diagonal·I of each symmetric matrix."""
-    if _by_triton(g_NKK.device, g_NKK.dtype):
+    if _by_triton(g_NKK):
         from redline.kernels import symmetric_triton
 
         return symmetric_triton.square(g_NKK, factor=factor, diagonal=diagonal)

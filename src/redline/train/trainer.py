@@ -170,7 +170,7 @@ class Trainer:
             compiled=self.train.compile,
             device=self.resolved.machine.name,
         )
-        if self.train.graph and self.device.type == "cuda" and self.objective.replayable:
+        if self.train.graph:
             self._record_graph()
         self.keeper.expect(self.tensors())
 
@@ -185,6 +185,9 @@ class Trainer:
             torch.cuda.synchronize()
 
     def _record_graph(self) -> None:
+        if self.device.type != "cuda" or not self.objective.replayable:
+            self.monitor.warn("train.graph is off: it needs a GPU, and steps that are the same kernels each time")
+            return
         rows = to_device(self.objective.worst_batch(self.batch.micro), self.device)
         with self.objective.rehearsing():
             use_graph(self.step, step_batch(self.objective, [rows] * self.batch.accumulation), self.monitor)
