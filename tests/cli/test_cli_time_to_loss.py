@@ -188,11 +188,14 @@ def test_every_arm_has_a_recipe(device: str) -> None:
         (("--arm", "nanogpt", "train.optimizer=muon"), "nanogpt does not read this"),
         (("--arm", "pretrain-350m", "train.muonlr=1"), "Did you mean 'train.muon_lr'?"),
         (("--out", "other.json"), "is no result of time-to-loss"),
+        (("--out", "damaged.json"), "is no result of time-to-loss"),
         (("--out", "loss.txt"), "is neither a folder nor a file that ends in .json"),
     ],
 )
 def test_a_mistake_is_one_sentence(words: tuple[str, ...], said: str, inside: Any, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"benchmark": "throughput", "machine": {"name": "x"}, "rows": []}')
+    damaged = {"benchmark": "time-to-loss", "machine": {"name": "x"}, "rows": [{"name": "a row that lost its arm"}]}
+    (tmp_path / "damaged.json").write_text(json.dumps(damaged))
     answer = inside("bench", "time-to-loss", "train.device=cpu", *words)
     assert answer.code == 2
     assert said in answer.said

@@ -38,13 +38,15 @@ def file_for(out: Path | None, benchmark: str, machine: Machine, *, goes_on: boo
     return out
 
 
-def read_earlier(out: Path | None, benchmark: str, machine: Machine) -> dict[str, Any] | None:
-    """The result that is there already, if it is one of the same benchmark on the same machine."""
+def read_earlier(
+    out: Path | None, benchmark: str, machine: Machine, rows_have: tuple[str, ...] = ("name",)
+) -> dict[str, Any] | None:
+    """The result that is there already, if it is one of the same benchmark on the same machine, and whole."""
     if out is None or not out.exists():
         return None
     try:
         result = json.loads(out.read_text(encoding="utf-8"))
-        ours = result["benchmark"] == benchmark and all(row["name"] for row in result["rows"])
+        ours = result["benchmark"] == benchmark and all(key in row for row in result["rows"] for key in rows_have)
         name = result["machine"]["name"]
     except (OSError, ValueError, KeyError, TypeError):
         ours, name = False, ""

@@ -28,6 +28,7 @@ MOST_WARMUP = 0.05  # of the steps: a recipe's own warm-up is meant for its own 
 UNTIMED_S = 1800  # starting, compiling, evaluating
 OFF_BUDGET = 0.03
 _NO_OTHER_STOP = tuple(f"train.{key}=null" for key in ("tokens", "epochs", "hours", "target_loss"))
+KNOWN_BY = ("name", "arm", "overrides", "budget_s", "seed", "card_anchor_ms")  # in every row, whatever came of it
 _LOCKED = ("recipe", "parameters", "batch", "data", "machine", "versions", "git")
 
 

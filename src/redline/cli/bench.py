@@ -164,7 +164,15 @@ def time_to_loss(
     from redline.bench.loss_page import lines
     from redline.bench.passing import compare
     from redline.bench.place import check_out, file_for, read_earlier
-    from redline.bench.time_to_loss import BUDGETS, check_data, is_there, parse_budget, parse_seeds, run_time_to_loss
+    from redline.bench.time_to_loss import (
+        BUDGETS,
+        KNOWN_BY,
+        check_data,
+        is_there,
+        parse_budget,
+        parse_seeds,
+        run_time_to_loss,
+    )
 
     check_out(out, goes_on=True)
     arms, seeds, seconds = choose_arms(arm), parse_seeds(seed), None if budget is None else parse_budget(budget)
@@ -177,7 +185,7 @@ def time_to_loss(
     machine = detect(device_of(overrides))
     check_data(overrides, machine)
     out = file_for(out, "time-to-loss", machine, goes_on=True)
-    earlier = read_earlier(out, "time-to-loss", machine)
+    earlier = read_earlier(out, "time-to-loss", machine, KNOWN_BY)
     asked = [Trial(a, in_order(overrides), seconds or BUDGETS[machine.device], s) for s in seeds for a in arms]
     record = _record("time-to-loss", machine, out)
     record.conclude = lambda rows: {"comparison": compare(rows)}
