@@ -6,15 +6,12 @@ matrices is made of.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from redline.kernels.muon import by_triton
 
 
-@cache
 def _by_triton(x: Tensor) -> bool:
     """float32 keeps the precision of torch's matmuls."""
     return x.dtype == torch.bfloat16 and by_triton(x.device)

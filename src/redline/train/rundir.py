@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -49,6 +50,9 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.truncate(0)  # it says who holds it: nobody now
         self._release()
 
     def _take(self, file: IO[str]) -> bool:

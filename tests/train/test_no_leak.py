@@ -1,0 +1,34 @@
+"""A step leaves nothing behind in memory."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.train.rundir import LOCK_FILE, RunDirectory
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon", "normuon"])
+def test_steps_keep_no_tensors(world: Any, tmp_path: Path, optimizer: str) -> None:
+    alive: list[int] = []
+
+    def count(step: int) -> None:
+        gc.collect()
+        alive.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+
+    with RunDirectory(tmp_path) as run:
+        trainer = world.trainer(run, f"train.optimizer={optimizer}", "train.steps=30")
+        world.around(trainer, after=count)
+        trainer.run()
+        trainer.monitor.log.close()
+    assert alive[-1] - alive[4] < 20, f"batches come and go, but these grow: {alive}"
+
+
+def test_a_free_directory_names_no_holder(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path):
+        assert (tmp_path / LOCK_FILE).read_bytes()
+    assert not (tmp_path / LOCK_FILE).read_bytes()
