@@ -37,6 +37,7 @@ SMALL = (
 SENTENCES = {
     "700000": "is impossible",
     "owner/name:en@train": "is no file or folder here",
+    "Skylion007/openwebtext": "is no file or folder here",
     "gpt2": "the GPT-2 tokenizer's files are not on this machine",
     "monitor.wandb=my-project": "needs the package wandb",
 }
@@ -63,6 +64,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     try:
         assert _redline("train", "small.yaml", *SMALL, *trained, "--run", "runs/first") == 0
         assert _redline("prepare", "notes", "--out", "tokens-16k", "--tokenizer", "train:16384") == 0
+        assert _redline("prepare", "notes", "--out", "tokens-32k", "--tokenizer", "train:32000") == 0
     finally:
         os.chdir(before)
     for name in ("small", "long"):

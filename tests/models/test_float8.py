@@ -64,8 +64,9 @@ def test_gradients_stay_near_the_bf16_ones(linears: tuple[str, ...]) -> None:
     assert worst["hidden"] < NEAR / 2
 
 
-def test_other_parts_have_fp8_too() -> None:
-    other = replace(SHAPE, mlp="relu2", qk_norm=True)
+@pytest.mark.parametrize("parts", [{}, {"layers": 4, "value_embeddings": 2, "skips": "x0"}, {"skips": "unet"}])
+def test_other_parts_have_fp8_too(parts: dict[str, Any]) -> None:
+    other = replace(SHAPE, mlp="relu2", qk_norm=True, **parts)
     truth, model = gradients(decoder((), other)), decoder(LINEARS, other)
     gradients(model)
     worst = error(gradients(model), truth)

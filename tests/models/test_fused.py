@@ -44,9 +44,9 @@ def outputs(model: Decoder, tokens: torch.Tensor, documents: torch.Tensor | None
     return hidden.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
-    layers=st.integers(1, 3),
+    layers=st.integers(1, 5),
     kv_heads=st.integers(1, 3),
     groups=st.integers(1, 3),
     half=st.integers(1, 5),
@@ -56,6 +56,8 @@ def outputs(model: Decoder, tokens: torch.Tensor, documents: torch.Tensor | None
     batch=st.integers(1, 3),
     mlp=st.sampled_from(["swiglu", "relu2"]),
     qk_norm=st.booleans(),
+    tables=st.integers(0, 2),
+    skips=st.sampled_from(["none", "x0", "unet"]),
 )
 def test_values_and_gradients_are_the_plain_ones(
     layers: int,
@@ -68,8 +70,11 @@ def test_values_and_gradients_are_the_plain_ones(
     batch: int,
     mlp: str,
     qk_norm: bool,
+    tables: int,
+    skips: str,
 ) -> None:
-    shape = DecoderShape(layers, width, kv_heads * groups, kv_heads, 2 * half, d_ff, 64, mlp, qk_norm=qk_norm)
+    parts = {"qk_norm": qk_norm, "value_embeddings": min(tables, layers // 2), "skips": skips}
+    shape = DecoderShape(layers, width, kv_heads * groups, kv_heads, 2 * half, d_ff, 64, mlp, **parts)
     tokens = torch.randint(0, 64, (batch, length), generator=torch.Generator().manual_seed(length))
     (expected, gradients), (found, own) = (outputs(model, tokens) for model in pair(shape))
     # norms compute in float32 on both sides, whatever the model's precision

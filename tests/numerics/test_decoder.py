@@ -19,6 +19,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {"kv_heads": 2},
     "untied-relu2": {"tied": False, "mlp": "relu2"},
     "qk-norm": {"qk_norm": True},
+    "tables-x0": {"layers": 4, "kv_heads": 2, "value_embeddings": 2, "skips": "x0"},
+    "tables-unet": {"layers": 4, "value_embeddings": 1, "skips": "unet"},
 }
 
 
@@ -28,7 +30,7 @@ def decoder(softcap: float | None = None, **changes: Any) -> Decoder:
     model.initialise(torch.Generator().manual_seed(1))
     with torch.no_grad():  # larger weights, so that every part of the model matters
         for parameter in model.parameters():
-            parameter *= 3.0
+            parameter += 0.5 if not parameter.any() else 2.0 * parameter
     return model.eval()
 
 

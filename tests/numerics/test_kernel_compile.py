@@ -53,6 +53,8 @@ def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
         ("relu2", "_forward"),
         ("relu2", "_backward"),
         ("relu2", "_to_float8"),
+        ("mix", "_forward"),
+        ("mix", "_backward"),
         ("float8", "_quantise"),
         ("float8", "_turn"),
         ("float8_mean", "_sums"),
@@ -197,6 +199,7 @@ def main() -> None:
         float8_norm_triton,
         float8_rotary_triton,
         float8_triton,
+        mix_triton,
         muon_triton,
         qk_norm_triton,
         relu2_triton,
@@ -247,6 +250,9 @@ def main() -> None:
         swiglu_triton.swiglu_backward_(empty(n, f), empty(n, 2 * f))
         relu2_triton.relu2(empty(n, f))
         relu2_triton.relu2_backward_(empty(n, f), empty(n, f))
+        weight_of_state = torch.empty((), device="meta")
+        mix_triton.mix(x, x, x, weight_of_state)
+        mix_triton.mix_backward(x, x, weight_of_state)
         table = empty(length, k // 2, dtype=torch.float32)
         batch = n // length
         rotary_triton.rotate_qkv_(empty(batch, length, (heads + 2 * kv_heads) * k), table, table, heads, kv_heads, k)

@@ -22,9 +22,9 @@ from redline.recipe.resolve import DataFacts, resolve
 
 @st.composite
 def shapes(draw: st.DrawFn) -> DecoderShape:
-    kv_heads = draw(st.integers(1, 4))
+    kv_heads, layers = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     return DecoderShape(
-        layers=draw(st.integers(1, 4)),
+        layers=layers,
         d_model=draw(st.integers(1, 12)) * 8,
         heads=kv_heads * draw(st.integers(1, 4)),
         kv_heads=kv_heads,
@@ -34,6 +34,8 @@ def shapes(draw: st.DrawFn) -> DecoderShape:
         mlp=draw(st.sampled_from(["swiglu", "relu2"])),
         tied=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
+        value_embeddings=draw(st.integers(0, layers // 2)),
+        skips=draw(st.sampled_from(["none", "x0", "unet"])),
     )
 
 
@@ -49,7 +51,7 @@ def test_parameters_are_those_of_the_built_model(shape: DecoderShape) -> None:
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     matrices = sum(p.numel() for n, p in model.blocks.named_parameters() if p.dim() == 2)
     assert shape.matmul_parameters == matrices + model.head_weight.numel()
-    assert shape.norm_parameters == sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    assert shape.scalar_parameters == sum(p.numel() for p in model.parameters() if p.dim() == 1)
 
 
 def test_the_350m_model() -> None:
@@ -69,8 +71,9 @@ def test_the_350m_model() -> None:
         DecoderShape(2, 64, 4, 4, 16, 192, 512),
         DecoderShape(3, 48, 6, 2, 8, 128, 300, tied=False, qk_norm=True),
         DecoderShape(2, 64, 4, 1, 32, 256, 256, mlp="relu2"),
+        DecoderShape(4, 64, 4, 2, 16, 192, 512, tied=False, value_embeddings=2, skips="x0"),
     ],
-    ids=["plain", "grouped", "relu2"],
+    ids=["plain", "grouped", "relu2", "with tables"],
 )
 @pytest.mark.parametrize("length", [32, 128])
 def test_palm_flops_are_what_torch_counts(shape: DecoderShape, length: int) -> None:

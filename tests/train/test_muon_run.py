@@ -97,9 +97,10 @@ def test_muon_learns_more_in_as_many_steps(world: Any, tmp_path: Path) -> None:
     assert max(ends["muon"], ends["normuon"]) < ends["adamw"] - 0.1
 
 
+@pytest.mark.parametrize("tied", ["true", "false"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_zeros_at_the_start_in_low_precision(
-    world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+    world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, tied: str
 ) -> None:
     """Weights without a magnitude have no scale yet."""
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
@@ -107,7 +108,9 @@ def test_zeros_at_the_start_in_low_precision(
     monkeypatch.setattr(float8_choice, "_key", lambda *what: str(what))
     able = Machine("cpu", "a CPU that passes for a GPU", 8 << 30, 2, (9, 0), cpu_flops=1e11, fast_bf16=True)
     keys = (f"train.precision={precision}", "model.kernels=fused", "model.qk_norm=false", "train.micro_batch=8")
-    trainer = world.run(tmp_path / "run", *keys, "model.init=zero", "train.steps=20", machine=able)
+    trainer = world.run(
+        tmp_path / "run", *keys, "model.init=zero", f"model.tied={tied}", "train.steps=20", machine=able
+    )
     found = losses(tmp_path / "run")
     assert trainer.log.skipped == 0
     assert found[-1] < found[0] - 0.3

@@ -34,6 +34,7 @@ SAME_SPEED = {
     *(f"train.{key}" for key in ("muon_momentum", "muon_momentum_warmup", "muon_beta2", "betas", "eps")),
     *(f"train.{key}" for key in ("weight_decay", "schedule", "warmup_steps", "decay_fraction", "min_lr_ratio")),
     "model.init",
+    "model.embedding_std",
     "data.source",
 }
 SAME_FOR_ALL = {

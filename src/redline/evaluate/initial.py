@@ -17,6 +17,7 @@ from redline.export.folder import ORIGIN, WEIGHTS
 from redline.fields import AUTO
 from redline.models.llama import from_llama, shape_of
 from redline.monitor.runs import resolve_run
+from redline.plan.shapes import SHAPE_KEYS
 from redline.recipe.lock import locked_recipe, read_lock
 from redline.recipe.schema import Model, Recipe
 from redline.train.checkpoint import Tensors, file_digest
@@ -24,7 +25,6 @@ from redline.train.weights import find_weights
 
 KEY = "model.init_from"
 _SIZE = ("layers", "d_model", "heads", "d_ff")
-_SHAPE = (*_SIZE, "kv_heads", "head_dim", "vocab", "mlp", "tied", "qk_norm")
 _CALIBRATION = ("rope_theta", "norm_eps", "softcap")  # weights of another fit, but were trained with the old
 
 
@@ -52,7 +52,7 @@ class Initial:
         model = recipe.model
         if model.size not in (None, AUTO):
             return recipe
-        shape = {name: getattr(self.model, name) for name in _SHAPE if getattr(model, name) == AUTO}
+        shape = {name: getattr(self.model, name) for name in SHAPE_KEYS if getattr(model, name) == AUTO}
         return recipe.model_copy(update={"model": model.model_copy(update={**shape, "size": None})})
 
     def check(self, recipe: Recipe, tokenizer: str) -> list[str]:
@@ -61,7 +61,7 @@ class Initial:
             fix = f"Use the source's: data.tokenizer={self.tokenizer_spec}"
             what = f"the weights of {self.source} are for another tokenizer than {recipe.data.tokenizer} on this data."
             raise UsageError(what, where=KEY, fix=fix)
-        differing = self._differing(recipe.model, _SHAPE)
+        differing = self._differing(recipe.model, SHAPE_KEYS)
         if differing:
             wanted = {**{name: getattr(self.model, name) for name in _SIZE}, **{n: was for n, was, _ in differing}}
             fix = " ".join(f"model.{name}={str(value).lower()}" for name, value in wanted.items())

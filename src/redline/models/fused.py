@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from redline.kernels.mix import mix, mix_backward
 from redline.kernels.qk_norm import norm_rotate_backward, norm_rotate_qkv
 from redline.kernels.rotary import rotate_qkv_
 from redline.models.float8 import BlockScales, How, Scales
@@ -58,6 +59,13 @@ class _Relay:
         return made[1] if made is not None and made[0] == grad.data_ptr() else stored(grad, grad.dtype, how)
 
 
+class Skip(NamedTuple):
+    """The state that went into block `source`, added with a weight."""
+
+    source: int
+    weight: Tensor
+
+
 class _How(NamedTuple):
     """What a block needs besides tensors that have gradients."""
 
@@ -80,15 +88,27 @@ def run_blocks(
     sin: Tensor,
     attend: Attend,
     shape: DecoderShape,
+    values: list[Tensor | None],
+    skips: list[Skip | None],
     scales: Scales | None = None,
 ) -> Tensor:
-    """Hidden states after the final norm. With scales, the matmuls these are for run in fp8 while training."""
+    """Hidden states after the final norm; for each block what is added to its values, and to its input.
+
+    With scales, the matmuls these are for run in fp8 while training.
+    """
     heads = _Heads(shape.heads, shape.kv_heads, shape.head_dim)
     training = scales is not None and torch.is_grad_enabled()
     each = scales.next() if scales is not None and training else [BlockScales()] * len(blocks)
     relay, grad_before = _Relay(), None
+    sources = {skip.source for skip in skips if skip is not None}
+    states: dict[int, Tensor] = {}  # those that skips begin at
     residual, delta = x_BTD, None
-    for block, own in zip(blocks, each, strict=True):
+    for i, (block, own, skip) in enumerate(zip(blocks, each, skips, strict=True)):
+        if skip is not None:
+            residual, delta = _Mixed.apply(residual, delta, states[skip.source], skip.weight), None
+        if i in sources:
+            states[i] = residual = residual if delta is None else residual + delta
+            delta, grad_before = None, None  # more than one gradient will reach it: no operand yet
         residual, delta = _FusedBlock.apply(
             residual,
             delta,
@@ -101,6 +121,7 @@ def run_blocks(
             block.mlp.down.weight,
             None if block.attention.q_norm is None else block.attention.q_norm.weight,
             None if block.attention.k_norm is None else block.attention.k_norm.weight,
+            values[i],
         )
         grad_before = own.down_grad
     hidden: Tensor = _FusedNorm.apply(residual, delta, norm.weight, norm.eps, grad_before, relay)
@@ -122,6 +143,7 @@ class _FusedBlock(torch.autograd.Function):
         down_weight: Tensor,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
+        values_BTV: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         B, T, D = residual_BTD.shape
         wide, s = residual_BTD.dtype, how.scales
@@ -130,6 +152,8 @@ class _FusedBlock(torch.autograd.Function):
 
         x1, n1, r1 = normed(_rows(residual_BTD), _rows(delta_BTD), attention_norm, how.eps, s.qkv_input)
         qkv = linear(n1, w_qkv, qkv_weight).view(B, T, -1)
+        if values_BTV is not None:
+            qkv[..., -values_BTV.shape[-1] :] += values_BTV
         raw, rstd, (q, k, v) = _rotated(qkv, q_norm, k_norm, how)
         with torch.set_grad_enabled(any(ctx.needs_input_grad)):
             q, k, v = (x.detach().requires_grad_(torch.is_grad_enabled()) for x in (q, k, v))
@@ -144,7 +168,7 @@ class _FusedBlock(torch.autograd.Function):
         ctx.save_for_backward(x1, r1, x2, r2, h, attention_norm, mlp_norm, q_norm, k_norm, raw, rstd, *operands)
         ctx.weights = qkv_weight, out_weight, up_weight, down_weight
         ctx.attention, ctx.how = (q, k, v, attended), how
-        ctx.first = delta_BTD is None
+        ctx.alone, ctx.valued = delta_BTD is None, values_BTV is not None
         return x2.view(B, T, D), y.view(B, T, D)
 
     @staticmethod
@@ -166,6 +190,7 @@ class _FusedBlock(torch.autograd.Function):
         g_out = weight_gradient(g_mid, o)
         g_o = input_gradient(g_mid, w_out, out_weight).view(B, T, H, K).transpose(1, 2)
         g_q, g_k, g_v = torch.autograd.grad(attended, (q, k, v), g_o)
+        g_values = g_v.transpose(1, 2).reshape(B, T, -1) if ctx.valued else None
         g_q_norm = g_k_norm = None
         if raw is None:
             g_qkv = merged_backward(g_q, g_k, g_v, how.cos, how.sin, s.qkv_grad)
@@ -180,9 +205,22 @@ class _FusedBlock(torch.autograd.Function):
 
         how.relay.put(g_x, g_before)
         g_stream = g_x.view_as(grad_x2)
-        g_delta = None if ctx.first else g_stream
+        g_delta = None if ctx.alone else g_stream
         g_weights = g_attention_norm, g_w_qkv, g_out, g_mlp_norm, g_up, g_down, g_q_norm, g_k_norm
-        return g_stream, g_delta, None, *g_weights
+        return g_stream, g_delta, None, *g_weights, g_values
+
+
+class _Mixed(torch.autograd.Function):
+    """The sum of the stream's pair with an earlier state."""
+
+    @staticmethod
+    def forward(ctx: Any, residual: Tensor, delta: Tensor, state: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(state, weight)
+        return mix(residual, delta, state, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, grad, *mix_backward(grad, *ctx.saved_tensors)
 
 
 class _FusedNorm(torch.autograd.Function):

@@ -71,7 +71,7 @@ class SelfAttention(nn.Module):
     def __init__(self, shape: DecoderShape, eps: float, attention: Attention) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        widths = (shape.d_attention, shape.kv_heads * shape.head_dim, shape.kv_heads * shape.head_dim)
+        widths = (shape.d_attention, shape.d_kv, shape.d_kv)
         self.qkv = Linear(shape.d_model, shape.d_qkv, widths)
         self.out = Linear(shape.d_attention, shape.d_model)
         self.q_norm = RMSNorm(shape.head_dim, eps) if shape.qk_norm else None
@@ -79,11 +79,21 @@ class SelfAttention(nn.Module):
         self.attention = attention
 
     def forward(
-        self, x_BTD: Tensor, cos: Tensor, sin: Tensor, mask: Bound, cache: KVCache | None = None, start: int = 0
+        self,
+        x_BTD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Bound,
+        values_BTV: Tensor | None = None,
+        cache: KVCache | None = None,
+        start: int = 0,
     ) -> Tensor:
+        """With what is to be added to the values of its tokens."""
         B, T, _ = x_BTD.shape
         qkv = self.qkv(x_BTD).view(B, T, self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = (x.transpose(1, 2) for x in qkv.split((self.heads, self.kv_heads, self.kv_heads), 2))
+        if values_BTV is not None:
+            v = v + values_BTV.view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -135,16 +145,18 @@ class Block(nn.Module):
         assert isinstance(found, Linear)
         return found
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Bound) -> Tensor:
-        return self.run(self._body, x, cos, sin, mask) if torch.is_grad_enabled() else self._body(x, cos, sin, mask)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Bound, values: Tensor | None = None) -> Tensor:
+        if torch.is_grad_enabled():
+            return self.run(self._body, x, cos, sin, mask, values)
+        return self._body(x, cos, sin, mask, values)
 
-    def _body(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Bound) -> Tensor:
-        x = x + self._drop(self.attention(self.attention_norm(x), cos, sin, mask))
+    def _body(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Bound, values: Tensor | None) -> Tensor:
+        x = x + self._drop(self.attention(self.attention_norm(x), cos, sin, mask, values))
         return x + self._drop(self.mlp(self.mlp_norm(x)))
 
-    def extend(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Tensor:
+    def extend(self, x: Tensor, cos: Tensor, sin: Tensor, values: Tensor | None, cache: KVCache, start: int) -> Tensor:
         """The same for new tokens after those in the cache."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, Bound(), cache, start)
+        x = x + self.attention(self.attention_norm(x), cos, sin, Bound(), values, cache, start)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from redline.errors import Problem
-from redline.plan.shapes import DecoderShape
+from redline.plan.shapes import SHAPE_KEYS, DecoderShape
 from redline.recipe.schema import Model
 
 LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
@@ -22,8 +22,7 @@ _TYPES = {LLAMA: "llama", QWEN3: "qwen3"}
 
 def shape_of(model: Model) -> DecoderShape:
     """The shape of a resolved recipe's model."""
-    names = ("layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab", "mlp", "tied", "qk_norm")
-    return DecoderShape(**{name: getattr(model, name) for name in names})
+    return DecoderShape(**{key: getattr(model, key) for key in SHAPE_KEYS})
 
 
 def inexact(model: Model) -> list[Problem]:
@@ -35,6 +34,10 @@ def inexact(model: Model) -> list[Problem]:
     if model.softcap is not None:
         what = f"{model.softcap:g} has no place in transformers' Llama, which leaves its logits as they are."
         problems.append(Problem("model.softcap", what, "Only model.softcap=null can be exported."))
+    for key, idle in {"value_embeddings": 0, "skips": "none"}.items():
+        if (value := getattr(model, key)) != idle:
+            what = f"{value} has no place in transformers' Llama, which knows no such part."
+            problems.append(Problem(f"model.{key}", what, f"Only model.{key}={idle} can be exported."))
     if not model.qk_norm and model.d_model % model.heads:
         what = f"{model.heads} does not divide model.d_model {model.d_model}, which transformers' Llama demands."
         problems.append(Problem("model.heads", what, "Only a width that is a multiple of the heads can be exported."))
@@ -82,7 +85,7 @@ def to_generation(model: Model, *, eot: int, vocab_size: int) -> dict[str, Any]:
 
 def _names(shape: DecoderShape) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]:
     """Each tensor here, those it is there, and how many rows each of them has."""
-    kv, whole = shape.kv_heads * shape.head_dim, ()
+    kv, whole = shape.d_kv, ()
     yield "embedding.weight", ("model.embed_tokens.weight",), whole
     for layer in range(shape.layers):
         ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import partial
 
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from redline.kernels.attention import Attention, Bound
 from redline.kernels.torchao_linear import float8_linear
 from redline.models.float8 import Scales
-from redline.models.fused import run_blocks
+from redline.models.fused import Skip, run_blocks
 from redline.models.layers import Block, KVCache, Linear, RMSNorm, rotary_table
 from redline.plan.shapes import DecoderShape
 
-_INIT_STD = 0.02
+_INIT_STD = 0.02  # of matrices
+_ADDING = ("attention.out.weight", "mlp.down.weight")  # to the stream
 
 
 class Decoder(nn.Module):
@@ -40,6 +42,9 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape, eps, dropout, attention, checkpointing) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.d_model, eps)
         self.head = None if shape.tied else Linear(shape.d_model, shape.vocab)
+        tables = (nn.Embedding(shape.vocab, shape.d_kv) for _ in range(shape.value_embeddings))
+        self.value_embeddings = nn.ModuleList(tables)
+        self.skip_weights = nn.Parameter(torch.empty(shape.skip_count)) if shape.skip_count else None
         self.scales: Scales | None = None  # of what trains in fp8
         self._rotary: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
@@ -49,18 +54,25 @@ class Decoder(nn.Module):
         assert isinstance(weight, Tensor)
         return weight
 
-    def initialise(self, generator: torch.Generator, init: str = "gpt2") -> None:
-        """GPT-2's initialisation: what adds to the stream is smaller the deeper the model; or it is `zero` at first."""
+    def initialise(self, generator: torch.Generator, init: str = "gpt2", embedding_std: float = _INIT_STD) -> None:
+        """GPT-2's initialisation: what adds to the stream is smaller the deeper the model; or `zero` at first, and an
+        untied head with it. Value embeddings and skips begin at zero: they add nothing until they have learnt to."""
+        zero = init == "zero"
+        stds = {
+            "embedding.weight": embedding_std,
+            "head.weight": 0.0 if zero else _INIT_STD,
+            **dict.fromkeys(_ADDING, 0.0 if zero else _INIT_STD / (2 * self.shape.layers) ** 0.5),
+        }
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
+            if name.startswith(("value_embeddings.", "skip_weights")):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 1:
                 nn.init.ones_(parameter)
-                continue
-            adds = name.endswith(("attention.out.weight", "mlp.down.weight"))
-            added = 0.0 if init == "zero" else _INIT_STD / (2 * self.shape.layers) ** 0.5
-            # drawn on the CPU so that the same seed gives the same model on every device, and zeros are drawn too: the
-            # rest of the model is the same with them
-            std = added if adds else _INIT_STD
-            parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            else:
+                # drawn on the CPU so that the same seed gives the same model on every device, and zeros are drawn too:
+                # the rest of the model is the same with them
+                std = stds.get(re.sub(r"^blocks\.\d+\.", "", name), _INIT_STD)
+                parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
     def use_float8(self, linears: Iterable[str], device: torch.device) -> None:
         """Train these linears of every block in fp8: fused blocks by our kernels, plain ones by torchao's."""
@@ -85,15 +97,34 @@ class Decoder(nn.Module):
         if self.dropout:
             x = F.dropout(x, self.dropout, self.training)
         cos, sin = self._rotary_slice(start, tokens_BT.shape[1], tokens_BT.device)
+        blocks = [block for block in self.blocks if isinstance(block, Block)]
+        values, skips = self._values(tokens_BT), self._skips()
         if self.kernels == "fused" and cache is None:
-            blocks = [block for block in self.blocks if isinstance(block, Block)]
             attend = partial(self._attend, mask)
-            return run_blocks(blocks, self.norm, x, cos, sin, attend, self.shape, self.scales)
-        for i, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
-            x = block(x, cos, sin, mask) if cache is None else block.extend(x, cos, sin, cache[i], start)
+            return run_blocks(blocks, self.norm, x, cos, sin, attend, self.shape, values, skips, self.scales)
+        states: list[Tensor] = []
+        for i, (block, skip) in enumerate(zip(blocks, skips, strict=True)):
+            if skip is not None:
+                x = x + skip.weight * states[skip.source]
+            states.append(x)
+            if cache is None:
+                x = block(x, cos, sin, mask, values[i])
+            else:
+                x = block.extend(x, cos, sin, values[i], cache[i], start)
         hidden: Tensor = self.norm(x)
         return hidden
+
+    def _values(self, tokens_BT: Tensor) -> list[Tensor | None]:
+        """For each layer what is added to its values."""
+        tables = [table.weight for table in self.value_embeddings if isinstance(table, nn.Embedding)]
+        found = [F.embedding(tokens_BT, table).to(self.dtype) for table in tables]
+        return [None if table is None else found[table] for table in self.shape.value_tables]
+
+    def _skips(self) -> list[Skip | None]:
+        """For each layer what is added to its input."""
+        sources = self.shape.skip_sources
+        weights = iter(() if self.skip_weights is None else self.skip_weights.unbind())
+        return [None if source is None else Skip(source, next(weights)) for source in sources]
 
     def _attend(self, mask: Bound, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.attention(q, k, v, mask)

@@ -215,12 +215,13 @@ def plan_rows(event: Event) -> Iterator[tuple[str, str]]:
     yield from _row("", [_number(memory, part, part + " {:.2f}") for part in parts])
     yield from _speed_rows(event)
     horizon = section(event, "horizon")
+    limit = "or by the clock" if horizon.get("steps") or horizon.get("tokens") else "by the clock"
     yield from _row(
         "horizon",
         [
             _number(horizon, "steps", "{:,} steps"),
             _number(horizon, "tokens", "{} tokens", format_count),
-            _number(horizon, "expected_tokens", "or by the clock, after about {} tokens", format_count),
+            _number(horizon, "expected_tokens", limit + ", after about {} tokens", format_count),
             _number(event, "hours", "about {}", lambda hours: format_seconds(3600 * hours)),
             _number(event, "cost_usd", "{}", format_usd),
         ],

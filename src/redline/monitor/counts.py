@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from redline.errors import UserError
+from redline.fields import AUTO
 from redline.hardware.specs import spec_of
 from redline.jobs import job
 from redline.monitor.events import Event, number, section
-from redline.plan.shapes import DecoderShape
+from redline.plan.shapes import SHAPE_KEYS, DecoderShape
 from redline.plan.work import Work
 from redline.recipe.load import validate
 from redline.recipe.schema import Recipe
 
 # What one causal pass and its backward read and write at the least: q, k, v → o, then q, k, v, o, do → dq, dk, dv.
 _ATTENTION_TENSORS = 12
-_SHAPE = ("layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab")
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ def _counted(lock: Mapping[str, Any]) -> tuple[Recipe, DecoderShape, Work] | Non
     except UserError:
         return None
     model, train = recipe.model, recipe.train
-    sizes = {name: getattr(model, name) for name in _SHAPE}
-    if not all(isinstance(size, int) for size in sizes.values()) or train.grad_checkpointing == "auto":
+    sizes = {name: getattr(model, name) for name in SHAPE_KEYS}
+    if AUTO in (*sizes.values(), train.grad_checkpointing):
         return None  # never resolved
-    shape = DecoderShape(**sizes, mlp=model.mlp, tied=model.tied, qk_norm=model.qk_norm)
+    shape = DecoderShape(**sizes)
     work: Work = job(recipe.objective).work(
         shape,
         recipe.data.seq_len,

@@ -143,7 +143,8 @@ class CausalLM(Objective):
         ).to(device)
         if self.recipe.train.precision == "fp8":
             self._use_float8()
-        self.model.initialise(torch.Generator().manual_seed(self.recipe.train.seed), options.init)
+        seed = torch.Generator().manual_seed(self.recipe.train.seed)
+        self.model.initialise(seed, options.init, options.embedding_std)
 
     def _select_attention(self) -> Selection:
         """Measured once in a run's life: a resumed run computes with what it began with."""

@@ -63,7 +63,9 @@ def activation_bytes_per_token(
         "selective": bytes_per_value * (d + shape.d_qkv + shape.d_attention + shape.d_up + d),  # matmuls, attention
         "full": bytes_per_value * d,
     }[checkpointing] + 4 * shape.heads  # + log-sum-exp, fp32
-    return shape.layers * kept + 2 * d * bytes_per_value
+    # the first states, for the skips; gradients of looked-up values, from the last layers until the first add theirs
+    besides = (2 + (shape.skips != "none")) * d + shape.value_embeddings * shape.d_kv
+    return shape.layers * kept + besides * bytes_per_value
 
 
 def _backward_bytes(shape: DecoderShape, bytes_per_value: int, checkpointing: str, kernels: Kernels) -> float:
@@ -87,7 +89,7 @@ def _block_bytes(shape: DecoderShape, bytes_per_value: int, kernels: Kernels) ->
     wide = 2 * 4 * normed  # each norm keeps its input and its result in float32
     gated = shape.d_ff if shape.mlp == "swiglu" else 0
     plain = bytes_per_value * (2 * d + attention + shape.d_up + gated + shape.d_ff)
-    formed = 4 * (shape.heads * scores + rotated + shape.kv_heads * shape.head_dim) if scores else 0
+    formed = 4 * (shape.heads * scores + rotated + shape.d_kv) if scores else 0
     return float(wide + plain + formed)
 
 
@@ -98,7 +100,7 @@ def moment_bytes(shape: DecoderShape, optimizer: str) -> float:
         rows = shape.layers * (shape.d_qkv + shape.d_up + 2 * shape.d_model)  # each with a second moment
         return 4.0 * matrices + 8.0 * (total - matrices) + (4.0 * rows if optimizer == "normuon" else 0.0)
     if optimizer in LOW_BIT:
-        small = shape.norm_parameters if shape.d_model < LOW_BIT_FROM else 0
+        small = shape.scalar_parameters if shape.d_model < LOW_BIT_FROM else 0
         return 2 * (1 + 4 / LOW_BIT_BLOCK) * (total - small) + 8.0 * small
     return 8.0 * total
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 VOCAB_MULTIPLE = 64  # tensor cores want it, and 50257 → 50304
 
@@ -13,6 +13,8 @@ def padded_vocab(vocab: int) -> int:
 
 @dataclass(frozen=True)
 class DecoderShape:
+    """Its fields are keys of a recipe's model."""
+
     layers: int
     d_model: int
     heads: int
@@ -23,6 +25,8 @@ class DecoderShape:
     mlp: str = "swiglu"
     tied: bool = True
     qk_norm: bool = False
+    value_embeddings: int = 0  # tables of tokens, added to values
+    skips: str = "none"  # none, x0, unet: earlier states of the stream, added to it
 
     @property
     def d_attention(self) -> int:
@@ -36,6 +40,33 @@ class DecoderShape:
     def d_up(self) -> int:
         """Width of the first feed-forward matrix: gate and up are stored merged."""
         return 2 * self.d_ff if self.mlp == "swiglu" else self.d_ff
+
+    @property
+    def d_kv(self) -> int:
+        """Of the keys, and of the values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def value_tables(self) -> list[int | None]:
+        """For each layer the table that its values are added to: the first layers and the last share them."""
+        tables: list[int | None] = [None] * self.layers
+        for table in range(self.value_embeddings):
+            tables[table] = tables[self.layers - self.value_embeddings + table] = table
+        return tables
+
+    @property
+    def skip_sources(self) -> list[int | None]:
+        """For each layer the one whose input is added to its own."""
+        layers = range(self.layers)
+        if self.skips == "x0":
+            return [0 if layer else None for layer in layers]
+        if self.skips == "unet":
+            return [self.layers - 1 - layer if 2 * layer >= self.layers else None for layer in layers]
+        return [None for _ in layers]
+
+    @property
+    def skip_count(self) -> int:
+        return sum(source is not None for source in self.skip_sources)
 
     @property
     def layer_matmul_parameters(self) -> int:
@@ -52,13 +83,13 @@ class DecoderShape:
         return self.layers * self.layer_matmul_parameters + self.head_parameters
 
     @property
-    def norm_parameters(self) -> int:
+    def scalar_parameters(self) -> int:
         per_layer = 2 * self.d_model + (2 * self.head_dim if self.qk_norm else 0)
-        return self.layers * per_layer + self.d_model
+        return self.layers * per_layer + self.d_model + self.skip_count
 
     @property
     def embedding_parameters(self) -> int:
-        return self.vocab * self.d_model * (1 if self.tied else 2)
+        return self.vocab * (self.d_model * (1 if self.tied else 2) + self.d_kv * self.value_embeddings)
 
     def not_fused(self, *, dropout: float, checkpointing: str) -> str:
         """Why the hand-written blocks cannot compute such a model; empty when they can."""
@@ -70,7 +101,10 @@ class DecoderShape:
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.layer_matmul_parameters + self.embedding_parameters + self.norm_parameters
+        return self.layers * self.layer_matmul_parameters + self.embedding_parameters + self.scalar_parameters
+
+
+SHAPE_KEYS = tuple(field.name for field in fields(DecoderShape))
 
 
 # name → (layers, d_model, heads, d_ff); d_ff is about 8/3·d, a multiple of 64

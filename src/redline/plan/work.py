@@ -56,6 +56,7 @@ def decoder_work(
     kept = activation_bytes_per_token(shape, bytes_per_value, "none", kernels)
     traffic = TRAFFIC if kernels.compiled else TRAFFIC_UNCOMPILED
     recompute_traffic = 0.0 if checkpointing == "none" else kept  # the forward's share once more
+    beside = _beside_blocks(shape) * bytes_per_value
     fused = _fused_traffic(shape, bytes_per_value, kernels.fp8) if kernels.fused else None
     return Work(
         matmul=layer_matmul + 6.0 * shape.head_parameters,
@@ -64,7 +65,7 @@ def decoder_work(
         attention_again=attention / 3 if again else 0.0,
         touched=float(layers * shape.d_attention * bytes_per_value),
         moved_least=_least_traffic(shape, bytes_per_value),
-        moved=traffic * kept + recompute_traffic if fused is None else fused,
+        moved=traffic * kept + recompute_traffic + beside if fused is None else fused,
         update=_update_traffic(shape, optimizer, ema),
         gradient_bytes=4.0 * shape.parameters,
         kernels=(KERNELS_PER_LAYER if kernels.compiled else KERNELS_UNCOMPILED) * layers,
@@ -84,7 +85,18 @@ def _least_traffic(shape: DecoderShape, bytes_per_value: int) -> float:
     rotary = 2 * 2 * rotated  # in and out, forward and backward
     activation = (up + f) + (f + up + up + f)  # forward: in, out; backward: two in, and both gradients out
     logits = 2 * shape.vocab  # read once, their gradient written once
-    return float((shape.layers * (norms + rotary + activation) + logits) * bytes_per_value)
+    blocks = shape.layers * (norms + rotary + activation) + _beside_blocks(shape)
+    return float((blocks + logits) * bytes_per_value)
+
+
+def _beside_blocks(shape: DecoderShape) -> int:
+    """Values of skips and value embeddings that are read and written besides.
+
+    A skip: its state in, and its sum out and in, as no norm makes that; backward: gradient and state in, the state's
+    gradient out, that in and added to (5 + 3). A table: looked up in float32 and cast (4 + 3), and the same again for
+    its gradient (3 + 4); in each of its two layers added to the values (3), the gradient of these copied and added (4).
+    """
+    return 8 * shape.d_model * shape.skip_count + (14 + 2 * 7) * shape.d_kv * shape.value_embeddings
 
 
 def _fused_traffic(shape: DecoderShape, bytes_per_value: int, fp8: bool) -> float:
@@ -97,7 +109,8 @@ def _fused_traffic(shape: DecoderShape, bytes_per_value: int, fp8: bool) -> floa
     norms, rotary = 2 * 4 * shape.d_model * 2, 2 * rotated + 2 * shape.d_qkv + (rotated if shape.qk_norm else 0)
     activation = (shape.d_up + shape.d_ff) + (shape.d_ff + 2 * shape.d_up)
     cast = shape.layers * (2 * 4 * shape.d_model + 4 * shape.d_attention) + 2 * shape.vocab if fp8 else 0
-    return float((shape.layers * (norms + rotary + activation) + 2 * shape.vocab) * bytes_per_value + cast)
+    blocks = shape.layers * (norms + rotary + activation) + _beside_blocks(shape)
+    return float((blocks + 2 * shape.vocab) * bytes_per_value + cast)
 
 
 def _update_traffic(shape: DecoderShape, optimizer: str, ema: bool) -> float:
@@ -137,6 +150,6 @@ def _orthogonalisation(shape: DecoderShape) -> float:
 
 def _hidden_matrices(shape: DecoderShape) -> list[tuple[int, int]]:
     """A block's, as Muon takes them: merged ones apart."""
-    d, attention, kv = shape.d_model, shape.d_attention, shape.kv_heads * shape.head_dim
+    d, attention, kv = shape.d_model, shape.d_attention, shape.d_kv
     ups = 2 if shape.mlp == "swiglu" else 1
     return [(attention, d), (kv, d), (kv, d), (d, attention), (d, shape.d_ff), *[(shape.d_ff, d)] * ups]

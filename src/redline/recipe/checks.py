@@ -40,6 +40,10 @@ def _model(model: Model) -> list[Problem]:
         problems.append(Problem("model.heads", f"{heads} does not divide model.d_model {d_model}."))
     elif (width := head_dim or (d_model // heads if d_model and heads else 0)) % 2:
         problems.append(Problem("model.head_dim", f"{width} is odd; rotary embeddings need pairs."))
+    layers = number(model.layers) or sized.get("layers") or min(size[0] for size in SIZES.values())
+    if 2 * model.value_embeddings > layers:
+        what = f"{model.value_embeddings} is more than half of {layers} layers: each table serves two of them."
+        problems.append(Problem("model.value_embeddings", what, f"Use at most {layers // 2}, or more model.layers."))
     if heads and kv_heads and heads % kv_heads:
         problems.append(Problem("model.kv_heads", f"{kv_heads} does not divide model.heads {heads}."))
     return problems

@@ -15,7 +15,7 @@ from redline.plan.batch import BatchPlan, given_batch, largest_micro
 from redline.plan.flops import FlopsPerToken
 from redline.plan.memory import MemoryParts
 from redline.plan.schedule import horizon_steps, sqrt_scaled_lr
-from redline.plan.shapes import SIZES, DecoderShape, padded_vocab
+from redline.plan.shapes import SHAPE_KEYS, SIZES, DecoderShape, padded_vocab
 from redline.recipe.checks import number
 from redline.recipe.forecast import CPU_SHARE, Measured, forecast, kernels_of
 from redline.recipe.presets import preset_factor, preset_text
@@ -153,8 +153,7 @@ class _Resolver:
         for key, value in derived.items():
             if self.get(f"model.{key}") == AUTO:
                 self.values["model"][key] = value
-        got = {k: self.get(f"model.{k}") for k in ("layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff")}
-        return DecoderShape(vocab=vocab, mlp=model.mlp, tied=model.tied, qk_norm=model.qk_norm, **got)
+        return DecoderShape(**{key: self.get(f"model.{key}") for key in SHAPE_KEYS})
 
     def size(self, vocab: int) -> str:
         """The largest model that sees enough tokens within the budget."""

@@ -85,7 +85,10 @@ class Model(Section):
     dropout: Probability = 0.0
     attention: Annotated[str, one_of(*ATTENTION)] = AUTO
     kernels: Annotated[str, one_of(AUTO, "torch", "fused")] = AUTO  # fused: a block's backward written out, in Triton
-    init: Annotated[str, one_of("gpt2", "zero")] = "gpt2"  # zero: of what adds to the stream
+    value_embeddings: Whole = 0  # tables of tokens; the first layers and the last add them to their values
+    skips: Annotated[str, one_of("none", "x0", "unet")] = "none"  # earlier states of the stream, added to it
+    init: Annotated[str, one_of("gpt2", "zero")] = "gpt2"  # zero: of what adds to the stream, and of an untied head
+    embedding_std: Positive = 0.02
     init_from: MaybeText = None  # RUN[@step|@best] or an exported folder: weights only
 
 
