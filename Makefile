@@ -17,7 +17,7 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## make .venv with what training needs [EXTRAS="data low-bit fp8 wandb"] (UV=none installs with pip)
+setup: ## make .venv with what training needs [EXTRAS="data low-bit finetune fp8 wandb"] (UV=none installs with pip)
 	$(FIND_PYTHON)
 	@$(PYTHON) -S scripts/setup.py $(EXTRAS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may wait for a network
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, by whichever package is first
 
 import pytest
 
@@ -124,18 +127,20 @@ class World:
 
         recipe = self.recipe(*overrides)
         module = objective_module(recipe.objective)
+        recipe = module.complete(recipe, lambda text: None)
         data = module.load_data(recipe)
         machine = options.pop("machine", Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11))
         resolved = resolve(recipe, machine, data.facts)
         monitor = Monitor(EventLog(run.path / "events.jsonl"), options.pop("view", Quiet()))
+        objective = module.create(resolved, data)
         identity = {"data": data.facts.fingerprint, "tokenizer": data.facts.tokenizer_fingerprint}
         trainer = Trainer(
             resolved,
-            module.create(resolved, data),
+            objective,
             run,
             monitor,
             horizon_steps=resolved.horizon_steps,
-            identity=identity,
+            identity={**identity, **objective.identity()},
             **options,
         )
         trainer.build(checkpoint)
@@ -175,3 +180,61 @@ def tensors_of() -> Callable[[Path], dict[str, Any]]:
         return {f"{stem}/{name}": t for stem in stems for name, t in read_tensors(checkpoint, stem).items()}
 
     return read
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of a few thousand weights with a tokenizer and a chat template, as transformers saves it."""
+    pytest.importorskip("transformers", reason="a base is made by transformers")
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("base")
+    learnt = Tokenizer(models.BPE())
+    learnt.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learnt.decoder = decoders.ByteLevel()
+    marks = ["<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    learnt.train_from_iterator(
+        ["What is the colour of the stone? It is red."] * 9,
+        trainers.BpeTrainer(vocab_size=320, special_tokens=marks, initial_alphabet=alphabet),
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=learnt, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty questions whose answers follow a rule."""
+    path = tmp_path_factory.mktemp("answers") / "rows.jsonl"
+    things = ("stone", "river", "king", "light", "token", "block", "mask", "line", "step", "train")
+    colours = ("red", "blue", "green", "grey")
+    rows = [
+        {"prompt": f"What is the colour of the {thing} number {number}?", "completion": f"It is {colours[number]}."}
+        for thing in things
+        for number in range(4)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

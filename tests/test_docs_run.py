@@ -33,6 +33,11 @@ SMALL = (
     "eval.sequences=4",
     "eval.sample_tokens=8",
 )
+TUNED = (  # fine-tuning, on a base of this shape
+    *("model.base=base", "model.layers=2", "model.d_model=64", "model.heads=4", "model.kv_heads=2", "model.d_ff=128"),
+    *("model.vocab=auto", "model.rope_theta=10000", "data.seq_len=96", "train.device=cpu", "train.precision=fp32"),
+    *("eval.sequences=4", "eval.sample_tokens=8", "train.steps=2"),
+)
 # What is refused, as its page says; and what needs a network, an account or files that a test has not.
 SENTENCES = {
     "700000": "is impossible",
@@ -46,11 +51,13 @@ COMMANDS = [e for e in EXAMPLES if e not in (*HELP, *FAILING) and e.words[0] != 
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tiny_base: Path, answers: Path) -> Path:
     """A directory as the pages assume it: texts, tokens, recipe files, and runs by the names they use."""
     folder = tmp_path_factory.mktemp("home")
     shutil.copytree(corpus, folder / "notes")
     (folder / "notes" / "slicings.txt").write_text("red line train token\n" * 40)
+    shutil.copytree(tiny_base, folder / "base")
+    shutil.copy(answers, folder / "train.jsonl")
     (folder / "tokens").mkdir()
     np.arange(20_000, dtype="<u2").tofile(folder / "tokens" / "train.bin")
     _write_zst(folder / "corpus.jsonl.zst")
@@ -116,6 +123,8 @@ def smaller(words: tuple[str, ...]) -> list[str]:
         return [*words, "train.steps=104"]
     if "--dry-run" in words:
         return [*words]
+    if verb == "train" and len(words) > 1 and words[1].startswith("qlora"):
+        return [*words, *TUNED]
     if verb == "train" or (verb == "plan" and "--probe" in words):
         data = () if any(word.startswith("data.") for word in words) else ("data.source=notes", "data.tokenizer=bytes")
         return [*words, *SMALL, *data, "train.steps=2"]

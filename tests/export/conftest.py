@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+# what transformers is to make of them; every part matters in one of them
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_theta": 500000.0}),
+    "llama tied": ("Llama", {"tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": None, "rms_norm_eps": 1e-6}),
+    "qwen2": ("Qwen2", {"rope_theta": 1000000.0}),
+    "qwen3": ("Qwen3", {"head_dim": 20, "tie_word_embeddings": True}),
+}
+SIZES = {
+    "vocab_size": 330,  # more than the tokenizer has
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1,
+}
 
 
 @pytest.fixture
@@ -22,3 +43,59 @@ def trained(world: Any, tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
         return run, trainer
 
     return train
+
+
+@pytest.fixture
+def base_of(tiny_base: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A random base of a family, with a tokenizer."""
+
+    def make(family: str, name: str = "base", dtype: torch.dtype = torch.float32, seed: int = 1) -> Path:
+        import transformers
+
+        kind, options = FAMILIES[family]
+        config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options})
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        folder = tmp_path / name
+        model.to(dtype).save_pretrained(folder)
+        for file in tiny_base.iterdir():
+            if file.name.startswith(("tokenizer", "special_tokens", "chat_template")):
+                shutil.copy(file, folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def tuned(world: Any, answers: Path, tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
+    """A run of a few steps on a base: its directory, and the trainer with the model in it."""
+    from finetuning import Tuning
+    from redline.recipe.lock import make_lock, write_lock
+
+    def tune(base: Path, *overrides: str, name: str = "run") -> tuple[Path, Any]:
+        trainer = Tuning(world, base, answers, tmp_path).run(tmp_path / name, "train.steps=3", *overrides)
+        write_lock(tmp_path / name, make_lock("tune", "0123", trainer.resolved, trainer.objective.data.facts))
+        return tmp_path / name, trainer
+
+    return tune
+
+
+@pytest.fixture
+def logits() -> Callable[..., torch.Tensor]:
+    """Of a trainer's model, or of transformers', for the same tokens."""
+    from redline.kernels.attention import Bound
+
+    def compute(model: Any) -> torch.Tensor:
+        tokens = torch.randint(0, 320, (2, 40), generator=torch.Generator().manual_seed(2))
+        ours = hasattr(model, "objective")
+        decoder = (model.objective.model if ours else model).eval()
+        with torch.no_grad():
+            if not ours:
+                found: torch.Tensor = decoder(tokens).logits
+                return found
+            return decoder.logits(decoder(tokens, Bound()))  # type: ignore[no-any-return]
+
+    return compute

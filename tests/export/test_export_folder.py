@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from redline.data.tokenizer import ByteTokenizer, load_tokenizer
 from redline.errors import UserError
-from redline.export import folder as exporting
+from redline.export import contents, tensors
 from redline.export.folder import export_run
 from redline.export.tokenizer import byte_definition, write_tokenizer
 
@@ -148,11 +148,11 @@ def test_nothing_is_left_when_the_disk_does_not_take_it(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr(exporting, "model_card", full)
+        broken.setattr(contents, "model_card", full)
         with pytest.raises(UserError, match="No space left on device"):
             export_run(run, None, tmp_path / "out")
     with monkeypatch.context() as broken:
-        broken.setattr(exporting, "load_file", lambda path: {})
+        broken.setattr(tensors, "file_digest", lambda path: "of something else")
         with pytest.raises(UserError, match="does not read back"):
             export_run(run, None, tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == before

@@ -56,6 +56,7 @@ def outputs(model: Decoder, tokens: torch.Tensor, documents: torch.Tensor | None
     batch=st.integers(1, 3),
     mlp=st.sampled_from(["swiglu", "relu2"]),
     qk_norm=st.booleans(),
+    qkv_bias=st.booleans(),
     tables=st.integers(0, 2),
     skips=st.sampled_from(["none", "x0", "unet"]),
 )
@@ -70,10 +71,11 @@ def test_values_and_gradients_are_the_plain_ones(
     batch: int,
     mlp: str,
     qk_norm: bool,
+    qkv_bias: bool,
     tables: int,
     skips: str,
 ) -> None:
-    parts = {"qk_norm": qk_norm, "value_embeddings": min(tables, layers // 2), "skips": skips}
+    parts = {"qk_norm": qk_norm, "qkv_bias": qkv_bias, "value_embeddings": min(tables, layers // 2), "skips": skips}
     shape = DecoderShape(layers, width, kv_heads * groups, kv_heads, 2 * half, d_ff, 64, mlp, **parts)
     tokens = torch.randint(0, 64, (batch, length), generator=torch.Generator().manual_seed(length))
     (expected, gradients), (found, own) = (outputs(model, tokens) for model in pair(shape))

@@ -34,6 +34,7 @@ def shapes(draw: st.DrawFn) -> DecoderShape:
         mlp=draw(st.sampled_from(["swiglu", "relu2"])),
         tied=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
         value_embeddings=draw(st.integers(0, layers // 2)),
         skips=draw(st.sampled_from(["none", "x0", "unet"])),
     )
@@ -70,7 +71,7 @@ def test_the_350m_model() -> None:
     [
         DecoderShape(2, 64, 4, 4, 16, 192, 512),
         DecoderShape(3, 48, 6, 2, 8, 128, 300, tied=False, qk_norm=True),
-        DecoderShape(2, 64, 4, 1, 32, 256, 256, mlp="relu2"),
+        DecoderShape(2, 64, 4, 1, 32, 256, 256, mlp="relu2", qkv_bias=True),
         DecoderShape(4, 64, 4, 2, 16, 192, 512, tied=False, value_embeddings=2, skips="x0"),
     ],
     ids=["plain", "grouped", "relu2", "with tables"],

@@ -101,7 +101,7 @@ def test_a_key_like_nothing_gets_the_list() -> None:
         ("data.pack=maybe", "true or false"),
         ("eval.prompt=5", "put it in quotes"),
         ("objective=finetuning", "not one of"),
-        ("train=fast", "both a section and a value"),
+        ("train=fast", "is a section of keys, not 'fast'"),
         ("train.steps.each=3", "not a whole number"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from redline.errors import RecipeError
+from redline.jobs import JOBS, options_of
 from redline.recipe.aliases import ALIASES
 from redline.recipe.load import known_keys, load, read_recipe, shipped
 from redline.recipe.schema import Recipe
@@ -52,7 +53,9 @@ def test_a_stale_page_is_found(
 def test_every_key_is_there_with_a_type_and_a_text() -> None:
     page = (DOCS / "recipe.md").read_text(encoding="utf-8")
     rows = {row[0]: row for row in re.findall(r"^\| `([\w.]+)`(?: ↻)? \| (.+?) \| (.+?) \| (.+) \|$", page, re.M)}
-    assert set(rows) == set(known_keys(Recipe))
+    own = {f"{job}.{key}" for job in JOBS for key in known_keys(options_of(job))}
+    assert set(rows) == {*known_keys(Recipe)} | own
+    assert rows["model.lora.target_modules"][1].startswith("`all-linear` or a list of `q_proj`, ")
     assert rows["train.lr"][1] == "`auto` or number > 0"
     assert rows["train.steps"][1] == "whole number ≥ 1 or `null`"
     assert "lr_base · √" in rows["train.lr"][3]

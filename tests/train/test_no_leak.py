@@ -17,15 +17,17 @@ def test_steps_keep_no_tensors(world: Any, tmp_path: Path, optimizer: str) -> No
     alive: list[int] = []
 
     def count(step: int) -> None:
-        gc.collect()
-        alive.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+        if step in (4, 29):  # looking at all that is alive takes its time
+            gc.collect()
+            alive.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
 
     with RunDirectory(tmp_path) as run:
         trainer = world.trainer(run, f"train.optimizer={optimizer}", "train.steps=30")
         world.around(trainer, after=count)
         trainer.run()
         trainer.monitor.log.close()
-    assert alive[-1] - alive[4] < 20, f"batches come and go, but these grow: {alive}"
+    early, late = alive
+    assert late - early < 20, "batches come and go, but nothing else"
 
 
 def test_a_free_directory_names_no_holder(tmp_path: Path) -> None:

@@ -122,5 +122,5 @@ class Gpt2Job(CausalLM):
             total = self.forward(batch["inputs"], batch["targets"].contiguous())
         return {"cross_entropy": Term(total, "tokens")}
 
-    def _uncompiled(self) -> AbstractContextManager[Any]:
+    def uncompiled(self) -> AbstractContextManager[Any]:
         return torch.compiler.set_stance("force_eager")

@@ -32,10 +32,14 @@ def _about(result: dict[str, Any]) -> list[tuple[str, str]]:
     recipe = " ".join(str(word) for word in words if word)
     return [
         ("machine", f"{machine['name']}, {machine['memory_gib']} GiB, {machine['cores']} cores"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in result["versions"].items())),
+        ("versions", _versions(result["versions"])),
         ("commit", _commit(git)),
         *([("recipe", f"`{recipe}`")] if recipe else []),
     ]
+
+
+def _versions(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _commit(git: dict[str, Any]) -> str:
@@ -54,16 +58,33 @@ def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
+def lines(result: dict[str, Any]) -> list[str]:
+    """The table for a terminal: columns under their names, a row without figures with its reason."""
+    _, *columns = _COLUMNS[str(result["benchmark"])]
+    names = ["", *(row["name"] for row in result["rows"])]
+    cells = [[name for name, _ in columns]]
+    cells += [[] if "error" in row else [show(row) for _, show in columns] for row in result["rows"]]
+    wide = [max(len(line[place]) for line in cells if line) for place in range(len(columns))]
+    reasons = ["", *(f"no figure: {_one_line(row['error'])}" if "error" in row else "" for row in result["rows"])]
+    return [
+        f"{name:{max(map(len, names))}}  "
+        + (why or "  ".join(f"{cell:>{width}}" for cell, width in zip(line, wide, strict=True)))
+        for name, line, why in zip(names, cells, reasons, strict=True)
+    ]
+
+
 def _notes(rows: Sequence[Row]) -> list[str]:
     """Why there is no figure, what else a figure depends on, and which rows are of another day or other code."""
     notes = [f"- {row['name']}: no figure. {_one_line(row['error'])}" for row in rows if "error" in row]
     notes += [f"- {row['name']}: {_one_line(text)}." for row in rows for text in row.get("warnings") or []]
+    notes += [f"- {row['name']}: the best of the usual stack." for row in rows if row.get("best_of_theirs")]
     notes += [f"- {row['name']}: its fp8 matmuls are {text}." for row in rows if (text := _fp8(row))]
     notes += [
         f"- {row['name']}: measured on {row['from'].get('date')}, commit {_commit(row['from'].get('git') or {})}."
         for row in rows
         if "from" in row
     ]
+    notes += [f"- {row['name']}: with {_versions(row['versions'])}." for row in rows if row.get("versions")]
     return ["\n".join(notes)] if notes else []
 
 
@@ -81,6 +102,7 @@ def _fp8(row: Row) -> str | None:
 def _caption(benchmark: str) -> str:
     captions = {
         "throughput": "tokens per second",
+        "finetune": "tokens per second",
         "plan-accuracy": "planned against measured",
         "time-to-loss": "validation loss over seconds of training",
     }
@@ -91,6 +113,16 @@ def _shown(key: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
     def show(row: Row) -> str:
         value = row.get(key)
         return _NOT_KNOWN if value is None else form.format(scale * value)
+
+    return show
+
+
+def _forecast(key: str, form: str) -> Callable[[Row], str]:
+    """What the plan said, and by how much it is off."""
+
+    def show(row: Row) -> str:
+        planned, error = (row.get("planned") or {}).get(key), row.get(f"{key}_error")
+        return _NOT_KNOWN if planned is None else form.format(planned) + ("" if error is None else f" ({error:+.1%})")
 
     return show
 
@@ -124,6 +156,22 @@ _COLUMNS: dict[str, Sequence[Column]] = {
         ("data wait", _shown("data_wait_share", "{:.2%}")),
         ("in kernels", _shown("kernel_share", "{:.1%}")),
         ("redline is", _shown("redline_is", "{:.2f}×")),
+    ),
+    "finetune": (
+        ("", lambda row: f"{row['name']}: {row['what']}"),
+        ("ran", lambda row: f"{row['precision']}, {'compiled' if row['compiled'] else 'not compiled'}"),
+        ("recomputed", lambda row: str(row["recomputed"])),
+        ("micro-batch", _shown("micro_batch", "{:.0f}")),
+        ("a document", _shown("document_tokens", "{:,.0f}")),
+        ("tok/s", _shown("tokens_per_s", "{:,.0f}")),
+        ("planned", _forecast("tokens_per_s", "{:,.0f}")),
+        ("ms a step", _shown("step_ms", "{:,.1f}")),
+        ("GiB", _shown("memory_gib", "{:.1f}")),
+        ("planned", _forecast("memory_gib", "{:.1f}")),
+        ("MFU", _shown("mfu", "{:.1%}")),
+        ("× plain", _shown("times_plain", "{:.2f}")),
+        ("× their best", _shown("times_best", "{:.2f}")),
+        ("first loss", _shown("first_loss", "{:.4f}")),
     ),
     "plan-accuracy": (
         ("case", lambda row: f"{row['name']}<br>`{row['case']}`" if row["name"] != row["case"] else f"`{row['case']}`"),

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from redline.cli.bench_lines import accuracy_line, startup_line, throughput_line
 from redline.cli.options import JsonOption, split_words
 from redline.errors import EXIT_FAILED, UsageError
 
 if TYPE_CHECKING:
     from redline.bench.record import Record, Row
+    from redline.bench.setting import Setting
 
 app = typer.Typer(rich_markup_mode="rich", add_completion=False, no_args_is_help=True)
 WordsArgument = Annotated[
@@ -43,10 +45,11 @@ AgainOption = Annotated[bool, typer.Option("--again", help="Train what is there 
 
 @app.callback()
 def bench() -> None:
-    """Measure this machine: throughput, time to loss, the plan's accuracy or start-up.
+    """Measure this machine: throughput, fine-tuning, time to loss, the plan's accuracy or start-up.
 
     Examples:
       redline bench throughput
+      redline bench finetune
       redline bench time-to-loss data.source=./tokens --out loss.json
       redline bench plan-accuracy --out plan.json
       redline bench startup --json
@@ -61,20 +64,41 @@ def throughput(words: WordsArgument = None, json_: JsonOption = False, out: OutO
       redline bench throughput
       redline bench throughput data.source=./tokens train.steps=100 --out throughput.json
     """
-    from redline.bench.place import check_out, file_for
+    from redline.bench.place import check_out
     from redline.bench.setting import choose_setting
     from redline.bench.throughput import DEFAULTS, run_throughput, with_ratios
 
     check_out(out)
     name, overrides = split_words(words)
     setting = choose_setting(name, overrides, DEFAULTS)
-    out = file_for(out, "throughput", setting.machine)
-    record = _record("throughput", setting.machine, out, recipe=setting.name, overrides=list(setting.overrides))
+    record = _record_of("throughput", setting, out)
     _collect(record, run_throughput(setting))
     record.rows = with_ratios(record.rows)
-    _show(record, json_, _throughput_line)
+    _show(record, json_, throughput_line)
     if "error" in record.rows[0]:
         raise typer.Exit(EXIT_FAILED)  # a peer may be missing, redline itself may not
+
+
+@app.command("finetune")
+def finetune(words: WordsArgument = None, json_: JsonOption = False, out: OutOption = None) -> None:
+    """Tokens a second of QLoRA and LoRA, beside transformers, PEFT, bitsandbytes and Liger at the same work.
+
+    Examples:
+      redline bench finetune
+      redline bench finetune train.steps=40 --out finetune.json
+    """
+    from redline.bench.finetune import choose, run_finetune, with_ratios
+    from redline.bench.markdown import lines
+    from redline.bench.place import check_out
+
+    check_out(out)
+    setting = choose(*split_words(words))
+    record = _record_of("finetune", setting, out)
+    _collect(record, run_finetune(setting))
+    record.rows = with_ratios(record.rows)
+    _show_lines(record, json_, lines)
+    if "error" in record.rows[0]:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command("plan-accuracy")
@@ -113,7 +137,7 @@ def plan_accuracy(
         typer.echo(f"  goes on    {len(earlier['rows'])} rows are there, {len(chosen)} to measure", err=True)
     _collect(record, run_plan_accuracy(chosen, machine))
     record.rows = in_order(record.rows, known)
-    _show(record, json_, _accuracy_line)
+    _show(record, json_, accuracy_line)
     if all("error" in row for row in record.rows):
         raise typer.Exit(EXIT_FAILED)
 
@@ -126,17 +150,16 @@ def startup(words: WordsArgument = None, json_: JsonOption = False, out: OutOpti
       redline bench startup
       redline bench startup quickstart train.compile=false --json
     """
-    from redline.bench.place import check_out, file_for
+    from redline.bench.place import check_out
     from redline.bench.setting import choose_setting
     from redline.bench.startup import COMPILED_TINY, DEFAULTS, run_startup
 
     check_out(out)
     name, overrides = split_words(words)
     setting = choose_setting(name, overrides, DEFAULTS, COMPILED_TINY)
-    out = file_for(out, "startup", setting.machine)
-    record = _record("startup", setting.machine, out, recipe=setting.name, overrides=list(setting.overrides))
+    record = _record_of("startup", setting, out)
     _collect(record, run_startup(setting))
-    _show(record, json_, _startup_line)
+    _show(record, json_, startup_line)
     if any("error" in row for row in record.rows):
         raise typer.Exit(EXIT_FAILED)
 
@@ -210,6 +233,13 @@ def _record(benchmark: str, machine: Any, out: Path | None, **about: Any) -> Rec
     return Record(benchmark, machine, about, out)
 
 
+def _record_of(benchmark: str, setting: Setting, out: Path | None) -> Record:
+    from redline.bench.place import file_for
+
+    file = file_for(out, benchmark, setting.machine)
+    return _record(benchmark, setting.machine, file, recipe=setting.name, overrides=list(setting.overrides))
+
+
 def _collect(record: Record, rows: Iterator[Row]) -> None:
     for row in rows:
         record.add(row)
@@ -235,46 +265,3 @@ def _show_lines(record: Record, json_: bool, lines: Callable[[dict[str, Any]], l
         return
     for line in lines(result):
         typer.echo(line)
-
-
-def _throughput_line(row: Row) -> str:
-    if "error" in row:
-        return f"{row['name']:14} no figure: {row['error']}"
-    known: dict[str, str] = {
-        "mfu": "{:7.1%} MFU",
-        "step_ms": "{:9.1f} ms a step",
-        "memory_gib": "{:7.1f} GiB",
-        "power_w": "{:6.0f} W",
-        "joules_per_step": "{:7.1f} J a step",
-        "sm_clock_mhz": "{:6.0f} MHz",
-        "kernel_share": "{:6.1%} in kernels",
-        "micro_batch": "   micro-batch {}",
-        "redline_is": "   redline is {:.2f}×",
-    }
-    told = "".join(form.format(row[key]) for key, form in known.items() if row.get(key) is not None)
-    return f"{row['name']:14}{row['tokens_per_s']:11,.0f} tok/s{told}"
-
-
-def _accuracy_line(row: Row) -> str:
-    name = f"{row['name']:18}" + (f" {row['case']:76}" if row["case"] != row["name"] else "")
-    if "error" in row:
-        return f"{name} no figure: {row['error']}"
-    planned, measured = row["planned"], row["measured"]
-    memory, rate = (
-        "" if row[key] is None else f"({row[key]:+.1%})" for key in ("memory_gib_error", "tokens_per_s_error")
-    )
-    speed = f"{planned['tokens_per_s']:,.0f} → " if planned["tokens_per_s"] else ""
-    there = measured["memory_gib"] or 0.0
-    return (
-        f"{name} {planned['memory_gib']:.1f} → {there:.1f} GiB {memory}   "
-        f"{speed}{measured['tokens_per_s']:,.0f} tok/s {rate}"
-    )
-
-
-def _startup_line(row: Row) -> str:
-    if "error" in row:
-        return f"{row['name']:6} {row['error']}"
-    return (
-        f"{row['name']:6}{row['to_first_step_s']:7.1f} s to the first step: {row['imports_data_model_s']:.1f} imports, "
-        f"data and model, {row['warmup_s']:.1f} warm-up, {row['evaluation_and_step_s']:.1f} evaluation and step"
-    )

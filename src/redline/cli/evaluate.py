@@ -2,48 +2,184 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from redline.cli.options import CheckpointArgument, DeviceOption, JsonOption, WeightsOption
+from redline.cli.options import DeviceOption, JsonOption, WeightsOption, one_of
 from redline.cli.paths import RUNS
+from redline.errors import UsageError
+from redline.evaluate.answers import METRICS
+from redline.units import format_seconds
+
+if TYPE_CHECKING:
+    from redline.evaluate.answers import Exam
+    from redline.evaluate.trained import Trained
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run: path, name or latest; @STEP or @best picks a checkpoint. Or a model: a folder of one, "
+        "of an adapter, a .gguf file or a hub id.",
+    ),
+]
+BaseOption = Annotated[
+    str | None, typer.Option(metavar="PATH", help="The base of an adapter, if it does not lie where that says.")
+]
+_HUB_ID = re.compile(r"([\w.-]+)/[\w.-]+")
+_TOKENS = 256
+_WRONG_SHOWN, _SHOWN = 3, 120  # answers; characters at either end of one
 
 
 def evaluate(
-    run: CheckpointArgument = "latest",
-    data: Annotated[str | None, typer.Option(help="Other text or tokens than the run's validation split.")] = None,
+    run: ModelArgument = "latest",
+    data: Annotated[str | None, typer.Option(help="Other text, tokens or rows than what the run held out.")] = None,
     sequences: Annotated[int | None, typer.Option(min=1, help="How many sequences; all if not given.")] = None,
+    answers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(METRICS),
+            callback=one_of("--answers", *METRICS),
+            help="Let it answer questions, and compare numbers, texts, or texts by their words.",
+        ),
+    ] = None,
+    questions: Annotated[
+        int | None, typer.Option(min=1, help="With --answers: how many questions; all if not given.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help=f"With --answers: of an answer at most; {_TOKENS} if not given.")
+    ] = None,
+    base: BaseOption = None,
     weights: WeightsOption = None,
     device: DeviceOption = "auto",
     json_: JsonOption = False,
 ) -> None:
-    """Loss, perplexity and bits per byte of a trained model.
+    """Loss and perplexity of a model, and how many questions it answers rightly.
 
     Examples:
       redline eval latest
       redline eval latest@best --data ./held-out.txt --json
+      redline eval latest --answers gsm8k --data ./test.jsonl --questions 100
+      redline eval HuggingFaceTB/SmolLM2-135M-Instruct --answers gsm8k --data ./test.jsonl
     """
-    from redline.monitor.runs import resolve_run
-
-    path, selector = resolve_run(run, RUNS)
-    from redline.evaluate.trained import open_trained
-
-    trained = open_trained(
-        path,
-        selector,
+    if answers is None and (questions or tokens):
+        option = "--questions" if questions else "--tokens"
+        raise UsageError(f"{option} goes with --answers.", fix=f"Give --answers {', '.join(METRICS)}, or leave it out.")
+    trained = open_model(
+        run,
         weights=weights,
+        base=base,
+        answers=answers is not None,
         device=device,
         source=data,
         sequences=sequences or 1 << 40,
-        say=lambda text: typer.echo(text, err=True),
     )
-    metrics = trained.objective.evaluate(trained.micro)
+    exam = None if answers is None else _examine(trained, answers, questions, tokens or _TOKENS)
+    result: dict[str, Any] = exam.result() if exam else trained.objective.evaluate(trained.micro)
     if json_:
         import json
 
-        typer.echo(json.dumps({"run": str(path), "step": trained.step, "weights": trained.weights, **metrics}))
+        about = {"run": trained.name, "step": trained.step, "weights": trained.weights}
+        marked = {"answers": answers, "wrong": [one.as_dict() for one in exam.wrong(_WRONG_SHOWN)]} if exam else {}
+        typer.echo(json.dumps({**about, **result, **marked}))
         return
-    typer.echo(f"{path} at step {trained.step} ({trained.weights} weights)")
-    for name, value in metrics.items():
-        typer.echo(f"  {name:14s} {'unknown' if value is None else f'{value:.4f}'}")
+    typer.echo(trained.title)
+    for name, value in result.items():
+        typer.echo(
+            f"  {name:14s} {'unknown' if value is None else value if isinstance(value, int) else f'{value:.4f}'}"
+        )
+    if exam is not None:
+        _show_wrong(exam)
+
+
+def _examine(trained: Trained, kind: str, count: int | None, tokens: int) -> Exam:
+    from redline.evaluate.answers import examine
+
+    with _AnswerBar() as bar:
+        return examine(
+            trained.objective, kind, micro=trained.micro, count=count, tokens=tokens, where=trained.name, told=bar
+        )
+
+
+def open_model(
+    name: str, *, weights: str | None, base: str | None, answers: bool = False, writes_only: bool = False, **how: Any
+) -> Trained:
+    """A run; where there is none of that name, a model that lies in files or on a hub."""
+    from redline.monitor.runs import resolve_run
+
+    how |= {"writes_only": writes_only, "say": lambda text: typer.echo(text, err=True)}
+    try:
+        path, selector = resolve_run(name, RUNS)
+    except UsageError:
+        if not _may_be_model(name):
+            raise
+        if weights is not None:
+            raise UsageError("--weights picks from a run.", where=name, fix="Leave it out for a model.") from None
+        from redline.evaluate.folder import open_folder
+
+        return open_folder(name, base=base, **how)
+    if base is not None:
+        raise UsageError("--base is for an adapter; a run knows its base.", where=name, fix="Leave it out.")
+    from redline.evaluate.trained import open_trained
+
+    return open_trained(path, selector, weights=weights, answers=answers, **how)
+
+
+def _may_be_model(name: str) -> bool:
+    """It lies here, or is spelt like a hub's owner/name. A slip in runs/NAME, or in another folder's, is none."""
+    spelt = _HUB_ID.fullmatch(name)
+    elsewhere = spelt is not None and spelt[1] != RUNS.name and not Path(spelt[1]).exists()
+    return elsewhere or Path(name).expanduser().exists()
+
+
+def _show_wrong(exam: Exam) -> None:
+    for one in exam.wrong(_WRONG_SHOWN):
+        typer.echo()
+        for word, text in (("asked", one.question), ("expected", one.reference), ("answered", one.answer)):
+            typer.echo(f"  {word:9s} {_shortened(text)}")
+
+
+def _shortened(text: str) -> str:
+    """One line, without what would move the cursor."""
+    line = "".join(c if c.isprintable() else "·" for c in " ".join(text.split()))
+    return line if len(line) <= 2 * _SHOWN + 3 else f"{line[:_SHOWN]} … {line[-_SHOWN:]}"
+
+
+class _AnswerBar:
+    """How many questions are answered: a bar on a terminal, and a last line anywhere."""
+
+    def __init__(self) -> None:
+        self._begun, self._done = time.monotonic(), 0
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> _AnswerBar:
+        return self
+
+    def __call__(self, done: int, total: int) -> None:
+        self._done = done
+        if not sys.stderr.isatty():
+            return
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("answering", total=total)
+        self._bar.update(self._task, completed=done)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if error is None:
+            took = format_seconds(time.monotonic() - self._begun)
+            typer.echo(f"answered {self._done:,} questions in {took}", err=True)

@@ -19,13 +19,23 @@ def export(
     dtype: Annotated[
         str, typer.Option(callback=one_of("--dtype", "fp32", "bf16", "fp16"), help="fp32, bf16 or fp16.")
     ] = "fp32",
+    merged: Annotated[bool, typer.Option("--merged", help="Adapters merged into their base: a whole model.")] = False,
+    onto: Annotated[
+        str | None,
+        typer.Option(
+            callback=one_of("--onto", "trained", "original"),
+            help="With --merged: the base as trained against (dequantised), or the original.",
+        ),
+    ] = None,
+    base: Annotated[str | None, typer.Option(metavar="PATH", help="Where the run's base lies now.")] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Write a trained model as a folder that transformers loads.
+    """Write a trained model as a folder that transformers loads; adapters as one that peft loads.
 
     Examples:
       redline export latest --out ./my-model
       redline export latest@best --out ./my-model-bf16 --dtype bf16
+      redline export my-tuning --out ./my-merged --merged
     """
     from redline.monitor.runs import resolve_run
     from redline.units import format_bytes, format_count
@@ -34,15 +44,29 @@ def export(
     from redline.export.folder import export_run
 
     done = export_run(
-        path, selector, out, weights=weights, dtype=dtype, say=lambda text: typer.echo(f"warning  {text}", err=True)
+        path,
+        selector,
+        out,
+        weights=weights,
+        dtype=dtype,
+        merged=merged,
+        onto=onto,
+        base=base,
+        say=lambda text: typer.echo(f"warning  {text}", err=True),
     )
     if json_:
         import json
 
         typer.echo(json.dumps({"run": str(path), "dtype": dtype, **vars(done), "out": str(out)}))
         return
+    kind = f"adapter for {done.architecture}" if done.form == "adapter" else done.architecture
     size = f"{format_count(done.parameters)} parameters, {format_bytes(sum(done.files.values()))}"
-    typer.echo(f"{path} at step {done.step} ({done.weights} weights, {dtype}) → {out}: {done.architecture}, {size}")
+    typer.echo(f"{path} at step {done.step} ({done.weights} weights, {dtype}) → {out}: {kind}, {size}")
+    width = max(24, *map(len, done.files))
     for name, length in done.files.items():
-        typer.echo(f"  {name:24s} {format_bytes(length)}")
-    typer.echo(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
+        typer.echo(f"  {name:{width}s} {format_bytes(length)}")
+    if done.quantisation_difference is not None:
+        difference = f"{done.quantisation_difference:.2%}"
+        typer.echo(f"merged onto the original base, from which what was trained against differs by {difference}")
+    loader = "peft: AutoPeftModelForCausalLM" if done.form == "adapter" else "transformers: AutoModelForCausalLM"
+    typer.echo(f"load it with {loader}.from_pretrained({str(out)!r})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,6 +39,7 @@ def plan(
     """
     from redline.data.facts import expected_facts
     from redline.errors import UserError
+    from redline.recipe.checks import number
     from redline.recipe.forecast import forecast
     from redline.recipe.load import load
     from redline.recipe.resolve import resolve
@@ -45,7 +47,8 @@ def plan(
 
     name, overrides = split_words(recipe)
     loaded = load(name or "quickstart", overrides)
-    facts = expected_facts(loaded.recipe.data)
+    loaded = replace(loaded, recipe=_complete(loaded.recipe))
+    facts = expected_facts(loaded.recipe.data, int(number(loaded.recipe.model.vocab) or 0))
     resolved = resolve(loaded.recipe, _machine(gpu, loaded.recipe), facts, gpus=gpus, nodes=nodes)
     measured = _probe(resolved, facts, gpu) if probe else None
     price = _price(price, loaded.recipe)
@@ -72,6 +75,18 @@ def plan(
     if refusal:
         raise refusal
     _show(event)
+
+
+def _complete(recipe: Recipe) -> Recipe:
+    """A recipe that leaves its shape to a base needs to see that; one that states it can be planned without."""
+    from redline.fields import AUTO
+
+    if recipe.model.base is None or AUTO not in (recipe.model.layers, recipe.model.vocab):
+        return recipe
+    from redline.objectives import objective_module
+
+    completed: Recipe = objective_module(recipe.objective).complete(recipe, lambda text: typer.echo(text, err=True))
+    return completed
 
 
 def _machine(gpu: str, recipe: Recipe) -> Machine:

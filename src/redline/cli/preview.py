@@ -1,12 +1,20 @@
-"""Documents drawn with the borders of their tokens: by colour on a terminal, by bars elsewhere."""
+"""A look at what a model will learn from: texts with the borders of their tokens, by colour on a terminal and by bars
+elsewhere; or questions with the answers that are learnt."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from redline.data.preview import Preview, Span
+from redline.errors import UsageError
+
+if TYPE_CHECKING:
+    from redline.data.answers import AnswerReport
+    from redline.recipe.schema import Recipe
 
 _SHADES = ("black on bright_cyan", "black on bright_yellow")
 _MARK = "bold white on red"
@@ -39,3 +47,72 @@ def _visible(text: str) -> str:
 
 def _labelled(span: Span) -> str:
     return f"{'+'.join(str(i) for i in span.ids)}={span.text!r}"
+
+
+def preview_recipe(recipe: Recipe, count: int) -> None:
+    """`redline train … --preview N`."""
+    shows = {"finetune": _answers, "causal_lm": _texts}
+    if recipe.objective not in shows:
+        raise UsageError(f"{recipe.objective} has no preview.", where="--preview", fix="Leave it out.")
+    shows[recipe.objective](recipe, count)
+
+
+def _answers(recipe: Recipe, count: int) -> None:
+    from redline.cli.progress import PreparationBar
+    from redline.data.answer_preview import preview_answers, show_answers
+    from redline.objectives import objective_module
+
+    job = objective_module(recipe.objective)
+    with PreparationBar() as bar:
+        data = job.load_data(job.complete(recipe, lambda text: typer.echo(text, err=True)), progress=bar)
+    show_answers(preview_answers(data.answers, count))
+    _report(data.answers.report)
+
+
+def _report(report: AnswerReport) -> None:
+    for part in report.sources:
+        weight = "" if part.weight == 1 else f" (weight {part.weight:g})"
+        typer.secho(f"{part.source}{weight}", bold=True)
+        reasons = "; ".join(f"{count:,} {reason}" for reason, count in part.reasons.items())
+        overlong = f"{part.overlong:,} overlong: {part.cut:,} cut, {part.overlong - part.cut:,} dropped"
+        lines = {
+            "rows": f"{part.rows:,}, {part.bad:,} of them bad" + (f" ({reasons})" if reasons else ""),
+            "samples": f"{part.train_samples:,} to train on, {part.val_samples:,} held out; {overlong}"
+            + (f"; {part.duplicates:,} duplicates left out" if part.duplicates else ""),
+            "tokens": f"{part.tokens:,}, {part.learnt:,} of them learnt ({_share(part.learnt, part.tokens)})",
+            "sequences": f"{part.sequences:,}, filled to {part.fill:.1%}",
+        }
+        for name, line in lines.items():
+            typer.echo(f"  {name:10s} {line}")
+        for example in part.examples:
+            typer.echo(f"  {'bad':10s} {example}")
+    typer.echo(f"template     {report.template or 'none: a prompt is a line, and its completion follows'}")
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / max(1, whole):.1%}"
+
+
+def _texts(recipe: Recipe, count: int) -> None:
+    """The first documents of each source, as `redline prepare --preview` shows them."""
+    from redline.cli.progress import PreparationBar
+    from redline.data.origin import EMBEDDED, Reading, holds_tokens
+    from redline.data.prepare import tokenizer_for
+    from redline.data.preview import preview
+    from redline.data.sources import source_bytes
+
+    data = recipe.data
+    sources = [part.source for part in data.parts]
+    for source in sources:
+        if source != EMBEDDED and holds_tokens(Path(source).expanduser()):
+            fix = "Look at the text that they were made of: redline prepare TEXT --preview N."
+            raise UsageError("these are tokens already.", where=source, fix=fix)
+        source_bytes(source)  # a slip in a name is answered before a tokenizer is trained
+    reading = Reading(data.val_fraction, data.text_key, data.dedup)
+    with PreparationBar() as bar:
+        tokenizer = tokenizer_for(sources, data.tokenizer, reading, bar)
+    for source in sources:
+        if len(sources) > 1:
+            typer.secho(source, bold=True)
+        for number, document in enumerate(preview(source, tokenizer, reading, count), start=1):
+            draw(document, number, ids=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -120,7 +121,9 @@ def _plan(recipe: Recipe, console: Console) -> tuple[Resolved, Any]:
     from redline.hardware.detect import detect
     from redline.objectives import objective_module
 
-    data = objective_module(recipe.objective).load_data(recipe, progress=_Preparing(console))
+    module = objective_module(recipe.objective)
+    recipe = module.complete(recipe, lambda text: console.event({"type": "warmup", "message": text}))
+    data = module.load_data(recipe, progress=_Preparing(console))
     console.event({"type": "warmup", "message": "looking at the machine"})
     return resolve(recipe, detect(recipe.train.device), data.facts), data
 
@@ -184,7 +187,8 @@ def _train(
         sinks = sinks_for(recipe.monitor, path, recipe.model_dump(mode="json"), warn)
         with Monitor(log, console, price_per_hour=recipe.monitor.price_per_hour, sinks=sinks) as monitor:
             checkpoint = newest_valid(run.checkpoints, monitor.warn) if resumed else None
-            identity = {"data": data.facts.fingerprint, "tokenizer": data.facts.tokenizer_fingerprint}
+            facts = data.facts
+            identity = {"data": facts.fingerprint, "tokenizer": facts.tokenizer_fingerprint, **objective.identity()}
             trainer = Trainer(
                 resolved, objective, run, monitor, horizon_steps=resolved.horizon_steps, identity=identity
             )
@@ -218,7 +222,7 @@ def _train(
             plan = replace(resolved, choices=[*resolved.choices, *measured])
             monitor.emit("plan", **plan.plan_event(price=monitor.price))
             outcome = trainer.run()
-    _closing(path, outcome)
+    _closing(path, outcome, recipe)
     return outcome.exit_code
 
 
@@ -231,7 +235,7 @@ def _leave_no_trace(path: Path) -> None:
         path.rmdir()
 
 
-def _closing(path: Path, outcome: Outcome) -> None:
+def _closing(path: Path, outcome: Outcome, recipe: Recipe) -> None:
     """The report, and what to try next."""
     if outcome.reason != "preempted":  # who is asked to make room does not draw pictures
         from redline.monitor.report import write_report
@@ -240,9 +244,13 @@ def _closing(path: Path, outcome: Outcome) -> None:
             typer.echo(f"report  {write_report(path)}", err=True)
         except OSError as error:
             typer.echo(f"report  not written ({error}); later: redline report {path}", err=True)
+    prompt, score = '"import "', ""
+    if recipe.objective == "finetune":
+        prompt = shlex.quote(recipe.eval.prompt or "a question")
+        score = " --answers gsm8k" if "gsm8k" in str(recipe.data.source).lower() else " --answers match"
     commands = [
-        f'redline sample {path} --prompt "import "',
-        f"redline eval {path}@best",
+        f"redline sample {path} --prompt {prompt}",
+        f"redline eval {path}@best{score}",
         f"redline export {path} --out {path.name}-model",
     ]
     for command in [f"redline train --resume {path}"] if outcome.exit_code else commands:

@@ -6,45 +6,44 @@ from typing import Annotated
 
 import typer
 
-from redline.cli.options import CheckpointArgument, DeviceOption, JsonOption, WeightsOption
-from redline.cli.paths import RUNS
+from redline.cli.evaluate import BaseOption, ModelArgument, open_model
+from redline.cli.options import DeviceOption, JsonOption, WeightsOption
 
 
 def sample(
-    run: CheckpointArgument = "latest",
-    prompt: Annotated[str, typer.Option(help="What to continue.")] = "",
+    run: ModelArgument = "latest",
+    prompt: Annotated[str, typer.Option(help="What to continue, or to answer.")] = "",
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Continue the prompt as it stands, not as a question.")
+    ] = False,
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens at most.")] = 200,
     count: Annotated[int, typer.Option(min=1, help="How many continuations.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="Only the k most likely tokens.")] = None,
     top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Only the likeliest, up to this total.")] = 0.95,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    base: BaseOption = None,
     weights: WeightsOption = None,
     device: DeviceOption = "auto",
     json_: JsonOption = False,
 ) -> None:
-    """Let a trained model write.
+    """Let a model write: continue a text, or answer a question where it was fine-tuned to.
 
     Examples:
       redline sample latest --prompt "def "
       redline sample runs/quickstart-20261115-101500@best --count 3 --temperature 0.7
+      redline sample HuggingFaceTB/SmolLM2-135M-Instruct --prompt "Why is the sky blue?"
     """
-    from redline.errors import UserError
-    from redline.monitor.runs import resolve_run
+    from redline.errors import UsageError, UserError
 
-    path, selector = resolve_run(run, RUNS)
-    from redline.evaluate.trained import open_trained
+    trained = open_model(run, weights=weights, base=base, device=device, writes_only=True)
     from redline.objectives.base import Sampling
 
-    trained = open_trained(
-        path,
-        selector,
-        weights=weights,
-        device=device,
-        writes_only=True,
-        say=lambda text: typer.echo(text, err=True),
-    )
-    samples = trained.objective.sample(prompt, Sampling(count, tokens, seed, temperature, top_k, top_p))
+    how = Sampling(count, tokens, seed, temperature, top_k, top_p)
+    objective = trained.objective
+    samples = objective.continuation(prompt, how) if plain else objective.sample(prompt, how)
+    if not samples and objective.can_answer and not prompt:
+        raise UsageError("there is nothing to answer.", where="--prompt", fix='Ask something: --prompt "…".')
     if not samples:
         fix = "Point REDLINE_GPT2 at a tokenizer.json, or put one beside the token files."
         raise UserError("the tokenizer's files are not here, so tokens cannot be turned into text.", fix=fix)
@@ -52,10 +51,11 @@ def sample(
         import json
 
         rows = [{"prompt": s.prompt, "text": s.text} for s in samples]
-        typer.echo(json.dumps({"run": str(path), "step": trained.step, "weights": trained.weights, "samples": rows}))
+        about = {"run": trained.name, "step": trained.step, "weights": trained.weights}
+        typer.echo(json.dumps({**about, "samples": rows}))
         return
     for one in samples:
-        typer.secho(one.prompt, bold=True, nl=False)
+        typer.secho(one.prompt, bold=True, nl=objective.can_answer and not plain)
         typer.echo(one.text)
         if count > 1:
             typer.echo("—" * 40)

@@ -25,6 +25,9 @@ def train(
         list[str] | None,
         typer.Option("--sweep", metavar="KEY=V1,V2,…", help="A run for each value; several --sweep: each combination."),
     ] = None,
+    preview: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Show N samples of what would be learnt; train nothing.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, plan and print; train nothing.")] = False,
 ) -> None:
     """Train a model. Without a recipe: [bold]quickstart[/bold], two minutes on any machine.
@@ -34,8 +37,12 @@ def train(
       redline train pretrain-350m data.source=./tokens train.hours=1.5
       redline train --resume latest train.steps=2000
       redline train quickstart --sweep train.lr_base=3e-3,6e-3
+      redline train qlora-smollm2 data.source=./train.jsonl --preview 3
     """
     given, overrides = split_words(recipe)
+    if preview is not None and (resume or sweep):
+        fix = "Leave out --resume and --sweep."
+        raise UsageError("--preview looks at the data of one recipe.", fix=fix)
     if resume is not None:
         if given or run:
             raise UsageError("--resume needs no recipe and no --run: the run knows both.", fix="Leave them out.")
@@ -51,6 +58,10 @@ def train(
     from redline.recipe.load import load
 
     loaded = load(name, overrides)
+    if preview is not None:
+        from redline.cli.preview import preview_recipe
+
+        return preview_recipe(loaded.recipe, preview)
     from redline.cli.running import new_run
 
     raise typer.Exit(new_run(loaded, run, overrides, dry_run=dry_run))

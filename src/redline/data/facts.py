@@ -30,13 +30,13 @@ _TEXT_SHARE = {".jsonl": 0.95, ".ndjson": 0.95, ".parquet": 1.8, ".gz": 3.0, ".z
 _RAW_TOKEN_BYTES = 2
 
 
-def expected_facts(data: Data) -> DataFacts:
-    """The facts of `data`, `estimated` unless its tokens lie ready.
+def expected_facts(data: Data, base_vocabulary: int = 0) -> DataFacts:
+    """The facts of `data`, `estimated` unless its tokens lie ready; a base's tokenizer is known by its vocabulary.
 
     `train_tokens` 0 means unknown: a dataset id, or a path that is not on this machine. Fingerprints are empty
     unless the tokens lie ready.
     """
-    vocab_size = vocabulary(data.tokenizer)
+    vocab_size = base_vocabulary if data.tokenizer == "base" else vocabulary(data.tokenizer)
     found = [_part(part.source, data, vocab_size) for part in data.parts]
     if len(found) == 1:
         return found[0]

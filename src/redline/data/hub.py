@@ -17,12 +17,12 @@ _UNKNOWN = ("DatasetNotFoundError", "RepositoryNotFoundError", "RevisionNotFound
 
 
 def hub_documents(source: str, dataset: DatasetId, text_key: str, tally: Tally) -> Iterator[Document]:
-    rows = _open(source, dataset)
+    rows = open_dataset(source, dataset)
     while True:
         try:
             row = next(rows, None)
         except Exception as error:  # the package, the network and each file format raise their own kinds
-            raise _sentence(source, dataset, error) from None
+            raise dataset_error(source, dataset, error) from None
         if row is None:
             return
         if not tally.rows and text_key not in row:
@@ -35,7 +35,7 @@ def hub_documents(source: str, dataset: DatasetId, text_key: str, tally: Tally) 
             yield Document(place, text)
 
 
-def _open(source: str, dataset: DatasetId) -> Iterator[dict[str, Any]]:
+def open_dataset(source: str, dataset: DatasetId) -> Iterator[dict[str, Any]]:
     try:
         import datasets
     except ImportError:
@@ -45,10 +45,10 @@ def _open(source: str, dataset: DatasetId) -> Iterator[dict[str, Any]]:
         opened = datasets.load_dataset(dataset.name, dataset.config, split=dataset.split, streaming=True)
         return iter(opened)
     except Exception as error:
-        raise _sentence(source, dataset, error) from None
+        raise dataset_error(source, dataset, error) from None
 
 
-def _sentence(source: str, dataset: DatasetId, error: Exception) -> UserError:
+def dataset_error(source: str, dataset: DatasetId, error: Exception) -> UserError:
     """What the package's error means to the one who typed the id."""
     names = {kind.__name__ for one in _chain(error) for kind in type(one).__mro__}
     text = " ".join(str(one) for one in _chain(error))

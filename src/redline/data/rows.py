@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from redline.data.filetext import COMPRESSED, opened
@@ -16,6 +16,8 @@ PARQUET = ".parquet"
 LONGEST_ROW = 64 << 20
 _BATCH_ROWS = 512
 
+Row = tuple[str, dict[str, Any]]  # where it stands, and what it holds
+
 
 def table_kind(file: SourceFile) -> str | None:
     """ ".jsonl" or ".parquet" when the file is a table, else None: it is a text."""
@@ -27,6 +29,14 @@ def table_kind(file: SourceFile) -> str | None:
 
 
 def json_documents(file: SourceFile, text_key: str, tally: Tally) -> Iterator[Document]:
+    for place, row in json_rows(file, tally, f"Write one JSON object a line, with a text under {text_key!r}."):
+        text = usable_text(row, text_key, place, tally)
+        if text is not None:
+            yield Document(place, text)
+
+
+def json_rows(file: SourceFile, tally: Tally, fix: str) -> Iterator[Row]:
+    """Every line that holds a JSON object; the others are counted, with `fix` as the advice for the first."""
     with opened(file.path) as (stream, raw):
         number, position = 0, 0
         while line := stream.readline(LONGEST_ROW):
@@ -40,13 +50,12 @@ def json_documents(file: SourceFile, text_key: str, tally: Tally) -> Iterator[Do
                 continue
             tally.rows += 1
             place = f"{file.name}:{number}"
-            text = _text_of(line, text_key, place, tally)
-            if text is not None:
-                yield Document(place, text)
+            row = _object_of(line, place, tally, fix)
+            if row is not None:
+                yield place, row
 
 
-def _text_of(line: bytes, text_key: str, place: str, tally: Tally) -> str | None:
-    fix = f"Write one JSON object a line, with a text under {text_key!r}."
+def _object_of(line: bytes, place: str, tally: Tally, fix: str) -> dict[str, Any] | None:
     if len(line) == LONGEST_ROW and not line.endswith(b"\n"):
         tally.bad_row(place, f"longer than {LONGEST_ROW >> 20} MiB", fix)
         return None
@@ -58,7 +67,7 @@ def _text_of(line: bytes, text_key: str, place: str, tally: Tally) -> str | None
     if not isinstance(row, dict):
         tally.bad_row(place, "not a JSON object", fix)
         return None
-    return usable_text(row, text_key, place, tally)
+    return row
 
 
 def usable_text(row: Mapping[str, Any], text_key: str, place: str, tally: Tally) -> str | None:
@@ -72,20 +81,19 @@ def usable_text(row: Mapping[str, Any], text_key: str, place: str, tally: Tally)
         tally.bad_row(place, f"{text_key!r} is no text", fix)
     elif not text.strip():
         tally.bad_row(place, "empty", fix)
-    elif "\0" in text or not _is_unicode(text):
+    elif not is_clean(text):
         tally.bad_row(place, "binary data, not text", fix)
     else:
         return text
     return None
 
 
-def _is_unicode(text: str) -> bool:
-    """JSON can spell half a character, which no UTF-8 can hold."""
+def is_clean(text: str) -> bool:
+    """Text, not binary data. JSON can spell half a character, which no UTF-8 can hold."""
     try:
-        text.encode("utf-8")
+        return b"\0" not in text.encode("utf-8")
     except UnicodeEncodeError:
         return False
-    return True
 
 
 def _other_key(row: Mapping[str, Any]) -> str:
@@ -96,25 +104,32 @@ def _other_key(row: Mapping[str, Any]) -> str:
 
 
 def parquet_documents(file: SourceFile, text_key: str, tally: Tally) -> Iterator[Document]:
-    """By row groups, and within them by batches: a group is all that is ever held."""
+    def chosen(names: list[str]) -> list[str]:
+        if text_key in names:
+            return [text_key]
+        what = f"there is no column {text_key!r}; the columns are {', '.join(names)}."
+        fix = "Name the one that holds the text with data.text_key (--text-key)."
+        raise UserError(what, where=str(file.path), fix=fix)
+
+    for place, row in parquet_rows(file, tally, chosen):
+        text = usable_text(row, text_key, place, tally)
+        if text is not None:
+            yield Document(place, text)
+
+
+def parquet_rows(file: SourceFile, tally: Tally, choose: Callable[[list[str]], list[str]]) -> Iterator[Row]:
+    """By row groups, and within them by batches: a group is all that is ever held. Of the columns what is chosen."""
     pq = _pyarrow_parquet(file)
     try:
         table = pq.ParquetFile(file.path)
-        names = table.schema_arrow.names
-        if text_key not in names:
-            what = f"there is no column {text_key!r}; the columns are {', '.join(names)}."
-            fix = "Name the one that holds the text with data.text_key (--text-key)."
-            raise UserError(what, where=str(file.path), fix=fix)
+        columns = choose(table.schema_arrow.names)
         number = 0
         for group in range(table.num_row_groups):
-            for batch in table.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[text_key]):
-                for value in batch.column(0).to_pylist():
+            for batch in table.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns):
+                for row in batch.to_pylist():
                     number += 1
                     tally.rows += 1
-                    place = f"{file.name}:{number}"
-                    text = usable_text({text_key: value}, text_key, place, tally)
-                    if text is not None:
-                        yield Document(place, text)
+                    yield f"{file.name}:{number}", row
             tally.read(file.size / table.num_row_groups)
     except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
         what = f"not a Parquet file that can be read ({str(error).splitlines()[0]})."

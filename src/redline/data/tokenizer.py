@@ -89,7 +89,7 @@ class LibraryTokenizer(Tokenizer):
         self.name = name
         self.vocab_size = max(vocabulary.values()) + 1  # some vocabularies have holes
         self.eot = _end_of_text(name, vocabulary)
-        self.fingerprint = _fingerprint(backend)
+        self.fingerprint = backend_fingerprint(backend)
         self._backend = backend
 
     @cached_property
@@ -215,7 +215,7 @@ def _end_of_text(name: str, vocabulary: dict[str, int]) -> int:
     )
 
 
-def _fingerprint(backend: Any) -> str:
+def backend_fingerprint(backend: Any) -> str:
     """What decides the ids of a text, and no more, in a form that releases of the library agree on."""
     definition = json.loads(backend.to_str())
     model = {key: value for key, value in definition["model"].items() if value}  # unset, null and false are one

@@ -1,4 +1,4 @@
-"""A run, opened for looking: its objective with trained weights."""
+"""A run, opened for looking: its objective with trained weights. `folder` opens what is no run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from redline.errors import UserError
+from redline.errors import UsageError, UserError
 from redline.hardware.detect import detect
 from redline.objectives import objective_module
 from redline.objectives.base import Objective
@@ -22,10 +22,11 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Trained:
-    run: Path
+    name: str  # the run's path, or what was given in place of one
+    title: str  # which weights these are, for people
     objective: Objective
-    step: int
-    weights: str  # "ema" or "raw"
+    step: int | None  # None: not of a run
+    weights: str  # "ema" or "raw" of a run, otherwise "base" or "adapter"
     micro: int
 
 
@@ -37,15 +38,21 @@ def open_trained(
     source: str | None = None,
     sequences: int | None = None,
     writes_only: bool = False,
+    answers: bool = False,
     device: str = "auto",
     say: Callable[[str], None] = lambda _: None,
 ) -> Trained:
     """The weights of a checkpoint in a model as the run built it; `source` is other data to evaluate on.
 
     A model that `writes_only` needs the run's tokenizer and no data, so its run may have come from another machine.
+    With `answers` it must be one that can answer questions.
     """
     lock = read_lock(run)
     recipe = locked_recipe(run, lock).recipe
+    module = objective_module(recipe.objective)
+    if answers and not module.create.can_answer:
+        what = f"is a {recipe.objective} run: it continues texts, and answers no questions."
+        raise UsageError(what, where=str(run), fix="Leave out --answers for its loss; `redline sample` lets it write.")
     machine = detect(device)
     precision = _precision(recipe.train.precision, machine.device)
     recipe = recipe.model_copy(
@@ -59,20 +66,22 @@ def open_trained(
         }
     )
     chosen = find_weights(run, selector, weights, say)
-    module = objective_module(recipe.objective)
     if writes_only:
         facts = DataFacts(**lock["data"])
-        data = module.tokenizer_alone(facts, run)
+        data = module.tokenizer_alone(facts, run, recipe)
     else:
         data = module.load_data(recipe, for_evaluation=source is not None)
         facts = data.facts
     _same_tokenizer(chosen.state, facts.tokenizer_fingerprint, run)
     resolved = resolve(recipe, machine, facts)
     objective: Objective = module.create(resolved, data)
+    _same_base(chosen.state, objective.identity(), run)
     objective.build(torch.device(machine.device))
-    copy_weights(dict(objective.model.named_parameters()), chosen.tensors(), str(chosen.checkpoint))
+    learnt = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
+    copy_weights(learnt, chosen.tensors(), str(chosen.checkpoint))
     objective.model.eval()
-    return Trained(run, objective, chosen.step, chosen.kind, resolved.batch.micro)
+    title = f"{run} at step {chosen.step} ({chosen.kind} weights)"
+    return Trained(str(run), title, objective, chosen.step, chosen.kind, resolved.batch.micro)
 
 
 def _precision(trained: str, device: str) -> str:
@@ -85,6 +94,13 @@ def _other_data(run: Path, source: str) -> dict[str, Any]:
     own = run / TOKENIZER
     tokenizer = {"tokenizer": str(own)} if own.is_file() else {}
     return {"source": source, "dedup": False, "stream": False, **tokenizer}
+
+
+def _same_base(state: dict[str, Any], identity: dict[str, str], run: Path) -> None:
+    changed = [name for name, value in identity.items() if state["identity"].get(name) != value]
+    if changed:
+        what = f"its {' and '.join(changed)} is not what this run was trained on."
+        raise UserError(what, where=str(run), fix="Put the old one back.")
 
 
 def _same_tokenizer(state: dict[str, Any], fingerprint: str, run: Path) -> None:

@@ -29,11 +29,11 @@ def model_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], 
         f"# {lock['recipe_name']}, step {exported['step']:,}",
         _what(lock, exported),
         "## How to load it\n" + _loading(tokenizer),
-        "## What it learnt from\n" + _list(_data(events, lock, exported["step"])),
-        "## How well\n" + _quality(events, exported),
+        "## What it learnt from\n" + bullets(data_facts(events, lock, exported["step"])),
+        "## How well\n" + quality(events, exported),
         "## Limits\n" + _limits(lock),
-        "## How it was made\n" + _list(_making(events, lock, exported)),
-        f"The recipe, as it was resolved:\n\n```yaml\n{_recipe(lock)}```",
+        "## How it was made\n" + bullets(making(events, lock, exported)),
+        f"The recipe, as it was resolved:\n\n```yaml\n{resolved_recipe(lock)}```",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -68,7 +68,7 @@ def _loading(tokenizer: bool) -> str:
     )
 
 
-def _data(events: EventList, lock: Mapping[str, Any], step: int) -> dict[str, Any]:
+def data_facts(events: EventList, lock: Mapping[str, Any], step: int) -> dict[str, Any]:
     data, recipe = section(lock, "data"), section(lock, "recipe")
     seen = [e for e in events if e["type"] in ("step", "eval", "stop") and (number(e, "step") or 0) <= step]
     tokens = last_number(seen, "tokens")
@@ -83,7 +83,7 @@ def _data(events: EventList, lock: Mapping[str, Any], step: int) -> dict[str, An
     }
 
 
-def _quality(events: EventList, exported: Mapping[str, Any]) -> str:
+def quality(events: EventList, exported: Mapping[str, Any]) -> str:
     step = exported["step"]
     evals = [e for e in events if e["type"] == "eval" and (number(e, "step") or 0) <= step]
     if not evals or number(evals[-1], "loss") is None:
@@ -113,7 +113,7 @@ def _limits(lock: Mapping[str, Any]) -> str:
     return "\n".join(f"- {limit}" for limit in limits)
 
 
-def _making(events: EventList, lock: Mapping[str, Any], exported: Mapping[str, Any]) -> dict[str, Any]:
+def making(events: EventList, lock: Mapping[str, Any], exported: Mapping[str, Any]) -> dict[str, Any]:
     versions, machine = section(lock, "versions"), section(lock, "machine")
     steps = [e for e in events if e["type"] == "step" and (number(e, "step") or 0) <= exported["step"]]
     hours = last_number(steps, "hours")
@@ -127,9 +127,9 @@ def _making(events: EventList, lock: Mapping[str, Any], exported: Mapping[str, A
     }
 
 
-def _recipe(lock: Mapping[str, Any]) -> str:
+def resolved_recipe(lock: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(section(lock, "recipe")), sort_keys=False, allow_unicode=True)
 
 
-def _list(facts: Mapping[str, Any]) -> str:
+def bullets(facts: Mapping[str, Any]) -> str:
     return "\n".join(f"- {name}: {value}" for name, value in facts.items() if value is not None)

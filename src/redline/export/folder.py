@@ -1,31 +1,27 @@
-"""A run's weights as a folder that transformers loads: written beside its name, read back, then renamed."""
+"""A run's weights as a folder that others load: written beside its name, read back, then renamed."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from redline import __version__
 from redline.cache import sync, temporary_sibling
 from redline.errors import UserError
-from redline.export.card import CARD, model_card
-from redline.export.tokenizer import end_of_text, run_tokenizer, write_tokenizer
-from redline.objectives import objective_module
-from redline.objectives.base import PublicForm
+from redline.export.card import CARD
+from redline.export.contents import MODEL, Contents, How, Say, Trained, model_contents
+from redline.export.tensors import write_json, write_tensors
 from redline.recipe.lock import locked_recipe, read_lock
-from redline.train.checkpoint import Tensors
 from redline.train.weights import find_weights
 
-WEIGHTS, ORIGIN = "model.safetensors", "redline.json"
+WEIGHTS, ORIGIN = f"{MODEL}.safetensors", "redline.json"
 
 
 @dataclass(frozen=True)
@@ -33,10 +29,12 @@ class Exported:
     out: Path
     step: int
     weights: str  # ema or raw
+    form: str  # model, adapter or merged
     architecture: str
     parameters: int
     tokenizer: bool
     files: dict[str, int]  # name → bytes
+    quantisation_difference: float | None  # of a base that was not merged onto as it was trained
 
 
 def export_run(
@@ -46,60 +44,77 @@ def export_run(
     *,
     weights: str | None = None,
     dtype: str = "fp32",
-    say: Callable[[str], None] = lambda _: None,
+    merged: bool = False,
+    onto: str | None = None,
+    base: str | None = None,
+    say: Say = lambda _: None,
 ) -> Exported:
     """Write `out`, whole or not at all."""
     refuse_content(out)
     lock = read_lock(run)
-    recipe, data = locked_recipe(run, lock).recipe, lock["data"]
-    chosen = find_weights(run, selector, weights, say)
-    tokenizer = run_tokenizer(run, data["tokenizer"], data["tokenizer_fingerprint"])
-    if tokenizer is None:
-        say(f"the files of the tokenizer {data['tokenizer']} are not here: the folder will have none")
-    try:
-        form: PublicForm = objective_module(recipe.objective).export(
-            recipe,
-            chosen.tensors(),
-            eot=end_of_text(tokenizer, data["tokenizer"]),
-            vocab_size=data["vocab_size"],
-            dtype=dtype,
-        )
-    except UserError as error:
-        raise UserError(error.what, where=str(run), fix=error.fix) from None
-    _refuse_overflow(form.tensors, dtype)
-    origin = {
+    trained = Trained(run, lock, locked_recipe(run, lock).recipe, find_weights(run, selector, weights, say))
+    contents = _contents(trained, How(dtype, merged, onto, base), say)
+    about: dict[str, Any] = {}
+
+    def write(folder: Path) -> None:
+        write_tensors(folder, contents.stem, contents.shapes, contents.tensors(), dtype)
+        about.update(_origin(trained, contents, dtype))
+        for name, content in {**contents.files, ORIGIN: about}.items():
+            write_json(folder / name, content)
+        _write_tokenizer(contents, folder)
+        (folder / CARD).write_text(contents.card(about), encoding="utf-8")
+
+    _commit(out, write)
+    return Exported(
+        out=out,
+        step=trained.weights.step,
+        weights=trained.weights.kind,
+        form=contents.form,
+        architecture=contents.architecture,
+        parameters=sum(prod(shape) for shape in contents.shapes.values()),
+        tokenizer=contents.write_tokenizer is not None,
+        files={path.name: path.stat().st_size for path in sorted(out.iterdir())},
+        quantisation_difference=about.get("quantisation_difference"),
+    )
+
+
+def _write_tokenizer(contents: Contents, folder: Path) -> None:
+    if contents.write_tokenizer is not None:
+        try:
+            contents.write_tokenizer(folder)
+        except Exception as error:  # the tokenizers' library has no kind of its own for a full disk
+            raise error if isinstance(error, OSError) else OSError(str(error)) from None
+
+
+def _contents(trained: Trained, how: How, say: Say) -> Contents:
+    if trained.recipe.model.base is None:
+        return model_contents(trained, how, say)
+    from redline.export.tuned import tuned_contents
+
+    return tuned_contents(trained, how, say)
+
+
+def _origin(trained: Trained, contents: Contents, dtype: str) -> dict[str, Any]:
+    recipe, data, weights = trained.recipe, trained.lock["data"], trained.weights
+    return {
         "schema": 1,
         "redline": __version__,
-        "run_id": lock["run_id"],
-        "step": chosen.step,
-        "weights": chosen.kind,
-        "averaged": chosen.averaged,
+        "run_id": trained.lock["run_id"],
+        "step": weights.step,
+        "weights": weights.kind,
+        "averaged": weights.averaged,
         "eval_sequences": recipe.eval.sequences,
         "dtype": dtype,
         "objective": recipe.objective,
-        "class": form.architecture,
-        "model_type": form.config["model_type"],
+        "form": contents.form,
+        "class": contents.architecture,
+        "model_type": contents.model_type,
         "model": recipe.model.model_dump(mode="json"),
         "data_fingerprint": data["fingerprint"],
         "tokenizer": data["tokenizer"],
         "tokenizer_fingerprint": data["tokenizer_fingerprint"],
+        **contents.origin(),
     }
-
-    def write(folder: Path) -> None:
-        save_file(form.tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        _write_json(folder / "config.json", form.config)
-        _write_json(folder / "generation_config.json", form.generation)
-        _write_json(folder / ORIGIN, origin)
-        if tokenizer is not None:
-            write_tokenizer(tokenizer, folder, seq_len=recipe.data.seq_len)
-        card = model_card(run, lock, origin, tokenizer=tokenizer is not None)
-        (folder / CARD).write_text(card, encoding="utf-8")
-        _check_written(folder, form.tensors)
-
-    _commit(out, write)
-    files = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
-    count = sum(tensor.numel() for tensor in form.tensors.values())
-    return Exported(out, chosen.step, chosen.kind, form.architecture, count, tokenizer is not None, files)
 
 
 def refuse_content(out: Path) -> None:
@@ -107,24 +122,6 @@ def refuse_content(out: Path) -> None:
         raise UserError("is a file, not a folder.", where=str(out), fix="Name a new folder with --out.")
     if out.is_dir() and any(out.iterdir()):
         raise UserError("there is something already.", where=str(out), fix="Name a new or an empty folder with --out.")
-
-
-def _refuse_overflow(tensors: Tensors, dtype: str) -> None:
-    bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
-    if bad:
-        fix = "Use --dtype bf16 or fp32." if dtype == "fp16" else "Export an earlier checkpoint (RUN@STEP)."
-        raise UserError(f"{bad[0]} is not finite in {dtype}.", where=WEIGHTS, fix=fix)
-
-
-def _check_written(folder: Path, tensors: Tensors) -> None:
-    """Whatever the disk made of it, a folder gets its name only if it reads back as it was meant."""
-    written = load_file(folder / WEIGHTS)
-    if written.keys() != tensors.keys() or not all(torch.equal(written[name], tensors[name]) for name in tensors):
-        raise OSError("what was written does not read back")
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _commit(out: Path, write: Callable[[Path], None]) -> None:

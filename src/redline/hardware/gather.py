@@ -24,8 +24,9 @@ REQUIRED = {"tensorboard": "curves in TensorBoard", "tiktoken": "the gpt2 tokeni
 EXTRAS = {  # by redline's extra that installs them; "" for none
     "data": {"pyarrow": "Parquet", "zstandard": ".zst files", "datasets": "dataset ids"},
     "low-bit": {"bitsandbytes": "8-bit optimizers"},
+    "finetune": {"transformers": "fine-tuning, and using an exported model", "gguf": "GGUF files"},
     "wandb": {"wandb": "Weights & Biases"},
-    "": {"torchao": "8-bit optimizers and fp8 training", "transformers": "using an exported model"},
+    "": {"torchao": "8-bit optimizers and fp8 training"},
 }
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 

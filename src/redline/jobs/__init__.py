@@ -7,12 +7,17 @@ from typing import Any
 
 from redline.fields import Section
 
-JOBS = ("causal_lm",)
+JOBS = ("causal_lm", "finetune")
 
 
 def job(name: str) -> Any:
-    """The module of a job: `Options`, `flops(…)`, `memory(…)`, `work(…)`."""
+    """The module of a job: its recipe `Options`, its `defaults(…)` of other keys, its `problems(…)`, its `Costs`."""
     return import_module(f"redline.jobs.{name}")
+
+
+def costs(recipe: Any) -> Any:
+    """What a recipe's job costs: `flops(…)`, `memory(…)`, `work(…)`, `parameters(…)` of a decoder's shape."""
+    return job(recipe.objective).Costs(recipe)
 
 
 def options_of(name: str) -> type[Section]:

@@ -2,13 +2,55 @@
 
 from __future__ import annotations
 
-from redline.fields import Section
-from redline.plan.flops import decoder_flops as flops
-from redline.plan.memory import training_memory as memory
-from redline.plan.work import decoder_work as work
+from collections.abc import Mapping
+from typing import Any
 
-__all__ = ["Options", "flops", "memory", "work"]
+from redline.errors import Problem
+from redline.fields import Section
+from redline.plan.flops import FlopsPerToken, decoder_flops
+from redline.plan.memory import MemoryParts, training_memory
+from redline.plan.shapes import DecoderShape
+from redline.plan.work import Work, decoder_work
+
+_OF_A_BASE = ("base", "quant", "quant_double", "lora")
 
 
 class Options(Section):
     """Plain next-token prediction has none of its own."""
+
+
+def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys that have another default in this job, by what was given."""
+    return {}
+
+
+def problems(recipe: Any) -> list[Problem]:
+    """What this job does not read."""
+    fields, what = type(recipe.model).model_fields, f"does nothing with objective={recipe.objective}."
+    idle = [name for name in _OF_A_BASE if getattr(recipe.model, name) != fields[name].default]
+    return [Problem(f"model.{name}", what, "Take it away, or use objective=finetune.") for name in idle]
+
+
+class Costs:
+    """Of a recipe, from the shape of its decoder."""
+
+    def __init__(self, recipe: Any) -> None:
+        self.recipe = recipe
+
+    def parameters(self, shape: DecoderShape) -> dict[str, int]:
+        """All, those that learn, and those that multiply a token."""
+        total = shape.parameters
+        return {"total": total, "trainable": total, "matmul": shape.matmul_parameters}
+
+    def not_fused(self) -> str:
+        """Why the hand-written blocks are not for this; empty when they are."""
+        return ""
+
+    def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
+        return decoder_flops(shape, seq_len, checkpointing)
+
+    def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:
+        return training_memory(shape, **how)
+
+    def work(self, shape: DecoderShape, seq_len: int, **how: Any) -> Work:
+        return decoder_work(shape, seq_len, **how)

@@ -45,10 +45,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         weight = weight_VD.to(x_ND.dtype)
         logits = torch.empty(min(chunk, len(x_ND)), len(weight), device=x_ND.device, dtype=x_ND.dtype)
-        training = any(ctx.needs_input_grad)
+        training, weight_too = any(ctx.needs_input_grad), ctx.needs_input_grad[1]
         scale = _FP16_SCALE if x_ND.dtype == torch.float16 else 1.0
         grad_x = torch.empty_like(x_ND) if training else None
-        grad_weight = torch.zeros(weight.shape, device=weight.device, dtype=torch.float32) if training else None
+        grad_weight = torch.zeros(weight.shape, device=weight.device, dtype=torch.float32) if weight_too else None
         losses = torch.empty(len(x_ND), device=x_ND.device, dtype=torch.float32)
         for start in range(0, len(x_ND), chunk):
             x, target = x_ND[start : start + chunk], target_N[start : start + chunk]
@@ -56,8 +56,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses[start : start + chunk], gradient = softmax_loss(
                 z, target, softcap=softcap, scale=scale, with_gradient=training, fused=fused
             )
-            if grad_x is not None and grad_weight is not None and gradient is not None:
+            if grad_x is not None and gradient is not None:
                 torch.mm(gradient, weight, out=grad_x[start : start + chunk])
+            if grad_weight is not None and gradient is not None:
                 _add_weight_gradient(grad_weight, gradient, x, by_matmul=fused)
         if training:
             ctx.save_for_backward(grad_x, grad_weight)
@@ -68,8 +69,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> Any:
         grad_x, grad_weight = ctx.saved_tensors
         factor = grad_loss / ctx.scale
-        grads = scaled(grad_x, factor, grad_x.dtype), scaled(grad_weight, factor, ctx.weight_dtype)
-        return *grads, None, None, None, None
+        of_weight = None if grad_weight is None else scaled(grad_weight, factor, ctx.weight_dtype)
+        return scaled(grad_x, factor, grad_x.dtype), of_weight, None, None, None, None
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ together with the norm that follows. Attention keeps its own autograd graph, so 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -14,23 +15,19 @@ from torch import Tensor
 
 from redline.kernels.mix import mix, mix_backward
 from redline.kernels.qk_norm import norm_rotate_backward, norm_rotate_qkv
-from redline.kernels.rotary import rotate_qkv_
+from redline.kernels.rotary import merge_rotated_gradients, rotate_qkv_
 from redline.models.float8 import BlockScales, How, Scales
-from redline.models.layers import Block, RMSNorm
+from redline.models.layers import Block, Linear, RMSNorm
 from redline.models.operands import (
     Operand,
     activated,
     activated_backward,
-    input_gradient,
-    linear,
     merged_backward,
     normed,
     normed_backward,
-    pack,
     stored,
-    unpack,
-    weight_gradient,
 )
+from redline.models.products import Product, product
 from redline.plan.shapes import DecoderShape
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -66,6 +63,19 @@ class Skip(NamedTuple):
     weight: Tensor
 
 
+class Products(NamedTuple):
+    """A block's matmuls."""
+
+    qkv: Product
+    out: Product
+    up: Product
+    down: Product
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [parameter for product in self for parameter in product.parameters]
+
+
 class _How(NamedTuple):
     """What a block needs besides tensors that have gradients."""
 
@@ -75,6 +85,7 @@ class _How(NamedTuple):
     heads: _Heads
     mlp: str
     eps: float
+    products: Products
     scales: BlockScales
     grad_before: How  # how the block before stores the gradient that this one sends it
     relay: _Relay
@@ -109,23 +120,32 @@ def run_blocks(
         if i in sources:
             states[i] = residual = residual if delta is None else residual + delta
             delta, grad_before = None, None  # more than one gradient will reach it: no operand yet
+        products, attention = _products(block, own, shape.mlp), block.attention
         residual, delta = _FusedBlock.apply(
             residual,
             delta,
-            _How(cos, sin, attend, heads, shape.mlp, block.attention_norm.eps, own, grad_before, relay),
+            _How(cos, sin, attend, heads, shape.mlp, block.attention_norm.eps, products, own, grad_before, relay),
             block.attention_norm.weight,
-            block.attention.qkv.weight,
-            block.attention.out.weight,
             block.mlp_norm.weight,
-            block.mlp.up.weight,
-            block.mlp.down.weight,
-            None if block.attention.q_norm is None else block.attention.q_norm.weight,
-            None if block.attention.k_norm is None else block.attention.k_norm.weight,
+            None if attention.q_norm is None else attention.q_norm.weight,
+            None if attention.k_norm is None else attention.k_norm.weight,
+            attention.qkv.bias if isinstance(attention.qkv, Linear) else None,  # one with adapters adds its own
             values[i],
+            *products.parameters,
         )
         grad_before = own.down_grad
     hidden: Tensor = _FusedNorm.apply(residual, delta, norm.weight, norm.eps, grad_before, relay)
     return hidden
+
+
+def _products(block: Block, scales: BlockScales, mlp: str) -> Products:
+    attention, gated = block.attention, 2 if mlp == "swiglu" else 1
+    return Products(
+        product(attention.qkv, scales.qkv),
+        product(attention.out, scales.out),
+        product(block.mlp.up, scales.up, gated),
+        product(block.mlp.down, scales.down),
+    )
 
 
 class _FusedBlock(torch.autograd.Function):
@@ -136,22 +156,21 @@ class _FusedBlock(torch.autograd.Function):
         delta_BTD: Tensor | None,
         how: _How,
         attention_norm: Tensor,
-        qkv_weight: Tensor,
-        out_weight: Tensor,
         mlp_norm: Tensor,
-        up_weight: Tensor,
-        down_weight: Tensor,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
+        qkv_bias: Tensor | None,
         values_BTV: Tensor | None,
+        *_parameters: Tensor,  # of the products, which have them already
     ) -> tuple[Tensor, Tensor]:
         B, T, D = residual_BTD.shape
-        wide, s = residual_BTD.dtype, how.scales
-        w_qkv, w_out = stored(qkv_weight, wide, s.qkv), stored(out_weight, wide, s.out)
-        w_up, w_down = stored(up_weight, wide, s.up), stored(down_weight, wide, s.down)
+        wide, s, by = residual_BTD.dtype, how.scales, how.products
 
         x1, n1, r1 = normed(_rows(residual_BTD), _rows(delta_BTD), attention_norm, how.eps, s.qkv_input)
-        qkv = linear(n1, w_qkv, qkv_weight).view(B, T, -1)
+        qkv, of_qkv = by.qkv.forward(n1, wide)
+        qkv = qkv.view(B, T, -1)
+        if qkv_bias is not None:
+            qkv += qkv_bias.to(wide)
         if values_BTV is not None:
             qkv[..., -values_BTV.shape[-1] :] += values_BTV
         raw, rstd, (q, k, v) = _rotated(qkv, q_norm, k_norm, how)
@@ -159,55 +178,56 @@ class _FusedBlock(torch.autograd.Function):
             q, k, v = (x.detach().requires_grad_(torch.is_grad_enabled()) for x in (q, k, v))
             attended = how.attend(q, k, v)
         o = stored(attended.detach().transpose(1, 2).reshape(B * T, -1), wide, s.out_input)
-        x2, n2, r2 = normed(x1, linear(o, w_out, out_weight), mlp_norm, how.eps, s.up_input)
-        h = linear(n2, w_up, up_weight)
-        a = activated(h, how.mlp, s.down_input)
-        y = linear(a, w_down, down_weight)
+        mid, of_out = by.out.forward(o, wide)
+        x2, n2, r2 = normed(x1, mid, mlp_norm, how.eps, s.up_input)
+        h, of_up = by.up.forward(n2, wide)
+        y, of_down = by.down.forward(activated(h, how.mlp, s.down_input), wide)
 
-        operands = pack(n1, o, n2, a, w_qkv, w_out, w_up, w_down)
-        ctx.save_for_backward(x1, r1, x2, r2, h, attention_norm, mlp_norm, q_norm, k_norm, raw, rstd, *operands)
-        ctx.weights = qkv_weight, out_weight, up_weight, down_weight
+        kept = (of_qkv, of_out, of_up, of_down)
+        ctx.save_for_backward(x1, r1, x2, r2, h, attention_norm, mlp_norm, q_norm, k_norm, raw, rstd, *chain(*kept))
+        ctx.counts = [len(tensors) for tensors in kept]
         ctx.attention, ctx.how = (q, k, v, attended), how
-        ctx.alone, ctx.valued = delta_BTD is None, values_BTV is not None
+        ctx.alone, ctx.valued, ctx.biased = delta_BTD is None, values_BTV is not None, qkv_bias is not None
         return x2.view(B, T, D), y.view(B, T, D)
 
     @staticmethod
     def backward(ctx: Any, grad_x2: Tensor, grad_y: Tensor) -> Any:
-        x1, r1, x2, r2, h, attention_norm, mlp_norm, q_norm, k_norm, raw, rstd, *operands = ctx.saved_tensors
-        n1, o, n2, a, w_qkv, w_out, w_up, w_down = unpack(operands)
-        qkv_weight, out_weight, up_weight, down_weight = ctx.weights
-        (q, k, v, attended), how, s = ctx.attention, ctx.how, ctx.how.scales
+        x1, r1, x2, r2, h, attention_norm, mlp_norm, q_norm, k_norm, raw, rstd, *rest = ctx.saved_tensors
+        kept = iter(rest)
+        of_qkv, of_out, of_up, of_down = (list(islice(kept, count)) for count in ctx.counts)
+        (q, k, v, attended), how, s, by = ctx.attention, ctx.how, ctx.how.scales, ctx.how.products
         del ctx.attention  # its graph goes with this pass
         B, H, T, K = q.shape
 
         g_y = how.relay.take(_rows(grad_y), s.down_grad)
-        g_down = weight_gradient(g_y, a)
-        g_h = activated_backward(input_gradient(g_y, w_down, down_weight), h, how.mlp, s.up_grad)
-        g_up = weight_gradient(g_h, n2, parts=2 if how.mlp == "swiglu" else 1)  # gate and up
-        g_n2 = input_gradient(g_h, w_up, up_weight)
+        g_a, g_down = by.down.backward(g_y, of_down)
+        g_h = activated_backward(g_a, h, how.mlp, s.up_grad)
+        g_n2, g_up = by.up.backward(g_h, of_up)
         g_x, g_mid, g_mlp_norm = normed_backward(g_n2, x2, r2, mlp_norm, _rows(grad_x2), s.out_grad)
 
-        g_out = weight_gradient(g_mid, o)
-        g_o = input_gradient(g_mid, w_out, out_weight).view(B, T, H, K).transpose(1, 2)
-        g_q, g_k, g_v = torch.autograd.grad(attended, (q, k, v), g_o)
+        g_o, g_out = by.out.backward(g_mid, of_out)
+        g_q, g_k, g_v = torch.autograd.grad(attended, (q, k, v), g_o.view(B, T, H, K).transpose(1, 2))
         g_values = g_v.transpose(1, 2).reshape(B, T, -1) if ctx.valued else None
-        g_q_norm = g_k_norm = None
-        if raw is None:
+        g_q_norm = g_k_norm = g_bias = None
+        if raw is None and not ctx.biased:
             g_qkv = merged_backward(g_q, g_k, g_v, how.cos, how.sin, s.qkv_grad)
         else:
-            merged, g_q_norm, g_k_norm = norm_rotate_backward(
-                g_q, g_k, g_v, raw, rstd, q_norm, k_norm, how.cos, how.sin
-            )
+            if raw is None:
+                merged = merge_rotated_gradients(g_q, g_k, g_v, how.cos, how.sin)
+            else:
+                merged, g_q_norm, g_k_norm = norm_rotate_backward(
+                    g_q, g_k, g_v, raw, rstd, q_norm, k_norm, how.cos, how.sin
+                )
             g_qkv = stored(_rows(merged), merged.dtype, s.qkv_grad)
-        g_w_qkv = weight_gradient(g_qkv, n1)
-        g_n1 = input_gradient(g_qkv, w_qkv, qkv_weight)
+            g_bias = _rows(merged).sum(0, dtype=torch.float32) if ctx.biased else None  # before it is rounded to fp8
+        g_n1, g_w_qkv = by.qkv.backward(g_qkv, of_qkv)
         g_x, g_before, g_attention_norm = normed_backward(g_n1, x1, r1, attention_norm, g_x, how.grad_before)
 
         how.relay.put(g_x, g_before)
         g_stream = g_x.view_as(grad_x2)
         g_delta = None if ctx.alone else g_stream
-        g_weights = g_attention_norm, g_w_qkv, g_out, g_mlp_norm, g_up, g_down, g_q_norm, g_k_norm
-        return g_stream, g_delta, None, *g_weights, g_values
+        g_norms = g_attention_norm, g_mlp_norm, g_q_norm, g_k_norm
+        return g_stream, g_delta, None, *g_norms, g_bias, g_values, *g_w_qkv, *g_out, *g_up, *g_down
 
 
 class _Mixed(torch.autograd.Function):

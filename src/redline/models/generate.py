@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from redline.kernels.attention import Bound
+from redline.models.layers import KVCache
 from redline.models.transformer import Decoder
+
+# Of prompts that are answered side by side: the cache of so many positions is all that is held.
+_MOST_ROWS, _MOST_TOKENS = 64, 1 << 15
 
 
 @torch.no_grad()
@@ -20,18 +25,20 @@ def generate(
     tokens: int,
     vocab: int,
     seed: int,
-    stop: int | None = None,
+    stop: int | Collection[int] | None = None,
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = 0.95,
 ) -> list[list[int]]:
-    """`count` continuations of the prompt; each ends before `stop` or after `tokens`."""
+    """`count` continuations of the prompt; each ends before a `stop` or after `tokens`."""
     device = model.embedding.weight.device
     generator = torch.Generator(device=device).manual_seed(seed)
     cache = model.new_cache()
     rows = torch.tensor([list(prompt)] * count, device=device)
     made: list[Tensor] = []
     done = torch.zeros(count, dtype=torch.bool, device=device)
+    stops = sorted({stop} if isinstance(stop, int) else stop or ())
+    marks = torch.tensor(stops, device=device)
     position = 0
     for _ in range(tokens):
         hidden = model(rows, Bound(), cache, position)
@@ -39,15 +46,15 @@ def generate(
         logits = model.logits(hidden[:, -1])[:, :vocab]  # the padding entries are no tokens
         rows = choose(logits, generator, temperature=temperature, top_k=top_k, top_p=top_p)[:, None]
         made.append(rows[:, 0])
-        if stop is not None:
-            done |= rows[:, 0] == stop
+        if stops:
+            done |= torch.isin(rows[:, 0], marks)
             if bool(done.all()):
                 break
-    return [_until(row, stop) for row in torch.stack(made, 1).tolist()] if made else [[] for _ in range(count)]
+    return [_until(row, stops) for row in torch.stack(made, 1).tolist()] if made else [[] for _ in range(count)]
 
 
-def _until(row: list[int], stop: int | None) -> list[int]:
-    return row[: row.index(stop)] if stop in row else row
+def _until(row: list[int], stops: list[int]) -> list[int]:
+    return row[: min((row.index(stop) for stop in stops if stop in row), default=len(row))]
 
 
 def choose(
@@ -65,3 +72,90 @@ def choose(
         beyond = ordered.cumsum(-1) - ordered >= top_p  # what lies before it already suffices
         probabilities = torch.zeros_like(ordered).scatter(-1, order, ordered.masked_fill(beyond, 0.0))
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+
+@dataclass(frozen=True)
+class Written:
+    tokens: list[int]
+    ended: bool  # by a stop; otherwise cut
+
+
+@torch.no_grad()
+def answer_each(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    tokens: int,
+    vocab: int,
+    stop: Collection[int],
+    longest: int | None = None,
+    told: Callable[[int], None] = lambda _: None,
+) -> list[Written]:
+    """The likeliest answer to each prompt, of at most `tokens`; prompt and answer have no more than `longest`.
+
+    `told` hears how many are answered, whenever some are.
+    """
+    found: list[Written | None] = [None] * len(prompts)
+    lengths = [len(prompt) for prompt in prompts]
+    for places in _alike(lengths, tokens):
+        limits = [tokens if longest is None else min(tokens, longest - lengths[place]) for place in places]
+        for row, written in _side_by_side(model, [prompts[place] for place in places], limits, vocab, set(stop)):
+            found[places[row]] = written
+            told(sum(one is not None for one in found))
+    assert all(one is not None for one in found)
+    return [one for one in found if one is not None]
+
+
+def _alike(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Places of prompts that go together: alike in length, and the longest first, so that memory runs out at once or
+    never."""
+    some: list[int] = []
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        if some and (len(some) == _MOST_ROWS or (len(some) + 1) * (lengths[some[0]] + tokens) > _MOST_TOKENS):
+            yield some
+            some = []
+        some.append(place)
+    if some:
+        yield some
+
+
+def _side_by_side(
+    model: Decoder, prompts: Sequence[Sequence[int]], limits: Sequence[int], vocab: int, stops: set[int]
+) -> Iterator[tuple[int, Written]]:
+    """Rows as they end. All are at the same position: as many tokens as the shortest prompt has are read at once;
+    from there on a row reads its prompt's next token while there is one, and then its own last. So nothing is padded
+    or masked, and a row computes what it would alone."""
+    device = model.embedding.weight.device
+    made: list[list[int]] = [[] for _ in prompts]
+    for row, limit in enumerate(limits):
+        if limit < 1:
+            yield row, Written([], ended=False)
+    alive = [row for row, limit in enumerate(limits) if limit >= 1]
+    position, cache = 0, model.new_cache()
+    first = min((len(prompts[row]) for row in alive), default=0)
+    ahead = [list(prompts[row][:first]) for row in alive]
+    while alive:
+        hidden = model(torch.tensor(ahead, device=device), Bound(), cache, position)
+        position += len(ahead[0])
+        likeliest = model.logits(hidden[:, -1])[:, :vocab].argmax(-1).tolist()
+        ahead, staying = [], []
+        for place, row in enumerate(alive):
+            token = prompts[row][position] if position < len(prompts[row]) else likeliest[place]
+            if position >= len(prompts[row]):
+                if token not in stops:
+                    made[row].append(token)
+                if token in stops or len(made[row]) == limits[row]:
+                    yield row, Written(made[row], ended=token in stops)
+                    continue
+            ahead.append([token])
+            staying.append(place)
+        if len(staying) < len(alive):
+            _keep(cache, torch.tensor(staying, device=device, dtype=torch.long))
+            alive = [alive[place] for place in staying]
+
+
+def _keep(cache: list[KVCache], rows: Tensor) -> None:
+    for layer in cache:
+        assert layer.keys is not None
+        assert layer.values is not None
+        layer.keys, layer.values = layer.keys[rows], layer.values[rows]

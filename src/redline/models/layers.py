@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,18 +17,20 @@ from redline.plan.shapes import DecoderShape
 
 
 class Linear(nn.Module):
-    """x·Wᵀ without bias. `splits` names the matrices stored merged along the rows."""
+    """x·Wᵀ, with a bias if asked. `splits` names the matrices stored merged along the rows."""
 
-    def __init__(self, inputs: int, outputs: int, splits: tuple[int, ...] = ()) -> None:
+    def __init__(self, inputs: int, outputs: int, splits: tuple[int, ...] = (), bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.splits = splits or (outputs,)
         self.float8: Callable[[Tensor, Tensor], Tensor] | None = None  # how to train in fp8
 
     def forward(self, x: Tensor) -> Tensor:
         if self.float8 is not None and torch.is_grad_enabled():
-            return self.float8(x, self.weight)
-        return F.linear(x, self.weight.to(x.dtype))
+            y = self.float8(x, self.weight)
+            return y if self.bias is None else y + self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -41,9 +45,37 @@ class RMSNorm(nn.Module):
         return (normed * self.weight).to(x.dtype)
 
 
-def rotary_table(length: int, head_dim: int, theta: float, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Radians per position [K/2] in float32, stretched as a recipe's `model.rope_scaling` says.
+
+    A reciprocal of a power, not a negative power: the last bit is that of the checkpoints' own code, and thousands of
+    positions multiply it.
+    """
+    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    if scaling is None:
+        return plain
+    stretched = plain / scaling["factor"]
+    if scaling["rope_type"] == "linear":  # positions closer together (arXiv 2306.15595)
+        return stretched
+    # Llama 3.1 (arXiv 2407.21783): waves that turned often within the old context stay, long ones are stretched, and
+    # between `low` and `high` turns the two are blended
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return torch.lerp(stretched, plain, kept)
+
+
+def rotary_table(
+    length: int,
+    head_dim: int,
+    theta: float,
+    device: torch.device | None = None,
+    scaling: Mapping[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
     """cos and sin [T, K/2] in float32 (RoFormer, arXiv 2104.09864)."""
-    frequency = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    frequency = inverse_frequencies(head_dim, theta, scaling, device)
     angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequency[None, :]
     return angle.cos(), angle.sin()
 
@@ -72,7 +104,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
         widths = (shape.d_attention, shape.d_kv, shape.d_kv)
-        self.qkv = Linear(shape.d_model, shape.d_qkv, widths)
+        self.qkv = Linear(shape.d_model, shape.d_qkv, widths, bias=shape.qkv_bias)
         self.out = Linear(shape.d_attention, shape.d_model)
         self.q_norm = RMSNorm(shape.head_dim, eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, eps) if shape.qk_norm else None

@@ -1,7 +1,7 @@
-"""The decoder under the names that transformers gives it: Llama, or Qwen3 where queries and keys are normed.
+"""The decoder under the names that transformers gives it: Llama; Qwen3 with normed queries and keys, Qwen2 with biases.
 
-Both are this decoder exactly: pre-norm blocks, rotary pairs (i, i + K/2), SwiGLU, no biases. Only the names differ,
-and what is stored merged here (queries, keys and values; gate and up) lies apart there.
+All are this decoder exactly: pre-norm blocks, rotary pairs (i, i + K/2), SwiGLU. Only the names differ, and what is
+stored merged here (queries, keys and values; gate and up) lies apart there.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from redline.errors import Problem
 from redline.plan.shapes import SHAPE_KEYS, DecoderShape
 from redline.recipe.schema import Model
 
-LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
-_TYPES = {LLAMA: "llama", QWEN3: "qwen3"}
+LLAMA, QWEN2, QWEN3 = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+_TYPES = {LLAMA: "llama", QWEN2: "qwen2", QWEN3: "qwen3"}
 
 
 def shape_of(model: Model) -> DecoderShape:
@@ -26,7 +26,7 @@ def shape_of(model: Model) -> DecoderShape:
 
 
 def inexact(model: Model) -> list[Problem]:
-    """What neither class computes."""
+    """What no class computes."""
     problems = []
     if model.mlp != "swiglu":
         fix = "Only model.mlp=swiglu can be exported."
@@ -38,6 +38,9 @@ def inexact(model: Model) -> list[Problem]:
         if (value := getattr(model, key)) != idle:
             what = f"{value} has no place in transformers' Llama, which knows no such part."
             problems.append(Problem(f"model.{key}", what, f"Only model.{key}={idle} can be exported."))
+    if model.qkv_bias and model.qk_norm:
+        what = "true has no place beside model.qk_norm: Qwen2 has biases, Qwen3 has norms."
+        problems.append(Problem("model.qkv_bias", what, "Only one of the two can be exported."))
     if not model.qk_norm and model.d_model % model.heads:
         what = f"{model.heads} does not divide model.d_model {model.d_model}, which transformers' Llama demands."
         problems.append(Problem("model.heads", what, "Only a width that is a multiple of the heads can be exported."))
@@ -45,7 +48,7 @@ def inexact(model: Model) -> list[Problem]:
 
 
 def architecture(model: Model) -> str:
-    return QWEN3 if model.qk_norm else LLAMA
+    return QWEN3 if model.qk_norm else QWEN2 if model.qkv_bias else LLAMA
 
 
 def to_config(model: Model, *, seq_len: int, eot: int, dtype: str) -> dict[str, Any]:
@@ -62,6 +65,7 @@ def to_config(model: Model, *, seq_len: int, eot: int, dtype: str) -> dict[str, 
         "head_dim": model.head_dim,
         "max_position_embeddings": seq_len,
         "rope_theta": model.rope_theta,
+        **({"rope_scaling": model.rope_scaling} if model.rope_scaling else {}),
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tied,
         "hidden_act": "silu",
@@ -83,15 +87,17 @@ def to_generation(model: Model, *, eot: int, vocab_size: int) -> dict[str, Any]:
     return {**sampling, **tokens, **({"suppress_tokens": padding} if padding else {})}
 
 
-def _names(shape: DecoderShape) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]:
+def names(shape: DecoderShape) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]:
     """Each tensor here, those it is there, and how many rows each of them has."""
     kv, whole = shape.d_kv, ()
     yield "embedding.weight", ("model.embed_tokens.weight",), whole
     for layer in range(shape.layers):
         ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-        heads = (f"{theirs}.self_attn.{name}_proj.weight" for name in "qkv")
+        heads, rows = tuple(f"{theirs}.self_attn.{name}_proj" for name in "qkv"), (shape.d_attention, kv, kv)
         yield f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight",), whole
-        yield f"{ours}.attention.qkv.weight", tuple(heads), (shape.d_attention, kv, kv)
+        yield f"{ours}.attention.qkv.weight", tuple(f"{head}.weight" for head in heads), rows
+        if shape.qkv_bias:
+            yield f"{ours}.attention.qkv.bias", tuple(f"{head}.bias" for head in heads), rows
         yield f"{ours}.attention.out.weight", (f"{theirs}.self_attn.o_proj.weight",), whole
         for norm in ("q_norm", "k_norm") if shape.qk_norm else ():
             yield f"{ours}.attention.{norm}.weight", (f"{theirs}.self_attn.{norm}.weight",), whole
@@ -107,7 +113,7 @@ def _names(shape: DecoderShape) -> Iterator[tuple[str, tuple[str, ...], tuple[in
 def to_llama(tensors: dict[str, Tensor], shape: DecoderShape) -> dict[str, Tensor]:
     """Our tensors, apart and renamed."""
     found: dict[str, Tensor] = {}
-    for ours, theirs, rows in _names(shape):
+    for ours, theirs, rows in names(shape):
         parts = tensors[ours].split(rows) if rows else (tensors[ours],)
         found |= {name: part.contiguous() for name, part in zip(theirs, parts, strict=True)}
     return found
@@ -117,5 +123,5 @@ def from_llama(tensors: dict[str, Tensor], shape: DecoderShape) -> dict[str, Ten
     """The way back; a KeyError names what is missing."""
     return {
         ours: torch.cat([tensors[name] for name in theirs]) if len(theirs) > 1 else tensors[theirs[0]]
-        for ours, theirs, _ in _names(shape)
+        for ours, theirs, _ in names(shape)
     }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ class Decoder(nn.Module):
         *,
         attention: Attention,
         rope_theta: float = 10000.0,
+        rope_scaling: Mapping[str, Any] | None = None,
         eps: float = 1e-5,
         dropout: float = 0.0,
         softcap: float | None = None,
@@ -36,7 +38,8 @@ class Decoder(nn.Module):
         kernels: str = "torch",
     ) -> None:
         super().__init__()
-        self.shape, self.softcap, self.dtype, self.rope_theta = shape, softcap, dtype, rope_theta
+        self.shape, self.softcap, self.dtype = shape, softcap, dtype
+        self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.dropout, self.kernels, self.attention = dropout, kernels, attention
         self.embedding = nn.Embedding(shape.vocab, shape.d_model)
         self.blocks = nn.ModuleList(Block(shape, eps, dropout, attention, checkpointing) for _ in range(shape.layers))
@@ -56,7 +59,8 @@ class Decoder(nn.Module):
 
     def initialise(self, generator: torch.Generator, init: str = "gpt2", embedding_std: float = _INIT_STD) -> None:
         """GPT-2's initialisation: what adds to the stream is smaller the deeper the model; or `zero` at first, and an
-        untied head with it. Value embeddings and skips begin at zero: they add nothing until they have learnt to."""
+        untied head with it. Value embeddings, skips and biases begin at zero: they add nothing until they
+        have learnt to."""
         zero = init == "zero"
         stds = {
             "embedding.weight": embedding_std,
@@ -64,7 +68,7 @@ class Decoder(nn.Module):
             **dict.fromkeys(_ADDING, 0.0 if zero else _INIT_STD / (2 * self.shape.layers) ** 0.5),
         }
         for name, parameter in self.named_parameters():
-            if name.startswith(("value_embeddings.", "skip_weights")):
+            if name.startswith(("value_embeddings.", "skip_weights")) or name.endswith(".bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 1:
                 nn.init.ones_(parameter)
@@ -139,6 +143,7 @@ class Decoder(nn.Module):
     def _rotary_slice(self, start: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         size = 1 << max(0, start + length - 1).bit_length()
         if (size, device) not in self._rotary:
-            self._rotary[size, device] = rotary_table(size, self.shape.head_dim, self.rope_theta, device)
+            head_dim = self.shape.head_dim
+            self._rotary[size, device] = rotary_table(size, head_dim, self.rope_theta, device, self.rope_scaling)
         cos, sin = self._rotary[size, device]
         return cos[start : start + length], sin[start : start + length]

@@ -9,7 +9,7 @@ from typing import Any
 from redline.errors import UserError
 from redline.fields import AUTO
 from redline.hardware.specs import spec_of
-from redline.jobs import job
+from redline.jobs import costs
 from redline.monitor.events import Event, number, section
 from redline.plan.shapes import SHAPE_KEYS, DecoderShape
 from redline.plan.work import Work
@@ -96,7 +96,7 @@ def _counted(lock: Mapping[str, Any]) -> tuple[Recipe, DecoderShape, Work] | Non
     if AUTO in (*sizes.values(), train.grad_checkpointing):
         return None  # never resolved
     shape = DecoderShape(**sizes)
-    work: Work = job(recipe.objective).work(
+    work: Work = costs(recipe).work(
         shape,
         recipe.data.seq_len,
         checkpointing=train.grad_checkpointing,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from redline.plan.adapters import Adapter
+from redline.recipe.schema import Lora
 
 Batch = dict[str, Tensor]
 
@@ -52,6 +56,21 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A question with the answer that it should get."""
+
+    question: str  # as people read it
+    prompt: list[int]  # as the model does
+    reference: str
+
+
+@dataclass(frozen=True)
+class Answered:
+    text: str
+    ended: bool  # by itself, not by the limit
+
+
+@dataclass(frozen=True)
 class PublicForm:
     """A trained model as transformers knows it; each job's module has `export(recipe, tensors, …)` that makes it."""
 
@@ -64,10 +83,23 @@ class PublicForm:
         return str(self.config["architectures"][0])
 
 
+@dataclass(frozen=True)
+class OnBase:
+    """What was learnt on a pretrained base, which it takes again to make a model: what `export` of such a job makes."""
+
+    base: str  # as the recipe names it
+    method: str  # in a word
+    adapter: Adapter | None  # None: all of the base's weights learnt
+    lora: Lora
+    template: str | None  # of chats
+    tensors: dict[str, Tensor]  # of the checkpoint
+
+
 class Objective(ABC):
     """A job: builds its model, turns positions of the global batch into loss terms, evaluates, samples."""
 
     model: nn.Module  # what is trained
+    can_answer: ClassVar[bool] = False  # it has `questions`, and an `answer` to each
 
     @abstractmethod
     def build(self, device: torch.device) -> None:
@@ -98,6 +130,28 @@ class Objective(ABC):
     @abstractmethod
     def sample(self, prompt: str, how: Sampling) -> list[Sample]:
         """Continuations of a prompt; none when the tokenizer's files are not there."""
+
+    def continuation(self, prompt: str, how: Sampling) -> list[Sample]:
+        """The same with the prompt as it stands, whatever a question is usually wrapped in."""
+        return self.sample(prompt, how)
+
+    def narrow(self, count: int | None) -> None:
+        """Evaluate, and ask, only what is held out as a question with its answer, and the first `count` of those."""
+        return
+
+    def questions(self) -> list[Asked]:
+        """What is held out; `narrow` comes before it."""
+        return []
+
+    def answer(
+        self, asked: Sequence[Asked], tokens: int, told: Callable[[int], None] = lambda _: None
+    ) -> list[Answered]:
+        """The likeliest answer to each, of at most `tokens`; `told` hears how many are answered."""
+        raise NotImplementedError
+
+    def identity(self) -> dict[str, str]:
+        """What else must be equal on resume: name → fingerprint."""
+        return {}
 
     def save_tokenizer(self, folder: Path) -> None:
         """So that the run can read other text later."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +15,21 @@ from torch import Tensor
 
 from redline.data.corpus import Corpus, facts_of, open_corpus
 from redline.data.index import Index
-from redline.data.packing import cu_seqlens, document_ids, inputs_and_targets
+from redline.data.packing import document_ids, inputs_and_targets
 from redline.data.progress import ProgressCallback
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.data.tokens import TokenData, TokenSplit
 from redline.errors import UserError
-from redline.kernels.attention import Attention, Bound, Selection, select
-from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy
+from redline.kernels.cross_entropy import IGNORE
 from redline.kernels.cross_entropy8 import chunk_tokens, linear_cross_entropy8
 from redline.kernels.float8_choice import Float8Choice, Shapes, choose
-from redline.kernels.masks import MaskSpec
 from redline.kernels.precision import DTYPES
-from redline.kernels.softmax_loss import compile_loss
 from redline.metrics.likelihood import bits_per_byte, perplexity
 from redline.models.float8 import LINEARS
 from redline.models.generate import generate
 from redline.models.llama import inexact, shape_of, to_config, to_generation, to_llama
-from redline.models.transformer import Decoder
-from redline.objectives.base import Batch, Objective, ParamGroup, PublicForm, Sample, Sampling, Term
-from redline.objectives.roles import role_groups
+from redline.objectives.base import Batch, PublicForm, Sample, Sampling
+from redline.objectives.decoder import BEGUN, DecoderObjective
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Recipe
 
@@ -58,6 +53,11 @@ class CausalData:
             return self.tokens.tokenizer()
         except UserError:
             return None
+
+
+def complete(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
+    """What the recipe leaves to a pretrained base: nothing here."""
+    return recipe
 
 
 def load_data(recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None) -> CausalData:
@@ -91,7 +91,7 @@ def random_data(facts: DataFacts) -> CausalData:
     return CausalData(tokens, None)
 
 
-def tokenizer_alone(facts: DataFacts, folder: Path) -> CausalData:
+def tokenizer_alone(facts: DataFacts, folder: Path, recipe: Recipe) -> CausalData:
     """For a model that only writes, wherever its data may be: `folder` can hold the tokenizer."""
     made_with = replace(random_data(facts).tokens, source=folder, tokenizer_fingerprint=facts.tokenizer_fingerprint)
     tokenizer = CausalData(made_with, None).tokenizer
@@ -102,17 +102,12 @@ def _index(recipe: Recipe, corpus: Corpus) -> Index:
     return corpus.index(recipe.data.seq_len, recipe.train.seed, shuffle=recipe.data.shuffle)
 
 
-class CausalLM(Objective):
-    model: Decoder
-
+class CausalLM(DecoderObjective):
     def __init__(self, resolved: Resolved, data: CausalData) -> None:
-        self.resolved, self.recipe, self.data = resolved, resolved.recipe, data
-        self.selection: Selection | None = None
+        super().__init__(resolved)
+        self.data = data
         self.float8: Float8Choice | None = None
         self.magnitudes: list[list[float]] | None = None  # of the fp8 tensors, from a checkpoint
-        self.seq_len = self.recipe.data.seq_len
-        self.mask = MaskSpec(causal=True, documents=self.recipe.data.pack)
-        self.dtype = DTYPES[self.recipe.train.precision]
 
     @cached_property
     def index(self) -> Index:
@@ -124,35 +119,11 @@ class CausalLM(Objective):
 
     def build(self, device: torch.device) -> None:
         self.device = device
-        options, shape = self.recipe.model, self.resolved.shape
-        if options.kernels == "fused" and device.type == "cuda" and find_spec("triton") is None:
-            fix = "Install triton, or use model.kernels=torch."
-            raise UserError("fused kernels need the package triton.", where="model.kernels", fix=fix)
-        self.selection = self.selection or self._select_attention()
-        self.attention = Attention(self.selection.backend, self.mask, device.type)
-        self.model = Decoder(
-            shape,
-            attention=self.attention,
-            rope_theta=options.rope_theta,
-            eps=options.norm_eps,
-            dropout=options.dropout,
-            softcap=options.softcap,
-            dtype=self.dtype,
-            checkpointing=self.recipe.train.grad_checkpointing,
-            kernels=options.kernels,
-        ).to(device)
+        self.model = self.decoder().to(device)
         if self.recipe.train.precision == "fp8":
             self._use_float8()
-        seed = torch.Generator().manual_seed(self.recipe.train.seed)
+        seed, options = torch.Generator().manual_seed(self.recipe.train.seed), self.recipe.model
         self.model.initialise(seed, options.init, options.embedding_std)
-
-    def _select_attention(self) -> Selection:
-        """Measured once in a run's life: a resumed run computes with what it began with."""
-        asked, train, shape = self.recipe.model.attention, self.recipe.train, self.resolved.shape
-        if train.deterministic and asked == "auto":
-            return Selection("flash", "its backward can be deterministic")
-        at = (self.resolved.batch.micro, shape.heads, self.seq_len, shape.head_dim)
-        return select(asked, self.mask, device=self.device.type, dtype=self.dtype, shape=at)
 
     def _use_float8(self) -> None:
         """Which matmuls is measured once in a run's life, too."""
@@ -177,11 +148,6 @@ class CausalLM(Objective):
             found["head"] = (chunk_tokens(shape.vocab, tokens), shape.d_model, shape.vocab)
         return found
 
-    @property
-    def replayable(self) -> bool:
-        """flex makes its mask anew for each batch, and looks at it."""
-        return self.recipe.model.dropout == 0 and self.attention.backend != "flex"
-
     def first_looks(self, micro: int) -> list[int]:
         """fp8 looks at its tensors in bf16 before it first scales them; a few sequences show enough, and fit."""
         scales = self.model.scales
@@ -198,19 +164,10 @@ class CausalLM(Objective):
                 scales.load(before)
 
     def choices(self) -> list[tuple[str, Any, str]]:
-        assert self.selection is not None
-        found = [("model.attention", self.selection.backend, self.selection.reason)]
+        found = super().choices()
         if self.float8 is not None:
             found.append(("train.fp8", self.float8.text, self.float8.reason))
         return found
-
-    def param_groups(self) -> list[ParamGroup]:
-        return role_groups(self.model)
-
-    def compile(self) -> None:
-        if self.device.type == "cuda" and self.recipe.model.kernels != "fused":
-            compile_loss()  # on a CPU the in-place version is as fast
-        self.model.compile_blocks()
 
     def save_tokenizer(self, folder: Path) -> None:
         if isinstance(self.data.tokenizer, LibraryTokenizer):
@@ -226,34 +183,18 @@ class CausalLM(Objective):
         return self._batch(inputs, targets)
 
     def _batch(self, inputs: np.ndarray, targets: np.ndarray) -> Batch:
-        batch = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
-        if self.mask.documents:
-            documents = document_ids(inputs, self.data.tokens.eot)
-            batch["documents"] = torch.from_numpy(documents)
-            if self.attention.varlen:
-                batch["borders"] = torch.from_numpy(_padded(cu_seqlens(documents), inputs.size))
-        return batch
+        documents = document_ids(inputs, self.data.tokens.eot) if self.mask.documents else None
+        return self.laid_out(inputs, targets, documents)
 
     def worst_batch(self, micro: int) -> Batch:
         shape = (micro, self.seq_len + 1)
         rows = np.random.default_rng(0).integers(0, self.data.tokens.vocab_size, shape, dtype=np.int64)
         return self._batch(*inputs_and_targets(rows))
 
-    def weights(self, batch: Batch) -> dict[str, float]:
-        return {"tokens": float((batch["targets"] != IGNORE).sum())}
-
-    def loss(self, batch: Batch) -> dict[str, Term]:
-        hidden = self.model(batch["inputs"], self._bind(batch))
-        operands = hidden.flatten(0, 1), self.model.head_weight, batch["targets"].flatten()
-        softcap, fused = self.model.softcap, self.recipe.model.kernels == "fused"
+    def cross_entropy(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
         if self.float8 is not None and "head" in self.float8.linears and torch.is_grad_enabled():
-            total = linear_cross_entropy8(*operands, softcap=softcap)
-        else:
-            total = linear_cross_entropy(*operands, softcap=softcap, fused=fused)
-        return {"cross_entropy": Term(total, "tokens")}
-
-    def _bind(self, batch: Batch) -> Bound:
-        return self.attention.bind(batch["inputs"].shape[1], batch.get("documents"), batch.get("borders"))
+            return linear_cross_entropy8(hidden_ND, self.model.head_weight, targets_N, softcap=self.model.softcap)
+        return super().cross_entropy(hidden_ND, targets_N)
 
     # --- looking
 
@@ -268,7 +209,7 @@ class CausalLM(Objective):
         count = min(-(-scored // self.seq_len), self.recipe.eval.sequences)
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
         self.model.eval()
-        with self._uncompiled():
+        with self.uncompiled():
             for first in range(0, count, micro):
                 batch = self._windows(split, first, min(first + micro, count))
                 tokens += self.weights(batch)["tokens"]
@@ -287,12 +228,6 @@ class CausalLM(Objective):
         inputs.flat[: len(tokens) - 1], targets.flat[: len(tokens) - 1] = tokens[:-1], tokens[1:]
         return self._batch(inputs, targets)
 
-    def _uncompiled(self) -> AbstractContextManager[Any]:
-        """Evaluation is too short to compile a forward of its own for — except flex, which needs it."""
-        if self.attention.backend == "flex":
-            return nullcontext()
-        return torch.compiler.set_stance("force_eager")
-
     def sample(self, prompt: str, how: Sampling) -> list[Sample]:
         tokenizer = self.data.tokenizer
         if tokenizer is None:
@@ -310,18 +245,17 @@ class CausalLM(Objective):
         return [Sample(prompt, tokenizer.decode(row)) for row in rows]
 
     def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"attention": self.selection.backend} if self.selection else {}
+        found = super().state()
         if self.float8 is not None:
             found |= {"fp8": [self.float8.backend, list(self.float8.linears)]}
             found |= {"fp8_magnitudes": self.model.scales.state() if self.model.scales else None}
         return found
 
     def load_state(self, state: dict[str, Any]) -> None:
-        begun = "as chosen when the run began"
-        self.selection = Selection(state["attention"], begun)
+        super().load_state(state)
         if "fp8" in state:
             backend, linears = state["fp8"]
-            self.float8, self.magnitudes = Float8Choice(backend, tuple(linears), begun), state["fp8_magnitudes"]
+            self.float8, self.magnitudes = Float8Choice(backend, tuple(linears), BEGUN), state["fp8_magnitudes"]
 
 
 create = CausalLM
@@ -337,10 +271,3 @@ def export(recipe: Recipe, tensors: dict[str, Tensor], *, eot: int, vocab_size: 
     renamed = to_llama(tensors, shape_of(model))
     generation = to_generation(model, eot=eot, vocab_size=vocab_size)
     return PublicForm(config, generation, {name: tensor.to(kind) for name, tensor in renamed.items()})
-
-
-def _padded(borders: np.ndarray, total: int) -> np.ndarray:
-    """Empty documents at the end, so that the compiled step meets few lengths."""
-    room = max(256, total // 32)
-    size = -(-len(borders) // room) * room
-    return np.concatenate([borders, np.full(size - len(borders), total, dtype=borders.dtype)])

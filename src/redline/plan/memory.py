@@ -105,6 +105,13 @@ def moment_bytes(shape: DecoderShape, optimizer: str) -> float:
     return 8.0 * total
 
 
+def adapter_moments(parameters: int, optimizer: str) -> float:
+    """The same for the many small matrices of adapters."""
+    if optimizer in LOW_BIT:
+        return 2 * (1 + 4 / LOW_BIT_BLOCK) * parameters
+    return (4.0 if optimizer in MUON else 8.0) * parameters
+
+
 def training_memory(
     shape: DecoderShape,
     *,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 VOCAB_MULTIPLE = 64  # tensor cores want it, and 50257 → 50304
 
@@ -25,6 +26,7 @@ class DecoderShape:
     mlp: str = "swiglu"
     tied: bool = True
     qk_norm: bool = False
+    qkv_bias: bool = False  # on queries, keys and values
     value_embeddings: int = 0  # tables of tokens, added to values
     skips: str = "none"  # none, x0, unet: earlier states of the stream, added to it
 
@@ -84,7 +86,7 @@ class DecoderShape:
 
     @property
     def scalar_parameters(self) -> int:
-        per_layer = 2 * self.d_model + (2 * self.head_dim if self.qk_norm else 0)
+        per_layer = 2 * self.d_model + (2 * self.head_dim if self.qk_norm else 0) + (self.d_qkv if self.qkv_bias else 0)
         return self.layers * per_layer + self.d_model + self.skip_count
 
     @property
@@ -119,3 +121,32 @@ SIZES: dict[str, tuple[int, int, int, int]] = {
     "760m": (24, 1536, 16, 4096),
     "1.3b": (24, 2048, 16, 5504),
 }
+
+
+_HUGE = 1e18
+# rope_type → its numbers, by the names that published models use
+ROPE_SCALING: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def checked_rope_scaling(value: Any) -> dict[str, Any]:
+    """`rope_type` and the numbers of that type, no more and no less; a ValueError says what is wrong."""
+    kind = value.get("rope_type") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in ROPE_SCALING:
+        form = f"a mapping with a rope_type of {', '.join(ROPE_SCALING)}"
+        raise ValueError(f"{value!r} is not null or {form}: {{rope_type: linear, factor: 2}}.")
+    names = ROPE_SCALING[kind]
+    wrong = [f"{name} is missing" for name in names if name not in value]
+    wrong += [f"{name} is not one of them" for name in value if name not in ("rope_type", *names)]
+    if wrong:
+        raise ValueError(f"{kind} has {', '.join(names)}: {', '.join(wrong)}.")
+    for name in names:
+        number = value[name]
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < _HUGE:
+            raise ValueError(f"{name} is {number!r}, not a number above 0.")
+    if kind == "llama3" and value["low_freq_factor"] >= value["high_freq_factor"]:
+        raise ValueError("low_freq_factor must be below high_freq_factor.")
+    numbers = {name: int(value[name]) if name.startswith("original") else float(value[name]) for name in names}
+    return {"rope_type": kind, **numbers}

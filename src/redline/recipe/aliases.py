@@ -31,6 +31,10 @@ ALIASES: dict[str, str] = {
     "num_workers": "data.workers",
     "max_seq_len": "data.seq_len",
     "pack": "data.pack",
+    **{f"lora.{key}": f"model.lora.{key}" for key in ("r", "alpha", "dropout", "target_modules", "rslora")},
+    "bnb_4bit.quant_type": "model.quant",
+    "bnb_4bit.use_double_quant": "model.quant_double",
+    "bnb_4bit.compute_dtype": "train.precision",
 }
 _PRECISION = {
     "bf16-mixed": "bf16",
@@ -41,6 +45,7 @@ _PRECISION = {
     "no": "fp32",
     "False": "fp32",  # how YAML reads `no`
 }
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _ATTENTION = {"flash_attn": "flash", "flash_attention": "flash", "flash_attention_2": "flash", "sdpa": "auto"}
 _SWITCHES = {
     "train.bf16": {True: "bf16", False: "auto"},
@@ -51,6 +56,7 @@ _SWITCHES = {
 _WORDS = {
     "trainer.precision": _PRECISION,
     "mixed_precision": _PRECISION,
+    "bnb_4bit.compute_dtype": _DTYPES,
     "model.attn_backend": _ATTENTION,
     "attn_implementation": _ATTENTION,
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 from redline.errors import Problem
 from redline.fields import AUTO
+from redline.jobs import job
 from redline.plan.batch import given_batch
 from redline.plan.memory import MUON
 from redline.plan.shapes import SIZES
@@ -19,7 +20,7 @@ def number(value: Any) -> Any:
 
 def contradictions(recipe: Recipe) -> list[Problem]:
     found = [*_model(recipe.model), *_stops(recipe.train), *_batch(recipe.train), *_stream(recipe)]
-    return [*found, *_optimizer(recipe)]
+    return [*found, *_optimizer(recipe), *job(recipe.objective).problems(recipe)]
 
 
 def _model(model: Model) -> list[Problem]:
@@ -27,7 +28,7 @@ def _model(model: Model) -> list[Problem]:
     sized = dict(zip(("layers", "d_model", "heads", "d_ff"), SIZES.get(model.size or "", ()), strict=False))
     d_model, heads = number(model.d_model) or sized.get("d_model"), number(model.heads) or sized.get("heads")
     kv_heads, head_dim = number(model.kv_heads), number(model.head_dim)
-    if model.size is None:
+    if model.size is None and model.base is None:
         missing = [k for k in ("layers", "d_model", "heads") if getattr(model, k) == AUTO]
         problems += [Problem(f"model.{key}", "is missing.", "Give it, or model.size: auto.") for key in missing]
     if model.size == AUTO and not heads and (d_model or kv_heads):

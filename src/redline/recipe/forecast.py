@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from redline.errors import Problem, RecipeError
 from redline.hardware.machine import Machine
-from redline.jobs import job
+from redline.jobs import costs
 from redline.plan.flops import mfu
 from redline.plan.memory import Kernels
 from redline.plan.rates import BEST_MATMUL_SHARE, COPY_SHARE
@@ -121,7 +121,7 @@ def kernels_of(recipe: Recipe, device: str, *, precision: str, compiled: bool, f
 
 def _work(resolved: Resolved) -> Work:
     train = resolved.recipe.train
-    work: Work = job(resolved.recipe.objective).work(
+    work: Work = costs(resolved.recipe).work(
         resolved.shape,
         resolved.recipe.data.seq_len,
         checkpointing=train.grad_checkpointing,

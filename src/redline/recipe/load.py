@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from redline.errors import Problem, RecipeError, UsageError, did_you_mean
+from redline.jobs import JOBS, job
 from redline.recipe.aliases import ALIASES, canonical
 from redline.recipe.checks import contradictions
 from redline.recipe.presets import with_preset
@@ -159,7 +160,7 @@ def canonical_keys(flat: dict[str, Any], origin: str) -> tuple[dict[str, Any], l
     notes, problems = [], []
     for key, value in flat.items():
         name, value = canonical(key, value)
-        if name in renamed:
+        if name in renamed and renamed[name] != value:
             problems.append(Problem(key, f"and another spelling of {name} are both given in the {origin}."))
         if name != key:
             notes.append(f"{key} is spelt {name} here")
@@ -205,9 +206,21 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     path = find_recipe(name)
     base, notes, problems = canonical_keys(dict(flatten(read_recipe(path))), "file")
     extra, more_notes, more = canonical_keys(parse_overrides(overrides), "command line")
-    tree, clashes = nest(with_preset(base, extra))
+    objective = extra.get("objective", base.get("objective"))
+    given = with_preset(_apart(base, extra), extra)
+    own = job(str(objective)).defaults(given) if objective in JOBS else {}
+    tree, clashes = nest({**own, **given})
     recipe = validate(tree, where=name, problems=[*problems, *more, *clashes])
     return Loaded(path.stem, recipe, notes + more_notes)
+
+
+def _apart(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """The file's keys, without those that an override replaces by a whole section, or a section of which by a value."""
+
+    def replaced(key: str) -> bool:
+        return any(key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in extra)
+
+    return {key: value for key, value in base.items() if not replaced(key)}
 
 
 def validate(tree: dict[str, Any], *, where: str, problems: Sequence[Problem] = ()) -> Recipe:

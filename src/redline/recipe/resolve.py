@@ -10,7 +10,7 @@ from typing import Any
 from redline.errors import Problem, RecipeError
 from redline.fields import AUTO
 from redline.hardware.machine import Machine
-from redline.jobs import job
+from redline.jobs import costs
 from redline.plan.batch import BatchPlan, given_batch, largest_micro
 from redline.plan.flops import FlopsPerToken
 from redline.plan.memory import MemoryParts
@@ -28,7 +28,7 @@ PRIOR_SHARE = {"cuda": 0.35, "cpu": CPU_SHARE}
 # quickstart: a larger model learns more from each token, until it is too large for the tokens it will see.
 TOKENS_PER_PARAMETER = {"cuda": 0.3, "cpu": 0.6}
 CPU_MICRO_TOKENS = 2048
-ENOUGH_STEPS = 1000
+ENOUGH_STEPS, UNKNOWN_WARMUP = 1000, 100
 WORTH_COMPILING = 600.0  # seconds of a CPU run: compiling takes 20 and then saves about a tenth
 UNKNOWN_GPU_FLOPS = 20e12  # only to size the demonstration model on a card without a spec
 
@@ -102,8 +102,8 @@ class Resolved:
         }
 
     def parameters(self) -> dict[str, int]:
-        total = self.shape.parameters
-        return {"total": total, "trainable": total, "matmul": self.shape.matmul_parameters}
+        found: dict[str, int] = costs(self.recipe).parameters(self.shape)
+        return found
 
 
 class _Resolver:
@@ -222,7 +222,7 @@ class _Resolver:
         asked = train.grad_checkpointing
 
         def memory(micro: int, checkpointing: str) -> MemoryParts:
-            parts: MemoryParts = job(self.recipe.objective).memory(
+            parts: MemoryParts = costs(self.recipe).memory(
                 shape,
                 tokens=micro * seq_len,
                 bytes_per_value=4 if precision == "fp32" else 2,
@@ -272,7 +272,7 @@ class _Resolver:
     def not_fused(self, shape: DecoderShape, precision: str, checkpointing: str) -> str:
         """Why the blocks are not the hand-written ones; empty when they are."""
         model, backend = self.recipe.model, self.recipe.train.fp8
-        missing = shape.not_fused(dropout=model.dropout, checkpointing=checkpointing)
+        missing = costs(self.recipe).not_fused() or shape.not_fused(dropout=model.dropout, checkpointing=checkpointing)
         if model.kernels == "fused":
             if missing or backend == "torchao":
                 what = missing or "torchao's fp8 is for the others"
@@ -346,6 +346,8 @@ class _Resolver:
         if self.recipe.train.hours:
             speed = self.rate() / flops.causal / tokens_per_step
             expected = min(expected, self.recipe.train.hours * 3600 * speed)
+        if math.isinf(expected):
+            return int(self.choose("train.warmup_steps", UNKNOWN_WARMUP, "the length of the run is not known yet"))
         value = int(min(1000, max(5, expected // 50)))
         return int(self.choose("train.warmup_steps", value, f"about 2 % of an expected {expected:.0f} steps"))
 
@@ -376,7 +378,7 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
     compiled = r.compile()
     batch, checkpointing, memory = r.batch(shape, precision, compiled)
     r.kernels(shape, precision, checkpointing)
-    flops: FlopsPerToken = job(recipe.objective).flops(shape, recipe.data.seq_len, checkpointing)
+    flops: FlopsPerToken = costs(recipe).flops(shape, recipe.data.seq_len, checkpointing)
     tokens_per_step = batch.global_batch * recipe.data.seq_len
     steps = steps_of(recipe, data.train_tokens, tokens_per_step)
     r.values["train"] |= {

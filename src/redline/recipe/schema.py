@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ValidationError, create_model
 
+from redline.errors import did_you_mean
 from redline.fields import (
     AUTO,
     AutoCount,
@@ -31,13 +32,15 @@ from redline.fields import (
     Text,
     Whole,
     Words,
+    none_or,
     one_of,
 )
 from redline.jobs import JOBS, options_of
+from redline.plan.adapters import TARGETS
 from redline.plan.batch import PRESETS
 from redline.plan.memory import LOW_BIT, MUON
 from redline.plan.schedule import SCHEDULES
-from redline.plan.shapes import SIZES
+from redline.plan.shapes import ROPE_SCALING, SIZES, checked_rope_scaling
 
 ATTENTION = (AUTO, "cudnn", "flash", "efficient", "flex", "dense")
 CHECKPOINTING = (AUTO, "none", "selective", "full")
@@ -65,6 +68,38 @@ def _project(value: Any) -> bool | str:
 CHECKPOINTING_RULE = Rule(_checkpointing, accepts={"enum": [*CHECKPOINTING, True, False]})
 
 
+def _targets(value: Any) -> tuple[str, ...]:
+    names = list(TARGETS) if value == "all-linear" else [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not names:
+        raise ValueError(f"{value!r} is not a list of matrices; there are {', '.join(TARGETS)}.")
+    for name in names:
+        if name not in TARGETS:
+            hint = did_you_mean(str(name), TARGETS)
+            raise ValueError(f"{name!r} is no matrix of a block; there are {', '.join(TARGETS)}. {hint}".rstrip())
+    return tuple(name for name in TARGETS if name in names)
+
+
+class Lora(Section):
+    """Low-rank adapters: what they are added to, and how wide they are."""
+
+    r: Count = 16
+    alpha: Positive = 16.0
+    dropout: Probability = 0.05
+    target_modules: Annotated[tuple[str, ...], BeforeValidator(_targets)] = tuple(TARGETS)
+    rslora: Flag = False  # scaled by alpha / √r instead of alpha / r
+
+
+_ROPE = Rule(
+    checked_rope_scaling,
+    accepts={
+        "type": "object",
+        "properties": {"rope_type": {"enum": list(ROPE_SCALING)}},
+        "additionalProperties": {"type": "number", "exclusiveMinimum": 0},
+        "required": ["rope_type", "factor"],
+    },
+)
+
+
 class Model(Section):
     """The decoder's shape."""
 
@@ -79,8 +114,10 @@ class Model(Section):
     mlp: Annotated[str, one_of("swiglu", "relu2")] = "swiglu"
     tied: Flag = True
     qk_norm: Flag = False
+    qkv_bias: Flag = False
     softcap: MaybePositive = None  # logits ← cap·tanh(logits / cap)
     rope_theta: Positive = 10000.0
+    rope_scaling: Annotated[dict[str, Any] | None, none_or(_ROPE)] = None  # for a longer context
     norm_eps: Positive = 1e-5
     dropout: Probability = 0.0
     attention: Annotated[str, one_of(*ATTENTION)] = AUTO
@@ -89,6 +126,10 @@ class Model(Section):
     skips: Annotated[str, one_of("none", "x0", "unet")] = "none"  # earlier states of the stream, added to it
     init: Annotated[str, one_of("gpt2", "zero")] = "gpt2"  # zero: of what adds to the stream, and of an untied head
     embedding_std: Positive = 0.02
+    base: MaybeText = None  # finetune: a folder, a .gguf file or a hub id
+    quant: Annotated[str, one_of("none", "nf4")] = "none"  # of the base; nf4 with finetune.method=qlora
+    quant_double: Flag = True  # the scales of NF4 quantised too
+    lora: Lora = Lora()
     init_from: MaybeText = None  # RUN[@step|@best] or an exported folder: weights only
 
 

@@ -1,0 +1,178 @@
+"""Samples in sequences of one length: which of them share a sequence, in which order sequences come, and their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from redline.data.answer_store import AnswerStore
+from redline.data.index import order_keys, permute
+
+IGNORE = -100  # kernels.cross_entropy.IGNORE: such a target is not learnt
+
+Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Members:
+    """Samples of several stores, each from its beginning and perhaps not to its end."""
+
+    stores: tuple[AnswerStore, ...]
+    part: Int64s  # which store
+    number: Int64s  # which of its samples
+    length: Int64s  # how many of its tokens
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, place: int) -> tuple[Int32s, Bools]:
+        """Tokens, and which of them are learnt."""
+        store = self.stores[self.part[place]]
+        begin = int(store.offsets[self.number[place]])
+        end = begin + int(self.length[place])
+        return store.tokens[begin:end], store.learnt[begin:end]
+
+    def take(self, places: Int64s) -> Members:
+        return Members(self.stores, self.part[places], self.number[places], self.length[places])
+
+    @property
+    def learnt(self) -> int:
+        """How many tokens of them are learnt."""
+        total = 0
+        for part, store in enumerate(self.stores):
+            own = self.part == part
+            number, length = self.number[own], self.length[own]
+            whole = store.lengths[number] == length
+            total += int(store.count[number[whole]].sum())
+            cut = zip(store.offsets[number[~whole]], length[~whole], strict=True)
+            total += sum(int(store.learnt[begin : begin + size].sum()) for begin, size in cut)
+        return total
+
+
+def joined(some: Sequence[Members]) -> Members:
+    """All of them, one after the other; they are of the same stores."""
+    columns = [np.concatenate([getattr(one, name) for one in some]) for name in ("part", "number", "length")]
+    return Members(some[0].stores, *columns)
+
+
+class PackedSplit:
+    """Sequences of `seq_len` tokens. What no sample fills is padding: a document of its own that teaches nothing."""
+
+    def __init__(self, members: Members, borders: Int64s, seq_len: int, pad: int) -> None:
+        self.samples, self.seq_len, self.pad = members, seq_len, pad
+        self.borders = borders  # sequence n has the samples from borders[n] to borders[n + 1]
+
+    def __len__(self) -> int:
+        return len(self.borders) - 1
+
+    @property
+    def fill(self) -> float:
+        """The share of all positions that hold a token of a sample."""
+        return int(self.samples.length.sum()) / (len(self) * self.seq_len)
+
+    def rows(self, numbers: Int64s) -> dict[str, npt.NDArray[np.integer]]:
+        """`inputs` and `targets` [n, seq_len], the running number of the sample and the position in it."""
+        shape = (len(numbers), self.seq_len)
+        inputs_BT = np.full(shape, self.pad, dtype=np.int64)
+        targets_BT = np.full(shape, IGNORE, dtype=np.int64)
+        documents_BT, positions_BT = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+        count_T = np.arange(self.seq_len, dtype=np.int32)
+        for row, number in enumerate(np.asarray(numbers).tolist()):
+            at = 0
+            places = range(int(self.borders[number]), int(self.borders[number + 1]))
+            for document, place in enumerate(places):
+                tokens, learnt = self.samples[place]
+                end = at + len(tokens)
+                inputs_BT[row, at:end] = tokens
+                targets_BT[row, at : end - 1] = np.where(learnt[1:], tokens[1:], IGNORE)
+                documents_BT[row, at:end] = document
+                positions_BT[row, at:end] = count_T[: end - at]
+                at = end
+            documents_BT[row, at:] = len(places)
+            positions_BT[row, at:] = count_T[: self.seq_len - at]
+        return {"inputs": inputs_BT, "targets": targets_BT, "documents": documents_BT, "positions": positions_BT}
+
+
+def packed(members: Members, seq_len: int, *, pack: bool, seed: int | None, group: int) -> tuple[Members, Int64s]:
+    """The samples in the order of their sequences, and where each sequence begins. Without `seed`: not shuffled."""
+    count = len(members)
+    order = np.arange(count, dtype=np.int64)
+    if seed is not None:
+        order = permute(order, count, int(order_keys(seed, np.zeros(1, dtype=np.int64), group)[0]))
+    shuffled = members.take(order)
+    if not pack:
+        return shuffled, np.arange(count + 1, dtype=np.int64)
+    bins = best_fit(shuffled.length, seq_len)
+    borders = np.concatenate([[0], np.cumsum(np.bincount(bins))]).astype(np.int64)
+    return shuffled.take(np.argsort(bins, kind="stable")), borders
+
+
+def best_fit(lengths: Int64s, room: int) -> Int64s:
+    """Which bin each item goes to, in their order: the one that it fills best, or a new one.
+
+    Open bins lie in piles by the room they have left, and the bits of one whole number say which piles are not empty:
+    the lowest bit at or above a length is the pile to take from, without a search.
+    """
+    if len(lengths) and not 0 < int(lengths.min()) <= int(lengths.max()) <= room:
+        raise ValueError(f"lengths must lie between 1 and {room}")
+    bins = np.empty(len(lengths), dtype=np.int64)
+    piles: list[list[int]] = [[] for _ in range(room + 1)]
+    filled, opened = 0, 0
+    for item, length in enumerate(lengths.tolist()):
+        if fitting := filled >> length:
+            left = length + (fitting & -fitting).bit_length() - 1
+            chosen = piles[left].pop()
+            if not piles[left]:
+                filled ^= 1 << left
+        else:
+            left, chosen = room, opened
+            opened += 1
+        bins[item] = chosen
+        left -= length
+        if left:
+            piles[left].append(chosen)
+            filled |= 1 << left
+    return bins
+
+
+class EpochIndex:
+    """Which sequence the n-th sample of training is: a function of (seed, n) and of nothing else.
+
+    A part of n sequences with weight w gives w·n of them to each epoch (to the nearest whole number, and at least
+    one). It gives them in a seeded order that goes on from epoch to epoch and begins anew when all had their turn,
+    so that with a weight below 1 each epoch has others. Within an epoch all parts are shuffled together.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool = True) -> None:
+        self.seed, self.shuffle = seed, shuffle
+        self._sizes = np.array(sizes, dtype=np.int64)
+        self._given = np.maximum(1, np.rint(np.array(weights) * self._sizes)).astype(np.int64)
+        self._first = np.cumsum(self._sizes) - self._sizes  # of each part's sequences among all
+        self._ends = np.cumsum(self._given)
+
+    def __len__(self) -> int:
+        """Sequences per epoch."""
+        return int(self._ends[-1])
+
+    def sequences(self, samples: Int64s) -> Int64s:
+        """Sample numbers count through all epochs, without end."""
+        samples = np.asarray(samples, dtype=np.int64)
+        if samples.size and samples.min() < 0:
+            raise ValueError("sample numbers are not negative")
+        epochs, places = np.divmod(samples, len(self))
+        if self.shuffle:
+            places = permute(places, len(self), order_keys(self.seed, epochs))
+        parts = np.searchsorted(self._ends, places, side="right")
+        turns = epochs * self._given[parts] + places - (self._ends - self._given)[parts]
+        rounds, within = np.divmod(turns, self._sizes[parts])
+        if self.shuffle:
+            for part in np.unique(parts):
+                own = parts == part
+                keys = order_keys(self.seed, rounds[own], group=int(part) + 1)
+                within[own] = permute(within[own], int(self._sizes[part]), keys)
+        return self._first[parts] + within

@@ -1,0 +1,288 @@
+"""A model's tokenizer with its chat template: conversations → text, and which characters of it are the answers.
+
+An answer begins where the template asks for one (`add_generation_prompt`) and ends with the first special token after
+what was said, so that a model learns to stop; white space that a template writes behind that token is not learnt.
+Both places are found on the rendered text, with the turn and without it, and no knowledge of any template is needed.
+
+Without a template a prompt and its completion are written as `bos? prompt ⏎ completion eos`: the mark at the
+beginning only if the tokenizer itself puts one before every text, and no mark where the text has it already.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from redline.data.chat import ASSISTANT, USER, Conversation, Message
+from redline.data.tokenizer import backend_fingerprint
+from redline.data.tokens import digest_of
+from redline.errors import UserError, install_hint
+
+KEY = "finetune.template"
+CHATML = "chatml"
+ANSWERS, ALL = "answers", "all"
+OWN = "the model's own"
+_FIX = f"Set {KEY}={CHATML}, or {KEY}=FILE.jinja with the one to use."
+_CHATML = (
+    "{{{{ {bos} }}}}"
+    "{{%- for message in messages -%}}"
+    "{{{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + {end} + '\\n' }}}}"
+    "{{%- endfor -%}}"
+    "{{%- if add_generation_prompt -%}}{{{{ '<|im_start|>assistant\\n' }}}}{{%- endif -%}}"
+)
+# Some templates write today's date. What is learnt must not depend on the day on which it is prepared.
+_DAY = datetime(2024, 7, 26)
+_PROBE = Conversation("a probe", (Message(USER, "Which?"), Message(ASSISTANT, "This.")), is_pair=True)
+
+Span = tuple[int, int]
+
+
+class TemplateRefusalError(Exception):
+    """Why the template cannot write a conversation."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    text: str
+    spans: tuple[Span, ...]  # of the answers, in characters
+
+
+@dataclass(frozen=True)
+class Coded:
+    tokens: npt.NDArray[np.int32]
+    learnt: npt.NDArray[np.bool_]  # the token is a target
+
+
+class ChatTokenizer:
+    """Conversations → tokens, prompts → tokens, tokens → text."""
+
+    def __init__(self, tokenizer: Any, name: str, template: str | None) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        self.name = name
+        self._tokenizer = tokenizer
+        # A copy without post-processing: that adds marks which the template has written already, and in some
+        # tokenizers moves a word's beginning behind its space.
+        self._backend = Backend.from_str(tokenizer.backend_tokenizer.to_str())
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.post_processor = None
+        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.fingerprint: str = backend_fingerprint(self._backend)
+        self.template_name, self.template = self._chosen(template)
+        self._check()
+
+    # --- what it is
+
+    @property
+    def identity(self) -> str:
+        """Stands for everything that decides how a conversation becomes tokens."""
+        return digest_of([self.fingerprint, self.template, self._bos, self._eos, sorted(self._special)])
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """What ends an answer: the token that the template writes there, then the tokenizer's own end of text."""
+        found = [self._id(self._end_mark), self._tokenizer.eos_token_id]
+        return tuple(dict.fromkeys(int(one) for one in found if one is not None))
+
+    @property
+    def pad(self) -> int:
+        """Fills a row up; nothing is learnt from it."""
+        own = self._tokenizer.pad_token_id
+        return int(own) if own is not None else self.eos_ids[0] if self.eos_ids else 0
+
+    @cached_property
+    def _special(self) -> frozenset[str]:
+        added = self._backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special) | {*self._tokenizer.all_special_tokens}
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(one for one in map(self._id, self._special) if one is not None)
+
+    @cached_property
+    def _any_special(self) -> re.Pattern[str]:
+        longest_first = sorted(self._special, key=lambda token: (-len(token), token))
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    @property
+    def _eos(self) -> str:
+        return str(self._tokenizer.eos_token or "")
+
+    @cached_property
+    def _bos(self) -> str:
+        """The mark that the tokenizer puts before every text; most newer ones put none."""
+        begins = self._tokenizer.backend_tokenizer.encode("", add_special_tokens=True).ids[:1]
+        return str(self._tokenizer.bos_token) if begins and begins == [self._tokenizer.bos_token_id] else ""
+
+    @cached_property
+    def _end_mark(self) -> str:
+        if self.template is None:
+            return self._eos
+        rendered = self.render(_PROBE)[0]
+        marks = self._any_special.findall(rendered.text[slice(*rendered.spans[-1])])
+        return str(marks[-1]) if marks else ""
+
+    def _id(self, token: str) -> int | None:
+        number = self._backend.token_to_id(token) if token else None
+        return None if number is None else int(number)
+
+    # --- which template
+
+    def _chosen(self, template: str | None) -> tuple[str | None, str | None]:
+        if template is None:
+            own = self._tokenizer.chat_template
+            own = own.get("default") if isinstance(own, dict) else own
+            return (OWN, own) if own else (None, None)
+        if template == CHATML:
+            end = "<|im_end|>" if self._id("<|im_end|>") is not None else self._end_of_text()
+            return CHATML, _CHATML.format(bos=json.dumps(self._bos), end=json.dumps(end))
+        try:
+            return template, Path(template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            what = f"{template!r} is no chat template that can be read."
+            raise UserError(what, where=KEY, fix=f"Write {CHATML}, or the path of a .jinja file.") from None
+
+    def _check(self) -> None:
+        """A template that never works, or a tokenizer without an end, is refused before the first row."""
+        if self.template is None:
+            self._end_of_text()
+            return
+        try:
+            self.render(_PROBE)
+        except TemplateRefusalError as reason:
+            where = self.name if self.template_name == OWN else KEY
+            raise UserError(f"the chat template ({self.template_name}): {reason}.", where=where, fix=_FIX) from None
+
+    def _end_of_text(self) -> str:
+        if self._eos:
+            return self._eos
+        what = "the tokenizer has no token that ends a text."
+        raise UserError(what, where=self.name, fix="Set eos_token in its tokenizer_config.json.")
+
+    # --- conversations → text
+
+    def render(self, conversation: Conversation, learn: str = ANSWERS) -> list[Rendered]:
+        """One text for a conversation. A template that rewrites earlier turns (by leaving out their thoughts, say)
+        gives one for each answer instead, as a model meets them, when answers alone are learnt."""
+        if self.template is None:
+            return [self._plain(conversation)]
+        whole = self._write(conversation, len(conversation.messages))
+        if learn == ALL:
+            return [Rendered(whole, ())]
+        answers = [number for number, message in enumerate(conversation.messages) if message.role == ASSISTANT]
+        turns = [self._turn(conversation, number, whole) for number in answers]
+        if all(whole.startswith(text) for text, _ in turns):
+            return [Rendered(whole, tuple(span for _, span in turns))]
+        return [Rendered(text, (span,)) for text, span in turns]
+
+    def _turn(self, conversation: Conversation, number: int, whole: str) -> tuple[str, Span]:
+        """The text up to and with this answer, and where in it the answer lies."""
+        before = self._write(conversation, number, asks=True)
+        is_last = number + 1 == len(conversation.messages)
+        text = whole if is_last else self._write(conversation, number + 1)
+        if not text.startswith(before):
+            raise TemplateRefusalError("it does not write an answer where it asks for one")
+        return text, (len(before), self._end_of(text, len(before), conversation.messages[number].content))
+
+    def _end_of(self, text: str, start: int, said: str) -> int:
+        """Behind the special token that ends the answer; at the end of the turn where there is none."""
+        for words in (said, said.strip()):
+            if (found := text.find(words, start)) >= 0:
+                start = found + len(words)
+                break
+        mark = self._any_special.search(text, start)
+        return mark.end() if mark else len(text)
+
+    def _write(self, conversation: Conversation, count: int, *, asks: bool = False) -> str:
+        return self._apply(conversation.as_dicts(count), asks=asks)
+
+    def _apply(self, messages: list[dict[str, str]], *, asks: bool) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages,
+                    chat_template=self.template,
+                    add_generation_prompt=asks,
+                    tokenize=False,
+                    strftime_now=_DAY.strftime,
+                )
+            )
+        except Exception as error:  # templates raise what they like, and meet types they did not expect
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            raise TemplateRefusalError(f"it fails ({reason.rstrip('.')})") from None
+
+    def _plain(self, conversation: Conversation) -> Rendered:
+        if not conversation.is_pair:
+            what = f"this is a chat ({conversation.place}), and the tokenizer has no chat template."
+            raise UserError(what, where=self.name, fix=_FIX)
+        prompt, completion = (message.content for message in conversation.messages)
+        before = self._asked(prompt)
+        text = before + completion + ("" if completion.endswith(self._eos) else self._eos)
+        return Rendered(text, ((len(before), len(text)),))
+
+    def _asked(self, prompt: str) -> str:
+        return ("" if prompt.startswith(self._bos) else self._bos) + prompt + "\n"
+
+    # --- text → tokens and back
+
+    def code(self, texts: Sequence[Rendered], learn: str) -> list[Coded]:
+        """A token is learnt if it begins inside an answer; of `all`, every one that another comes before."""
+        encodings = self._backend.encode_batch([one.text for one in texts], add_special_tokens=False)
+        return [_coded(encoding, one.spans, learn) for encoding, one in zip(encodings, texts, strict=True)]
+
+    def encode(self, prompt: str) -> list[int]:
+        """What a model reads before it answers."""
+        asked = [{"role": USER, "content": prompt}]
+        text = self._asked(prompt) if self.template is None else self._apply(asked, asks=True)
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], *, special: bool = True) -> str:
+        return str(self._backend.decode([int(one) for one in ids], skip_special_tokens=not special))
+
+    def save(self, folder: Path) -> None:
+        """As transformers reads it, with the template that was used."""
+        self._tokenizer.chat_template = self.template
+        self._tokenizer.save_pretrained(folder)
+
+
+def _coded(encoding: Any, spans: Sequence[Span], learn: str) -> Coded:
+    tokens = np.array(encoding.ids, dtype=np.int32)
+    learnt = np.full(len(tokens), learn == ALL, dtype=bool)
+    if learn != ALL:
+        offsets = encoding.offsets  # (start, end) in order: a tuple of one compares as the start alone
+        for start, end in spans:
+            learnt[bisect_left(offsets, (start,)) : bisect_left(offsets, (end,))] = True
+    learnt[:1] = False
+    return Coded(tokens, learnt)
+
+
+def load_chat_tokenizer(folder: Path, template: str | None = None) -> ChatTokenizer:
+    """The tokenizer of a model's folder; `template` is chatml or a file, and the model's own if not given."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        what = "chat templates need the transformers package."
+        raise UserError(what, fix=f"Install it: {install_hint('finetune')}.") from None
+    if not folder.is_dir():
+        raise UserError("no such folder.", where=str(folder), fix="Give the folder of a model with its tokenizer.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # each tokenizer's code raises its own kinds
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        fix = "Put the model's tokenizer.json and tokenizer_config.json there."
+        raise UserError(f"no tokenizer that can be read ({reason.rstrip('.')}).", where=str(folder), fix=fix) from None
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        fix = "Convert it with `tokenizers`, or take a release of the model that has one."
+        raise UserError("the tokenizer has no tokenizer.json.", where=str(folder), fix=fix)
+    return ChatTokenizer(tokenizer, folder.name, template)

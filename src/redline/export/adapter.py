@@ -1,0 +1,175 @@
+"""Adapters as PEFT lays them out, and merged into their base, a parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redline.cache import cache_dir
+from redline.models.llama import names
+from redline.models.lora import FrozenMatrix, LoraLinear
+from redline.models.pretrained import Base
+from redline.objectives.base import OnBase
+from redline.plan.adapters import TARGETS, Adapter, matrix_sides
+from redline.plan.shapes import DecoderShape
+from redline.recipe.schema import Lora
+
+ADAPTER, ADAPTER_CONFIG = "adapter_model", "adapter_config.json"
+_PREFIX = "base_model.model"
+_HELD = {held for held, _ in TARGETS.values()}
+
+
+def adapter_config(learnt: OnBase, base: Base) -> dict[str, Any]:
+    """adapter_config.json; PEFT has its defaults for what is not in it."""
+    assert learnt.adapter is not None
+    lora = learnt.lora
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": address(base),
+        "revision": revision(base),
+        "r": lora.r,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": list(learnt.adapter.targets),
+        "use_rslora": lora.rslora,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+
+
+def address(base: Base) -> str:
+    """What loads the same weights again: the hub's id if they came from there, else the folder they lie in."""
+    is_path = Path(base.source).expanduser().exists()
+    unpacked = base.folder.parent == cache_dir() / "bases"  # from a .gguf file, perhaps in the hub's stead
+    return str(base.folder) if is_path or unpacked else base.source
+
+
+def revision(base: Base) -> str | None:
+    """The hub's commit."""
+    return base.folder.name if base.folder.parent.name == "snapshots" else None
+
+
+# --- apart from the base
+
+
+def to_peft(tensors: Mapping[str, Tensor], shape: DecoderShape, adapter: Adapter, lora: Lora) -> dict[str, Tensor]:
+    """A checkpoint's adapters under PEFT's names."""
+    found: dict[str, Tensor] = {}
+    for path, prefix in _paths(shape):
+        found |= _linear(path, _hollow(path, shape), tensors, shape, adapter, lora).adapter_tensors(prefix)
+    return found
+
+
+def from_peft(tensors: Mapping[str, Tensor], shape: DecoderShape, adapter: Adapter, lora: Lora) -> dict[str, Tensor]:
+    """The way back; a UserError names what is missing."""
+    found: dict[str, Tensor] = {}
+    for path, prefix in _paths(shape):
+        linear = _linear(path, _hollow(path, shape), None, shape, adapter, lora)
+        linear.load_adapter_tensors(prefix, tensors)
+        found |= {f"{path}.{name}": tensor for name, tensor in linear.state_dict().items()}
+    return found
+
+
+def _paths(shape: DecoderShape) -> Iterator[tuple[str, str]]:
+    """Each linear of the blocks, and what its parts lie in by PEFT's names."""
+    for ours, theirs, _ in names(shape):
+        if _is_matrix(ours):
+            yield ours.removesuffix(".weight"), f"{_PREFIX}.{theirs[0].rsplit('.', 2)[0]}"
+
+
+def _is_matrix(ours: str) -> bool:
+    path, _, kind = ours.rpartition(".")
+    return ours.startswith("blocks.") and kind == "weight" and _held(path) in _HELD
+
+
+def _held(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _parts(path: str, shape: DecoderShape) -> dict[str, int]:
+    """The parts of a linear and their rows."""
+    sides = matrix_sides(shape)
+    return {part: sides[name][1] for name, (held, part) in TARGETS.items() if held == _held(path)}
+
+
+def _hollow(path: str, shape: DecoderShape) -> FrozenMatrix:
+    """A matrix of the right shape that takes no memory."""
+    inputs = next(matrix_sides(shape)[name][0] for name, (held, _) in TARGETS.items() if held == _held(path))
+    return FrozenMatrix(torch.zeros(()).expand(sum(_parts(path, shape).values()), inputs))
+
+
+def _linear(
+    path: str,
+    base: FrozenMatrix,
+    tensors: Mapping[str, Tensor] | None,
+    shape: DecoderShape,
+    adapter: Adapter,
+    lora: Lora,
+) -> LoraLinear:
+    """One linear as it was trained, with its adapters if they are given."""
+    wanted = [part for held, part in (TARGETS[name] for name in adapter.targets) if held == _held(path)]
+    linear = LoraLinear(base, _parts(path, shape), wanted, lora.r, lora.alpha, lora.dropout, rslora=lora.rslora)
+    if tensors is not None:
+        linear.load_state_dict({name: tensors[f"{path}.{name}"] for name in linear.state_dict()})
+    return linear
+
+
+# --- merged
+
+
+@dataclass
+class Drift:
+    """How far the quantised base is from the original: ‖difference‖ / ‖original‖ over all that was quantised."""
+
+    difference: float = 0.0  # squared
+    original: float = 0.0
+
+    def add(self, original: Tensor, quantised: Tensor) -> None:
+        wide = original.float()
+        self.difference += float((quantised - wide).square().sum(dtype=torch.float64))
+        self.original += float(wide.square().sum(dtype=torch.float64))
+
+    @property
+    def relative(self) -> float:
+        return (self.difference / self.original) ** 0.5 if self.original else 0.0
+
+
+def merged_tensors(
+    learnt: OnBase, base: Base, device: torch.device, drift: Drift | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The base under its published names with the adapters added: to its matrices as they were trained against, so
+    dequantised where they were quantised; with a `drift`, which is then measured, to the original ones."""
+    for (ours, theirs, rows), (name, tensor) in zip(names(base.shape), base.tensors(), strict=True):
+        assert name == ours
+        whole = _merged(ours, tensor.to(device), learnt, base.shape, drift) if _is_matrix(ours) else tensor
+        yield from _apart(theirs, whole, rows)
+
+
+def _merged(ours: str, weight: Tensor, learnt: OnBase, shape: DecoderShape, drift: Drift | None) -> Tensor:
+    path, adapter = ours.removesuffix(".weight"), learnt.adapter
+    assert adapter is not None
+    rows = tuple(_parts(path, shape).values())
+    base = FrozenMatrix(weight, rows, quantise=adapter.quantised, double=adapter.double)
+    if drift is not None and adapter.quantised:
+        drift.add(weight, base.dense(torch.float32))
+        base = FrozenMatrix(weight)
+    return _linear(path, base, learnt.tensors, shape, adapter, learnt.lora).merged_weight()
+
+
+def whole_tensors(learnt: OnBase, base: Base) -> Iterator[tuple[str, Tensor]]:
+    """Where all weights learnt: these, under the base's published names."""
+    for ours, theirs, rows in names(base.shape):
+        yield from _apart(theirs, learnt.tensors[ours], rows)
+
+
+def _apart(theirs: tuple[str, ...], whole: Tensor, rows: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
+    yield from zip(theirs, whole.split(rows) if rows else (whole,), strict=True)

@@ -1,0 +1,148 @@
+"""The card of what was tuned on a base: which base that is, what was learnt, how well, and how to load the two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from redline.export.card import bullets, data_facts, making, quality, resolved_recipe
+from redline.monitor.events import number, read_events, section
+from redline.monitor.runs import EVENTS
+from redline.units import format_count
+
+_PROMPTS = {
+    True: 'chat = [{"role": "user", "content": "What is it?"}]\n'
+    "prompt = tokenizer.apply_chat_template(\n"
+    '    chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"\n)\n',
+    False: 'prompt = tokenizer("What is it?\\n", return_tensors="pt", return_token_type_ids=False)\n',
+}
+
+
+def tuned_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], *, template: bool) -> str:
+    """README.md, with the front matter that model hubs read. `exported` is what redline.json says."""
+    events = read_events(run / EVENTS)
+    is_adapter = exported["form"] == "adapter"
+    front = {
+        "library_name": "peft" if is_adapter else "transformers",
+        "base_model": exported["base"]["source"],
+        "pipeline_tag": "text-generation",
+        "tags": ["redline", str(exported["objective"]), str(exported["method"]), str(exported["model_type"])],
+    }
+    options = section(section(lock, "recipe"), "finetune")
+    entries = section(lock, "data").get("vocab_size")
+    facts = {
+        **data_facts(events, lock, exported["step"]),
+        "tokenizer": f"the base's, {entries} entries",
+        "the loss was of": options.get("learn"),
+    }
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# {lock['recipe_name']}, step {exported['step']:,}",
+        _what(lock, exported),
+        "## Its base\n" + bullets(_base(lock, exported)),
+        "## How to load it\n" + _loading(exported, template),
+        "## What it learnt from\n" + bullets(facts),
+        "## How well\n" + quality(events, exported),
+        "## Limits\n" + _limits(lock),
+        "## How it was made\n" + bullets(making(events, lock, exported)),
+        f"The recipe, as it was resolved:\n\n```yaml\n{resolved_recipe(lock)}```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _what(lock: Mapping[str, Any], exported: Mapping[str, Any]) -> str:
+    base, kind = f"`{exported['base']['source']}`", f"in {exported['dtype']} as `{exported['class']}`"
+    held = "the moving average of the weights" if exported["weights"] == "ema" else "the weights"
+    if exported["form"] == "adapter":
+        what = f"{_adapters(lock)} for {base}. This folder holds {held} in {exported['dtype']}, and not the base."
+        return what[0].upper() + what[1:]
+    if exported["form"] == "merged":
+        return f"{base} with {_adapters(lock)} merged into it. This folder holds {held} {kind}."
+    return f"{base}, trained on with all of its weights. This folder holds {held} {kind}."
+
+
+def _adapters(lock: Mapping[str, Any]) -> str:
+    count = number(section(lock, "parameters"), "trainable") or 0
+    lora = section(section(section(lock, "recipe"), "model"), "lora")
+    where = ", ".join(map(str, lora.get("target_modules") or ()))
+    width = f"rank {lora.get('r')}, alpha {lora.get('alpha'):g}{', rank-stabilised' if lora.get('rslora') else ''}"
+    return f"low-rank adapters of {format_count(count)} parameters ({width}, on {where})"
+
+
+def _base(lock: Mapping[str, Any], exported: Mapping[str, Any]) -> dict[str, Any]:
+    base, origin = exported["base"], section(lock, "init_from")
+    begun = f"the weights of run `{origin.get('run_id')}` at step {origin.get('step')}" if origin else None
+    return {
+        "base": f"`{base['source']}`" + (f", revision `{base['revision']}`" if base["revision"] else ""),
+        "fingerprint of its weights": f"`{base['fingerprint']}`",
+        "in training": _in_training(exported),
+        "in this folder": _in_folder(exported),
+        "the run began with": begun,
+    }
+
+
+def _in_training(exported: Mapping[str, Any]) -> str:
+    quantised = exported["quantisation"]
+    if not quantised:
+        return "as it is stored" + (", and learning" if exported["method"] == "full" else "")
+    return f"in NF4{', doubly quantised' if quantised['double'] else ''}"
+
+
+def _in_folder(exported: Mapping[str, Any]) -> str | None:
+    """Which weights the adapters were added to."""
+    if exported["form"] != "merged" or not exported["quantisation"]:
+        return None
+    if (difference := exported.get("quantisation_difference")) is None:
+        return "dequantised from NF4: what the adapters were trained against, and not the original weights"
+    return (
+        f"the original weights, and not what the adapters were trained against: NF4 differs from them by "
+        f"{difference:.2%} (the norm of the difference over the norm of what was quantised)"
+    )
+
+
+def _loading(exported: Mapping[str, Any], template: bool) -> str:
+    name = json.dumps(exported["base"]["loads_from"])
+    if exported["form"] == "adapter":
+        imports = "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        model = (
+            f"base = AutoModelForCausalLM.from_pretrained({name})\n"
+            'model = PeftModel.from_pretrained(base, "PATH-OF-THIS-FOLDER")\n'
+        )
+    else:
+        imports = "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        model = 'model = AutoModelForCausalLM.from_pretrained("PATH-OF-THIS-FOLDER")\n'
+    code = (
+        f"{imports}\n"
+        'tokenizer = AutoTokenizer.from_pretrained("PATH-OF-THIS-FOLDER")\n'
+        f"{model}{_PROMPTS[template]}"
+        "answer = model.generate(**prompt, max_new_tokens=100)[0, prompt.input_ids.shape[1] :]\n"
+        "print(tokenizer.decode(answer, skip_special_tokens=True))\n"
+    )
+    return f"```python\n{code}```" + _in_four_bits(exported)
+
+
+def _in_four_bits(exported: Mapping[str, Any]) -> str:
+    quantised = exported["quantisation"]
+    if exported["form"] != "adapter" or not quantised:
+        return ""
+    return (
+        "\n\nThe adapters were trained beside the base in NF4. On the base as it is stored, the answers differ by "
+        "the quantisation's error; for what was trained, load it with "
+        "`quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
+        f'bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={quantised["double"]})`.'
+    )
+
+
+def _limits(lock: Mapping[str, Any]) -> str:
+    length = section(section(lock, "recipe"), "data").get("seq_len")
+    limits = [
+        f"It was tuned on sequences of at most {length} tokens; what it does beyond that was not tried.",
+        "It answers in the way of the rows above, and what it knows is the base's. It can be wrong, offensive, or "
+        "repeat its training text word for word, and whatever the base refuses it may have unlearnt to refuse.",
+        "The base's licence holds for it too, and so do the licence and the biases of the rows.",
+    ]
+    return "\n".join(f"- {limit}" for limit in limits)

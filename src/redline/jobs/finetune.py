@@ -1,0 +1,130 @@
+"""finetune: go on with a pretrained model, by low-rank adapters on a frozen base (in NF4 or not), or with all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+from redline.errors import Problem
+from redline.fields import MaybeText, Section, one_of
+from redline.jobs.causal_lm import Costs as DecoderCosts
+from redline.plan.adapters import Adapter, matrix_sides
+from redline.plan.flops import FlopsPerToken
+from redline.plan.memory import PROCESS, WORKSPACE, MemoryParts, adapter_moments, head_chunk, training_memory
+from redline.plan.shapes import DecoderShape
+from redline.plan.work import Work, decoder_work
+
+FORMULA = "4·N_base + 6·N_lora + 12·L·d·T"
+FORMULA_CAUSAL = "4·N_base + 6·N_lora + 6·L·d·T"
+FORMULA_RECOMPUTED = "6·N_base + 8·N_lora + 8·L·d·T"
+
+
+class Options(Section):
+    method: Annotated[str, one_of("qlora", "lora", "full")] = "qlora"
+    learn: Annotated[str, one_of("answers", "all")] = "answers"  # what the loss is of
+    template: MaybeText = None  # of chats: the base's own if not given; chatml, or a .jinja file
+    overlong: Annotated[str, one_of("drop", "cut", "error")] = "drop"  # samples longer than data.seq_len
+
+
+def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    quantised = given.get("finetune.method", "qlora") == "qlora"
+    return {
+        "data.tokenizer": "base",
+        "data.pack": True,
+        "data.val_fraction": 0.02,
+        "model.quant": "nf4" if quantised else "none",
+    }
+
+
+def problems(recipe: Any) -> list[Problem]:
+    """What it cannot do without, and what does not go together."""
+    model, method, found = recipe.model, recipe.finetune.method, []
+    if model.base is None:
+        found.append(Problem("model.base", "is missing.", "Name a folder, a .gguf file or a hub id."))
+    if model.quant != ("nf4" if method == "qlora" else "none"):
+        fix = f"Leave it out, or use finetune.method={'qlora' if model.quant == 'nf4' else 'lora'}."
+        found.append(Problem("model.quant", f"{model.quant} does not go with finetune.method={method}.", fix))
+    if recipe.data.tokenizer != "base":
+        what = "fine-tuning reads with its base's own tokenizer."
+        found.append(Problem("data.tokenizer", what, "Leave it out, or write base."))
+    if method == "full" and model.lora != type(model).model_fields["lora"].default:
+        fix = "Take it away, or use finetune.method=lora."
+        found.append(Problem("model.lora", "does nothing with finetune.method=full.", fix))
+    if recipe.train.precision == "fp8":
+        found.append(Problem("train.precision", "fp8 is not for fine-tuning yet.", "Use bf16."))
+    return found
+
+
+def adapter_of(recipe: Any) -> Adapter | None:
+    """None when all of the model learns."""
+    lora, method = recipe.model.lora, recipe.finetune.method
+    if method == "full":
+        return None
+    return Adapter(lora.r, lora.target_modules, method == "qlora", recipe.model.quant_double)
+
+
+class Costs(DecoderCosts):
+    def __init__(self, recipe: Any) -> None:
+        super().__init__(recipe)
+        self.adapter = adapter_of(recipe)
+
+    def parameters(self, shape: DecoderShape) -> dict[str, int]:
+        counted = super().parameters(shape)
+        if self.adapter is None:
+            return counted
+        added = self.adapter.parameters(shape)
+        return {**counted, "total": shape.parameters + added, "trainable": added}
+
+    def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
+        """A frozen matrix has a gradient of its input, and none of itself."""
+        if self.adapter is None:
+            return super().flops(shape, seq_len, checkpointing)
+        base, added = shape.matmul_parameters, self.adapter.parameters(shape)
+        attention = shape.layers * shape.d_attention * seq_len
+        matmuls = 4.0 * base + 6.0 * added
+        causal = matmuls + 6.0 * attention
+        if checkpointing != "full":
+            return FlopsPerToken(matmuls + 12.0 * attention, causal, causal, FORMULA, FORMULA_CAUSAL)
+        again = 2.0 * (base - shape.head_parameters + added) + 2.0 * attention
+        return FlopsPerToken(matmuls + 12.0 * attention, causal, causal + again, FORMULA, FORMULA_RECOMPUTED)
+
+    def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:
+        if self.adapter is None:
+            return training_memory(shape, **how)
+        adapter, wide, tokens, kernels = self.adapter, how["bytes_per_value"], how["tokens"], how["kernels"]
+        whole = training_memory(shape, **how)
+        added = adapter.parameters(shape)
+        kept = 0.0 if how["checkpointing"] == "full" else adapter.kept_values() * shape.layers
+        copies = 0 if kernels.gpu else 12 if wide == 2 else 4
+        chunk = head_chunk(shape.vocab, tokens)
+        # one matrix at a time, as it is multiplied; a cast of the adapters
+        dequantised = wide * max(a * b for a, b in matrix_sides(shape).values()) * (2 if shape.mlp == "swiglu" else 1)
+        return MemoryParts(
+            weights=adapter.base_bytes(shape, wide) + 4.0 * added * (2 if how["ema"] else 1),
+            gradients=4.0 * added,
+            optimizer=adapter_moments(added, how["optimizer"]),
+            activations=whole.activations + tokens * kept * wide,
+            logits=float(chunk * shape.vocab * (2 * wide + copies)),  # no gradient of the head
+            workspace=float(dequantised + wide * added + (WORKSPACE if kernels.gpu else PROCESS)),
+        )
+
+    def work(self, shape: DecoderShape, seq_len: int, **how: Any) -> Work:
+        whole = decoder_work(shape, seq_len, **how)
+        if self.adapter is None:
+            return whole
+        added, wide = self.adapter.parameters(shape), how["bytes_per_value"]
+        again = how["checkpointing"] == "full"
+        blocks = shape.layers * shape.layer_matmul_parameters
+        per_update = whole.update * added / shape.parameters  # every parameter of an optimizer costs alike
+        kept = self.adapter.kept_values() * shape.layers * wide
+        return replace(
+            whole,
+            matmul=4.0 * shape.matmul_parameters + 6.0 * added,
+            recomputed=2.0 * (blocks + added) if again else 0.0,
+            moved_least=whole.moved_least + 2 * kept,
+            moved=whole.moved + 3 * kept,
+            update=per_update,
+            update_flops=0.0,
+            gradient_bytes=4.0 * added,
+        )

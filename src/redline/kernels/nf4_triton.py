@@ -1,0 +1,98 @@
+"""The NF4 kernels: a program reads the codes and scales of some blocks and writes their values, once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from redline.kernels.nf4 import BLOCK, NESTED_BLOCK, NF4, levels
+
+_BLOCKS, _WARPS = 64, 4  # of one program
+
+
+def dequantise_nf4(matrix: NF4, dtype: torch.dtype, out: Tensor) -> Tensor:
+    n = out.numel()
+    contiguous = out.is_contiguous()
+    rows = out if contiguous or out.dim() == 2 else out.flatten(0, -2)
+    assert out.dtype == dtype
+    assert contiguous or rows.stride(1) == 1, "the values of a row lie side by side"
+    table, largest, mean = matrix.nested or (matrix.scales, matrix.scales, matrix.scales)
+    _dequantise[(triton.cdiv(n, _BLOCKS * BLOCK),)](
+        matrix.codes,
+        matrix.scales,
+        levels(out.device),
+        table,
+        largest,
+        mean,
+        out,
+        n,
+        matrix.codes.numel(),
+        matrix.scales.numel(),
+        out.shape[-1],
+        out.shape[-1] if contiguous else rows.stride(0),
+        DOUBLE=matrix.nested is not None,
+        CONTIGUOUS=contiguous,
+        BLOCKS=_BLOCKS,
+        BLOCK=BLOCK,
+        NESTED_BLOCK=NESTED_BLOCK,
+        num_warps=_WARPS,
+        enable_fp_fusion=False,  # product and sum of a scale are rounded one by one
+    )
+    return out
+
+
+def reciprocal(x: Tensor) -> Tensor:
+    """As fast math divides, which is how bitsandbytes' kernels are built."""
+    out = torch.empty_like(x)
+    _reciprocal[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), VALUES=1024)
+    return out
+
+
+@triton.jit
+def _dequantise(  # type: ignore[no-untyped-def]
+    codes,
+    scales,
+    levels,
+    table,
+    largest,
+    mean,
+    out,
+    n,
+    bytes,
+    blocks,
+    width,
+    stride,
+    DOUBLE: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NESTED_BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    exists = block < blocks
+    scale = tl.load(scales + block, mask=exists)
+    if DOUBLE:
+        byte = scale.to(tl.int32)
+        above = tl.load(largest + block // NESTED_BLOCK, mask=exists)
+        scale = tl.load(table + byte, mask=exists) * above + tl.load(mean)
+    place = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    pair = tl.load(codes + place, mask=place < bytes, other=0).to(tl.int32)
+    first = tl.load(levels + (pair >> 4)) * scale[:, None]
+    second = tl.load(levels + (pair & 15)) * scale[:, None]
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = at < n
+    if not CONTIGUOUS:
+        at = (at // width) * stride + at % width
+    tl.store(out + at, tl.interleave(first, second).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _reciprocal(x, out, n, VALUES: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    value = tl.load(x + at, mask=at < n, other=1.0)
+    inverse = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
+    )
+    tl.store(out + at, inverse, mask=at < n)

@@ -1,0 +1,90 @@
+"""How right answers are: the number at the end of a GSM8K solution, and SQuAD's exact match and F1."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Any
+
+_MARK = "####"
+# A sign counts when nothing stands before it that it could be subtracted from; commas count between thousands.
+_NUMBER = re.compile(
+    r"(?:(?<![\w)%])(?P<sign>[-+−]))?"
+    r"(?:\$\s?(?P<inner>[-+−])?)?"
+    r"(?<!\d)(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+)
+_MINUS = ("-", "−")
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def gsm8k_answer(text: str) -> str | None:
+    """The number behind the last `####`; without that mark, the last number. Equal numbers give equal texts.
+
+    A mark without a number behind it is no answer: what was computed before it was not given as one.
+    """
+    _, mark, behind = text.rpartition(_MARK)
+    found = list(_NUMBER.finditer(behind))
+    if not found:
+        return None
+    return _canonical(found[0] if mark else found[-1])
+
+
+def _canonical(number: re.Match[str]) -> str:
+    value = Decimal(number["digits"].replace(",", ""))
+    minus = "-" if value and (number["sign"] in _MINUS or number["inner"] in _MINUS) else ""
+    written = f"{value:f}"  # exact at any length, where arithmetic would round
+    return minus + (written.rstrip("0").rstrip(".") if "." in written else written)
+
+
+def gsm8k_exact_match(predictions: Sequence[str], references: Sequence[str]) -> float:
+    """The share of predictions whose number is the reference's."""
+
+    def same(prediction: str, reference: str) -> float:
+        answer = gsm8k_answer(prediction)
+        return float(answer is not None and answer == gsm8k_answer(reference))
+
+    return _mean(predictions, references, same)
+
+
+def normalised(text: str) -> str:
+    """Lower case, without punctuation, articles and superfluous white space (Rajpurkar et al. 2016)."""
+    bare = text.lower().translate(_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", bare).split())
+
+
+References = Sequence[str | Sequence[str]]  # for each prediction one, or several of which the best counts
+
+
+def exact_match(predictions: Sequence[str], references: References) -> float:
+    return _mean(predictions, references, lambda said, true: _best(said, true, _equal))
+
+
+def f1(predictions: Sequence[str], references: References) -> float:
+    """The harmonic mean of precision and recall over words, averaged over predictions."""
+    return _mean(predictions, references, lambda said, true: _best(said, true, _word_f1))
+
+
+def _best(said: str, true: str | Sequence[str], score: Callable[[str, str], float]) -> float:
+    return max(score(said, one) for one in ([true] if isinstance(true, str) else true))
+
+
+def _equal(said: str, true: str) -> float:
+    return float(normalised(said) == normalised(true))
+
+
+def _word_f1(said: str, true: str) -> float:
+    ours, theirs = normalised(said).split(), normalised(true).split()
+    if not ours or not theirs:
+        return float(ours == theirs)  # nothing to say is right only where nothing was to be said
+    shared = (Counter(ours) & Counter(theirs)).total()
+    return 2 * shared / (len(ours) + len(theirs))
+
+
+def _mean(predictions: Sequence[str], references: Sequence[Any], score: Callable[..., float]) -> float:
+    if len(predictions) != len(references) or not predictions:
+        raise ValueError(f"{len(predictions)} predictions for {len(references)} references")
+    return sum(map(score, predictions, references)) / len(predictions)

@@ -1,0 +1,135 @@
+"""What jobs that train the one decoder have in common: its attention, its loss, and how a batch is laid out."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redline.data.packing import cu_seqlens
+from redline.errors import UserError
+from redline.kernels.attention import Attention, Bound, Selection, select
+from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy
+from redline.kernels.masks import MaskSpec
+from redline.kernels.precision import DTYPES
+from redline.kernels.softmax_loss import compile_loss
+from redline.models.transformer import Decoder
+from redline.objectives.base import Batch, Objective, ParamGroup, Term
+from redline.objectives.roles import role_groups
+from redline.recipe.resolve import Resolved
+
+BEGUN = "as chosen when the run began"
+
+
+class DecoderObjective(Objective):
+    model: Decoder
+    device: torch.device
+
+    def __init__(self, resolved: Resolved) -> None:
+        self.resolved, self.recipe = resolved, resolved.recipe
+        self.selection: Selection | None = None
+        self.seq_len = self.recipe.data.seq_len
+        self.mask = MaskSpec(causal=True, documents=self.recipe.data.pack)
+        self.dtype = DTYPES[self.recipe.train.precision]
+
+    # --- building
+
+    def decoder(self) -> Decoder:
+        """Without weights yet."""
+        options = self.recipe.model
+        if options.kernels == "fused" and self.device.type == "cuda" and find_spec("triton") is None:
+            fix = "Install triton, or use model.kernels=torch."
+            raise UserError("fused kernels need the package triton.", where="model.kernels", fix=fix)
+        self.selection = self.selection or self._select_attention()
+        self.attention = Attention(self.selection.backend, self.mask, self.device.type)
+        return Decoder(
+            self.resolved.shape,
+            attention=self.attention,
+            rope_theta=options.rope_theta,
+            rope_scaling=options.rope_scaling,
+            eps=options.norm_eps,
+            dropout=options.dropout,
+            softcap=options.softcap,
+            dtype=self.dtype,
+            checkpointing=self.recipe.train.grad_checkpointing,
+            kernels=options.kernels,
+        )
+
+    def _select_attention(self) -> Selection:
+        """Measured once in a run's life: a resumed run computes with what it began with."""
+        asked, train, shape = self.recipe.model.attention, self.recipe.train, self.resolved.shape
+        if train.deterministic and asked == "auto":
+            return Selection("flash", "its backward can be deterministic")
+        at = (self.resolved.batch.micro, shape.heads, self.seq_len, shape.head_dim)
+        return select(asked, self.mask, device=self.device.type, dtype=self.dtype, shape=at)
+
+    @property
+    def replayable(self) -> bool:
+        """flex makes its mask anew for each batch, and looks at it."""
+        return self.recipe.model.dropout == 0 and self.attention.backend != "flex"
+
+    def choices(self) -> list[tuple[str, Any, str]]:
+        assert self.selection is not None
+        return [("model.attention", self.selection.backend, self.selection.reason)]
+
+    def param_groups(self) -> list[ParamGroup]:
+        return role_groups(self.model)
+
+    def compile(self) -> None:
+        if self.device.type == "cuda" and self.recipe.model.kernels != "fused":
+            compile_loss()  # on a CPU the in-place version is as fast
+        self.model.compile_blocks()
+
+    # --- a batch
+
+    def laid_out(self, inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray | None) -> Batch:
+        """With what the attention needs to keep documents apart, where it does."""
+        batch = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+        if self.mask.documents:
+            assert documents is not None
+            batch["documents"] = torch.from_numpy(documents)
+            if self.attention.varlen:
+                batch["borders"] = torch.from_numpy(_padded(cu_seqlens(documents), inputs.size))
+        return batch
+
+    def weights(self, batch: Batch) -> dict[str, float]:
+        return {"tokens": float((batch["targets"] != IGNORE).sum())}
+
+    def loss(self, batch: Batch) -> dict[str, Term]:
+        hidden = self.model(batch["inputs"], self._bind(batch))
+        total = self.cross_entropy(hidden.flatten(0, 1), batch["targets"].flatten())
+        return {"cross_entropy": Term(total, "tokens")}
+
+    def cross_entropy(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+        fused = self.recipe.model.kernels == "fused"
+        return linear_cross_entropy(
+            hidden_ND, self.model.head_weight, targets_N, softcap=self.model.softcap, fused=fused
+        )
+
+    def _bind(self, batch: Batch) -> Bound:
+        return self.attention.bind(batch["inputs"].shape[1], batch.get("documents"), batch.get("borders"))
+
+    def uncompiled(self) -> AbstractContextManager[Any]:
+        """Evaluation is too short to compile a forward of its own for — except flex, which needs it."""
+        if self.attention.backend == "flex":
+            return nullcontext()
+        return torch.compiler.set_stance("force_eager")
+
+    # --- what survives a restart
+
+    def state(self) -> dict[str, Any]:
+        return {"attention": self.selection.backend} if self.selection else {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.selection = Selection(state["attention"], BEGUN)
+
+
+def _padded(borders: np.ndarray, total: int) -> np.ndarray:
+    """Empty documents at the end, so that the compiled step meets few lengths."""
+    room = max(256, total // 32)
+    size = -(-len(borders) // room) * room
+    return np.concatenate([borders, np.full(size - len(borders), total, dtype=borders.dtype)])

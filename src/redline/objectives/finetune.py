@@ -1,0 +1,279 @@
+"""finetune: go on with a pretrained model, on prompts and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redline.data.answers import DROP, AnswerData, load_answers
+from redline.data.packed import Members, PackedSplit, packed
+from redline.data.progress import ProgressCallback
+from redline.data.template import ALL, ANSWERS, ChatTokenizer, Rendered, load_chat_tokenizer
+from redline.errors import Problem, RecipeError
+from redline.fields import AUTO
+from redline.jobs.finetune import adapter_of
+from redline.kernels.cross_entropy import IGNORE
+from redline.metrics.likelihood import perplexity
+from redline.models.adapted import fill_frozen, random_tensors
+from redline.models.generate import answer_each, generate
+from redline.models.pretrained import Base, load_base, open_base
+from redline.objectives.base import Answered, Asked, Batch, OnBase, Sample, Sampling
+from redline.objectives.decoder import DecoderObjective
+from redline.recipe.resolve import DataFacts, Resolved
+from redline.recipe.schema import Model, Recipe
+
+_MARK = "§"  # a question to look at a template with
+
+
+@dataclass(frozen=True)
+class FinetuneData:
+    facts: DataFacts
+    base: Base | None = None  # None: random weights, for steps that are only timed
+    answers: AnswerData | None = None
+    held_out: PackedSplit | None = None  # what evaluation reads
+
+
+def complete(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
+    """The recipe with the shape of its base, which it may also state itself, but not differently."""
+    base = open_base(str(recipe.model.base), say)
+    fields = Model.model_fields
+    given = {key: getattr(recipe.model, key) for key in base.model}
+    differing = {
+        key: value for key, value in given.items() if value not in (AUTO, fields[key].default, base.model[key])
+    }
+    if differing:
+        found = [
+            Problem(f"model.{key}", f"{value} is not the base's {base.model[key]}.", "Leave it out.")
+            for key, value in differing.items()
+        ]
+        raise RecipeError(str(recipe.model.base), found)
+    if recipe.data.seq_len > base.context:
+        what = f"{recipe.data.seq_len} is longer than the {base.context} that {base.source} was made for."
+        raise RecipeError("recipe", [Problem("data.seq_len", what, f"Use at most {base.context}.")])
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={**base.model, "size": None})})
+
+
+def load_data(
+    recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None
+) -> FinetuneData:
+    """The recipe's rows as packed sequences; all of them are held out when nothing is trained."""
+    base = open_base(str(recipe.model.base))
+    options: Any = recipe.finetune  # type: ignore[attr-defined]
+    answers = load_answers(
+        recipe.data,
+        folder=base.folder,
+        seq_len=recipe.data.seq_len,
+        pack=recipe.data.pack,
+        learn=options.learn,
+        overlong=options.overlong,
+        template=options.template,
+        seed=recipe.train.seed,
+        val_fraction=0.0 if for_evaluation else recipe.data.val_fraction,
+        progress=progress,
+    )
+    return FinetuneData(answers.facts, base, answers, answers.train if for_evaluation else answers.val)
+
+
+def random_data(facts: DataFacts) -> FinetuneData:
+    """As if such data, and such a base, were there."""
+    return FinetuneData(facts)
+
+
+def tokenizer_alone(facts: DataFacts, folder: Path, recipe: Recipe) -> FinetuneData:
+    """For a model that only writes."""
+    return FinetuneData(facts, open_base(str(recipe.model.base)))
+
+
+class Finetune(DecoderObjective):
+    can_answer = True
+
+    def __init__(self, resolved: Resolved, data: FinetuneData) -> None:
+        super().__init__(resolved)
+        self.data, self.adapter = data, adapter_of(self.recipe)
+
+    def identity(self) -> dict[str, str]:
+        return {} if self.data.base is None else {"base": self.data.base.fingerprint}
+
+    # --- building
+
+    def build(self, device: torch.device) -> None:
+        """A frozen base is read into its place; a model that learns whole begins with it."""
+        self.device = device
+        if self.adapter is None:
+            self.model = self.decoder().to(device)
+            self._begin_whole()
+            return
+        with torch.device("meta"):
+            self.model = self.decoder()
+        base = self.data.base
+        fill_frozen(
+            self.model,
+            random_tensors(self.model, device) if base is None else base.tensors(),
+            self.adapter,
+            lora=self.recipe.model.lora,
+            device=device,
+            generator=torch.Generator().manual_seed(self.recipe.train.seed),
+        )
+
+    def _begin_whole(self) -> None:
+        if self.data.base is None:
+            self.model.initialise(torch.Generator().manual_seed(self.recipe.train.seed))
+        else:
+            load_base(self.model, self.data.base)
+
+    @property
+    def replayable(self) -> bool:
+        """The seed of an adapter's dropout is drawn for each pass; a recorded one would be drawn once."""
+        return super().replayable and (self.adapter is None or self.recipe.model.lora.dropout == 0)
+
+    # --- training
+
+    def batch(self, samples: np.ndarray) -> Batch:
+        assert self.data.answers is not None
+        return self._packed(self.data.answers.batch(samples))
+
+    def _packed(self, rows: dict[str, np.ndarray]) -> Batch:
+        return self.laid_out(rows["inputs"], rows["targets"], rows["documents"])
+
+    def worst_batch(self, micro: int) -> Batch:
+        chance, shape = np.random.default_rng(0), (micro, self.seq_len)
+        tokens = chance.integers(0, self.data.facts.vocab_size, (2, *shape), dtype=np.int64)
+        return self._packed({"inputs": tokens[0], "targets": tokens[1], "documents": np.zeros(shape, dtype=np.int32)})
+
+    # --- looking
+
+    @torch.no_grad()
+    def evaluate(self, micro: int) -> dict[str, float | None]:
+        """Over all that is learnt in the held-out sequences, unless `eval.sequences` ends it earlier."""
+        split = self.data.held_out
+        if split is None or len(split) == 0:
+            return {"loss": None, "perplexity": None}
+        count = min(len(split), self.recipe.eval.sequences)
+        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        self.model.eval()
+        with self.uncompiled():
+            for first in range(0, count, micro):
+                batch = self._packed(split.rows(np.arange(first, min(first + micro, count))))
+                tokens += int((batch["targets"] != IGNORE).sum())
+                total += self.loss({k: v.to(self.device) for k, v in batch.items()})["cross_entropy"].sum
+        self.model.train()
+        loss = total.item() / max(1, tokens)
+        return {"loss": loss, "perplexity": perplexity(loss)}
+
+    def sample(self, prompt: str, how: Sampling) -> list[Sample]:
+        """The answer to a prompt, as its template puts it; without one, the text that follows it."""
+        tokenizer = self.tokenizer
+        return self._written(tokenizer, prompt, tokenizer.encode(prompt), how) if tokenizer and prompt else []
+
+    def continuation(self, prompt: str, how: Sampling) -> list[Sample]:
+        """The text that follows a prompt without a template."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return []
+        bare = tokenizer.code([Rendered(tokenizer._bos + prompt, ())], ALL)[0].tokens
+        return self._written(tokenizer, prompt, bare.tolist(), how) if len(bare) else []
+
+    def _written(self, tokenizer: ChatTokenizer, prompt: str, start: list[int], how: Sampling) -> list[Sample]:
+        self.model.eval()
+        rows = generate(
+            self.model,
+            start,
+            stop=tokenizer.eos_ids,
+            vocab=self.data.facts.vocab_size,
+            **vars(how),
+        )
+        self.model.train()
+        return [Sample(prompt, tokenizer.decode(row, special=False)) for row in rows]
+
+    def narrow(self, count: int | None) -> None:
+        """Half an answer is no reference: what was cut is left out."""
+        if self.data.answers is None or self.data.held_out is None:
+            return
+        found, split = self._examined()
+        chosen = split.samples.take(_uncut(split.samples)[:count])
+        longest = int(chosen.length.max(initial=self.seq_len))
+        again = packed(chosen, longest, pack=self.recipe.data.pack, seed=None, group=0)
+        self.data = replace(self.data, answers=found, held_out=PackedSplit(*again, longest, split.pad))
+
+    def _examined(self) -> tuple[AnswerData, PackedSplit]:
+        """The rows that are held out; of data that are only evaluated all that the base can read, in their order,
+        however long the run's own sequences are."""
+        recipe, base, found, split = self.recipe, self.data.base, self.data.answers, self.data.held_out
+        assert base is not None and found is not None and split is not None  # noqa: PT018
+        options: Any = recipe.finetune  # type: ignore[attr-defined]
+        everything = split is found.train
+        if not everything and options.learn == ANSWERS:
+            return found, split
+        rows = {"seq_len": base.context, "pack": False, "shuffle": False} if everything else {}
+        rule = {"learn": ANSWERS, "overlong": DROP if everything else options.overlong}
+        changed = {"data": recipe.data.model_copy(update=rows), "finetune": options.model_copy(update=rule)}
+        again = load_data(recipe.model_copy(update=changed), for_evaluation=everything)
+        assert again.answers is not None and again.held_out is not None  # noqa: PT018
+        return again.answers, again.held_out
+
+    def questions(self) -> list[Asked]:
+        """The held-out rows up to their first answer."""
+        found, split = self.data.answers, self.data.held_out
+        if found is None or split is None:
+            return []
+        tokenizer = found.tokenizer
+        before, _, behind = tokenizer.decode(tokenizer.encode(_MARK), special=False).partition(_MARK)
+        asked = found.questions(split, len(split.samples))
+        texts = [tokenizer.decode(one.prompt, special=False).removeprefix(before).removesuffix(behind) for one in asked]
+        return [Asked(text, one.prompt, one.reference) for text, one in zip(texts, asked, strict=True)]
+
+    def answer(
+        self, asked: Sequence[Asked], tokens: int, told: Callable[[int], None] = lambda _: None
+    ) -> list[Answered]:
+        tokenizer, base = self.tokenizer, self.data.base
+        assert tokenizer is not None
+        assert base is not None
+        self.model.eval()
+        written = answer_each(
+            self.model,
+            [one.prompt for one in asked],
+            tokens=tokens,
+            vocab=self.data.facts.vocab_size,
+            stop=tokenizer.eos_ids,
+            longest=base.context,
+            told=told,
+        )
+        self.model.train()
+        return [Answered(tokenizer.decode(one.tokens, special=False), one.ended) for one in written]
+
+    @cached_property
+    def tokenizer(self) -> ChatTokenizer | None:
+        if self.data.answers is not None:
+            return self.data.answers.tokenizer
+        options: Any = self.recipe.finetune  # type: ignore[attr-defined]
+        return None if self.data.base is None else load_chat_tokenizer(self.data.base.folder, options.template)
+
+
+def _uncut(samples: Members) -> np.ndarray:
+    """Places of the samples that are there to their end."""
+    lengths = [store.lengths for store in samples.stores]
+    whole = [lengths[part][number] for part, number in zip(samples.part, samples.number, strict=True)]
+    return np.flatnonzero(samples.length == np.array(whole))
+
+
+create = Finetune
+
+
+def export(recipe: Recipe, tensors: dict[str, Tensor], **_: Any) -> OnBase:
+    """What there is to write; with the base it becomes an adapter's folder or a whole model's."""
+    options: Any = recipe.finetune  # type: ignore[attr-defined]
+    return OnBase(
+        base=str(recipe.model.base),
+        method=options.method,
+        adapter=adapter_of(recipe),
+        lora=recipe.model.lora,
+        template=options.template,
+        tensors=tensors,
+    )

@@ -1,0 +1,186 @@
+"""Fine-tuning looked at from the command line: what would be learnt, what was learnt, and models that are no run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+QUESTION = "What is the colour of the stone number 3?"
+TUNED = """
+objective: finetune
+model: {base: BASE}
+data: {source: ROWS, seq_len: 128, val_fraction: 0.2}
+finetune: {method: full}
+train: {device: cpu, precision: fp32, lr: 3e-3, steps: 120, global_batch: 8}
+eval: {every: 1000, samples: 0}
+checkpoint: {every: 1000}
+"""
+Redline = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def folder(redline: Redline, tiny_base: Path, answers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with rows, a recipe for them, and runs/tuned that has learnt them."""
+    place = tmp_path_factory.mktemp("tuned")
+    (place / "rows.jsonl").write_text(answers.read_text())
+    (place / "tune.yaml").write_text(TUNED.replace("BASE", str(tiny_base)).replace("ROWS", "rows.jsonl"))
+    done = redline("train", "tune.yaml", "--run", "runs/tuned", cwd=place)
+    assert done.code == 0, done.err
+    (place / "err.txt").write_text(done.err)
+    return place
+
+
+def score(answer: Any) -> dict[str, Any]:
+    assert answer.code == 0, answer.err
+    found: dict[str, Any] = json.loads(answer.out)
+    return found
+
+
+# --- what would be learnt
+
+
+def test_a_preview_shows_what_is_learnt_and_trains_nothing(
+    inside: Redline, folder: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        (folder / "rows.jsonl").read_text()
+        + json.dumps({"prompt": "And?", "completion": " "})
+        + "\n"
+        + json.dumps({"prompt": "Long?", "completion": "red " * 200})
+        + "\n"
+    )
+    (tmp_path / "tune.yaml").write_text((folder / "tune.yaml").read_text())
+    shown = inside("train", "tune.yaml", "--preview", "2")
+    assert shown.code == 0, shown.err
+    assert shown.out.count("[[It is ") == 2
+    assert "<|im_start|>user\nWhat is the colour of the " in shown.out
+    assert "42, 1 of them bad (1 empty 'completion')" in shown.out
+    assert "rows.jsonl:41: empty 'completion'" in shown.out
+    assert "1 overlong: 0 cut, 1 dropped" in shown.out
+    assert " of them learnt (" in shown.out
+    assert ", filled to " in shown.out
+    assert "template     the model's own" in shown.out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_preview_of_running_text(inside: Redline, recipe: str, corpus: Path, tmp_path: Path) -> None:
+    shown = inside("train", recipe, "--preview", "3")
+    assert shown.code == 0, shown.err
+    assert [f"document {number}: " in shown.out for number in (1, 2, 3, 4)] == [True, True, True, False]
+    first = (corpus / "000.txt").read_text().splitlines()[0]
+    assert "│".join(first) in shown.out
+    (tmp_path / "train.bin").write_bytes(bytes(4000))
+    refused = inside("train", recipe, "data.source=train.bin", "--preview", "3")
+    assert refused.code == 2
+    assert "these are tokens already. Look at the text" in refused.said
+    assert "redline prepare" in refused.said
+
+
+@pytest.mark.parametrize("other", [("--resume", "latest"), ("--sweep", "train.lr=1,2")])
+def test_a_preview_is_of_one_recipe(inside: Redline, other: tuple[str, str]) -> None:
+    refused = inside("train", "--preview", "3", *other)
+    assert refused.code == 2
+    assert "--preview looks at the data of one recipe" in refused.said
+
+
+# --- what was learnt
+
+
+def test_before_and_after(inside: Redline, folder: Path, tiny_base: Path) -> None:
+    data = ("--answers", "match", "--data", "rows.jsonl", "--json")
+    before, after = (score(inside("eval", model, *data, cwd=folder)) for model in (str(tiny_base), "tuned"))
+    assert (before["right"], before["step"], before["weights"]) == (0, None, "base")
+    assert (before["questions"], after["questions"]) == (40, 40)
+    assert after["right"] > 30
+    assert after["exact_match"] == after["right"] / 40
+    assert after["loss"] < 0.3 * before["loss"]
+    assert [set(one) for one in before["wrong"]] == [{"question", "reference", "answer"}] * 3
+
+
+def test_held_out_rows(inside: Redline, folder: Path) -> None:
+    answer = inside("eval", "tuned", "--answers", "f1", "--questions", "3", "--tokens", "2", cwd=folder)
+    assert answer.code == 0, answer.err
+    values = dict(line.split() for line in answer.out.splitlines()[1:] if len(line.split()) == 2)
+    assert (values["questions"], values["cut"], values["right"]) == ("3", "3", "0")
+    assert 0 < float(values["f1"]) < 1, "It is …"
+    assert answer.out.startswith("runs/tuned at step 120 (raw weights)\n")
+    assert answer.out.count("  asked     What is the colour of the ") == 3
+    assert answer.out.count("  expected  It is ") == 3
+    assert "answered 3 questions in" in answer.err
+
+
+def test_what_comes_next_can_be_typed(folder: Path) -> None:
+    said = (folder / "err.txt").read_text()
+    assert "redline sample runs/tuned --prompt 'a question'" in said
+    assert "redline eval runs/tuned@best --answers match" in said
+
+
+def test_writing(inside: Redline, folder: Path, tiny_base: Path) -> None:
+    words = ("--prompt", QUESTION, "--temperature", "0", "--tokens", "12")
+    assert inside("sample", "tuned", *words, cwd=folder).out == f"{QUESTION}\nIt is grey.\n"
+    bare = inside("sample", "tuned", *words, "--plain", "--json", cwd=folder)
+    assert "It is grey" not in str(score(bare)["samples"])
+    base = score(inside("sample", str(tiny_base), *words, "--json", cwd=folder))
+    assert (base["step"], base["weights"]) == (None, "base")
+    assert "It is grey" not in str(base["samples"])
+
+
+def test_plain_is_the_text_as_it_stands(inside: Redline, folder: Path) -> None:
+    """A model that learnt answers goes on with one when the prompt itself holds all of a chat but its answer."""
+    chat = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    written = inside("sample", "tuned", "--prompt", chat, "--plain", "--temperature", "0", "--json", cwd=folder)
+    assert score(written)["samples"] == [{"prompt": chat, "text": "It is grey."}]
+
+
+# --- what cannot be
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange/config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("eval", "empty", "--data", "rows.jsonl"), "empty: is neither a run nor a model: it has no lock.json"),
+        (("sample", "strange", "--prompt", "a"), "is a GPT2LMHeadModel, which redline's decoder does not compute."),
+        (("eval", "rows.jsonl", "--data", "rows.jsonl"), "is not a model that redline can open."),
+        (("eval", "no/model", "--data", "rows.jsonl"), "is no folder here, not in the hub's cache"),
+        (("eval", "runs/slip", "--answers", "match"), "runs/slip: There is no such run."),
+        (("eval", "--answers", "rouge"), "'rouge' is not gsm8k or match or f1"),
+        (("eval", "--questions", "3"), "--questions goes with --answers."),
+        (("eval", "--answers", "match", "--questions", "0"), "greater than or equal to 1"),
+        (("eval", "strange", "--weights", "ema"), "--weights picks from a run."),
+    ],
+    ids=str,
+)
+def test_mistakes(inside: Redline, models: Path, words: tuple[str, ...], sentence: str) -> None:
+    answer = inside(*words, cwd=models)
+    assert answer.code in (1, 2)
+    assert sentence in " ".join(answer.said.replace("│", " ").split())
+
+
+def test_a_model_needs_rows_and_a_question(inside: Redline, folder: Path, tiny_base: Path) -> None:
+    alone = inside("eval", str(tiny_base), cwd=folder)
+    assert (alone.code, "has no rows of its own to be evaluated on. Name some: --data FILE." in alone.said) == (2, True)
+    silent = inside("sample", str(tiny_base), cwd=folder)
+    assert (silent.code, "there is nothing to answer." in silent.said) == (2, True)
+    numbers = inside("eval", "tuned", "--answers", "gsm8k", cwd=folder)
+    assert (numbers.code, "reference answers has a number" in numbers.said) == (1, True)
+    base = inside("eval", "tuned", "--base", str(tiny_base), cwd=folder)
+    assert (base.code, "a run knows its base" in base.said) == (2, True)
+
+
+def test_a_run_that_continues_texts(inside: Redline, home: Path) -> None:
+    answer = inside("eval", "latest", "--answers", "match", cwd=home)
+    assert answer.code == 2
+    assert "is a causal_lm run: it continues texts, and answers no questions. Leave out --answers" in answer.said

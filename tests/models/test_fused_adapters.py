@@ -1,0 +1,90 @@
+"""Fused blocks on a frozen base compute what the plain ones do, dropout and all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from redline.kernels.attention import Attention
+from redline.kernels.masks import MaskSpec
+from redline.models.adapted import adapted_linears, fill_frozen, random_tensors
+from redline.models.transformer import Decoder
+from redline.plan.adapters import TARGETS, Adapter
+from redline.plan.shapes import DecoderShape
+from redline.recipe.schema import Lora
+
+SHAPE = DecoderShape(layers=3, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=128, vocab=96, tied=False)
+TOKENS = torch.randint(0, 96, (3, 20), generator=torch.Generator().manual_seed(2))
+CPU = torch.device("cpu")
+
+
+def decoder(kernels: str, shape: DecoderShape, adapter: Adapter, lora: Lora, dtype: torch.dtype) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(shape, attention=Attention("dense", MaskSpec()), dtype=dtype, kernels=kernels)
+    generator = torch.Generator().manual_seed(5)
+    fill_frozen(model, random_tensors(model, CPU), adapter, lora=lora, device=CPU, generator=generator)
+    for linear in adapted_linears(model).values():
+        for b in linear.lora_B.values():
+            b.data.normal_(0.0, 0.05, generator=generator)
+    return model
+
+
+def outputs(model: Decoder) -> dict[str, Any]:
+    torch.manual_seed(11)  # of the dropout
+    hidden = model(TOKENS, model.attention.bind(TOKENS.shape[1]))
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(9))
+    (hidden.float() * weights).sum().backward()
+    return {"hidden": hidden.detach().float(), **{n: p.grad for n, p in model.named_parameters() if p.requires_grad}}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "targets"),
+    [
+        ({}, tuple(TARGETS)),
+        ({"qkv_bias": True}, ("q_proj", "down_proj")),
+        ({"qk_norm": True, "tied": True}, ("v_proj", "up_proj")),
+        ({"skips": "unet"}, ("o_proj",)),
+    ],
+    ids=["all seven", "with a bias", "with norms", "with skips"],
+)
+def test_values_and_gradients_are_the_plain_ones(
+    changes: dict[str, Any], targets: tuple[str, ...], quantised: bool, dropout: float
+) -> None:
+    shape, adapter = replace(SHAPE, **changes), Adapter(4, targets, quantised=quantised)
+    lora = Lora(r=4, alpha=8.0, dropout=dropout, target_modules=targets)
+    plain, fused = (outputs(decoder(kernels, shape, adapter, lora, torch.float32)) for kernels in ("torch", "fused"))
+    assert plain.keys() == fused.keys()
+    assert len(plain) > 1
+    for name, expected in plain.items():
+        scale = float(expected.abs().max()) + 1e-6
+        torch.testing.assert_close(fused[name] / scale, expected / scale, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_dropout_changes_something() -> None:
+    adapter = Adapter(4, tuple(TARGETS))
+    with_it, without = (
+        outputs(decoder("fused", SHAPE, adapter, Lora(r=4, dropout=dropout), torch.float32)) for dropout in (0.3, 0.0)
+    )
+    assert not torch.allclose(with_it["hidden"], without["hidden"], atol=1e-3)
+
+
+def test_in_bf16_it_is_no_further_from_the_truth_than_the_plain_one() -> None:
+    adapter, lora = Adapter(4, tuple(TARGETS), quantised=False), Lora(r=4, dropout=0.0)
+    truth = outputs(decoder("torch", SHAPE, adapter, lora, torch.float32))
+    plain, fused = (outputs(decoder(kernels, SHAPE, adapter, lora, torch.bfloat16)) for kernels in ("torch", "fused"))
+
+    def error(found: dict[str, Any]) -> float:
+        return max(float((found[name].float() - value).norm() / value.norm()) for name, value in truth.items())
+
+    assert error(fused) < 1.3 * error(plain) + 1e-3
+
+
+def test_the_base_has_no_gradient() -> None:
+    model = decoder("fused", SHAPE, Adapter(4, ("q_proj",)), Lora(r=4, target_modules=("q_proj",)), torch.float32)
+    outputs(model)
+    assert all((p.grad is not None) == (".lora_" in name) for name, p in model.named_parameters())

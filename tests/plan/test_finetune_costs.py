@@ -1,0 +1,108 @@
+"""What fine-tuning costs, against what is built and what torch counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from redline.hardware.cards import card
+from redline.hardware.machine import Machine
+from redline.jobs.finetune import Costs
+from redline.models.adapted import adapted_linears
+from redline.objectives import objective_module
+from redline.plan.adapters import TARGETS, Adapter, matrix_sides, nf4_bytes
+from redline.plan.shapes import DecoderShape
+from redline.recipe.load import load
+from redline.recipe.resolve import DataFacts, Resolved, resolve
+
+SHAPE = DecoderShape(layers=3, d_model=128, heads=4, kv_heads=2, head_dim=32, d_ff=256, vocab=512, tied=False)
+FACTS = DataFacts(512, 10**6, 10**4, "", "base", "")
+STATED = ("layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab")
+CPU = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
+
+
+def resolved(*overrides: str) -> Resolved:
+    stated = [f"model.{name}={getattr(SHAPE, name)}" for name in STATED]
+    free = ["model.tied=false", "data.seq_len=64", "train.precision=fp32", "train.global_batch=2"]
+    return resolve(load("qlora-smollm2", [*stated, *free, *overrides]).recipe, CPU, FACTS)
+
+
+def built(plan: Resolved) -> Any:
+    module = objective_module("finetune")
+    objective = module.create(plan, module.random_data(FACTS))
+    objective.build(torch.device("cpu"))
+    return objective
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("model.lora.r=5", "model.lora.target_modules=[q_proj, down_proj]"),
+        ("finetune.method=lora",),
+        ("model.quant_double=false",),
+    ],
+    ids=["qlora", "two of seven", "lora", "scales in float32"],
+)
+def test_parameters_and_the_bytes_of_the_base(overrides: tuple[str, ...]) -> None:
+    plan = resolved(*overrides)
+    model, costs = built(plan).model, Costs(plan.recipe)
+    counted = costs.parameters(plan.shape)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert counted["trainable"] == plan.parameters()["trainable"] == trained
+    assert counted["total"] == plan.shape.parameters + trained
+    assert costs.adapter is not None
+    held = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    for linear in adapted_linears(model).values():
+        if linear.base.plain is not None:
+            held += linear.base.plain.numel() * linear.base.plain.element_size()
+        for part in linear.base.quantised:
+            held += part.codes.numel() + part.scales.numel() * part.scales.element_size()
+            held += 0 if part.nested is None else 4 * part.nested[1].numel()
+    assert costs.adapter.base_bytes(plan.shape, 4) == pytest.approx(held, rel=2e-3)
+
+
+@pytest.mark.parametrize("method", ["qlora", "lora", "full"])
+def test_flops_are_what_torch_counts(method: str) -> None:
+    keys = () if method != "full" else ("model.lora.alpha=16",)
+    plan = resolved(f"finetune.method={method}", "model.attention=dense", "data.pack=false", *keys)
+    objective = built(plan)
+    batch = objective.worst_batch(2)
+    in_place = {torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]}  # torch counts the others
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        objective.loss(batch)["cross_entropy"].sum.backward()
+    per_token = counter.get_total_flops() / batch["inputs"].numel()
+    # what is frozen has no gradient of its input in the first layer: an eighth of a tenth here
+    assert per_token == pytest.approx(plan.flops.useful, rel=0.03)
+
+
+def test_the_published_count_for_eight_billion() -> None:
+    """Rank 16 on all seven matrices of Llama-3.1-8B has 41,943,040 weights."""
+    plan = resolve(load("qlora-8b").recipe, card("h200"), DataFacts(128_256, 10**7, 10**5, "", "base", ""))
+    assert plan.shape.parameters == 8_030_261_248
+    assert plan.parameters()["trainable"] == 41_943_040
+    assert plan.memory.gib()["weights"] < 6.0, "half a byte each, and two matrices of the vocabulary in bf16"
+    assert plan.flops.formula == "4·N_base + 6·N_lora + 12·L·d·T"
+
+
+def test_less_is_kept_when_it_is_computed_again() -> None:
+    whole, again = (resolved(f"train.grad_checkpointing={how}") for how in ("none", "full"))
+    assert again.memory.activations < whole.memory.activations
+    assert again.flops.executed > again.flops.causal == whole.flops.executed
+    assert again.flops.useful == whole.flops.useful
+
+
+def test_each_target_is_a_matrix_of_a_block() -> None:
+    sides = matrix_sides(SHAPE)
+    assert set(sides) == set(TARGETS)
+    assert sum(a * b for a, b in sides.values()) == SHAPE.layer_matmul_parameters
+    one = Adapter(8, ("k_proj",))
+    assert one.parameters(SHAPE) == 3 * 8 * (128 + 64)
+
+
+def test_bits_of_nf4() -> None:
+    assert 8 * nf4_bytes(1.0, double=True) == pytest.approx(4.127, abs=1e-3)
+    assert 8 * nf4_bytes(1.0, double=False) == 4.5
