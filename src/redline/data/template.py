@@ -247,6 +247,11 @@ class ChatTokenizer:
         text = self._asked(prompt) if self.template is None else self._apply(asked, asks=True)
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
+    def encode_bare(self, text: str) -> list[int]:
+        """A text to go on with, outside any chat."""
+        begun = text if text.startswith(self._bos) else self._bos + text
+        return list(self._backend.encode(begun, add_special_tokens=False).ids)
+
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], *, special: bool = True) -> str:
         return str(self._backend.decode([int(one) for one in ids], skip_special_tokens=not special))
 

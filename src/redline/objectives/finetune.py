@@ -15,7 +15,7 @@ from torch import Tensor
 from redline.data.answers import DROP, AnswerData, load_answers
 from redline.data.packed import Members, PackedSplit, packed
 from redline.data.progress import ProgressCallback
-from redline.data.template import ALL, ANSWERS, ChatTokenizer, Rendered, load_chat_tokenizer
+from redline.data.template import ANSWERS, ChatTokenizer, load_chat_tokenizer
 from redline.errors import Problem, RecipeError
 from redline.fields import AUTO
 from redline.jobs.finetune import adapter_of
@@ -177,8 +177,8 @@ class Finetune(DecoderObjective):
         tokenizer = self.tokenizer
         if tokenizer is None:
             return []
-        bare = tokenizer.code([Rendered(tokenizer._bos + prompt, ())], ALL)[0].tokens
-        return self._written(tokenizer, prompt, bare.tolist(), how) if len(bare) else []
+        bare = tokenizer.encode_bare(prompt)
+        return self._written(tokenizer, prompt, bare, how) if bare else []
 
     def _written(self, tokenizer: ChatTokenizer, prompt: str, start: list[int], how: Sampling) -> list[Sample]:
         self.model.eval()
