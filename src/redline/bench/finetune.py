@@ -45,7 +45,7 @@ class Contender:
     what: str
     method: str = "qlora"
     packed: bool = False  # several samples a row, which must not see each other
-    peer: dict[str, bool] | None = None  # how the usual stack is to do it; None: redline
+    peer: dict[str, bool | int] | None = None  # how the usual stack is to do it; None: redline
 
 
 PLAIN = "hf+peft+bitsandbytes"
@@ -65,6 +65,11 @@ CONTENDERS = (
         f"{PLAIN}+liger, nothing recomputed",
         "the same, keeping every activation",
         peer={"liger": True, "recompute": False},
+    ),
+    Contender(
+        f"{PLAIN}+liger, row by row",
+        "the same, one row at a time",
+        peer={"liger": True, "recompute": False, "micro_batch": 1},
     ),
 )
 
@@ -107,7 +112,7 @@ def _figures(contender: Contender, setting: Setting) -> Row:
         found = measured | _planned(resolved, measured)
     else:
         micro = _peers_batch(recipe, resolved).micro
-        found = ask("redline.bench.hf_qlora", {**request, **contender.peer, "micro_batch": micro})
+        found = ask("redline.bench.hf_qlora", {**request, "micro_batch": micro, **contender.peer})
     # one formula for all, T being the length of the document that a token lies in
     flops = costs(resolved.recipe).flops(resolved.shape, round(found["document_tokens"]), "none").useful
     return found | {"mfu": mfu(found["tokens_per_s"], flops, setting.machine.peak("bf16"))}

@@ -26,6 +26,7 @@ _NAMES = {
     "hf+peft+bitsandbytes": "HF + PEFT + bitsandbytes",
     "hf+peft+bitsandbytes+liger": "the same + Liger",
     "hf+peft+bitsandbytes+liger, nothing recomputed": "+ Liger, nothing recomputed",
+    "hf+peft+bitsandbytes+liger, row by row": "+ Liger, row by row",
 }
 
 
