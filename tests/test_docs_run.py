@@ -70,6 +70,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tiny_base: Path
     os.chdir(folder)
     try:
         assert _redline("train", "small.yaml", *SMALL, *trained, "--run", "runs/first") == 0
+        assert _redline("train", "qlora-smollm2", "data.source=train.jsonl", *TUNED, "--run", "runs/tuned") == 0
         assert _redline("prepare", "notes", "--out", "tokens-16k", "--tokenizer", "train:16384") == 0
         assert _redline("prepare", "notes", "--out", "tokens-32k", "--tokenizer", "train:32000") == 0
     finally:

@@ -1,4 +1,4 @@
-"""A step leaves nothing behind in memory."""
+"""A step leaves nothing behind in memory, a rehearsed one nothing at all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from redline.train.rundir import LOCK_FILE, RunDirectory
+from redline.train.signals import StopRequested
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon", "normuon"])
@@ -34,3 +35,23 @@ def test_a_free_directory_names_no_holder(tmp_path: Path) -> None:
     with RunDirectory(tmp_path):
         assert (tmp_path / LOCK_FILE).read_bytes()
     assert not (tmp_path / LOCK_FILE).read_bytes()
+
+
+def test_a_signal_within_a_rehearsed_update_leaves_no_step_counted(world: Any, tmp_path: Path) -> None:
+    """torch counts first: what comes between would be saved, and the resumed run would differ."""
+    with RunDirectory(tmp_path) as run:
+        trainer = world.trainer(run)
+        adam = trainer.optimizer.adam
+        counts = [state["step"] for state in adam.torch.state.values()]
+
+        def interrupted() -> None:
+            for count in counts:
+                count += 1
+            raise StopRequested
+
+        adam.torch.step = interrupted
+        with pytest.raises(StopRequested):
+            trainer.warm_up()
+        trainer.monitor.log.close()
+    assert counts
+    assert all(count == 0 for count in counts)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -48,6 +49,16 @@ class Adam:
         self.torch.grad_scale, self.torch.found_inf = gate  # type: ignore[attr-defined]
         self.torch.step()
 
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """torch counts a step before it is taken, and takes that back after a bad one: a signal may come in between."""
+        counts = {name: self.torch.state[p]["step"].clone() for name, p in self.names.items()}
+        try:
+            yield
+        finally:
+            for name, parameter in self.names.items():
+                self.torch.state[parameter]["step"].copy_(counts[name])
+
     def tensors(self) -> dict[str, Tensor]:
         return {f"{name}.{key}": value for name, p in self.names.items() for key, value in self.torch.state[p].items()}
 
@@ -73,6 +84,10 @@ class Optimizer:
             self.low_bit.step(factor, gate)
         if self.adam:
             self.adam.step(factor, gate)
+
+    def rehearsing(self) -> AbstractContextManager[None]:
+        """Around a step that must leave nothing behind, however it ends."""
+        return self.adam.rehearsing() if self.adam else nullcontext()
 
     def tensors(self) -> dict[str, Tensor]:
         parts = [part.tensors() for part in (self.muon, self.low_bit, self.adam) if part]

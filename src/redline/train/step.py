@@ -105,7 +105,8 @@ class Step:
         """Everything a step does except to change anything: compiles, allocates, meets an OOM early."""
         loss, _ = self.backward(0, batch)
         grad_norm, bad = self._measure(loss)
-        self._update(0, 0.0, grad_norm, torch.ones_like(bad))
+        with self.optimizer.rehearsing():
+            self._update(0, 0.0, grad_norm, torch.ones_like(bad))
         self.clear()
 
     def clear(self) -> None:
