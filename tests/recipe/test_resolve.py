@@ -159,3 +159,20 @@ def test_three_that_agree_for_other_cards_only_are_refused() -> None:
     with pytest.raises(RecipeError, match="any two of the three"):
         resolve(recipe, H200, DATA)
     assert resolve(recipe, H200, DATA, gpus=2).batch.global_batch == 32
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("pretrain-350m", ("model.qk_norm=true",), "with QK norm the fused ones are not measured yet"),
+        ("pretrain-350m", ("model.skips=x0", "model.mlp=relu2"), "with squared ReLU and skips the fused ones"),
+        ("pretrain-350m", ("model.value_embeddings=2",), "with value embeddings the fused ones"),
+        ("lora-8b", (), "with a base the fused ones"),
+    ],
+)
+def test_what_has_not_run_on_a_gpu_is_not_chosen_there(name: str, words: tuple[str, ...], said: str) -> None:
+    data = replace(DATA, vocab_size=50257)
+    plan = resolved(*words, name=name, data=data)
+    assert plan.recipe.model.kernels == "torch"
+    assert reasons(plan)["model.kernels"].reason.startswith(said)
+    assert resolved(*words, "model.kernels=fused", name=name, data=data).recipe.model.kernels == "fused", "but may be"

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redline.kernels.launch import processors
+
 _VALUES, _WARPS = 4096, 8  # of one program at a time
 _PROGRAMS = 8  # of the gradient on each processor, which stay and keep a sum
 
@@ -23,14 +25,10 @@ def mix(x: Tensor, delta: Tensor, state: Tensor, weight: Tensor) -> Tensor:
 def mix_backward(grad: Tensor, state: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     grad, state = grad.contiguous(), state.contiguous()
     grad_state, n = torch.empty_like(state), grad.numel()
-    programs = min(triton.cdiv(n, _VALUES), _PROGRAMS * _processors(grad.device))
+    programs = min(triton.cdiv(n, _VALUES), _PROGRAMS * processors(grad.device))
     partial = torch.empty(programs, device=grad.device, dtype=torch.float32)
     _backward[(programs,)](grad, state, weight, grad_state, partial, n, programs, BLOCK=_VALUES, num_warps=_WARPS)
     return grad_state, partial.sum()  # no atomics: the same sum in the same order every time
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redline.kernels.launch import processors
+
 # pairs in one program's heads: enough 16-byte loads in flight, no spilled registers
 _PAIRS = {"forward": 2048, "backward": 1024}
 _WARPS = 4
@@ -55,7 +57,7 @@ def norm_rotate_backward(
     B, heads, T, K = q.shape
     kv_heads, qkv = k.shape[1], qkv_BTW.contiguous()
     rows, half = _tile(K // 2, _PAIRS["backward"])
-    programs = min(_groups(B * T, heads, rows), _processors(q.device) * _PROGRAMS_PER_SM)
+    programs = min(_groups(B * T, heads, rows), processors(q.device) * _PROGRAMS_PER_SM)
     grad = torch.empty_like(qkv)
     partial = torch.empty((programs, 2, K), device=q.device, dtype=torch.float32)
     _backward[(programs,)](
@@ -77,10 +79,6 @@ def _tile(pairs: int, most: int) -> tuple[int, int]:
 def _groups(tokens: int, heads: int, rows: int) -> int:
     assert tokens * heads < 2**31 - rows, "heads are counted in 32 bits"
     return triton.cdiv(tokens * heads, rows)
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit

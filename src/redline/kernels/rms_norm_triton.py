@@ -9,6 +9,7 @@ from torch import Tensor
 
 from redline.kernels.float8 import Scale
 from redline.kernels.float8_triton import finite_or_nan
+from redline.kernels.launch import processors
 
 _VALUES = {"forward": 4096, "backward": 2048}  # in one program's rows: enough loads in flight, no spilled registers
 _WARPS_PER_SM = 20  # of the gradient, whose programs stay and keep a sum per column: what its registers allow
@@ -58,7 +59,7 @@ def rms_norm_backward_into(
     grad_sum = x if grad_sum_ND is None else grad_sum_ND.contiguous()
     n, width = x.shape
     rows, block, warps = _rows(width, _VALUES["backward"])
-    programs = min(triton.cdiv(n, rows), _processors(x.device) * max(1, _WARPS_PER_SM // warps))
+    programs = min(triton.cdiv(n, rows), processors(x.device) * max(1, _WARPS_PER_SM // warps))
     grad = torch.empty_like(x)
     partial = torch.empty((programs, width), device=x.device, dtype=torch.float32)
     _backward[(programs,)](
@@ -85,10 +86,6 @@ def _rows(width: int, values: int) -> tuple[int, int, int]:
     block = triton.next_power_of_2(width)
     rows = max(1, values // block)
     return rows, block, min(16, max(4, 4 * rows * block // values))
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit

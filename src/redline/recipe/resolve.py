@@ -272,7 +272,7 @@ class _Resolver:
     def not_fused(self, shape: DecoderShape, precision: str, checkpointing: str) -> str:
         """Why the blocks are not the hand-written ones; empty when they are."""
         model, backend = self.recipe.model, self.recipe.train.fp8
-        missing = costs(self.recipe).not_fused() or shape.not_fused(dropout=model.dropout, checkpointing=checkpointing)
+        missing = shape.not_fused(dropout=model.dropout, checkpointing=checkpointing)
         if model.kernels == "fused":
             if missing or backend == "torchao":
                 what = missing or "torchao's fp8 is for the others"
@@ -287,7 +287,7 @@ class _Resolver:
             "the fused ones need a GPU": self.machine.device != "cuda",
             "the fused ones are measured on Hopper only": (self.machine.capability or (0, 0)) < (9, 0),
             "the fused ones are for half precision": precision == "fp32",
-            "with QK norm or squared ReLU the fused ones are not measured yet": shape.qk_norm or shape.mlp != "swiglu",
+            (unmeasured := costs(self.recipe).unmeasured(shape)): bool(unmeasured),
             "torchao's fp8 is for these": backend == "torchao" and precision == "fp8",
         }
         return next((reason for reason, holds in reasons.items() if holds), missing)
