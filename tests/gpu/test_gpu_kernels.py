@@ -259,7 +259,7 @@ def test_fp8_matmuls(n: int, inner: int, outer: int) -> None:
     for got, wanted, dtype, slack in (
         (float8.linear8(x8, w8), x @ w.T, torch.bfloat16, 4e-3),
         (float8.input_gradient8(g8, w8), g @ w, torch.bfloat16, 4e-3),
-        (float8.weight_gradient8(g8, x8), g.T @ x, torch.float32, 2e-3),
+        (float8.weight_gradient8(g8, x8), g.T @ x, torch.float32, 3e-3),
     ):
         assert got.dtype == dtype
         assert (got.float() - wanted).norm() <= slack * wanted.norm()

@@ -107,7 +107,8 @@ def test_fp8_follows_bf16(world: Any, tmp_path: Path, machine: Any, backend: str
     assert trainer.objective.float8.linears == ("qkv", "out", "up", "down", *head)
     bf16, fp8 = curves
     assert bf16 != fp8
-    assert max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) < 0.1
+    slack = 0.1 if backend == "native" else 0.2  # torchao's mean rows are as its weights are rounded
+    assert max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) < slack
     assert fp8[-1] < fp8[0] - 0.5
 
 
@@ -152,8 +153,10 @@ def test_one_launch_a_step_is_the_same_bit_for_bit(
     accumulation: int,
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr("redline.train.graph._WORTH", 1e9)  # whichever is faster
-    shape = (f"train.accumulation={accumulation}", "train.deterministic=true", "train.steps=8")
+    for limit in ("_WORTH", "SLOWEST"):  # whichever is faster
+        monkeypatch.setattr(f"redline.train.graph.{limit}", 1e9)
+    micro = f"train.micro_batch={8 // accumulation}"
+    shape = (f"train.accumulation={accumulation}", micro, "train.deterministic=true", "train.steps=8")
     found = {}
     for graph in ("true", "false"):
         run = tmp_path / graph

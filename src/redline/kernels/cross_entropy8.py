@@ -23,7 +23,8 @@ from redline.kernels.float8 import (
     quantise,
     weight_gradient8,
 )
-from redline.kernels.float8_mean import mean_correction
+from redline.kernels.float8_mean import mean_correction, mean_gradient_correction
+from redline.kernels.softmax_loss import IGNORE
 from redline.kernels.softmax_loss8 import softmax_loss8
 from redline.plan.memory import head_chunk
 
@@ -57,7 +58,8 @@ class _LinearCrossEntropy8(torch.autograd.Function):
             part = slice(start, start + chunk)
             x = Float8(x8.row[part], x8.column[:, part], x8.unscale)
             losses[part], g8 = softmax_loss8(linear8(x, w8, bias), target_N[part], gradient, softcap=softcap)
-            grad_x[part] = input_gradient8(g8, w8)
+            mended = input_gradient8(g8, w8, mean_gradient_correction(g8, w8, weight_VD))
+            grad_x[part] = mended.masked_fill_((target_N[part] == IGNORE)[:, None], 0.0)
             grad_weight += weight_gradient8(g8, x)
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.weight_dtype = weight_VD.dtype

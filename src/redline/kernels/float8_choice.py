@@ -13,7 +13,7 @@ from torch import Tensor
 from redline.hardware.measured import FLOAT8, gpu_key, keep, recall
 from redline.hardware.nvml import driver_version
 from redline.kernels.float8 import MULTIPLE, Scale, input_gradient8, linear8, quantise, weight_gradient8
-from redline.kernels.float8_mean import mean_correction, mean_gradient_correction
+from redline.kernels.float8_mean import mean_correction
 from redline.kernels.matmul import weight_gradient
 from redline.kernels.torchao_linear import float8_linear, missing
 
@@ -82,8 +82,7 @@ def _native(x: Tensor, grad: Tensor, weight: Tensor, cast: bool) -> Callable[[],
     def work() -> Any:
         operand, matrix = quantise(x, scale) if cast else x8, quantise(weight, scale)
         product = linear8(operand, matrix, mean_correction(operand, matrix, weight))
-        gradient = input_gradient8(grad8, matrix, mean_gradient_correction(grad8, matrix, weight))
-        return product, gradient, weight_gradient8(grad8, operand)
+        return product, input_gradient8(grad8, matrix), weight_gradient8(grad8, operand)
 
     return work
 

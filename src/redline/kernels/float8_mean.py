@@ -1,8 +1,9 @@
 """What rounding a weight does to the mean row of what it multiplies: a bias that takes it back.
 
-Rows of activations share a quarter to nine tenths of their energy, rows of gradients up to a third. A rounded weight
-multiplies what they share wrongly in the same way for every token, and one vector mends it, which matmuls add for
-nothing: x·Wᵀ ≈ x·W₈ᵀ + mean(x)·(W − W₈)ᵀ, and likewise for gradients. No gradient goes through the mean.
+Rows of activations share a quarter to nine tenths of their energy. A rounded weight multiplies what they share wrongly
+in the same way for every token, and one vector mends it, which matmuls add for nothing:
+x·Wᵀ ≈ x·W₈ᵀ + mean(x)·(W − W₈)ᵀ. No gradient goes through the mean. The same holds for the gradient of the logits,
+whose rows are much the same distribution each; those of other gradients share too little for a sample to show.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ def mean_gradient_correction(grad: Float8, weight: Float8, exact_OI: Tensor) -> 
 
 
 def stride_of(rows: int) -> int:
-    """Every so manieth row is looked at."""
-    return max(1, rows // SAMPLED)
+    """Every so manieth row is looked at: an odd number, so that all places of a sequence have their turn.
+
+    With a power of two every sixteenth row would be the first of a sequence, whose gradients are the largest.
+    """
+    return rows // SAMPLED | 1
 
 
 def reference_mean_correction(x: Float8, weight: Float8, exact_OI: Tensor) -> Tensor:

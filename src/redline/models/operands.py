@@ -18,7 +18,7 @@ from redline.kernels.float8 import (
     swiglu_backward8,
     weight_gradient8,
 )
-from redline.kernels.float8_mean import mean_correction, mean_gradient_correction
+from redline.kernels.float8_mean import mean_correction
 from redline.kernels.matmul import weight_gradient as plain_weight_gradient
 from redline.kernels.relu2 import relu2, relu2_8, relu2_backward8, relu2_backward_
 from redline.kernels.rms_norm import add_rms_norm, rms_norm_backward
@@ -80,9 +80,9 @@ def linear(x: Operand, weight: Operand, exact: Tensor) -> Tensor:
     return x @ weight.T
 
 
-def input_gradient(grad: Operand, weight: Operand, exact: Tensor) -> Tensor:
+def input_gradient(grad: Operand, weight: Operand) -> Tensor:
     if isinstance(grad, Float8) and isinstance(weight, Float8):
-        return input_gradient8(grad, weight, mean_gradient_correction(grad, weight, exact))
+        return input_gradient8(grad, weight)
     assert isinstance(grad, Tensor)
     assert isinstance(weight, Tensor)
     return grad @ weight

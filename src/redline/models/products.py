@@ -47,7 +47,7 @@ class Dense:
     def backward(self, grad: Operand, kept: Kept) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x, weight = unpack(kept)
         of_weight = weight_gradient(grad, x, self.parts)
-        return input_gradient(grad, weight, self.weight), (of_weight,)
+        return input_gradient(grad, weight), (of_weight,)
 
 
 @dataclass(frozen=True)
