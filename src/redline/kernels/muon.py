@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-ON_A_GPU = False  # the Triton kernels, of this and of `symmetric`: until they have run on one, torch serves there too
+ON_A_GPU = False  # the Triton kernels, of this and of `symmetric`, are right on one; until they are timed, torch serves
 
 
 @cache

@@ -3,11 +3,10 @@
 Each block of 64 values is divided by its largest magnitude and each quotient replaced by the nearest of sixteen levels;
 doubly quantised, the blocks' magnitudes less their mean are kept in eight bits, 256 to a scale.
 
-bitsandbytes rounds differently on a CPU and on a GPU; each is followed on its own device. On a GPU it multiplies by the
-hardware's approximate reciprocal, which can move a value that lies within a rounding of a threshold (never one of a
-bf16 weight: all pairs of those were tried), and a block of zeros takes code 0, which is minus its scale. On a CPU the
-reciprocal is exact, a last block that is not full is divided instead, zeros stay zeros, and the eight-bit codes are
-read from a table of 65,536 quotients.
+bitsandbytes rounds differently on a CPU and on a GPU; each is followed on its own device. On a GPU a block of zeros
+takes code 0, which is minus its scale; a float32 weight (not one in bf16 or float16) that lies within a rounding of a
+threshold can take the next code: one of 17 million did. On a CPU a last block that is not full is divided instead of
+multiplied by a reciprocal, zeros stay zeros, and the eight-bit codes are read from a table of 65,536 quotients.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ def _quantise_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
     n, on_gpu = values.numel(), values.is_cuda
     blocks = _blocks(values, BLOCK)
     largest = blocks.abs().amax(1)
-    quotients = blocks * _reciprocal(largest if on_gpu else largest.clamp(min=_SMALLEST))[:, None]
+    quotients = blocks * (1.0 / (largest if on_gpu else largest.clamp(min=_SMALLEST)))[:, None]
     quotients.nan_to_num_(nan=-1.0)  # 0/0 on a GPU
     if n % BLOCK and not on_gpu:
         largest[-1].clamp_(min=_SMALLEST)
@@ -160,7 +159,7 @@ def _quantise_scales(values: Tensor) -> tuple[Tensor, Tensor]:
     """Bytes, and the largest magnitude of 256 values each. 0/0 takes the lowest code."""
     blocks = _blocks(values, NESTED_BLOCK)
     largest = blocks.abs().amax(1)
-    quotients = (blocks * _reciprocal(largest)[:, None]).clamp_(-1, 1).nan_to_num_(nan=-1.0)
+    quotients = (blocks * (1.0 / largest)[:, None]).clamp_(-1, 1).nan_to_num_(nan=-1.0)
     codes = nearest_code(quotients) if values.is_cuda else _code_by_table(quotients)
     return codes.to(torch.uint8).view(-1)[: values.numel()].clone(), largest
 
@@ -183,11 +182,3 @@ def _code_by_table(quotients: Tensor) -> Tensor:
 def _stepped_codes() -> Tensor:
     steps = 2 * torch.arange(65536, dtype=torch.float32, device="cpu") / 65535 - 1
     return torch.bucketize(steps, _halfway(dynamic_levels(steps.device))).to(torch.uint8)
-
-
-def _reciprocal(x: Tensor) -> Tensor:
-    if x.is_cuda:
-        from redline.kernels import nf4_triton
-
-        return nf4_triton.reciprocal(x)
-    return 1.0 / x

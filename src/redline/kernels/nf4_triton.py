@@ -43,13 +43,6 @@ def dequantise_nf4(matrix: NF4, dtype: torch.dtype, out: Tensor) -> Tensor:
     return out
 
 
-def reciprocal(x: Tensor) -> Tensor:
-    """As fast math divides, which is how bitsandbytes' kernels are built."""
-    out = torch.empty_like(x)
-    _reciprocal[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), VALUES=1024)
-    return out
-
-
 @triton.jit
 def _dequantise(  # type: ignore[no-untyped-def]
     codes,
@@ -86,13 +79,3 @@ def _dequantise(  # type: ignore[no-untyped-def]
     if not CONTIGUOUS:
         at = (at // width) * stride + at % width
     tl.store(out + at, tl.interleave(first, second).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _reciprocal(x, out, n, VALUES: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
-    value = tl.load(x + at, mask=at < n, other=1.0)
-    inverse = tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
-    )
-    tl.store(out + at, inverse, mask=at < n)

@@ -77,7 +77,8 @@ class Scales:
         self.amax.zero_()
         exponent = torch.floor(torch.log2(LARGEST / (HEADROOM * self.peak)))
         torch.exp2(torch.where(self.peak > 0, exponent, 0.0).clamp_(-100, 100), out=self.factor)
-        self.factor[:, _NORMED] = self._normed
+        for slot in _NORMED:  # one by one: a list of places would be a copy from the host, which no graph can hold
+            self.factor[:, slot] = self._normed
         torch.reciprocal(self.factor, out=self.unscale)
         self.known = True
 
