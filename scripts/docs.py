@@ -35,6 +35,8 @@ READERS = {  # section → the verbs that look at it; those after the run read t
     "monitor": "train, plan for the price",
     "model.lora": "train, plan, eval, sample and export, with `objective: finetune`",
     "finetune": "train, plan, eval, sample and export, with `objective: finetune`",
+    "block_diffusion": "train, plan, eval and sample, with `objective: block_diffusion`",
+    "hierarchical_diffusion": "train, plan, eval and sample, with `objective: hierarchical_diffusion`",
 }
 # pydantic sees what a list of sources becomes, not that a plain name in it is enough
 _SOURCE = {"type": "object", "properties": {"source": {"type": "string"}, "weight": {"type": "number"}}}

@@ -38,6 +38,10 @@ TUNED = (  # fine-tuning, on a base of this shape
     *("model.vocab=auto", "model.rope_theta=10000", "data.seq_len=96", "train.device=cpu", "train.precision=fp32"),
     *("eval.sequences=4", "eval.sample_tokens=8", "train.steps=2"),
 )
+PLANNED = (  # denoising, of a few word problems
+    *("model.layers=1", "model.d_model=32", "model.heads=2", "data.source=problems:easy:60", "train.device=cpu"),
+    *("train.precision=fp32", "train.global_batch=4", "eval.sequences=4", "eval.samples=0", "train.steps=2"),
+)
 # What is refused, as its page says; and what needs a network, an account or files that a test has not.
 SENTENCES = {
     "700000": "is impossible",
@@ -71,6 +75,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tiny_base: Path
     try:
         assert _redline("train", "small.yaml", *SMALL, *trained, "--run", "runs/first") == 0
         assert _redline("train", "qlora-smollm2", "data.source=train.jsonl", *TUNED, "--run", "runs/tuned") == 0
+        assert _redline("train", "problems-hdp", *PLANNED, "--run", "runs/plans") == 0
         assert _redline("prepare", "notes", "--out", "tokens-16k", "--tokenizer", "train:16384") == 0
         assert _redline("prepare", "notes", "--out", "tokens-32k", "--tokenizer", "train:32000") == 0
     finally:
@@ -126,6 +131,8 @@ def smaller(words: tuple[str, ...]) -> list[str]:
         return [*words]
     if verb == "train" and len(words) > 1 and words[1].startswith("qlora"):
         return [*words, *TUNED]
+    if verb == "train" and len(words) > 1 and words[1].startswith("problems"):
+        return [*words, *PLANNED]
     if verb == "train" or (verb == "plan" and "--probe" in words):
         data = () if any(word.startswith("data.") for word in words) else ("data.source=notes", "data.tokenizer=bytes")
         return [*words, *SMALL, *data, "train.steps=2"]

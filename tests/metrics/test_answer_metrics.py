@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.metrics.answers import exact_match, f1, gsm8k_answer, gsm8k_exact_match, normalised
+from redline.metrics.answers import RULE, exact_match, f1, final_answer, gsm8k_answer, gsm8k_exact_match, normalised
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k/test.jsonl"
 
@@ -69,6 +69,32 @@ def test_exact_match_of_solutions() -> None:
         gsm8k_exact_match(["1"], ["1", "2"])
     with pytest.raises(ValueError):
         gsm8k_exact_match([], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<|execution|>48 / 2 = 24<|answer|>24<|pad|><|pad|>", "24"),
+        ("<|answer|> $1,200.50 for 3 days", "1200.5"),  # the first number behind the mark
+        ("<|answer|>-5", "-5"),
+        ("<|answer|>1<|answer|>2", "2"),  # the last mark counts
+        ("<|answer|>7\n#### 9", "7"),  # before ####
+        ("#### 9 <|answer|>7", "7"),
+        ("so 3 #### 9", "9"),
+        ("#### 9 and 3", "9"),
+        ("first 3, then 9.", "9"),
+        ("It is 12.<|answer|><|pad|><|pad|>", None),  # a mark without a number is no answer
+        ("<|answer|><|pad|><|execution|>17", None),  # what another part says was not given as the answer
+        ("<|answer|>", None),
+        ("nothing", None),
+    ],
+)
+def test_the_final_answer_by_the_rule(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
+
+
+def test_the_rule_names_its_marks_in_their_order() -> None:
+    assert RULE.index("<|answer|>") < RULE.index("####") < RULE.index("the last number")
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K is not on this machine")

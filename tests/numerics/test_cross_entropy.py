@@ -43,6 +43,77 @@ def test_any_chunking_equals_the_reference(n: int, d: int, v: int, chunk: int, c
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    n=st.integers(1, 40),
+    v=st.integers(2, 33),
+    chunk=st.integers(1, 50),
+    cap=st.sampled_from([None, 5.0]),
+    weighted=st.booleans(),
+    kept=st.floats(0.0, 1.0),
+)
+def test_weights_and_classes_equal_the_reference(
+    n: int, v: int, chunk: int, cap: float | None, weighted: bool, kept: float
+) -> None:
+    classes = max(1, round(kept * v))
+    weight_N = weights(n) if weighted else None
+    results = []
+    for function in (linear_cross_entropy, reference):
+        x, weight, target = (t.detach() for t in problem(n, 6, v))
+        target = torch.where(target == IGNORE, target, target % classes)
+        if function is reference:
+            x, weight = x.double(), weight.double()
+        x, weight = x.requires_grad_(), weight.requires_grad_()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cross_entropy, "head_chunk", lambda *_: chunk)
+            loss = function(x, weight, target, softcap=cap, weight_N=weight_N, classes=classes)
+        (3.0 * loss).backward()
+        assert weight.grad is not None
+        assert not weight.grad[classes:].any()
+        results.append([t.float() for t in (loss.detach(), x.grad, weight.grad) if t is not None])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * max(1.0, float(expected.abs().max())))
+
+
+def weights(n: int) -> torch.Tensor:
+    """As of masks that hide one position in a thousand, or all, and of what is not learnt."""
+    drawn = torch.rand(n, generator=torch.Generator().manual_seed(n))
+    return torch.where(drawn < 0.2, 0.0, 1 / (0.001 + 0.999 * drawn))
+
+
+@pytest.mark.parametrize("largest", [0.5, 30.0, 1000.0])
+def test_fp16_gradients_of_heavy_rows_stay_in_range(largest: float) -> None:
+    """1024 × a weight of 1000 is beyond fp16's largest number."""
+    x, weight, target = problem(64, 16, 40)
+    target[:] = torch.arange(64) % 40
+    weight_N = torch.rand(64, generator=torch.Generator().manual_seed(0)) * largest
+    weight_N[7] = largest
+    with torch.no_grad():
+        x *= 0.3
+    half = x.detach().half().requires_grad_()
+    got_weight = weight.detach().clone().requires_grad_()
+    loss = linear_cross_entropy(half, got_weight, target, weight_N=weight_N)
+    (loss / 64).backward()
+    expected = reference(x, weight, target, weight_N=weight_N)
+    (expected / 64).backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0.0)
+    for got, wanted in ((half.grad, x.grad), (got_weight.grad, weight.grad)):
+        assert got is not None
+        assert wanted is not None
+        assert ((got.float() - wanted).norm() / wanted.norm()).item() < 3e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_no_rows_have_no_loss(dtype: torch.dtype) -> None:
+    x, weight = torch.zeros(0, 4, dtype=dtype, requires_grad=True), torch.ones(5, 4, requires_grad=True)
+    none = torch.zeros(0, dtype=torch.long)
+    loss = linear_cross_entropy(x, weight, none, weight_N=torch.zeros(0), classes=3)
+    loss.backward()
+    assert loss == 0
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
 def test_without_gradients_nothing_but_the_loss_is_made() -> None:
     x, weight, target = problem(7, 5, 11)
     with torch.no_grad():

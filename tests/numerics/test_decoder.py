@@ -12,6 +12,7 @@ from redline.kernels.masks import MaskSpec
 from redline.models.generate import choose, generate
 from redline.models.layers import RMSNorm, rotary_table, rotate
 from redline.models.transformer import Decoder
+from redline.plan.layout import Layout, Segment, uniform
 from redline.plan.shapes import DecoderShape
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -24,9 +25,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def decoder(softcap: float | None = None, **changes: Any) -> Decoder:
+LAYOUTS = {
+    "uniform": uniform(12, 3),
+    "plan": Layout((Segment("q", 5, 5, given=True), Segment("p", 4, 4), Segment("e", 6, 2))),
+    "given in the middle": Layout((Segment("a", 4, 2), Segment("b", 3, 3, given=True), Segment("c", 6, 3))),
+}
+
+
+def decoder(
+    softcap: float | None = None, kernels: str = "torch", spec: MaskSpec = MaskSpec(), **changes: Any
+) -> Decoder:
     fields = {"layers": 3, "d_model": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "d_ff": 48, "vocab": 64}
-    model = Decoder(DecoderShape(**{**fields, **changes}), attention=Attention("dense", MaskSpec()), softcap=softcap)
+    shape = DecoderShape(**{**fields, **changes})
+    model = Decoder(shape, attention=Attention("dense", spec), softcap=softcap, kernels=kernels)
     model.initialise(torch.Generator().manual_seed(1))
     with torch.no_grad():  # larger weights, so that every part of the model matters
         for parameter in model.parameters():
@@ -119,3 +130,81 @@ def test_the_softcap_bounds_the_logits() -> None:
     logits = model.logits(50 * torch.randn(1, 4, 32))
     assert logits.abs().max() <= 2.0
     assert logits.abs().max() > 1.9
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
+def test_block_by_block_is_what_the_two_copies_say(changes: dict[str, Any], layout: Layout, kernels: str) -> None:
+    """A noisy block after a cache of the clean ones before it: what it is beside them in one row."""
+    model = decoder(kernels=kernels, spec=MaskSpec.of_layout(layout), **changes)
+    chance = torch.Generator().manual_seed(2)
+    noisy, clean = (torch.randint(0, 64, (2, layout.length), generator=chance) for _ in range(2))
+    positions = torch.tensor([*layout.noisy, *layout.clean])
+    row = torch.cat((noisy[:, list(layout.noisy)], clean[:, list(layout.clean)]), 1)
+    with torch.no_grad():
+        states = model(row, model.attention.bind(layout.read), positions_T=positions)
+        of_noisy = {place: states[:, i] for i, place in enumerate(layout.noisy)}
+        of_clean = dict(zip(layout.clean, states[:, len(layout.noisy) :].unbind(1), strict=True))
+        cache, start = model.new_cache(), 0
+        for size in layout.sizes:
+            places = range(start, start + size)
+            block = slice(start, start + size)
+            if layout.noised[start]:
+                looked = model(noisy[:, block], Bound(), cache, start, whole=True, keep=False)
+                torch.testing.assert_close(looked, torch.stack([of_noisy[p] for p in places], 1), rtol=1e-4, atol=1e-4)
+                assert all((layer.keys is None) == (start == 0) for layer in cache)
+            added = model(clean[:, block], Bound(), cache, start, whole=True)
+            torch.testing.assert_close(added, torch.stack([of_clean[p] for p in places], 1), rtol=1e-4, atol=1e-4)
+            start += size
+            assert all(layer.keys is not None and layer.keys.shape[2] == start for layer in cache)
+
+
+def test_positions_in_order_are_no_positions() -> None:
+    model = decoder(qk_norm=True)
+    tokens = torch.randint(0, 64, (2, 9))
+    with torch.no_grad():
+        plain = model(tokens, Bound())
+        assert torch.equal(plain, model(tokens, Bound(), positions_T=torch.arange(9)))
+        assert not torch.equal(plain, model(tokens, Bound(), positions_T=torch.arange(9) % 5))
+        cache = model.new_cache()
+        first, then = (model(tokens[:, part], Bound(), cache, part.start) for part in (slice(0, 4), slice(4, 9)))
+        cache = model.new_cache()
+        model(tokens[:, :4], Bound(), cache, positions_T=torch.arange(4))
+        placed = model(tokens[:, 4:], Bound(), cache, 4, positions_T=torch.arange(4, 9))
+    assert torch.equal(placed, then)
+    assert first.shape[1] == 4
+
+
+def test_angles_of_positions_are_made_once_and_live_as_long() -> None:
+    model = decoder()
+    tokens, positions = torch.zeros(1, 6, dtype=torch.long), torch.tensor([3, 4, 5, 3, 4, 5])
+    model(tokens, Bound(), positions_T=positions)
+    (before,) = model._placed.values()
+    model(tokens, Bound(), positions_T=positions)
+    model(tokens, Bound(), positions_T=torch.arange(6))
+    (after,) = model._placed.values()  # of the other none is left
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    cos, sin = rotary_table(6, 8, 10000.0)
+    assert torch.equal(after[0], cos[positions])
+    assert torch.equal(after[1], sin[positions])
+
+
+def test_fused_blocks_read_the_same_positions() -> None:
+    layout = LAYOUTS["plan"]
+    positions = torch.tensor([*layout.noisy, *layout.clean])
+    tokens = torch.randint(0, 64, (2, layout.read), generator=torch.Generator().manual_seed(5))
+    results = []
+    for kernels in ("torch", "fused"):
+        model = decoder(kernels=kernels, spec=MaskSpec.of_layout(layout), kv_heads=2)
+        states = model(tokens, model.attention.bind(layout.read), positions_T=positions)
+        states.backward(torch.randn(states.shape, generator=torch.Generator().manual_seed(6)))
+        results.append([states.detach(), *(parameter.grad for parameter in model.parameters())])
+    for got, expected in zip(*results, strict=True):
+        assert ((got - expected).norm() / expected.norm()).item() < 1e-5
+
+
+def test_without_a_cache_there_is_nothing_to_keep_or_see_whole() -> None:
+    for how in ({"whole": True}, {"keep": False}):
+        with pytest.raises(AssertionError, match="without a cache"):
+            decoder()(torch.zeros(1, 2, dtype=torch.long), Bound(), **how)

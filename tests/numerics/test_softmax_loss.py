@@ -45,11 +45,18 @@ def problem(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[
 
 
 def exact(
-    logits: torch.Tensor, target: torch.Tensor, softcap: float | None, scale: float
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    softcap: float | None,
+    scale: float,
+    weight: torch.Tensor | None = None,
+    classes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x = logits.double().requires_grad_()
-    z = softcap * torch.tanh(x / softcap) if softcap else x
+    z = x[:, :classes]
+    z = softcap * torch.tanh(z / softcap) if softcap else z
     losses = torch.nn.functional.cross_entropy(z, target, ignore_index=IGNORE, reduction="none")
+    losses = losses if weight is None else losses * weight
     (scale * losses.sum()).backward()
     assert x.grad is not None
     return losses.detach(), x.grad
@@ -94,6 +101,88 @@ def test_half_precision_is_rounded_at_the_end(loss: Loss, dtype: torch.dtype) ->
     # the interpreter cuts bf16 off instead of rounding it
     error = torch.finfo(dtype).eps * (1.0 if loss is triton_loss and DEVICE == "cpu" else 0.55)
     torch.testing.assert_close(gradient.double(), expected_gradient, rtol=error, atol=1e-7)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    vocab=st.integers(2, 300),
+    kept=st.floats(0.0, 1.0),
+    softcap=st.sampled_from(SOFTCAPS),
+    scale=st.sampled_from([1.0, 1024.0]),
+    weighted=st.booleans(),
+)
+def test_weights_and_classes_equal_float64(
+    rows: int, vocab: int, kept: float, softcap: float | None, scale: float, weighted: bool
+) -> None:
+    """Weights from none to a thousand, as of masks that hide little; columns behind the classes hold no numbers."""
+    classes = max(1, round(kept * vocab))
+    logits, target = problem(rows, vocab)
+    target = torch.where(target == IGNORE, target, target % classes)
+    weight = torch.tensor([0.0, 1000.0, 1.0, 3.7, 0.01], device=DEVICE)[:rows] if weighted else None
+    expected, expected_gradient = exact(logits, target, softcap, scale, weight, classes)
+    logits[:, classes:] = math.nan
+    most = 1.0 if weight is None else max(1.0, float(weight.max()))
+    for loss in (triton_loss, reference, functional):
+        losses, gradient = loss(logits.clone(), target, softcap=softcap, scale=scale, weight_N=weight, classes=classes)
+        assert gradient is not None
+        assert gradient.shape == logits.shape
+        assert not gradient[:, classes:].any()
+        torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=2e-6 * most)
+        torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6 * scale * most)
+
+
+def functional(
+    logits: torch.Tensor, target: torch.Tensor, *, softcap: float | None, scale: float, weight_N: Any, classes: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return module._functional(logits, target, softcap, scale, weight_N, classes)
+
+
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+@pytest.mark.parametrize("classes", [8191, 8192, 8193, 8999])
+def test_classes_end_in_any_block(loss: Loss, softcap: float | None, classes: int) -> None:
+    logits, target = problem(3, 20001)
+    target[:] = torch.tensor([5, classes - 1, IGNORE])
+    expected, expected_gradient = exact(logits, target, softcap, 1.0, None, classes)
+    losses, gradient = loss(logits.clone(), target, softcap=softcap, classes=classes)
+    assert gradient is not None
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6)
+    silent, none = loss(logits.clone(), target, softcap=softcap, classes=classes, with_gradient=False)
+    assert none is None
+    assert torch.equal(silent, losses)
+
+
+def test_weights_of_one_and_all_classes_change_no_bit(loss: Loss) -> None:
+    for softcap in SOFTCAPS:
+        logits, target = problem(6, 777)
+        plain = loss(logits.clone(), target, softcap=softcap, scale=1024.0)
+        ones = torch.ones(6, device=DEVICE)
+        for more in ({"weight_N": ones}, {"classes": 777}, {"weight_N": ones, "classes": 777}):
+            for got, expected in zip(
+                loss(logits.clone(), target, softcap=softcap, scale=1024.0, **more), plain, strict=True
+            ):
+                assert torch.equal(got, expected)
+
+
+def test_an_ignored_row_has_no_gradient_whatever_it_weighs(loss: Loss) -> None:
+    logits, target = problem(2, 50)
+    target[0], target[1] = IGNORE, 3
+    weight = torch.tensor([math.inf, 2.0], device=DEVICE)
+    losses, gradient = loss(logits, target, weight_N=weight)
+    assert gradient is not None
+    assert losses[0] == 0
+    assert not gradient[0].any()
+
+
+def test_what_is_no_class_is_no_target() -> None:
+    logits, target = problem(3, 40)
+    target[:] = torch.tensor([2, 30, 39])
+    losses, _ = triton_loss(logits.clone(), target, classes=30)
+    assert losses.isnan().tolist() == [False, True, True]
+    if DEVICE == "cpu":  # on a GPU it ends the process
+        with pytest.raises((IndexError, RuntimeError)):
+            reference(logits, target, classes=30)
 
 
 def test_the_gradient_takes_the_logits_place() -> None:
@@ -182,9 +271,12 @@ FOR_HOPPER = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from redline.kernels.softmax_loss_triton import _softmax_loss_kernel as kernel
+import sys
 sizes = ["row_stride", "vocab"]
-types = {"logits_ptr": "*bf16", "target_ptr": "*i64", "loss_ptr": "*fp32", "softcap": "fp32", "scale": "fp32"}
+types = {"logits_ptr": "*bf16", "target_ptr": "*i64", "loss_ptr": "*fp32", "weight_ptr": "*fp32", "classes": "i32"}
+types |= {"softcap": "fp32", "scale": "fp32"}
 fixed = {"target_stride": 1, "IGNORED": -100, "CAPPED": True, "GRADIENT": True, "BLOCK": 8192}
+fixed |= dict.fromkeys(["WEIGHTED", "LIMITED"], sys.argv[1] == "both")
 types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(fixed, "constexpr")
 order = kernel.arg_names
 aligned = {(order.index(n),): [["tt.divisibility", 16]] for n in ["logits_ptr", "target_ptr", "loss_ptr", *sizes]}
@@ -194,11 +286,12 @@ print(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16
 """
 
 
-def test_it_compiles_for_hopper_with_wide_loads(tmp_path: Path) -> None:
-    """Needs no GPU: what the interpreter accepts, the compiler may still refuse."""
+@pytest.mark.parametrize("more", ["neither", "both"])
+def test_it_compiles_for_hopper_with_wide_loads(tmp_path: Path, more: str) -> None:
+    """Needs no GPU: what the interpreter accepts, the compiler may still refuse. However many columns are classes."""
     pytest.importorskip("triton", reason="the kernel needs triton")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", FOR_HOPPER], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", FOR_HOPPER, more], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     wide = [line for line in done.stdout.splitlines() if "global" in line and ".v4.b32" in line]
     assert len([line for line in wide if "ld.global" in line]) == 8, "two of 16 bytes in each sweep, and before it"

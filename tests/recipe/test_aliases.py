@@ -31,7 +31,7 @@ SAID: dict[str, tuple[str, Any]] = {
     "num_workers": ("16", 16),
     "train.learning_rate": ("1e-4", 1e-4),
     "train.max_hours": ("3", 3.0),
-    "model.attn_backend": ("flash_attn", "flash"),
+    "model.attn_backend": ("flash_attn", "auto"),
     "model.gradient_checkpointing": ("true", "full"),
     "trainer.compile": ("false", False),
     "trainer.precision": ("bf16-mixed", "bf16"),
@@ -109,6 +109,7 @@ def test_in_a_file(alias: str, tmp_path: Path) -> None:
         ("mixed_precision=no", "train.precision", "fp32"),
         ("use_flash_attn=false", "model.attention", "dense"),
         ("model.attn_backend=sdpa", "model.attention", "auto"),
+        ("model.attn_backend=dense", "model.attention", "dense"),
         ("model.attn_backend=flex", "model.attention", "flex"),
     ],
 )

@@ -43,6 +43,29 @@ def test_in_a_file_it_scales_the_files_batch(tmp_path: Path) -> None:
     assert load(str(path), ["train.preset=conservative"]).recipe.train.memory_fraction == 0.45
 
 
+@pytest.mark.parametrize(
+    ("batch", "micro", "total"),
+    [
+        ("micro_batch: 4, global_batch: 16", 6, 24),
+        ("micro_batch: 3, global_batch: 12", 3, 18),  # four and a half sequences are none
+        ("micro_batch: 5, global_batch: 16", None, None),
+    ],
+)
+def test_a_micro_batch_goes_with_the_global_one(
+    tmp_path: Path, batch: str, micro: int | None, total: int | None
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"model: {{size: 1m}}\ntrain: {{steps: 5, preset: aggressive, {batch}}}\n")
+    if micro is None:
+        with pytest.raises(RecipeError, match="does not divide"):
+            load(str(path))
+        return
+    train = load(str(path)).recipe.train
+    assert (train.micro_batch, train.global_batch) == (micro, total)
+    asked = load(str(path), ["train.micro_batch=2"]).recipe.train
+    assert (asked.micro_batch, asked.global_batch) == (2, total), "what is asked for is not scaled"
+
+
 def test_an_automatic_batch_is_scaled_too() -> None:
     def batch(*overrides: str) -> int:
         recipe = load("quickstart", ["train.steps=100", "train.epochs=null", "train.hours=null", *overrides]).recipe

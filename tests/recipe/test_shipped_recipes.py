@@ -14,6 +14,16 @@ from redline.recipe.load import load, shipped
 from redline.train.checkpoint import verify
 
 SHRUNK = ("train.steps=2", "train.warmup_steps=1", "train.precision=auto")
+PROBLEMS = "data.source=problems:easy:40"
+# what stands in for a job's own data, and for lengths that suit it
+TOYS = {
+    "block_diffusion": (PROBLEMS, "block_diffusion.question=16", "block_diffusion.block_size=8"),
+    "hierarchical_diffusion": (
+        PROBLEMS,
+        *("hierarchical_diffusion.question=16", "hierarchical_diffusion.plan=8"),
+        *("hierarchical_diffusion.execution=16", "hierarchical_diffusion.execution_block=8", "data.seq_len=40"),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -25,13 +35,18 @@ def test_it_describes_itself(name: str) -> None:
 
 @pytest.mark.parametrize("name", shipped())
 def test_it_trains(name: str, world: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    shrunk = [*world.tiny, *SHRUNK, f"data.source={world.corpus}"]
-    if load(name).recipe.objective == "finetune":
+    recipe: Any = load(name).recipe
+    mine: list[str] = []
+    if recipe.objective == "finetune":
         base, rows = (request.getfixturevalue(fixture) for fixture in ("tiny_base", "answers"))
         shape = ["model.layers=2", "model.d_model=64", "model.heads=4", "model.kv_heads=2", "model.d_ff=128"]
         free = ["model.vocab=auto", "model.tied=true", "model.rope_theta=10000", "model.rope_scaling=null"]
         mine = [*shape, *free, f"model.base={base}", f"data.source={rows}", "data.tokenizer=base", "data.seq_len=64"]
-        shrunk = [word for word in shrunk if word.partition("=")[0] not in {m.partition("=")[0] for m in mine}] + mine
+    elif recipe.objective in TOYS and not recipe.data.source.startswith("Skylion007/"):
+        mine = [*TOYS[recipe.objective]]
+    replaced = {word.partition("=")[0] for word in mine}
+    tiny = [*world.tiny, *SHRUNK, f"data.source={world.corpus}"]
+    shrunk = [word for word in tiny if word.partition("=")[0] not in replaced] + mine
     world.recipe = lambda *more: load(name, [*shrunk, *more]).recipe
     trainer = world.run(tmp_path / "run")
     assert trainer.state.step == 2

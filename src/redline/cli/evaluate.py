@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from redline.cli.options import DeviceOption, JsonOption, WeightsOption, one_of
+from redline.cli.options import DeviceOption, JsonOption, SetOption, WeightsOption, one_of
 from redline.cli.paths import RUNS
 from redline.errors import UsageError
 from redline.evaluate.answers import METRICS
@@ -53,8 +54,14 @@ def evaluate(
         int | None, typer.Option(min=1, help="With --answers: how many questions; all if not given.")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"With --answers: of an answer at most; {_TOKENS} if not given.")
+        int | None,
+        typer.Option(min=1, help=f"With --answers, --under: of an answer or text at most; {_TOKENS} if not given."),
     ] = None,
+    under: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Let it write, and say how likely that run finds the texts.")
+    ] = None,
+    texts: Annotated[int, typer.Option(min=1, help="With --under: how many.")] = 64,
+    settings: SetOption = None,
     base: BaseOption = None,
     weights: WeightsOption = None,
     device: DeviceOption = "auto",
@@ -67,8 +74,13 @@ def evaluate(
       redline eval latest@best --data ./held-out.txt --json
       redline eval latest --answers gsm8k --data ./test.jsonl --questions 100
       redline eval HuggingFaceTB/SmolLM2-135M-Instruct --answers gsm8k --data ./test.jsonl
+      redline eval my-diffusion --answers gsm8k --set sampler=ancestral --set sampler_steps=4
+      redline eval my-diffusion --under my-causal-run --texts 64
     """
-    if answers is None and (questions or tokens):
+    if under is not None and (answers or data):
+        option = "--answers" if answers else "--data"
+        raise UsageError(f"--under and {option} do not go together.", fix="Leave out one of them.")
+    if answers is None and under is None and (questions or tokens):
         option = "--questions" if questions else "--tokens"
         raise UsageError(f"{option} goes with --answers.", fix=f"Give --answers {', '.join(METRICS)}, or leave it out.")
     trained = open_model(
@@ -79,23 +91,40 @@ def evaluate(
         device=device,
         source=data,
         sequences=sequences or 1 << 40,
+        settings=settings or (),
     )
     exam = None if answers is None else _examine(trained, answers, questions, tokens or _TOKENS)
-    result: dict[str, Any] = exam.result() if exam else trained.objective.evaluate(trained.micro)
+    if under is not None:
+        result = _written(trained, under, texts, tokens or _TOKENS, device)
+    else:
+        result = exam.result() if exam else trained.objective.evaluate(trained.micro)
     if json_:
         import json
 
         about = {"run": trained.name, "step": trained.step, "weights": trained.weights}
-        marked = {"answers": answers, "wrong": [one.as_dict() for one in exam.wrong(_WRONG_SHOWN)]} if exam else {}
+        wrong = [one.as_dict() for one in exam.wrong(_WRONG_SHOWN)] if exam else []
+        marked = {"answers": answers, "rule": exam.rule, "wrong": wrong} if exam else {}
         typer.echo(json.dumps({**about, **result, **marked}))
         return
     typer.echo(trained.title)
     for name, value in result.items():
         typer.echo(
-            f"  {name:14s} {'unknown' if value is None else value if isinstance(value, int) else f'{value:.4f}'}"
+            f"  {name:19s} {'unknown' if value is None else value if isinstance(value, int) else f'{value:.4f}'}"
         )
     if exam is not None:
+        typer.echo(f"  {'rule':19s} {exam.rule}")
         _show_wrong(exam)
+
+
+def _written(trained: Trained, under: str, count: int, tokens: int, device: str) -> dict[str, Any]:
+    from redline.evaluate.generated import generative_perplexity
+
+    def score(file: Path) -> dict[str, float | None]:
+        other = open_model(under, weights=None, base=None, device=device, source=str(file), sequences=1 << 40)
+        return other.objective.evaluate(other.micro)
+
+    with _AnswerBar("texts") as bar:
+        return generative_perplexity(trained.objective, score, count=count, tokens=tokens, where=trained.name, told=bar)
 
 
 def _examine(trained: Trained, kind: str, count: int | None, tokens: int) -> Exam:
@@ -108,7 +137,14 @@ def _examine(trained: Trained, kind: str, count: int | None, tokens: int) -> Exa
 
 
 def open_model(
-    name: str, *, weights: str | None, base: str | None, answers: bool = False, writes_only: bool = False, **how: Any
+    name: str,
+    *,
+    weights: str | None,
+    base: str | None,
+    answers: bool = False,
+    writes_only: bool = False,
+    settings: Sequence[str] = (),
+    **how: Any,
 ) -> Trained:
     """A run; where there is none of that name, a model that lies in files or on a hub."""
     from redline.monitor.runs import resolve_run
@@ -121,6 +157,8 @@ def open_model(
             raise
         if weights is not None:
             raise UsageError("--weights picks from a run.", where=name, fix="Leave it out for a model.") from None
+        if settings:
+            raise UsageError("--set is for a run.", where=name, fix="Leave it out for a model.") from None
         from redline.evaluate.folder import open_folder
 
         return open_folder(name, base=base, **how)
@@ -128,7 +166,7 @@ def open_model(
         raise UsageError("--base is for an adapter; a run knows its base.", where=name, fix="Leave it out.")
     from redline.evaluate.trained import open_trained
 
-    return open_trained(path, selector, weights=weights, answers=answers, **how)
+    return open_trained(path, selector, weights=weights, answers=answers, settings=settings, **how)
 
 
 def _may_be_model(name: str) -> bool:
@@ -154,8 +192,8 @@ def _shortened(text: str) -> str:
 class _AnswerBar:
     """How many questions are answered: a bar on a terminal, and a last line anywhere."""
 
-    def __init__(self) -> None:
-        self._begun, self._done = time.monotonic(), 0
+    def __init__(self, what: str = "questions") -> None:
+        self.what, self._begun, self._done = what, time.monotonic(), 0
         self._bar: Any = None
         self._task: Any = None
 
@@ -172,7 +210,7 @@ class _AnswerBar:
 
             self._bar = Progress(console=Console(stderr=True), transient=True)
             self._bar.start()
-            self._task = self._bar.add_task("answering", total=total)
+            self._task = self._bar.add_task("writing", total=total)
         self._bar.update(self._task, completed=done)
 
     def __exit__(
@@ -182,4 +220,5 @@ class _AnswerBar:
             self._bar.stop()
         if error is None:
             took = format_seconds(time.monotonic() - self._begun)
-            typer.echo(f"answered {self._done:,} questions in {took}", err=True)
+            done = "answered" if self.what == "questions" else "wrote"
+            typer.echo(f"{done} {self._done:,} {self.what} in {took}", err=True)

@@ -39,4 +39,8 @@ WeightsOption = Annotated[
 DeviceOption = Annotated[
     str, typer.Option(callback=one_of("--device", "auto", "cuda", "cpu"), help="auto, cuda or cpu.")
 ]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="How a run that denoises writes: sampler, sampler_steps."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]

@@ -39,6 +39,7 @@ def plan(
     """
     from redline.data.facts import expected_facts
     from redline.errors import UserError
+    from redline.jobs import job
     from redline.recipe.checks import number
     from redline.recipe.forecast import forecast
     from redline.recipe.load import load
@@ -49,6 +50,7 @@ def plan(
     loaded = load(name or "quickstart", overrides)
     loaded = replace(loaded, recipe=_complete(loaded.recipe))
     facts = expected_facts(loaded.recipe.data, int(number(loaded.recipe.model.vocab) or 0))
+    facts = replace(facts, vocab_size=facts.vocab_size + job(loaded.recipe.objective).added_tokens(loaded.recipe))
     resolved = resolve(loaded.recipe, _machine(gpu, loaded.recipe), facts, gpus=gpus, nodes=nodes)
     measured = _probe(resolved, facts, gpu) if probe else None
     price = _price(price, loaded.recipe)

@@ -244,15 +244,16 @@ def _closing(path: Path, outcome: Outcome, recipe: Recipe) -> None:
             typer.echo(f"report  {write_report(path)}", err=True)
         except OSError as error:
             typer.echo(f"report  not written ({error}); later: redline report {path}", err=True)
-    prompt, score = '"import "', ""
-    if recipe.objective == "finetune":
-        prompt = shlex.quote(recipe.eval.prompt or "a question")
-        score = " --answers gsm8k" if "gsm8k" in str(recipe.data.source).lower() else " --answers match"
-    commands = [
-        f"redline sample {path} --prompt {prompt}",
-        f"redline eval {path}@best{score}",
-        f"redline export {path} --out {path.name}-model",
-    ]
+    from redline.objectives import objective_module
+
+    module, score = objective_module(recipe.objective), ""
+    if module.can_answer(recipe):
+        numbers = any(name in str(recipe.data.source).lower() for name in ("gsm8k", "problems:"))
+        score = " --answers gsm8k" if numbers else " --answers match"
+    prompt = recipe.eval.prompt or ("a question" if score else "import ")
+    commands = [f"redline sample {path} --prompt {shlex.quote(prompt)}", f"redline eval {path}@best{score}"]
+    if hasattr(module, "export"):
+        commands.append(f"redline export {path} --out {path.name}-model")
     for command in [f"redline train --resume {path}"] if outcome.exit_code else commands:
         typer.echo(f"next    {command}", err=True)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from redline.cli.evaluate import BaseOption, ModelArgument, open_model
-from redline.cli.options import DeviceOption, JsonOption, WeightsOption
+from redline.cli.options import DeviceOption, JsonOption, SetOption, WeightsOption
 
 
 def sample(
@@ -22,6 +22,7 @@ def sample(
     top_k: Annotated[int | None, typer.Option(min=1, help="Only the k most likely tokens.")] = None,
     top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Only the likeliest, up to this total.")] = 0.95,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    settings: SetOption = None,
     base: BaseOption = None,
     weights: WeightsOption = None,
     device: DeviceOption = "auto",
@@ -36,7 +37,7 @@ def sample(
     """
     from redline.errors import UsageError, UserError
 
-    trained = open_model(run, weights=weights, base=base, device=device, writes_only=True)
+    trained = open_model(run, weights=weights, base=base, device=device, writes_only=True, settings=settings or ())
     from redline.objectives.base import Sampling
 
     how = Sampling(count, tokens, seed, temperature, top_k, top_p)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from redline.data.origin import (
     prepared_folder,
     shared_tokenizer,
 )
+from redline.data.problems import is_problems, problem_count
 from redline.data.text import EMBEDDED_BYTES, text_files
 from redline.data.tokenizer import named_vocabulary, trained_size
 from redline.errors import UserError
@@ -70,6 +72,8 @@ def bytes_per_token(tokenizer: str, vocab_size: int) -> float:
 
 def _part(source: str, data: Data, vocab_size: int) -> DataFacts:
     path = Path(source).expanduser()
+    if is_problems(source):
+        return _problems(source, data, vocab_size)
     if source != EMBEDDED and not path.exists():
         return _estimate(data, vocab_size, 0.0, 0)
     if source != EMBEDDED and path.suffix == ".bin":
@@ -81,6 +85,17 @@ def _part(source: str, data: Data, vocab_size: int) -> DataFacts:
     if dataset_id(source) is None and (ready := _described(_cached(source, data))):
         return ready
     return _estimate(data, vocab_size, *_text_bytes(source, path))
+
+
+def _problems(source: str, data: Data, vocab_size: int) -> DataFacts:
+    """As many sequences as there are problems."""
+    count = problem_count(source)
+    held_out = round(count * data.val_fraction)
+    return replace(
+        _estimate(data, vocab_size, 0.0, 0),
+        train_tokens=(count - held_out) * data.seq_len,
+        val_tokens=held_out * data.seq_len,
+    )
 
 
 def _cached(source: str, data: Data) -> Path:

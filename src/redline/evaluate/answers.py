@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from redline.errors import UserError
-from redline.metrics.answers import exact_match, f1, gsm8k_answer, gsm8k_exact_match
+from redline.metrics.answers import RULE, exact_match, f1, final_answer, gsm8k_exact_match
 
 if TYPE_CHECKING:
     from redline.objectives.base import Answered, Asked, Objective
@@ -30,6 +31,7 @@ class Marked:
     answer: str
     ended: bool
     marks: dict[str, float]
+    looks: int = 0  # forwards, of a model that needs not one a token
 
     @property
     def right(self) -> bool:
@@ -44,19 +46,28 @@ class Exam:
     kind: str
     marked: list[Marked]
     loss: dict[str, float | None]  # and what goes with it, of the same rows
+    seconds: float  # that answering took
 
     def result(self) -> dict[str, Any]:
         """Loss, the marks' means, and counts: answers that are right, and those that came to no end."""
         count = len(self.marked)
         means = {name: sum(one.marks[name] for one in self.marked) / count for name in METRICS[self.kind]}
         right = sum(one.right for one in self.marked)
+        looks = sum(one.looks for one in self.marked) / count
         return {
             **self.loss,
             **means,
             "questions": count,
             "right": right,
             "cut": sum(not one.ended for one in self.marked),
+            "answers_per_s": count / self.seconds,
+            **({"forwards_per_answer": looks} if looks else {}),
         }
+
+    @property
+    def rule(self) -> str:
+        """How an answer is read."""
+        return RULE if self.kind == "gsm8k" else "its whole text, without case, articles and punctuation"
 
     def wrong(self, count: int) -> list[Marked]:
         return [one for one in self.marked if not one.right][:count]
@@ -78,15 +89,17 @@ def examine(
     if not asked:
         what = "no question is held out: there is nothing to answer."
         raise UserError(what, where=where, fix="Name rows with questions and answers: --data FILE.")
-    if kind == "gsm8k" and all(gsm8k_answer(one.reference) is None for one in asked):
+    if kind == "gsm8k" and all(final_answer(one.reference) is None for one in asked):
         what = f"none of {len(asked)} reference answers has a number, and gsm8k compares nothing else."
         raise UserError(what, where="--answers", fix="Use --answers match or f1.")
     loss = objective.evaluate(micro)
     told(0, len(asked))
+    begun = time.monotonic()
     answers = objective.answer(asked, tokens, lambda done: told(done, len(asked)))
-    return Exam(kind, [_marked(kind, one, answer) for one, answer in zip(asked, answers, strict=True)], loss)
+    seconds = max(1e-6, time.monotonic() - begun)
+    return Exam(kind, [_marked(kind, one, answer) for one, answer in zip(asked, answers, strict=True)], loss, seconds)
 
 
 def _marked(kind: str, asked: Asked, answer: Answered) -> Marked:
     marks = {name: score([answer.text], [asked.reference]) for name, score in METRICS[kind].items()}
-    return Marked(asked.question, asked.reference, answer.text, answer.ended, marks)
+    return Marked(asked.question, asked.reference, answer.text, answer.ended, marks, answer.looks)

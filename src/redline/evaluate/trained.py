@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from redline.errors import UsageError, UserError
 from redline.hardware.detect import detect
+from redline.jobs import job
 from redline.objectives import objective_module
 from redline.objectives.base import Objective
+from redline.recipe.load import parse_overrides
 from redline.recipe.lock import locked_recipe, read_lock
 from redline.recipe.resolve import DataFacts, resolve
+from redline.recipe.schema import Recipe
 from redline.train.weights import copy_weights, find_weights
 
 TOKENIZER = "tokenizer.json"
@@ -39,20 +43,22 @@ def open_trained(
     sequences: int | None = None,
     writes_only: bool = False,
     answers: bool = False,
+    settings: Sequence[str] = (),
     device: str = "auto",
     say: Callable[[str], None] = lambda _: None,
 ) -> Trained:
     """The weights of a checkpoint in a model as the run built it; `source` is other data to evaluate on.
 
     A model that `writes_only` needs the run's tokenizer and no data, so its run may have come from another machine.
-    With `answers` it must be one that can answer questions.
+    With `answers` it must be one that can answer questions. `settings` are KEY=VALUE of how it writes.
     """
     lock = read_lock(run)
     recipe = locked_recipe(run, lock).recipe
     module = objective_module(recipe.objective)
-    if answers and not module.create.can_answer:
+    if answers and not module.can_answer(recipe):
         what = f"is a {recipe.objective} run: it continues texts, and answers no questions."
         raise UsageError(what, where=str(run), fix="Leave out --answers for its loss; `redline sample` lets it write.")
+    recipe = _with_settings(recipe, settings)
     machine = detect(device)
     precision = _precision(recipe.train.precision, machine.device)
     recipe = recipe.model_copy(
@@ -82,6 +88,29 @@ def open_trained(
     objective.model.eval()
     title = f"{run} at step {chosen.step} ({chosen.kind} weights)"
     return Trained(str(run), title, objective, chosen.step, chosen.kind, resolved.batch.micro)
+
+
+def _with_settings(recipe: Recipe, settings: Sequence[str]) -> Recipe:
+    """What does not belong to the weights may be changed later."""
+    if not settings:
+        return recipe
+    own = getattr(recipe, recipe.objective)
+    allowed = [f"{recipe.objective}.{name}" for name in getattr(own, "afterwards", ())]
+    given = {key if "." in key else f"{recipe.objective}.{key}": v for key, v in parse_overrides(settings).items()}
+    if refused := [key for key in given if key not in allowed]:
+        what = f"{' and '.join(refused)} cannot be changed for a model that is trained."
+        fix = f"There are {', '.join(allowed)}." if allowed else f"With objective={recipe.objective} nothing can."
+        raise UsageError(what, where="--set", fix=fix)
+    changes = {key.partition(".")[2]: value for key, value in given.items()}
+    try:
+        changed = type(own).model_validate({**own.model_dump(), **changes})
+    except ValidationError as error:
+        said = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+        raise UsageError(f"{said}.", where="--set", fix="See docs/keys.md.") from None
+    recipe = recipe.model_copy(update={recipe.objective: changed})
+    for problem in job(recipe.objective).problems(recipe):
+        raise UsageError(problem.line(), where="--set")
+    return recipe
 
 
 def _precision(trained: str, device: str) -> str:

@@ -62,11 +62,16 @@ def model_contents(trained: Trained, how: How, say: Say) -> Contents:
         what = "this run trained a model of its own: it has no base, and nothing to merge."
         raise UsageError(what, where=str(trained.run), fix="Leave out --merged, --onto and --base.")
     recipe, data = trained.recipe, trained.lock["data"]
+    module = objective_module(recipe.objective)
+    if not hasattr(module, "export"):
+        what = f"transformers knows no model of objective={recipe.objective}."
+        fix = "Use `redline sample` and `redline eval`; a checkpoint's weights are safetensors."
+        raise UserError(what, where=str(trained.run), fix=fix)
     tokenizer = run_tokenizer(trained.run, data["tokenizer"], data["tokenizer_fingerprint"])
     if tokenizer is None:
         say(f"the files of the tokenizer {data['tokenizer']} are not here: the folder will have none")
     try:
-        form: PublicForm = objective_module(recipe.objective).export(
+        form: PublicForm = module.export(
             recipe,
             trained.weights.tensors(),
             eot=end_of_text(tokenizer, data["tokenizer"]),

@@ -7,11 +7,15 @@ from typing import Any
 
 from redline.fields import Section
 
-JOBS = ("causal_lm", "finetune")
+JOBS = ("causal_lm", "finetune", "block_diffusion", "hierarchical_diffusion")
 
 
 def job(name: str) -> Any:
-    """The module of a job: its recipe `Options`, its `defaults(…)` of other keys, its `problems(…)`, its `Costs`."""
+    """The module of a job: its recipe `Options`, its `defaults(…)` of other keys, its `problems(…)`, its
+    `added_tokens(…)`, its `Costs`.
+
+    A job that denoises has the `layout(…)` of a recipe's sequences besides.
+    """
     return import_module(f"redline.jobs.{name}")
 
 

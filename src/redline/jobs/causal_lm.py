@@ -24,6 +24,11 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def added_tokens(recipe: Any) -> int:
+    """Ids that the job needs besides the tokenizer's."""
+    return 0
+
+
 def problems(recipe: Any) -> list[Problem]:
     """What this job does not read."""
     fields, what = type(recipe.model).model_fields, f"does nothing with objective={recipe.objective}."
@@ -33,6 +38,8 @@ def problems(recipe: Any) -> list[Problem]:
 
 class Costs:
     """Of a recipe, from the shape of its decoder."""
+
+    assumed = ""  # what the expected speed takes from another kind of work
 
     def __init__(self, recipe: Any) -> None:
         self.recipe = recipe

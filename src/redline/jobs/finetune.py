@@ -37,6 +37,10 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def added_tokens(recipe: Any) -> int:
+    return 0
+
+
 def problems(recipe: Any) -> list[Problem]:
     """What it cannot do without, and what does not go together."""
     model, method, found = recipe.model, recipe.finetune.method, []

@@ -1,7 +1,8 @@
 """Attention: one entry point, several back-ends, chosen once and said why.
 
 Tensors are [B, H, T, K]. `Attention.bind` turns a batch's documents into what the back-end wants (a dense mask,
-borders, a block mask) once per batch; every layer then calls `attention(q, k, v, bound)`.
+borders, a block mask) once per batch; every layer then calls `attention(q, k, v, bound)`. Block diffusion's mask is the
+same for all batches, and made once.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from redline.errors import UserError
 from redline.hardware.measured import ATTENTION, gpu_key, keep, recall
 from redline.hardware.nvml import driver_version
-from redline.kernels.masks import MaskSpec
+from redline.kernels.masks import MaskSpec, sees_block
 
-BACKENDS = ("cudnn", "flash", "efficient", "flex", "dense")
+BACKENDS = ("cudnn", "flash", "efficient", "flex", "split", "dense")
 _SDPA = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -36,7 +37,7 @@ _FLEX: dict[str, Any] = {}  # the compiled function, once it was needed
 class Bound:
     """A mask made ready for one batch."""
 
-    dense: Tensor | None = None  # [B, 1, T, T], True where seen
+    dense: Tensor | None = None  # [B or 1, 1, T, keys], True where seen
     borders: Tensor | None = None  # cumulative document lengths over the flattened batch
     longest: int = 0
     blocks: Any = None  # flex BlockMask
@@ -48,8 +49,14 @@ class Attention:
     def __init__(self, backend: str, spec: MaskSpec, device: str = "cpu") -> None:
         self.backend, self.spec, self.device = backend, spec, device
         self.varlen = backend == "flash" and spec.documents and device == "cuda"
+        self.own_blocks = spec.own_blocks
+        self._static: Bound | None = None
 
     def bind(self, length: int, documents_BT: Tensor | None = None, borders: Tensor | None = None) -> Bound:
+        if self.spec.blocks:
+            assert length == self.spec.read, "a row is both copies"
+            self._static = self._static or self._bind_blocks()
+            return self._static
         if self.backend == "flex":
             return Bound(blocks=_block_mask(self.spec, length, documents_BT, self.device))
         if not self.spec.documents:
@@ -59,11 +66,20 @@ class Attention:
             return Bound(borders=borders if borders is not None else _borders(documents_BT), longest=length)
         return Bound(dense=self.spec.dense(length, documents_BT))
 
+    def _bind_blocks(self) -> Bound:
+        keys_from = len(self.spec.noisy) if self.backend == "split" else 0
+        if self.backend == "flex" or (self.backend == "split" and self.device == "cuda"):
+            return Bound(blocks=_block_mask(self.spec, self.spec.read, None, self.device, keys_from))
+        mask = self.spec.dense(self.spec.read, device=torch.device(self.device))
+        return Bound(dense=mask[..., keys_from:].contiguous())
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> Tensor:
         if self.backend == "dense":
             return _dense(q, k, v, self.spec, bound.dense)
         if self.backend == "flex":
             return _flex(q, k, v, bound.blocks)
+        if self.backend == "split":
+            return _split(q, k, v, self.own_blocks, bound)
         if self.varlen:
             return _varlen(q, k, v, bound)
         k, v = _repeat_kv(q, k, v)
@@ -73,10 +89,10 @@ class Attention:
             )
 
 
-def attend_cached(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """New queries at positions start… against all keys so far (sampling)."""
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, start: int, whole: bool = False) -> Tensor:
+    """New queries at positions start… against the keys up to their own (sampling), or against the whole of them."""
     k, v = _repeat_kv(q, k, v)
-    if q.shape[2] == 1:
+    if whole or q.shape[2] == 1:
         return F.scaled_dot_product_attention(q, k, v)
     rows = torch.arange(start, start + q.shape[2], device=q.device)
     seen = rows[:, None] >= torch.arange(k.shape[2], device=q.device)[None, :]
@@ -118,26 +134,100 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> Tensor:
     return out.view(B, T, H, K).transpose(1, 2)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
+def _flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any, **options: Any) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     run: Any = flex_attention
     if q.is_cuda and not torch.compiler.is_compiling():
         run = _FLEX.setdefault("flex", torch.compile(flex_attention, dynamic=False))  # uncompiled, it makes all scores
-    out = run(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
-    assert isinstance(out, Tensor)
-    return out
+    return run(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1], **options)
 
 
-def _block_mask(spec: MaskSpec, length: int, documents_BT: Tensor | None, device: str) -> Any:
+def _block_mask(spec: MaskSpec, length: int, documents_BT: Tensor | None, device: str, keys_from: int = 0) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
+    tables = spec.tables(device) if spec.blocks else None  # made here: what follows is compiled
+
     def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if tables is not None:
+            return sees_block(*tables, query, key + keys_from)
         same = documents_BT[batch, query] == documents_BT[batch, key] if documents_BT is not None else None
         return spec.allows(query, key, same)
 
     batch = documents_BT.shape[0] if spec.documents and documents_BT is not None else None
-    return create_block_mask(allowed, batch, None, length, length, device=device)
+    return create_block_mask(allowed, batch, None, length, length - keys_from, device=device)
+
+
+def _split(q: Tensor, k: Tensor, v: Tensor, own_blocks: list[tuple[int, int]], bound: Bound) -> Tensor:
+    """Block diffusion in two parts: every query among the clean keys, and a noisy one in its own block.
+
+    Noisy positions see no noisy ones but those of their block, so their scores are few and need no mask.
+    """
+    start = sum(count * size for count, size in own_blocks)
+    found, lse = _among_clean(q, k[:, :, start:], v[:, :, start:], bound)
+    k, v = _repeat_kv(q, k, v)
+    joined, start = [], 0
+    for count, size in own_blocks:
+        end = start + count * size
+        each = (x[:, :, start:end].unflatten(2, (count, size)) for x in (q, k, v, found, lse))
+        out: Tensor = _OwnBlock.apply(*each)
+        joined.append(out.flatten(2, 3))
+        start = end
+    return torch.cat((*joined, found[:, :, start:].to(q.dtype)), 2)
+
+
+def _among_clean(q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> tuple[Tensor, Tensor]:
+    """What each query finds there, and the log-sum-exp of its scores; where it sees none, 0 and −inf or nearly."""
+    if bound.blocks is not None:
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        out, more = _flex(q, k, v, bound.blocks, return_aux=AuxRequest(lse=True))
+        return out, more.lse
+    assert bound.dense is not None
+    k, v = _repeat_kv(q, k, v)
+    scores = _scores(q, k).masked_fill(~bound.dense, float("-inf"))
+    highest = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)  # −inf − −inf: a NaN
+    terms = (scores - highest).exp()
+    total = terms.sum(-1, keepdim=True).clamp_min(1.0)  # the highest is 1; less is none
+    return terms @ v.float() / total, (highest + total.log())[..., 0]
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    return q.float() @ k.float().mT / math.sqrt(q.shape[-1])
+
+
+class _OwnBlock(torch.autograd.Function):
+    """Attention within blocks [B, H, N/S, S, K], joined with what the same queries found elsewhere.
+
+    Two softmaxes over different keys are one softmax, weighted by their shares of the whole sum. All in float32; the
+    scores are made again on the way back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Tensor, found_lse: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v, found, found_lse)
+        _, own, share = _OwnBlock.parts(q, k, v, found_lse)
+        return torch.lerp(own, found.float(), share).to(q.dtype)
+
+    @staticmethod
+    def parts(q: Tensor, k: Tensor, v: Tensor, found_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The block's weights, what they give, and the share of what was found elsewhere."""
+        scores = _scores(q, k)
+        weights = scores.softmax(-1)
+        share = (found_lse - scores.logsumexp(-1)).sigmoid()
+        return weights, weights @ v.float(), share[..., None]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, found, found_lse = ctx.saved_tensors
+        weights, own, share = _OwnBlock.parts(q, k, v, found_lse)
+        g = grad.float()
+        g_own = g * (1.0 - share)
+        g_lse = ((g_own * (found.float() - own)).sum(-1, keepdim=True)) * share  # of the others; the block's is −g_lse
+        g_weights = g_own @ v.float().mT
+        g_scores = weights * (g_weights - (g_own * own).sum(-1, keepdim=True) - g_lse) / math.sqrt(q.shape[-1])
+        g_q, g_k, g_v = g_scores @ k.float(), g_scores.mT @ q.float(), weights.mT @ g_own
+        return g_q.to(q.dtype), g_k.to(k.dtype), g_v.to(v.dtype), (g * share).to(found.dtype), g_lse[..., 0]
 
 
 @dataclass(frozen=True)
@@ -148,9 +238,11 @@ class Selection:
 
 def candidates(spec: MaskSpec, device: str, dtype: torch.dtype, head_dim: int) -> dict[str, str]:
     """Every back-end: empty where it can run, else why it cannot."""
+    unsplit = "" if spec.noisy and spec.clean else "needs a noisy and a clean copy"
     if device == "cpu":
-        no_gpu = "needs a GPU"
-        return {"cudnn": no_gpu, "flash": "", "efficient": no_gpu, "flex": "has no backward on a CPU", "dense": ""}
+        gpu = "needs a GPU"
+        flex = "has no backward on a CPU"
+        return {"cudnn": gpu, "flash": "", "efficient": gpu, "flex": flex, "split": unsplit, "dense": ""}
     half = dtype in (torch.bfloat16, torch.float16)
     wants_half = "" if half else "needs bf16 or fp16"
     size = "" if head_dim % 8 == 0 and head_dim <= 256 else "needs head_dim a multiple of 8, at most 256"
@@ -158,9 +250,10 @@ def candidates(spec: MaskSpec, device: str, dtype: torch.dtype, head_dim: int) -
     cudnn = "" if torch.backends.cudnn.is_available() and head_dim <= 128 else "needs cuDNN and head_dim at most 128"
     return {
         "cudnn": wants_half or size or cudnn,
-        "flash": wants_half or size,
+        "flash": wants_half or size or ("takes no mask of blocks" if spec.blocks else ""),
         "efficient": "",
         "flex": power,
+        "split": unsplit or power,  # the larger part by flex
         "dense": "",
     }
 
@@ -175,14 +268,15 @@ def select(asked: str, spec: MaskSpec, *, device: str, dtype: torch.dtype, shape
         return Selection(asked, "as asked")
     if device == "cpu":
         return Selection("flash", "torch's fused CPU kernel")
-    able_here = [name for name in ("cudnn", "flash", "efficient", "flex") if not able[name]]
+    able_here = [name for name in BACKENDS if name != "dense" and not able[name]]
     ranking = _recall_ranking(able_here, spec, dtype, shape) or _measure_ranking(able_here, spec, dtype, shape)
     failed = {**{name: why for name, why in able.items() if why}, **ranking.failed}
     if not ranking.ms:
         return Selection("dense", "; ".join(f"{n}: {w}" for n, w in failed.items()))
     best = min(ranking.ms, key=ranking.ms.__getitem__)
     measured = ", ".join(f"{n} {t:.2f}" for n, t in sorted(ranking.ms.items(), key=lambda item: item[1]))
-    lost = "".join(f"; {n}: {w}" for n, w in failed.items() if n != "dense")
+    unasked = ("dense",) if spec.blocks else ("dense", "split")
+    lost = "".join(f"; {n}: {w}" for n, w in failed.items() if n not in unasked)
     when = f", as measured on {ranking.date}" if ranking.date else ""
     return Selection(best, f"forward+backward ms at {'×'.join(map(str, shape))}{when}: {measured}{lost}")
 

@@ -22,31 +22,64 @@ _FP16_SCALE = 1024.0  # logit gradients are at most 1; lifted out of fp16's subn
 
 
 def linear_cross_entropy(
-    x_ND: Tensor, weight_VD: Tensor, target_N: Tensor, *, softcap: float | None = None, fused: bool = False
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    target_N: Tensor,
+    *,
+    softcap: float | None = None,
+    fused: bool = False,
+    weight_N: Tensor | None = None,
+    classes: int | None = None,
 ) -> Tensor:
-    """Σ −log softmax(x·Wᵀ)[target] over targets that are not IGNORE, as a float32 scalar."""
+    """Σ −weight·log softmax(x·Wᵀ)[target] over targets that are not IGNORE, as a float32 scalar.
+
+    Each row may have a weight of its own, and the softmax may be over the first `classes` columns alone.
+    """
     chunk = head_chunk(weight_VD.shape[0], x_ND.shape[0])
-    loss: Tensor = _LinearCrossEntropy.apply(x_ND, weight_VD, target_N, softcap, chunk, fused)
+    loss: Tensor = _LinearCrossEntropy.apply(x_ND, weight_VD, target_N, softcap, chunk, fused, weight_N, classes)
     return loss
 
 
-def reference(x_ND: Tensor, weight_VD: Tensor, target_N: Tensor, *, softcap: float | None = None) -> Tensor:
+def reference(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    target_N: Tensor,
+    *,
+    softcap: float | None = None,
+    weight_N: Tensor | None = None,
+    classes: int | None = None,
+) -> Tensor:
     """The same in plain torch, all at once."""
-    logits = (x_ND @ weight_VD.to(x_ND.dtype).T).float()
+    logits = (x_ND @ weight_VD[:classes].to(x_ND.dtype).T).float()
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    return torch.nn.functional.cross_entropy(logits, target_N, ignore_index=IGNORE, reduction="sum")
+    if weight_N is None:
+        return torch.nn.functional.cross_entropy(logits, target_N, ignore_index=IGNORE, reduction="sum")
+    losses = torch.nn.functional.cross_entropy(logits, target_N, ignore_index=IGNORE, reduction="none")
+    return (losses * weight_N).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, weight_VD: Tensor, target_N: Tensor, softcap: float | None, chunk: int, fused: bool
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        target_N: Tensor,
+        softcap: float | None,
+        chunk: int,
+        fused: bool,
+        weight_N: Tensor | None,
+        classes: int | None,
     ) -> Tensor:
         weight = weight_VD.to(x_ND.dtype)
         logits = torch.empty(min(chunk, len(x_ND)), len(weight), device=x_ND.device, dtype=x_ND.dtype)
         training, weight_too = any(ctx.needs_input_grad), ctx.needs_input_grad[1]
         scale = _FP16_SCALE if x_ND.dtype == torch.float16 else 1.0
+        largest = None
+        if weight_N is not None and x_ND.dtype == torch.float16:
+            largest = torch.cat((weight_N, weight_N.new_ones(1))).amax()  # what is scaled stays at most 1
+            weight_N = weight_N / largest
         grad_x = torch.empty_like(x_ND) if training else None
         grad_weight = torch.zeros(weight.shape, device=weight.device, dtype=torch.float32) if weight_too else None
         losses = torch.empty(len(x_ND), device=x_ND.device, dtype=torch.float32)
@@ -54,7 +87,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x, target = x_ND[start : start + chunk], target_N[start : start + chunk]
             z = torch.mm(x, weight.T, out=logits[: len(x)])
             losses[start : start + chunk], gradient = softmax_loss(
-                z, target, softcap=softcap, scale=scale, with_gradient=training, fused=fused
+                z,
+                target,
+                softcap=softcap,
+                scale=scale,
+                with_gradient=training,
+                fused=fused,
+                weight_N=None if weight_N is None else weight_N[start : start + chunk],
+                classes=classes,
             )
             if grad_x is not None and gradient is not None:
                 torch.mm(gradient, weight, out=grad_x[start : start + chunk])
@@ -62,15 +102,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _add_weight_gradient(grad_weight, gradient, x, by_matmul=fused)
         if training:
             ctx.save_for_backward(grad_x, grad_weight)
-            ctx.scale, ctx.weight_dtype = scale, weight_VD.dtype
-        return losses.sum()
+            ctx.scale = scale if largest is None else scale / largest
+            ctx.weight_dtype = weight_VD.dtype
+        return losses.sum() if largest is None else losses.sum() * largest
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> Any:
         grad_x, grad_weight = ctx.saved_tensors
         factor = grad_loss / ctx.scale
         of_weight = None if grad_weight is None else scaled(grad_weight, factor, ctx.weight_dtype)
-        return scaled(grad_x, factor, grad_x.dtype), of_weight, None, None, None, None
+        return scaled(grad_x, factor, grad_x.dtype), of_weight, *(None,) * 6
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100
@@ -21,20 +22,41 @@ def softmax_loss(
     scale: float = 1.0,
     with_gradient: bool = True,
     fused: bool = False,
+    weight_N: Tensor | None = None,
+    classes: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Float32 losses [N], and (softmax − onehot)·scale in the logits' dtype.
 
     The logits are given away: their storage may be the gradient's. Rows whose target is IGNORE lose nothing and have
-    gradient zero, whatever they hold; arithmetic is in float32.
+    gradient zero, whatever they hold; arithmetic is in float32. A row's loss and gradient are multiplied by its
+    `weight` (float32). Columns from `classes` on are no classes: whatever they hold, NaN too, they have no share and
+    gradient zero.
     """
+    assert weight_N is None or (weight_N.dtype == torch.float32 and weight_N.is_contiguous()), "one float32 a row"
     if fused and logits_NV.is_cuda and _has_triton(logits_NV.device):
         from redline.kernels.softmax_loss_triton import softmax_loss as in_triton
 
-        return in_triton(logits_NV, target_N, softcap=softcap, scale=scale, with_gradient=with_gradient)
+        return in_triton(
+            logits_NV,
+            target_N,
+            softcap=softcap,
+            scale=scale,
+            with_gradient=with_gradient,
+            weight_N=weight_N,
+            classes=classes,
+        )
     if with_gradient and "functional" in _COMPILED:
-        losses, gradient = _COMPILED["functional"](logits_NV, target_N, softcap, scale)
+        losses, gradient = _COMPILED["functional"](logits_NV, target_N, softcap, scale, weight_N, classes)
         return losses, gradient
-    return reference(logits_NV, target_N, softcap=softcap, scale=scale, with_gradient=with_gradient)
+    return reference(
+        logits_NV,
+        target_N,
+        softcap=softcap,
+        scale=scale,
+        with_gradient=with_gradient,
+        weight_N=weight_N,
+        classes=classes,
+    )
 
 
 _COMPILED: dict[str, Callable[..., Any]] = {}
@@ -45,9 +67,16 @@ def compile_loss() -> None:
     _COMPILED["functional"] = torch.compile(_functional, dynamic=False)
 
 
-def _functional(logits: Tensor, target: Tensor, softcap: float | None, scale: float) -> tuple[Tensor, Tensor]:
+def _functional(
+    logits: Tensor,
+    target: Tensor,
+    softcap: float | None,
+    scale: float,
+    weight: Tensor | None = None,
+    classes: int | None = None,
+) -> tuple[Tensor, Tensor]:
     """The same without writing in place: what the compiler fuses best."""
-    z = logits.float()
+    z = logits[:, :classes].float()
     if softcap:
         z = softcap * torch.tanh(z / softcap)
     valid = target != IGNORE
@@ -58,8 +87,13 @@ def _functional(logits: Tensor, target: Tensor, softcap: float | None, scale: fl
     if softcap:
         gradient = gradient * (1.0 - (z / softcap).square())
     # a NaN row must stay a NaN row: select, do not multiply
-    gradient = torch.where(valid[:, None], gradient, 0.0) * scale
-    return torch.where(valid, lse - picked, 0.0), gradient.to(logits.dtype)
+    losses, gradient = lse - picked, gradient * scale
+    if weight is not None:
+        losses, gradient = losses * weight, gradient * weight[:, None]
+    gradient = torch.where(valid[:, None], gradient, 0.0).to(logits.dtype)
+    if classes is not None:
+        gradient = F.pad(gradient, (0, logits.shape[1] - z.shape[1]))
+    return torch.where(valid, losses, 0.0), gradient
 
 
 @cache
@@ -75,9 +109,11 @@ def reference(
     softcap: float | None = None,
     scale: float = 1.0,
     with_gradient: bool = True,
+    weight_N: Tensor | None = None,
+    classes: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The same in plain torch, in place where it can be: every avoided pass over the logits counts."""
-    z = logits_NV.float()
+    z = logits_NV[:, :classes].float()
     slope = None
     if softcap:
         z = (z / softcap).tanh_()
@@ -87,6 +123,9 @@ def reference(
     index = target_N.masked_fill(ignored, 0)[:, None]
     z = torch.log_softmax(z, 1)
     losses = -z.gather(1, index)[:, 0].masked_fill(ignored, 0.0)
+    if weight_N is not None:
+        weight_N = weight_N.masked_fill(ignored, 0.0)
+        losses *= weight_N
     if not with_gradient:
         return losses, None
     gradient = z.exp_().scatter_add_(1, index, torch.full_like(index, -1.0, dtype=z.dtype))
@@ -95,4 +134,10 @@ def reference(
     gradient[ignored] = 0.0  # a NaN row that counts must stay one: select, do not multiply
     if scale != 1.0:
         gradient *= scale
-    return losses, gradient.to(logits_NV.dtype)
+    if weight_N is not None:
+        gradient *= weight_N[:, None]
+    if gradient.shape == logits_NV.shape:
+        return losses, gradient.to(logits_NV.dtype)
+    logits_NV[:, :classes] = gradient
+    logits_NV[:, classes:] = 0.0
+    return losses, logits_NV

@@ -2,6 +2,7 @@
 
 A program has a row. Its first sweep finds the row's maximum and sum, the second writes the gradient; between them the
 row (100 KB at GPT-2's vocabulary) stays in L2, as long as few programs share a multiprocessor: hence many warps each.
+Columns that are no classes are read with the others, and dropped: a row then still moves 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ def softmax_loss(
     softcap: float | None = None,
     scale: float = 1.0,
     with_gradient: bool = True,
+    weight_N: Tensor | None = None,
+    classes: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As redline.kernels.softmax_loss.softmax_loss; the gradient is the logits' own tensor, overwritten."""
     rows, vocab = logits_NV.shape
@@ -35,13 +38,17 @@ def softmax_loss(
             logits_NV,
             target_N,
             losses,
+            losses if weight_N is None else weight_N,
             logits_NV.stride(0),
             target_N.stride(0),
             vocab,
+            vocab if classes is None else classes,
             float(softcap or 1.0),
             float(scale),
             IGNORED=IGNORE,
             CAPPED=bool(softcap),
+            WEIGHTED=weight_N is not None,
+            LIMITED=classes is not None and classes < vocab,
             GRADIENT=with_gradient,
             BLOCK=block,
             num_warps=max(1, min(16, block // 512)),
@@ -63,11 +70,15 @@ def capped(z, softcap):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def row_lse(  # type: ignore[no-untyped-def]
-    logits, target, vocab, softcap, CAPPED: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr
-):
-    """The log of a row's sum of exponentials, and its target's logit."""
-    # a target outside the vocabulary makes a NaN, and never a read elsewhere
-    inside = (target >= 0) & (target < vocab)
+    logits, target, vocab, softcap, CAPPED: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr,
+    classes=0, LIMITED: tl.constexpr = False,
+):  # fmt: skip
+    """The log of a row's sum of exponentials, and its target's logit; LIMITED, of its first `classes` columns."""
+    end = vocab
+    if LIMITED:
+        end = classes
+    # a target that is no class makes a NaN, and never a read elsewhere
+    inside = (target >= 0) & (target < end)
     picked = tl.load(logits + target, mask=inside, other=float("nan")).to(tl.float32)
     if CAPPED:
         picked = softcap * _tanh(picked / softcap)
@@ -79,7 +90,9 @@ def row_lse(  # type: ignore[no-untyped-def]
         z = ahead.to(tl.float32)
         ahead = _row_part(logits, start + BLOCK + lanes, vocab, EVICTION)  # on its way while this part is summed
         if CAPPED:
-            z = tl.where(start + lanes < vocab, softcap * _tanh(z / softcap), float("-inf"))
+            z = softcap * _tanh(z / softcap)
+        if CAPPED or LIMITED:
+            z = tl.where(start + lanes < end, z, float("-inf"))
         highest = tl.maximum(largest, tl.max(z, 0))
         base = tl.where(highest == float("-inf"), 0.0, highest)  # −inf − −inf would be a NaN
         sums = sums * tl.exp2((largest - base) * LOG2E) + tl.exp2(z * LOG2E - base * LOG2E)
@@ -98,13 +111,17 @@ def _softmax_loss_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     target_ptr,
     loss_ptr,
+    weight_ptr,
     row_stride,
     target_stride,
     vocab,
+    classes,
     softcap,
     scale,
     IGNORED: tl.constexpr,
     CAPPED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    LIMITED: tl.constexpr,
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -121,8 +138,13 @@ def _softmax_loss_kernel(  # type: ignore[no-untyped-def]
                 zeros = tl.zeros([BLOCK], logits_ptr.dtype.element_ty)
                 tl.store(logits + columns, zeros, mask=columns < vocab)
     else:
-        lse, picked = row_lse(logits, target, vocab, softcap, CAPPED, BLOCK, "evict_last")
-        tl.store(loss_ptr + row, lse - picked)
+        lse, picked = row_lse(logits, target, vocab, softcap, CAPPED, BLOCK, "evict_last", classes, LIMITED)
+        loss = lse - picked
+        if WEIGHTED:
+            weight = tl.load(weight_ptr + row)
+            loss *= weight
+            scale *= weight
+        tl.store(loss_ptr + row, loss)
 
         if GRADIENT:
             ahead = _row_part(logits, lanes, vocab, "evict_first")
@@ -136,4 +158,6 @@ def _softmax_loss_kernel(  # type: ignore[no-untyped-def]
                     z, slope = capped(z, softcap)
                 gradient = tl.exp2(z * LOG2E - lse * LOG2E)
                 gradient = tl.where(columns == target, gradient - 1.0, gradient) * slope * scale
+                if LIMITED:
+                    gradient = tl.where(columns < classes, gradient, 0.0)
                 tl.store(logits + columns, gradient.to(logits_ptr.dtype.element_ty), mask=valid)

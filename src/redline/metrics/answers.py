@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
+RULE = "the number behind the last <|answer|>, else behind the last ####, else the last number"
 _MARK = "####"
+_ANSWER, _SPECIAL = "<|answer|>", "<|"
 # A sign counts when nothing stands before it that it could be subtracted from; commas count between thousands.
 _NUMBER = re.compile(
     r"(?:(?<![\w)%])(?P<sign>[-+−]))?"
@@ -40,12 +42,24 @@ def _canonical(number: re.Match[str]) -> str:
     return minus + (written.rstrip("0").rstrip(".") if "." in written else written)
 
 
+def final_answer(text: str) -> str | None:
+    """The answer by RULE. As with `####`, a mark without a number behind it is no answer.
+
+    What is behind the mark ends at the next special token: padding, or whatever else a model wrote there.
+    """
+    _, mark, behind = text.rpartition(_ANSWER)
+    if not mark:
+        return gsm8k_answer(text)
+    found = _NUMBER.search(behind.partition(_SPECIAL)[0])
+    return _canonical(found) if found else None
+
+
 def gsm8k_exact_match(predictions: Sequence[str], references: Sequence[str]) -> float:
     """The share of predictions whose number is the reference's."""
 
     def same(prediction: str, reference: str) -> float:
-        answer = gsm8k_answer(prediction)
-        return float(answer is not None and answer == gsm8k_answer(reference))
+        answer = final_answer(prediction)
+        return float(answer is not None and answer == final_answer(reference))
 
     return _mean(predictions, references, same)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -75,8 +75,15 @@ def rotary_table(
     scaling: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin [T, K/2] in float32 (RoFormer, arXiv 2104.09864)."""
-    frequency = inverse_frequencies(head_dim, theta, scaling, device)
-    angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequency[None, :]
+    return rotary_at(torch.arange(length, device=device), head_dim, theta, scaling)
+
+
+def rotary_at(
+    positions_T: Tensor, head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rows of that table for positions in any order."""
+    frequency = inverse_frequencies(head_dim, theta, scaling, positions_T.device)
+    angle = positions_T.float()[:, None] * frequency[None, :]
     return angle.cos(), angle.sin()
 
 
@@ -93,10 +100,21 @@ class KVCache:
     keys: Tensor | None = None
     values: Tensor | None = None
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self.keys = k if self.keys is None else torch.cat((self.keys, k), 2)
-        self.values = v if self.values is None else torch.cat((self.values, v), 2)
-        return self.keys, self.values
+    def extend(self, k: Tensor, v: Tensor, keep: bool = True) -> tuple[Tensor, Tensor]:
+        """All so far and these; without `keep` they are forgotten again."""
+        keys = k if self.keys is None else torch.cat((self.keys, k), 2)
+        values = v if self.values is None else torch.cat((self.values, v), 2)
+        if keep:
+            self.keys, self.values = keys, values
+        return keys, values
+
+
+class New(NamedTuple):
+    """How tokens that come after those in a cache are read."""
+
+    start: int  # position of the first
+    whole: bool = False  # each sees all of them, and not only those before it
+    keep: bool = True  # for the tokens after them
 
 
 class SelfAttention(nn.Module):
@@ -118,7 +136,7 @@ class SelfAttention(nn.Module):
         mask: Bound,
         values_BTV: Tensor | None = None,
         cache: KVCache | None = None,
-        start: int = 0,
+        new: New = New(0),
     ) -> Tensor:
         """With what is to be added to the values of its tokens."""
         B, T, _ = x_BTD.shape
@@ -132,7 +150,7 @@ class SelfAttention(nn.Module):
         if cache is None:
             y = self.attention(q, k, v, mask)
         else:
-            y = attend_cached(q, *cache.extend(k, v), start)
+            y = attend_cached(q, *cache.extend(k, v, new.keep), new.start, new.whole)
         out: Tensor = self.out(y.transpose(1, 2).reshape(B, T, self.heads * self.head_dim))
         return out
 
@@ -186,9 +204,9 @@ class Block(nn.Module):
         x = x + self._drop(self.attention(self.attention_norm(x), cos, sin, mask, values))
         return x + self._drop(self.mlp(self.mlp_norm(x)))
 
-    def extend(self, x: Tensor, cos: Tensor, sin: Tensor, values: Tensor | None, cache: KVCache, start: int) -> Tensor:
+    def extend(self, x: Tensor, cos: Tensor, sin: Tensor, values: Tensor | None, cache: KVCache, new: New) -> Tensor:
         """The same for new tokens after those in the cache."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, Bound(), values, cache, start)
+        x = x + self.attention(self.attention_norm(x), cos, sin, Bound(), values, cache, new)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from redline.kernels.attention import Attention, Bound
 from redline.kernels.torchao_linear import float8_linear
 from redline.models.float8 import Scales
 from redline.models.fused import Skip, run_blocks
-from redline.models.layers import Block, KVCache, Linear, RMSNorm, rotary_table
+from redline.models.layers import Block, KVCache, Linear, New, RMSNorm, rotary_at, rotary_table
 from redline.plan.shapes import DecoderShape
 
 _INIT_STD = 0.02  # of matrices
@@ -50,6 +51,8 @@ class Decoder(nn.Module):
         self.skip_weights = nn.Parameter(torch.empty(shape.skip_count)) if shape.skip_count else None
         self.scales: Scales | None = None  # of what trains in fp8
         self._rotary: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        # by the tensor itself, and for as long as it lives: a recorded step reads what was made for it
+        self._placed: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakIdKeyDictionary()
 
     @property
     def head_weight(self) -> Tensor:
@@ -95,12 +98,30 @@ class Decoder(nn.Module):
         for block in self.blocks:
             block.compile(dynamic=False)
 
-    def forward(self, tokens_BT: Tensor, mask: Bound, cache: list[KVCache] | None = None, start: int = 0) -> Tensor:
-        """Hidden states [B, T, D] after the final norm."""
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        mask: Bound,
+        cache: list[KVCache] | None = None,
+        start: int = 0,
+        *,
+        positions_T: Tensor | None = None,
+        whole: bool = False,
+        keep: bool = True,
+    ) -> Tensor:
+        """Hidden states [B, T, D] after the final norm.
+
+        The tokens are at positions start…, or at those given: a tensor that stays as it is. After those in a cache
+        each sees the tokens before it, or the `whole` of them; without `keep` the cache stays as it was.
+        """
+        assert cache is not None or (keep and not whole), "without a cache the mask says who sees whom"
         x = F.embedding(tokens_BT, self.embedding.weight).to(self.dtype)
         if self.dropout:
             x = F.dropout(x, self.dropout, self.training)
-        cos, sin = self._rotary_slice(start, tokens_BT.shape[1], tokens_BT.device)
+        if positions_T is None:
+            cos, sin = self._rotary_slice(start, tokens_BT.shape[1], tokens_BT.device)
+        else:
+            cos, sin = self._rotary_of(positions_T)
         blocks = [block for block in self.blocks if isinstance(block, Block)]
         values, skips = self._values(tokens_BT), self._skips()
         if self.kernels == "fused" and cache is None:
@@ -114,7 +135,7 @@ class Decoder(nn.Module):
             if cache is None:
                 x = block(x, cos, sin, mask, values[i])
             else:
-                x = block.extend(x, cos, sin, values[i], cache[i], start)
+                x = block.extend(x, cos, sin, values[i], cache[i], New(start, whole, keep))
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -147,3 +168,9 @@ class Decoder(nn.Module):
             self._rotary[size, device] = rotary_table(size, head_dim, self.rope_theta, device, self.rope_scaling)
         cos, sin = self._rotary[size, device]
         return cos[start : start + length], sin[start : start + length]
+
+    def _rotary_of(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        if positions_T not in self._placed:
+            found = rotary_at(positions_T, self.shape.head_dim, self.rope_theta, self.rope_scaling)
+            self._placed[positions_T] = found
+        return self._placed[positions_T]

@@ -68,6 +68,7 @@ class Asked:
 class Answered:
     text: str
     ended: bool  # by itself, not by the limit
+    looks: int = 0  # forwards it took, where that is not one a token
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,10 @@ class Objective(ABC):
     @property
     def replayable(self) -> bool:
         """Whether every pass is the same kernels on the same shapes, with nothing random in them."""
+        return False
+
+    def batches_changed(self) -> bool:
+        """Whether `batch` now gives others than it did: asked after each step, and true once for each change."""
         return False
 
     def first_looks(self, micro: int) -> list[int]:

@@ -261,6 +261,11 @@ class CausalLM(DecoderObjective):
 create = CausalLM
 
 
+def can_answer(recipe: Recipe) -> bool:
+    """It continues texts."""
+    return False
+
+
 def export(recipe: Recipe, tensors: dict[str, Tensor], *, eot: int, vocab_size: int, dtype: str) -> PublicForm:
     """What was trained by this (resolved) recipe, in transformers' form. Needs neither data nor a device."""
     model = recipe.model

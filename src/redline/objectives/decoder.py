@@ -64,8 +64,13 @@ class DecoderObjective(Objective):
         asked, train, shape = self.recipe.model.attention, self.recipe.train, self.resolved.shape
         if train.deterministic and asked == "auto":
             return Selection("flash", "its backward can be deterministic")
-        at = (self.resolved.batch.micro, shape.heads, self.seq_len, shape.head_dim)
+        at = (self.resolved.batch.micro, shape.heads, self.read_length, shape.head_dim)
         return select(asked, self.mask, device=self.device.type, dtype=self.dtype, shape=at)
+
+    @property
+    def read_length(self) -> int:
+        """Positions that the model reads for one sequence."""
+        return self.seq_len
 
     @property
     def replayable(self) -> bool:
@@ -114,8 +119,8 @@ class DecoderObjective(Objective):
         return self.attention.bind(batch["inputs"].shape[1], batch.get("documents"), batch.get("borders"))
 
     def uncompiled(self) -> AbstractContextManager[Any]:
-        """Evaluation is too short to compile a forward of its own for — except flex, which needs it."""
-        if self.attention.backend == "flex":
+        """Evaluation is too short to compile a forward of its own for — except flex and split, which need it."""
+        if self.attention.backend in ("flex", "split"):
             return nullcontext()
         return torch.compiler.set_stance("force_eager")
 

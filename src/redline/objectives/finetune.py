@@ -266,6 +266,10 @@ def _uncut(samples: Members) -> np.ndarray:
 create = Finetune
 
 
+def can_answer(recipe: Recipe) -> bool:
+    return True
+
+
 def export(recipe: Recipe, tensors: dict[str, Tensor], **_: Any) -> OnBase:
     """What there is to write; with the base it becomes an adapter's folder or a whole model's."""
     options: Any = recipe.finetune  # type: ignore[attr-defined]

@@ -2,12 +2,15 @@
 
 PaLM form (arXiv 2204.02311, appendix B): 6·N + 12·L·d·T, every query against every key.
 Causal form: 6·N + 6·L·d·T, the half that causality leaves. N counts parameters that multiply a token.
+Where a model reads a noisy and a clean copy of its data, both forms count pairs that see each other, and they differ in
+the head: every position that may be hidden, or those that are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from redline.plan.layout import Layout
 from redline.plan.shapes import DecoderShape
 
 FORMULA = "6·N_matmul + 12·L·d·T"
@@ -24,6 +27,25 @@ class FlopsPerToken:
     formula_executed: str = FORMULA_CAUSAL
 
 
+@dataclass(frozen=True)
+class Passes:
+    """What one token of the data makes a decoder do."""
+
+    read: float  # positions that go through the blocks
+    scored: float  # positions whose logits are formed
+    seen: float  # keys, by the queries of all those positions together
+
+
+def causal_passes(seq_len: int) -> Passes:
+    return Passes(1.0, 1.0, seq_len / 2)
+
+
+def layout_passes(layout: Layout, hidden: float = 1.0) -> Passes:
+    """`hidden` is the share of the positions that may be hidden which are, on average."""
+    length = layout.length
+    return Passes(layout.read / length, hidden * layout.denoised / length, layout.pairs / length)
+
+
 def decoder_flops(shape: DecoderShape, seq_len: int, checkpointing: str = "none") -> FlopsPerToken:
     attention = shape.layers * shape.d_attention * seq_len
     useful = 6.0 * shape.matmul_parameters + 12.0 * attention
@@ -32,6 +54,23 @@ def decoder_flops(shape: DecoderShape, seq_len: int, checkpointing: str = "none"
         return FlopsPerToken(useful, causal, causal)
     again = 2.0 * shape.layers * shape.layer_matmul_parameters + 2.0 * attention
     return FlopsPerToken(useful, causal, causal + again, formula_executed=FORMULA_RECOMPUTED)
+
+
+def layout_flops(shape: DecoderShape, layout: Layout, hidden: float, checkpointing: str = "none") -> FlopsPerToken:
+    """Of a denoiser: 6·(2·N_trunk + N_head) + 12·L·d·(n + block) for a text in equal blocks."""
+    trunk, attention = shape.layers * shape.layer_matmul_parameters, shape.layers * shape.d_attention
+    most, mean = layout_passes(layout), layout_passes(layout, hidden)
+    blocks = 6.0 * most.read * trunk + 12.0 * most.seen * attention
+    useful, exact = (blocks + 6.0 * passes.scored * shape.head_parameters for passes in (most, mean))
+    if checkpointing != "full":
+        return FlopsPerToken(useful, exact, exact, _formula(most), _formula(mean))
+    again = f" + {2 * mean.read:.3g}·N_trunk + 4·L·d·{mean.seen:.5g}"
+    return FlopsPerToken(useful, exact, exact + blocks / 3, _formula(most), _formula(mean) + again)
+
+
+def _formula(passes: Passes) -> str:
+    positions = f"{passes.read:.3g}·N_trunk + {passes.scored:.3g}·N_head"
+    return f"6·({positions}) + 12·L·d·{passes.seen:.5g}"
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float | None) -> float | None:

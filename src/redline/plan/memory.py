@@ -121,14 +121,17 @@ def training_memory(
     ema: bool,
     checkpointing: str,
     kernels: Kernels = Kernels(),
+    scored: int | None = None,
 ) -> MemoryParts:
+    """Of so many `tokens` that the blocks read; `scored` of them have logits, all if not given."""
     total = shape.parameters
     moments = moment_bytes(shape, optimizer)
-    chunk = head_chunk(shape.vocab, tokens)
+    chunk = head_chunk(shape.vocab, tokens if scored is None else scored)
     copies = 0 if kernels.gpu else 12 if bytes_per_value == 2 else 4  # a CPU's kernel makes float32 ones
     # a chunk's logits and their gradient; the head's weight gradient, summed in fp32
     logits = chunk * shape.vocab * (2 * bytes_per_value + copies) + 6 * shape.head_parameters
-    kept = tokens * activation_bytes_per_token(shape, bytes_per_value, checkpointing, kernels)
+    picked = 0 if scored is None else 2 * scored * shape.d_model * bytes_per_value  # copied, and their gradient
+    kept = picked + tokens * activation_bytes_per_token(shape, bytes_per_value, checkpointing, kernels)
     # the head's logits are gone when the blocks' backward begins: only what that needs beyond them adds to the peak
     backward = tokens * _backward_bytes(shape, bytes_per_value, checkpointing, kernels)
     beyond = max(0.0, backward - logits) if kernels.compiled else backward

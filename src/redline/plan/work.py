@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from redline.plan.flops import Passes, causal_passes
 from redline.plan.memory import LOW_BIT, MUON, Kernels, activation_bytes_per_token
 from redline.plan.shapes import DecoderShape
 
@@ -48,23 +49,25 @@ def decoder_work(
     optimizer: str,
     ema: bool,
     kernels: Kernels = Kernels(),
+    passes: Passes | None = None,
 ) -> Work:
-    layers, d = shape.layers, shape.d_model
-    layer_matmul = 6.0 * layers * shape.layer_matmul_parameters
-    attention = 6.0 * layers * shape.d_attention * seq_len
+    """`passes` says how often a token goes through the model; not given: once, and it sees what lies before it."""
+    layers, d, passes = shape.layers, shape.d_model, passes or causal_passes(seq_len)
+    layer_matmul = 6.0 * passes.read * layers * shape.layer_matmul_parameters
+    attention = 12.0 * passes.seen * layers * shape.d_attention
     again = checkpointing == "full"
-    kept = activation_bytes_per_token(shape, bytes_per_value, "none", kernels)
+    kept = passes.read * activation_bytes_per_token(shape, bytes_per_value, "none", kernels)
     traffic = TRAFFIC if kernels.compiled else TRAFFIC_UNCOMPILED
     recompute_traffic = 0.0 if checkpointing == "none" else kept  # the forward's share once more
-    beside = _beside_blocks(shape) * bytes_per_value
-    fused = _fused_traffic(shape, bytes_per_value, kernels.fp8) if kernels.fused else None
+    beside = passes.read * _beside_blocks(shape) * bytes_per_value
+    fused = _fused_traffic(shape, bytes_per_value, kernels.fp8, passes) if kernels.fused else None
     return Work(
-        matmul=layer_matmul + 6.0 * shape.head_parameters,
+        matmul=layer_matmul + 6.0 * passes.scored * shape.head_parameters,
         attention=attention,
         recomputed=layer_matmul / 3 if again else 0.0,
         attention_again=attention / 3 if again else 0.0,
-        touched=float(layers * shape.d_attention * bytes_per_value),
-        moved_least=_least_traffic(shape, bytes_per_value),
+        touched=float(passes.read * layers * shape.d_attention * bytes_per_value),
+        moved_least=_least_traffic(shape, bytes_per_value, passes),
         moved=traffic * kept + recompute_traffic + beside if fused is None else fused,
         update=_update_traffic(shape, optimizer, ema),
         gradient_bytes=4.0 * shape.parameters,
@@ -77,7 +80,7 @@ def decoder_work(
     )
 
 
-def _least_traffic(shape: DecoderShape, bytes_per_value: int) -> float:
+def _least_traffic(shape: DecoderShape, bytes_per_value: int, passes: Passes) -> float:
     """Values read and written once by each fused kernel between the matmuls; the matmuls' own are not counted."""
     d, f, up = shape.d_model, shape.d_ff, shape.d_up
     rotated = (shape.heads + shape.kv_heads) * shape.head_dim
@@ -86,7 +89,7 @@ def _least_traffic(shape: DecoderShape, bytes_per_value: int) -> float:
     activation = (up + f) + (f + up + up + f)  # forward: in, out; backward: two in, and both gradients out
     logits = 2 * shape.vocab  # read once, their gradient written once
     blocks = shape.layers * (norms + rotary + activation) + _beside_blocks(shape)
-    return float((blocks + logits) * bytes_per_value)
+    return float((passes.read * blocks + passes.scored * logits) * bytes_per_value)
 
 
 def _beside_blocks(shape: DecoderShape) -> int:
@@ -99,7 +102,7 @@ def _beside_blocks(shape: DecoderShape) -> int:
     return 8 * shape.d_model * shape.skip_count + (14 + 2 * 7) * shape.d_kv * shape.value_embeddings
 
 
-def _fused_traffic(shape: DecoderShape, bytes_per_value: int, fp8: bool) -> float:
+def _fused_traffic(shape: DecoderShape, bytes_per_value: int, fp8: bool, passes: Passes) -> float:
     """What the hand-written kernels read and write, counted; of the loss's three sweeps over logits one hits the L2.
 
     fp8 operands are written twice in one byte, at the price of bf16 ones; some have a kernel of their own: both norms'
@@ -110,7 +113,7 @@ def _fused_traffic(shape: DecoderShape, bytes_per_value: int, fp8: bool) -> floa
     activation = (shape.d_up + shape.d_ff) + (shape.d_ff + 2 * shape.d_up)
     cast = shape.layers * (2 * 4 * shape.d_model + 4 * shape.d_attention) + 2 * shape.vocab if fp8 else 0
     blocks = shape.layers * (norms + rotary + activation) + _beside_blocks(shape)
-    return float((blocks + 2 * shape.vocab) * bytes_per_value + cast)
+    return float((passes.read * blocks + passes.scored * 2 * shape.vocab) * bytes_per_value + passes.read * cast)
 
 
 def _update_traffic(shape: DecoderShape, optimizer: str, ema: bool) -> float:

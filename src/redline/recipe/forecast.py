@@ -179,7 +179,7 @@ def _expected(resolved: Resolved, work: Work, peaks: Peaks | None, known: bool) 
         source = "prior: this card's measured rates"
     else:
         source = "prior: H200 kernel rates" + ("" if own else ", scaled to this card")
-    return resolved.tokens_per_step / step, source
+    return resolved.tokens_per_step / step, source + costs(resolved.recipe).assumed
 
 
 def _hours(resolved: Resolved, rate: float | None) -> float | None:

@@ -20,11 +20,21 @@ def with_preset(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     given = dict(base)
     if "train.preset" in extra or "train.memory_fraction" not in base:
         given["train.memory_fraction"] = fraction
-    for key in ("train.global_batch", "train.accumulation"):
-        if isinstance(value := given.get(key), int) and not isinstance(value, bool):
-            given[key] = max(1, round(value * factor))
-            break
+    given |= _scaled_batch(given, factor)
     return {**given, **extra}
+
+
+def _scaled_batch(given: dict[str, Any], factor: float) -> dict[str, int]:
+    """The global batch, in as many micro-batches as before where the recipe says how large those are."""
+    total, micro, accumulation = (
+        value if isinstance(value := given.get(f"train.{key}"), int) and not isinstance(value, bool) else None
+        for key in ("global_batch", "micro_batch", "accumulation")
+    )
+    if total and micro and not accumulation and total % micro == 0 and (micro * factor).is_integer():
+        return {"train.global_batch": round(total * factor), "train.micro_batch": round(micro * factor)}
+    if total is not None:
+        return {"train.global_batch": max(1, round(total * factor))}
+    return {} if accumulation is None else {"train.accumulation": max(1, round(accumulation * factor))}
 
 
 def preset_factor(preset: str | None) -> float:

@@ -42,7 +42,7 @@ from redline.plan.memory import LOW_BIT, MUON
 from redline.plan.schedule import SCHEDULES
 from redline.plan.shapes import ROPE_SCALING, SIZES, checked_rope_scaling
 
-ATTENTION = (AUTO, "cudnn", "flash", "efficient", "flex", "dense")
+ATTENTION = (AUTO, "cudnn", "flash", "efficient", "flex", "split", "dense")  # split: of block diffusion
 CHECKPOINTING = (AUTO, "none", "selective", "full")
 
 
@@ -163,7 +163,8 @@ def _source(value: Any) -> Any:
 
 
 class Data(Section):
-    # embedded, text (a file, folder, JSONL, Parquet, dataset id), prepared shards, .bin tokens, or a list of those
+    # embedded, text (a file, folder, JSONL, Parquet, dataset id), prepared shards, .bin tokens, word problems
+    # (problems:LEVEL), or a list of those
     source: Annotated[str | tuple[Part, ...], BeforeValidator(_source)] = "embedded"
     tokenizer: Text = "train:4096"  # train:N, bytes, gpt2, or a tokenizer.json
     seq_len: Count = 1024

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from redline.errors import UserError
-from redline.plan.flops import FORMULA_CAUSAL
 from redline.plan.speed import physical
 from redline.recipe.forecast import Forecast
 from redline.recipe.resolve import Resolved
@@ -35,7 +34,8 @@ def _arithmetic(target: float, limit: float, resolved: Resolved, forecast: Forec
     flops, world = resolved.flops.causal, resolved.batch.world
     cards = f"one {resolved.machine.name}" if world == 1 else f"{world} × {resolved.machine.name}"
     per_second = f"{target:,.0f}/s = {flops * target / 1e12:,.0f} TFLOP/s"
-    needed = f"{flops / 1e9:.3f} GFLOP a token ({FORMULA_CAUSAL}) × {per_second}"
+    formula = "" if resolved.flops.executed > flops else f" ({resolved.flops.formula_executed})"  # else of more
+    needed = f"{flops / 1e9:.3f} GFLOP a token{formula} × {per_second}"
     if resolved.recipe.train.precision == "fp8":
         there, bound = _fp8_limit(limit, flops, cards, world, forecast)
     else:

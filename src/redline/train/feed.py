@@ -18,7 +18,7 @@ class Feed:
     """Makes batches ahead of the steps. What a step gets depends on its number alone."""
 
     def __init__(self, objective: Objective, plan: BatchPlan, device: torch.device, workers: int, first: int) -> None:
-        self.objective, self.plan, self.device = objective, plan, device
+        self.objective, self.plan, self.device, self.workers = objective, plan, device, workers
         self._loader: Prefetcher[StepBatch] = Prefetcher(self._make, first, workers=workers)
 
     def __enter__(self) -> Feed:
@@ -28,6 +28,11 @@ class Feed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._loader.close()
+
+    def restart(self, step: int) -> None:
+        """What was made ahead is made anew."""
+        self._loader.close()
+        self._loader = Prefetcher(self._make, step, workers=self.workers)
 
     def next(self, step: int) -> StepBatch:
         begin = time.perf_counter()

@@ -158,6 +158,8 @@ class Trainer:
                 self.replan_if_due()
                 self.log_if_due()
                 self.evaluate_if_due()
+                if self.objective.batches_changed():
+                    feed.restart(self.state.step)
                 self.checkpoint_if_due()
         return stop
 

@@ -1,0 +1,216 @@
+"""Sources of records: GSM8K's rows, rows that name their parts, and the embedded word problems; and their split.
+
+GSM8K ends a solution with `#### N`. Its socratic files write each step as `sub-question ** step`: the sub-questions
+are the plan, the steps the execution. A row that cannot be used is counted, and where it stands is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from redline.data import hub
+from redline.data.chat import RowTally
+from redline.data.index import order_keys
+from redline.data.origin import EMBEDDED, dataset_id
+from redline.data.problems import PREFIX, is_problems, problems
+from redline.data.record import Record
+from redline.data.rows import Row, is_clean, json_rows, parquet_rows, table_kind
+from redline.data.text import text_files
+from redline.errors import UserError
+
+__all__ = ["Divided", "Record", "RecordReport", "divided", "read_records"]
+
+_FIELDS = ("question", "plan", "execution", "answer")
+_FIX = (
+    "Give rows with question and answer, the latter ending with `#### N` as GSM8K's do; "
+    "or with question, plan, execution and answer."
+)
+_CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # GSM8K: 48/2 = <<48/2=24>>24
+_SEPARATOR = " ** "
+_MARK = "####"
+_NUMBER = re.compile(r"[-−]?\s?\$?\s?[-−]?(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.?\d+)")
+_SPLIT_GROUP = 1 << 16  # randomness of its own, as other ends have theirs
+
+
+@dataclass(frozen=True)
+class RecordReport:
+    """What became of a source's rows."""
+
+    source: str
+    rows: int
+    bad: int
+    reasons: dict[str, int]  # why rows are bad
+    examples: list[str]  # where the first of them stand
+
+    def line(self) -> str:
+        """For people."""
+        told = f"{self.source}: {self.rows:,} rows"
+        if not self.bad:
+            return told
+        why = ", ".join(f"{count:,} × {reason}" for reason, count in self.reasons.items())
+        return f"{told}, of which {self.bad:,} cannot be used: {why}; the first is {self.examples[0]}"
+
+
+class _UnusableError(Exception):
+    """Why a row cannot be used."""
+
+
+def read_records(source: str) -> tuple[list[Record], RecordReport]:
+    """Every usable row, in an order that never changes. More than half unusable, or nothing at all, is refused."""
+    if is_problems(source):
+        made = problems(source)
+        return made, RecordReport(source, len(made), 0, {}, [])
+    tally = RowTally(source)
+    found = []
+    for place, row in _rows(source, tally):
+        try:
+            found.append(record_of(row))
+        except _UnusableError as reason:
+            tally.bad_row(place, str(reason), _FIX)
+    tally.refuse_mostly_bad()
+    if not found:
+        raise UserError("there is no row in it.", where=source, fix=_FIX)
+    counts = tally.counts()
+    return found, RecordReport(source, tally.rows, counts["bad_rows"], counts["bad_rows_by_reason"], tally.examples)
+
+
+def record_of(row: Mapping[str, Any]) -> Record:
+    """Parquet and hubs give every column to every row: a field that holds null counts as absent."""
+    question, answer = _text(row, "question"), _text(row, "answer")
+    if row.get("execution") is not None:
+        plan = "" if row.get("plan") in (None, "") else _text(row, "plan")
+        number = _number(answer) if _MARK in answer else answer
+        return Record(question, _plain(plan), _plain(_text(row, "execution")), number)
+    number = _number(answer)
+    lines = [line for line in answer.rpartition(_MARK)[0].splitlines() if line.strip()]
+    if not lines or not all(_SEPARATOR in line for line in lines):
+        return Record(question, "", _plain("\n".join(lines)), number)
+    pairs = [line.split(_SEPARATOR, 1) for line in lines]
+    return Record(
+        question, _plain("\n".join(q for q, _ in pairs)), _plain("\n".join(step for _, step in pairs)), number
+    )
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
+    if value is None:
+        raise _UnusableError(f"no {name!r} in it")
+    if name == "answer" and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        value = str(int(value)) if value == int(value) else str(value)
+    if not isinstance(value, str):
+        raise _UnusableError(f"{name!r} is no text")
+    if not value.strip():
+        raise _UnusableError(f"empty {name!r}")
+    if not is_clean(value):
+        raise _UnusableError(f"{name!r} is binary data, not text")
+    return value.strip()
+
+
+def _number(answer: str) -> str:
+    """What stands behind the last mark, without commas and signs of money."""
+    _, mark, behind = answer.rpartition(_MARK)
+    if not mark:
+        raise _UnusableError(f"no {_MARK} in its answer")
+    found = _NUMBER.search(behind)
+    if found is None:
+        raise _UnusableError(f"no number behind the {_MARK} of its answer")
+    minus = "-" if "-" in found[0] or "−" in found[0] else ""
+    return minus + found["digits"].replace(",", "")
+
+
+def _plain(text: str) -> str:
+    """Without the calculator's annotations, empty lines, and white space around lines."""
+    lines = (line.strip() for line in _CALCULATOR.sub("", text).splitlines())
+    return "\n".join(line for line in lines if line)
+
+
+# --- rows
+
+
+def _rows(source: str, tally: RowTally) -> Iterator[Row]:
+    if source == EMBEDDED:
+        what = "the embedded corpus is running text, without questions and answers."
+        raise UserError(what, where="data.source", fix=f"Take the embedded word problems, {PREFIX}easy. Or: {_FIX}")
+    if dataset := dataset_id(source):
+        rows = hub.open_dataset(source, dataset)
+        while True:
+            try:
+                row = next(rows, None)
+            except Exception as error:  # the package, the network and each file format raise their own kinds
+                raise hub.dataset_error(source, dataset, error) from None
+            if row is None:
+                return
+            tally.rows += 1
+            yield f"{source}:{tally.rows}", row
+    else:
+        yield from _file_rows(Path(source).expanduser(), tally)
+
+
+def _file_rows(path: Path, tally: RowTally) -> Iterator[Row]:
+    files = text_files(path)
+    for file in files:
+        kind = table_kind(file)
+        if kind == ".jsonl":
+            yield from json_rows(file, tally, f"Write one JSON object a line. {_FIX}")
+        elif kind == ".parquet":
+            yield from parquet_rows(file, tally, lambda names: [name for name in names if name in _FIELDS])
+        else:  # a licence or a page about the data beside them
+            tally.binary_file(file.name, "neither JSONL nor Parquet")
+    if tally.binary_files == len(files):
+        what = "neither JSONL nor Parquet." if path.is_file() else "the folder holds neither JSONL nor Parquet."
+        raise UserError(what, where=str(path), fix=f"One object a line, in a file that ends with .jsonl. {_FIX}")
+
+
+# --- split
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Each part's records of training and of validation."""
+
+    train: list[list[Record]]
+    val: list[list[Record]]
+    duplicates: int  # left out: one with the same question is held out (or, with dedup, came before)
+
+
+def divided(parts: Mapping[str, Sequence[Record]], seed: int, fraction: float, *, dedup: bool) -> Divided:
+    """Held out is a record if a seeded hash of its question falls below `fraction`, so no order or neighbour matters.
+
+    Of each part at least one is, and at least one is not. A question that is held out is never trained on.
+    """
+    keys = [np.array([record.key for record in records], dtype=np.uint64) for records in parts.values()]
+    held_out = set(np.concatenate([_held_out(some, seed, fraction) for some in keys]).tolist())
+    train: list[list[Record]] = []
+    val: list[list[Record]] = []
+    met: set[int] = set()
+    for name, records in parts.items():
+        train.append([])
+        val.append([])
+        for record in records:
+            key = record.key
+            held, first = key in held_out, key not in met
+            met.add(key)
+            if first or not (held or dedup):
+                (val if held else train)[-1].append(record)
+        if not train[-1]:
+            what = "nothing of it is left to train on: all of its questions are held out, or came before."
+            raise UserError(what, where=name, fix="Give more rows, set data.val_fraction=0, or take the source out.")
+    kept = sum(len(some) for some in [*train, *val])
+    return Divided(train, val, sum(len(records) for records in parts.values()) - kept)
+
+
+def _held_out(keys: npt.NDArray[np.uint64], seed: int, fraction: float) -> npt.NDArray[np.uint64]:
+    different = np.unique(keys)
+    if not fraction:
+        return different[:0]
+    chance = order_keys(seed, different.view(np.int64), _SPLIT_GROUP)
+    count = int((chance < np.uint64(fraction * 2.0**64)).sum())
+    return different[np.argsort(chance)][: min(max(count, 1), len(different) - 1)]

@@ -1,0 +1,98 @@
+"""What the jobs that denoise have in common: options of the noise and of sampling, what goes wrong, and costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+from redline.errors import Problem
+from redline.fields import Flag, MaybeCount, Section, Share, one_of
+from redline.jobs import causal_lm
+from redline.plan.flops import FlopsPerToken, layout_flops, layout_passes
+from redline.plan.layout import Layout
+from redline.plan.memory import MemoryParts, training_memory
+from redline.plan.shapes import DecoderShape
+from redline.plan.work import Work, decoder_work
+
+SAMPLERS = ("first_hitting", "ancestral")
+TEXT_IDS, RECORD_IDS = 1, 5  # besides the tokenizer's: the mask; and the marks of plan, execution, answer and padding
+
+
+class DiffusionOptions(Section):
+    afterwards: ClassVar[tuple[str, ...]] = ("sampler", "sampler_steps")  # may be others when the model is used
+
+    # a block's positions are hidden with a probability p between these; a loss is weighted by 1 / p
+    clip_low: Share = 1e-3
+    clip_high: Share = 1.0
+    clip_search: Flag = False  # both chosen anew at each evaluation: where a block's loss varies least
+    sampler: Annotated[str, one_of(*SAMPLERS)] = "first_hitting"
+    sampler_steps: MaybeCount = None  # ancestral: looks at a block; as many as it has positions if not given
+
+
+def shared_problems(recipe: Any) -> list[Problem]:
+    """What none of these jobs can do."""
+    name, options, found = recipe.objective, getattr(recipe, recipe.objective), causal_lm.problems(recipe)
+    low, high = options.clip_low, options.clip_high
+    if low >= high:
+        what = f"{low:g} is not below {name}.clip_high {high:g}."
+        found.append(Problem(f"{name}.clip_low", what, "Use 0.001 and 1 to hide anything between little and all."))
+    if options.sampler_steps and options.sampler != "ancestral":
+        fix = f"Take it away, or use {name}.sampler=ancestral."
+        found.append(Problem(f"{name}.sampler_steps", f"does nothing with {name}.sampler={options.sampler}.", fix))
+    if recipe.train.precision == "fp8":
+        found.append(Problem("train.precision", f"fp8 is not for {name} yet.", "Use bf16."))
+    if recipe.data.pack:
+        what = f"{name} has no masks between documents: the blocks of a sequence see those before them."
+        found.append(Problem("data.pack", what, "Take it away."))
+    return found
+
+
+def stream_problems(recipe: Any) -> list[Problem]:
+    if not recipe.data.stream:
+        return []
+    return [Problem("data.stream", "is for text, not for questions with their answers.", "Take it away.")]
+
+
+def block_problems(key: str, block: int, length: int, what: str, longer: str) -> list[Problem]:
+    """Of blocks that `what`, of this length, is to be cut into; `longer` is the key that would lengthen it."""
+    if block > length:
+        return [Problem(key, f"{block} is longer than {what}.", f"Use at most {length}.")]
+    if length % block == 0:
+        return []
+    fix = f"Use {math.gcd(block, length)}, or make {longer} {-length % block} longer."
+    return [Problem(key, f"{block} does not divide {what}.", fix)]
+
+
+class DiffusionCosts(causal_lm.Costs):
+    """Of a decoder that reads a noisy and a clean copy of what it learns, and scores what is hidden."""
+
+    # no such mask has been measured; the plan's prior is of causal attention
+    assumed = ", causal attention's among them"
+
+    def __init__(self, recipe: Any, layout: Layout) -> None:
+        super().__init__(recipe)
+        self.layout = layout
+        options = getattr(recipe, recipe.objective)
+        self.hidden = (options.clip_low + options.clip_high) / 2  # on average, of what may be
+
+    def unmeasured(self, shape: DecoderShape) -> str:
+        return f"with {self.recipe.objective} the fused ones are not measured yet"
+
+    def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
+        return layout_flops(shape, self.layout, self.hidden, checkpointing)
+
+    def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:
+        """At worst everything that may be hidden is."""
+        sequences, kernels = how.pop("tokens") // self.layout.length, how.pop("kernels")
+        scores = self.layout.read if kernels.scores else 0
+        return training_memory(
+            shape,
+            tokens=sequences * self.layout.read,
+            scored=sequences * self.layout.denoised,
+            kernels=replace(kernels, scores=scores),
+            **how,
+        )
+
+    def work(self, shape: DecoderShape, seq_len: int, **how: Any) -> Work:
+        return decoder_work(shape, seq_len, **how, passes=layout_passes(self.layout, self.hidden))

@@ -1,0 +1,49 @@
+"""What one run writes, read by another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from redline.cli.main import app
+from redline.errors import UsageError
+
+
+@pytest.fixture
+def runs(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A diffusion run and a causal one, trained a little on the same text."""
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    for name, job in (("diffusion", ("objective=block_diffusion", "block_diffusion.block_size=8")), ("causal", ())):
+        lines = [*world.tiny, f"data.source={world.corpus}", "data.pack=false", "train.steps=30", "train.lr=1e-2", *job]
+        run = str(tmp_path / name)
+        result = CliRunner().invoke(app, ["train", "quickstart", *lines, "--run", run])
+        assert result.exit_code == 0, result.output
+        found[name] = run
+    return found
+
+
+def evaluated(*words: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["eval", *words, "--json", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_generative_perplexity(runs: dict[str, str]) -> None:
+    words = (runs["diffusion"], "--under", runs["causal"], "--texts", "6", "--tokens", "24")
+    found = evaluated(*words)
+    assert found["texts"] == 6
+    assert 1 < found["generative_perplexity"] < 300
+    assert found["texts_per_s"] > 0
+    assert found["generative_perplexity"] == evaluated(*words)["generative_perplexity"]
+    own = evaluated(runs["causal"])["perplexity"]
+    assert found["generative_perplexity"] > own, "a model trained for thirty steps does not write better than people"
+
+
+def test_what_does_not_go_together(runs: dict[str, str]) -> None:
+    result = CliRunner().invoke(app, ["eval", runs["diffusion"], "--under", runs["causal"], "--answers", "gsm8k"])
+    assert isinstance(result.exception, UsageError) or "do not go together" in result.output

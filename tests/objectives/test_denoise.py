@@ -1,0 +1,108 @@
+"""Filling in: what is given stays, each row is its own, and a cache changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from redline.kernels.attention import Attention
+from redline.kernels.masks import MaskSpec
+from redline.models.denoise import Denoising, Vocabulary, denoise, pick
+from redline.models.transformer import Decoder
+from redline.plan.layout import Layout, Segment, uniform
+from redline.plan.shapes import DecoderShape
+
+VOCAB = Vocabulary(mask=30, classes=30, end=29)
+PLANNED = Layout((Segment("question", 6, 6, given=True), Segment("plan", 8, 8), Segment("execution", 12, 4)))
+LAYOUTS = [uniform(24, 4), uniform(24, 24), uniform(24, 1), PLANNED]
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    torch.manual_seed(3)
+    shape = DecoderShape(2, 32, 4, 2, 8, 64, 64)
+    decoder = Decoder(shape, attention=Attention("dense", MaskSpec()))
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.2) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+    return decoder.eval()
+
+
+def rows(layout: Layout, count: int, seed: int = 0) -> torch.Tensor:
+    """Some are given here and there."""
+    chance = np.random.default_rng(seed)
+    tokens = chance.integers(0, VOCAB.classes - 1, (count, layout.length))
+    shown = chance.random(tokens.shape) < 0.2
+    shown[:, : layout.segments[0].length] |= layout.segments[0].given
+    return torch.from_numpy(np.where(shown, tokens, VOCAB.mask))
+
+
+@pytest.mark.parametrize("how", [Denoising(), Denoising("ancestral", 3), Denoising(temperature=0.0)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cache_changes_nothing(model: Decoder, layout: Layout, how: Denoising) -> None:
+    start, seeds = rows(layout, 3), [5, 6, 7]
+    found = [denoise(model, start, layout, VOCAB, seeds, how, cached=cached) for cached in (True, False)]
+    assert torch.equal(found[0].rows, found[1].rows)
+    assert found[0].looks == found[1].looks
+    assert not (found[0].rows == VOCAB.mask).any()
+    given_ = start != VOCAB.mask
+    assert torch.equal(found[0].rows[given_], start[given_])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_eight_rows_are_eight_times_one(model: Decoder, layout: Layout) -> None:
+    start, seeds = rows(layout, 8), list(range(8))
+    how = Denoising(top_p=0.9)
+    together = denoise(model, start, layout, VOCAB, seeds, how)
+    alone = [denoise(model, start[i : i + 1], layout, VOCAB, [seeds[i]], how) for i in range(8)]
+    assert torch.equal(together.rows, torch.cat([one.rows for one in alone]))
+    assert together.looks == [one.looks[0] for one in alone]
+    assert together.ended == [one.ended[0] for one in alone]
+
+
+def test_one_position_a_look_or_as_many_as_leave_the_mask(model: Decoder) -> None:
+    layout = uniform(24, 8)
+    open_ = torch.full((1, 24), VOCAB.mask)
+    vocabulary = Vocabulary(VOCAB.mask, VOCAB.classes)
+    assert denoise(model, open_, layout, vocabulary, [1]).looks == [24]
+    assert denoise(model, open_, layout, vocabulary, [1], Denoising("ancestral", 1)).looks == [3]
+    assert 3 < denoise(model, open_, layout, vocabulary, [1], Denoising("ancestral", 4)).looks[0] <= 12
+
+
+def test_after_its_end_a_segment_has_nothing_more(model: Decoder) -> None:
+    start = rows(PLANNED, 1)
+    start[0, 6:] = VOCAB.mask
+    start[0, 15] = VOCAB.end  # given, in the execution's first block: no end of what is written
+    found = denoise(model, start, PLANNED, VOCAB, [4])
+    written = found.rows[0, 14:].tolist()
+    ends = [i for i, token in enumerate(written) if token == VOCAB.end and i != 1]
+    assert found.ended == [bool(ends)]
+    if ends:
+        assert set(written[(ends[0] // 4 + 1) * 4 :]) <= {VOCAB.end}
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 1000), top_p=st.floats(0.05, 1.0), top_k=st.integers(1, 40))
+def test_only_the_likeliest_are_picked(seed: int, top_p: float, top_k: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(50, 20, generator=generator)
+    uniform_ = torch.rand(50, generator=generator)
+    picked = pick(logits, uniform_, Denoising(top_p=top_p, top_k=top_k))
+    probabilities = logits.softmax(-1)
+    ordered = probabilities.sort(descending=True).values
+    for row, token in enumerate(picked.tolist()):
+        rank = int((probabilities[row] > probabilities[row, token]).sum())
+        assert rank < top_k
+        kept = min(top_k, 20)
+        assert float(ordered[row, :rank].sum()) < top_p * float(ordered[row, :kept].sum()) + 1e-5
+
+
+def test_picked_as_often_as_likely() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0]]).expand(30_000, 3)
+    draws = (torch.arange(30_000) + 0.5) / 30_000
+    share: Any = torch.bincount(pick(logits, draws, Denoising()), minlength=3) / 30_000
+    torch.testing.assert_close(share, logits[0].softmax(-1), atol=1e-3, rtol=0)

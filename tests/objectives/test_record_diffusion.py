@@ -1,0 +1,105 @@
+"""Diffusion on records, end to end: questions are given, plans and answers are filled in and marked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from redline.cli.main import app
+from redline.errors import UsageError
+from redline.evaluate.answers import examine
+from redline.evaluate.trained import open_trained
+from redline.objectives.base import Sampling
+from redline.train.rundir import RunDirectory
+
+HDP = (
+    "objective=hierarchical_diffusion",
+    "hierarchical_diffusion.question=160",
+    "hierarchical_diffusion.plan=96",
+    "hierarchical_diffusion.execution=128",
+    "data.seq_len=384",
+)
+BD3 = ("objective=block_diffusion", "block_diffusion.question=160", "block_diffusion.block_size=16", "data.seq_len=288")
+RECORDS = ("data.source=problems:easy:60", "data.pack=false", "data.val_fraction=0.2", "train.global_batch=4")
+
+
+@pytest.fixture(params=[HDP, BD3], ids=["hdp", "bd3lm"])
+def objective(request: Any, world: Any, tmp_path: Path) -> Any:
+    with RunDirectory(tmp_path / "run") as run:
+        return world.trainer(run, *RECORDS, *request.param).objective
+
+
+def test_what_is_asked_is_never_hidden(objective: Any) -> None:
+    given = objective._given
+    rows = objective.data.training(np.arange(40))
+    batch = objective.batch(np.arange(4))
+    clean = len(objective.layout.noisy)  # the question stands in the clean copy alone
+    assert torch.equal(batch["inputs"][:, clean : clean + given], torch.from_numpy(rows.tokens[:4, :given]))
+    assert (batch["inputs"][:, :clean] == objective.data.vocabulary.mask).any()
+    assert not rows.learnt[:, :given].any()
+
+
+def test_no_length_can_be_seen(objective: Any) -> None:
+    """Padding is hidden as often as anything else is."""
+    rows = objective.data.training(np.arange(40))
+    shape = (40, len(objective.layout.noisy))
+    worst = objective._laid_out(rows, np.ones(shape, dtype=bool), np.ones(shape, dtype=np.float32))
+    noisy = worst["inputs"][:, : shape[1]]
+    assert (noisy == objective.data.vocabulary.mask).all()
+
+
+def test_an_answer_follows_from_its_question(objective: Any) -> None:
+    objective.narrow(5)
+    asked = objective.questions()
+    assert len(asked) == 5
+    assert all(one.reference.isdigit() for one in asked)
+    answers = objective.answer(asked, 64)
+    assert answers == objective.answer(asked[:3], 64) + objective.answer(asked, 64)[3:]
+    assert all(one.looks > 0 for one in answers)
+    exam = examine(objective, "gsm8k", micro=4, count=5, tokens=64, where="here")
+    result = exam.result()
+    assert result["questions"] == 5
+    assert result["forwards_per_answer"] > 1
+    assert result["answers_per_s"] > 0
+
+
+def test_samples_differ_by_seed_and_not_without(objective: Any) -> None:
+    question = "Ann has 3 pens. How many pens has Ann?"
+    first, again = (objective.sample(question, Sampling(count=2, seed=4)) for _ in range(2))
+    assert first == again
+    assert first[0].text != first[1].text
+    assert objective.sample("", Sampling()) == []
+
+
+@pytest.mark.parametrize("job", [HDP, BD3], ids=["hdp", "bd3lm"])
+def test_it_learns_and_resumes_bit_for_bit(world: Any, tmp_path: Path, tensors_of: Any, job: Any) -> None:
+    options = (*RECORDS, *job, "train.steps=8", "train.lr=5e-3", "eval.every=8")
+    trainer = world.run(tmp_path / "whole", *options)
+    world.run(tmp_path / "parts", *options, stop_at=3)
+    world.run(tmp_path / "parts", *options, resume=True)
+    whole, parts = (tensors_of(tmp_path / name / "checkpoints/step-00000008") for name in ("whole", "parts"))
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+    losses = [event["loss"] for event in trainer.monitor.view.events if event["type"] == "eval"]
+    assert losses[-1] < losses[0]
+
+
+def test_a_run_may_write_in_another_way(world: Any, tmp_path: Path) -> None:
+    run = str(tmp_path / "other")
+    words = [*world.tiny, *RECORDS, *HDP, "train.steps=2"]
+    assert CliRunner().invoke(app, ["train", "quickstart", *words, "--run", run]).exit_code == 0
+    plain, quick = (
+        open_trained(Path(run), device="cpu", answers=True, settings=settings).objective
+        for settings in ((), ("sampler=ancestral", "sampler_steps=1"))
+    )
+    for objective in (plain, quick):
+        objective.narrow(2)
+    many, few = (one.answer(one.questions(), 64) for one in (plain, quick))
+    assert max(one.looks for one in few) <= 9 < max(one.looks for one in many)  # a look a block: a plan, eight of steps
+    for wrong in ("execution=3", "train.lr=1", "sampler=x", "sampler_steps=2"):
+        with pytest.raises(UsageError):
+            open_trained(Path(run), device="cpu", settings=(wrong,))

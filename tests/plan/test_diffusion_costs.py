@@ -1,0 +1,203 @@
+"""What denoising costs, against the formula and the sums it stands for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from redline.hardware.cards import card
+from redline.hardware.machine import Machine
+from redline.jobs import costs, job
+from redline.objectives import objective_module
+from redline.plan.flops import decoder_flops, layout_flops
+from redline.plan.layout import Layout, Segment, uniform
+from redline.plan.memory import Kernels
+from redline.plan.shapes import DecoderShape
+from redline.recipe.forecast import forecast
+from redline.recipe.load import load
+from redline.recipe.resolve import DataFacts, Resolved, resolve
+
+SMALL = DecoderShape(layers=12, d_model=768, heads=12, kv_heads=12, head_dim=64, d_ff=2048, vocab=50_304)
+TRUNK, HEAD = 84_934_656, 38_633_472
+FACTS = DataFacts(50_258, 10**9, 10**6, "", "gpt2", "")
+RECIPES = ("gsm8k-bd3lm", "gsm8k-hdp", "owt-bd3lm")
+
+
+def planned(name: str, *overrides: str, gpu: str = "h200") -> Resolved:
+    return resolve(load(name, overrides).recipe, card(gpu), FACTS)
+
+
+def memory(plan: Resolved, sequences: int, **how: Any) -> float:
+    asked = {
+        "tokens": sequences * plan.recipe.data.seq_len,
+        "bytes_per_value": 2,
+        "optimizer": "adamw",
+        "ema": True,
+        "checkpointing": "none",
+        "kernels": Kernels(),
+        **how,
+    }
+    peak: float = costs(plan.recipe).memory(plan.shape, **asked).peak
+    return peak
+
+
+def test_the_formula_for_small() -> None:
+    """6(2·N_trunk + N_head) + 12·L·d·(n + L'): 1.37 GFLOP for a token of data."""
+    plan = planned("owt-bd3lm")
+    assert plan.shape == SMALL
+    assert plan.flops.useful == 6 * (2 * TRUNK + HEAD) + 12 * 12 * 768 * (1024 + 16)
+    assert plan.flops.useful / 1e9 == pytest.approx(1.37, abs=5e-3)
+    assert plan.flops.formula == "6·(2·N_trunk + 1·N_head) + 12·L·d·1040"
+
+
+def test_what_is_executed_has_the_head_where_something_is_hidden() -> None:
+    flops = planned("owt-bd3lm").flops
+    assert flops.causal == pytest.approx(flops.useful - 6 * (1 - 0.5005) * HEAD)
+    assert flops.executed == flops.causal, "nothing is computed twice"
+    narrow = planned("owt-bd3lm", "block_diffusion.clip_low=0.6", "block_diffusion.clip_high=0.8").flops
+    assert narrow.causal - flops.causal == pytest.approx(6 * (0.7 - 0.5005) * HEAD)
+    assert narrow.useful == flops.useful
+
+
+def test_a_question_is_read_once_and_never_scored() -> None:
+    """Of 512 positions 384 are noised, and their copies are read besides."""
+    plan = planned("gsm8k-hdp")
+    layout = job("hierarchical_diffusion").layout(plan.recipe)
+    assert (layout.length, layout.read, layout.denoised) == (512, 896, 384)
+    heads = 6 * HEAD * 384 / 512
+    assert plan.flops.useful == pytest.approx(6 * TRUNK * 896 / 512 + heads + 12 * 12 * 768 * layout.pairs / 512)
+
+
+def test_one_block_is_plain_masked_diffusion() -> None:
+    """The same matmuls as next-token prediction, and every query sees every key."""
+    flops = planned("owt-bd3lm", "block_diffusion.block_size=1024").flops
+    assert flops.useful == decoder_flops(SMALL, 1024).useful
+
+
+def test_recomputation_is_executed_but_never_useful() -> None:
+    layout = uniform(256, 16)
+    plain, full = (layout_flops(SMALL, layout, 0.5, how) for how in ("none", "full"))
+    assert (plain.useful, plain.causal) == (full.useful, full.causal)
+    blocks = 6 * 2 * TRUNK + 12 * 12 * 768 * (256 + 16)
+    assert full.executed == pytest.approx(full.causal + blocks / 3)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_the_work_of_a_step_is_what_is_executed(name: str, checkpointing: str) -> None:
+    plan = planned(name, f"train.grad_checkpointing={checkpointing}")
+    how = {"bytes_per_value": 2, "optimizer": "adamw", "ema": True, "checkpointing": checkpointing}
+    work = costs(plan.recipe).work(plan.shape, plan.recipe.data.seq_len, **how)
+    assert work.matmul + work.attention == pytest.approx(plan.flops.causal)
+    again = work.recomputed + work.attention_again
+    assert work.matmul + work.attention + again == pytest.approx(plan.flops.executed)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_more_is_moved_than_by_a_decoder_that_reads_once(name: str) -> None:
+    plan = planned(name)
+    how = {"bytes_per_value": 2, "optimizer": "adamw", "ema": True, "checkpointing": "none"}
+    mine = costs(plan.recipe).work(plan.shape, plan.recipe.data.seq_len, **how)
+    plain = costs(load("pretrain-125m").recipe).work(plan.shape, plan.recipe.data.seq_len, **how)
+    twice = job(plan.recipe.objective).layout(plan.recipe).read / plan.recipe.data.seq_len
+    assert mine.touched == pytest.approx(twice * plain.touched)
+    assert plain.moved_least < mine.moved_least < 2 * plain.moved_least, "logits of what is hidden alone"
+    assert (mine.update, mine.gradient_bytes) == (plain.update, plain.gradient_bytes)
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200", "a100-80gb"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_plan_stays_below_the_best_kernels_and_those_below_the_peak(name: str, gpu: str) -> None:
+    plan = planned(name, "train.micro_batch=16", gpu=gpu)
+    ahead = forecast(plan)
+    assert ahead.tokens_per_s
+    assert ahead.reachable
+    assert ahead.physical
+    assert ahead.tokens_per_s < ahead.reachable < ahead.physical
+    peak = plan.machine.peak("bf16")
+    assert peak
+    assert ahead.physical == pytest.approx(peak / plan.flops.causal)
+    assert "causal attention's" in ahead.source, "no such mask has been measured"
+
+
+def test_the_fused_blocks_are_not_chosen_yet() -> None:
+    plan = planned("owt-bd3lm")
+    assert plan.recipe.model.kernels == "torch"
+    (reason,) = [choice.reason for choice in plan.choices if choice.key == "model.kernels"]
+    assert reason == "with block_diffusion the fused ones are not measured yet"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(RECIPES),
+    sequences=st.integers(1, 256),
+    more=st.integers(1, 64),
+    checkpointing=st.sampled_from(["none", "selective", "full"]),
+)
+def test_memory_grows_with_the_batch(name: str, sequences: int, more: int, checkpointing: str) -> None:
+    plan = planned(name)
+    less = memory(plan, sequences, checkpointing=checkpointing)
+    assert less < memory(plan, sequences + more, checkpointing=checkpointing)
+    assert memory(plan, sequences, checkpointing="full") <= memory(plan, sequences)
+
+
+def test_both_copies_are_kept_and_one_is_scored() -> None:
+    """Against a decoder of the same shape: activations of twice the positions, no more logits."""
+    plan, plain = planned("owt-bd3lm"), planned("pretrain-125m", "model.kernels=torch", "train.ema=0.9999")
+    how = {"bytes_per_value": 2, "optimizer": "adamw", "ema": True, "checkpointing": "none", "kernels": Kernels()}
+    mine = costs(plan.recipe).memory(plan.shape, tokens=8 * 1024, **how)
+    once = costs(plain.recipe).memory(plan.shape, tokens=8 * 1024, **how)
+    picked = 2 * 8 * 1024 * 768 * 2  # the scored positions' states, copied, and their gradient
+    assert mine.activations == pytest.approx(2 * once.activations + picked)
+    assert replace(mine, activations=0.0) == replace(once, activations=0.0)
+
+
+def test_attention_that_forms_its_scores_forms_those_of_both_copies() -> None:
+    plan = planned("owt-bd3lm", "model.attention=dense")
+    formed = memory(plan, 1, kernels=Kernels(gpu=False, compiled=False, scores=1024))
+    flash = memory(plan, 1, kernels=Kernels(gpu=False, compiled=False))
+    assert formed - flash > 4 * 12 * 12 * 2048 * 2048, "in float32, for each head of each layer"
+
+
+def test_the_question_needs_no_logits() -> None:
+    layout = Layout((Segment("question", 96, 96, given=True), Segment("rest", 32, 16)))
+    flops = layout_flops(SMALL, layout, 1.0)
+    without = layout_flops(replace(SMALL, vocab=64), layout, 1.0)
+    assert flops.useful - without.useful == pytest.approx(6 * 768 * (50_304 - 64) * 32 / 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        ("owt-bd3lm", ("data.seq_len=64", "block_diffusion.block_size=8")),
+        ("owt-bd3lm", ("data.seq_len=64", "block_diffusion.block_size=64")),
+        ("gsm8k-hdp", ("hierarchical_diffusion.question=32", "hierarchical_diffusion.plan=16")),
+    ],
+    ids=["blocks", "one block", "segments"],
+)
+def test_flops_are_what_torch_counts(name: str, lengths: tuple[str, ...]) -> None:
+    """Where everything is hidden. Dense attention multiplies every query with every key that is read."""
+    small = ["model.layers=2", "model.d_model=64", "model.heads=4", "model.d_ff=192", "model.attention=dense"]
+    more = ["train.precision=fp32", "train.compile=false", "train.micro_batch=auto", "train.global_batch=2"]
+    facts = DataFacts(512, 10**6, 10**4, "", "bytes", "")
+    machine = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
+    plan = resolve(load(name, [*small, *more, *lengths]).recipe, machine, facts)
+    module = objective_module(plan.recipe.objective)
+    objective = module.create(plan, module.random_data(facts))
+    objective.build(torch.device("cpu"))
+    batch = objective.worst_batch(2)
+    in_place = {torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]}  # torch counts the others
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        objective.loss(batch)["bound"].sum.backward()
+    layout = job(plan.recipe.objective).layout(plan.recipe)
+    unseen = 12 * 2 * 64 * (layout.read**2 - layout.pairs) / layout.length
+    counted = counter.get_total_flops() / (2 * layout.length)
+    assert counted == pytest.approx(plan.flops.useful + unseen, rel=0.01)
+    weights = sum(p.numel() for p in objective.model.parameters())
+    assert plan.parameters() == {"total": weights, "trainable": weights, "matmul": plan.shape.matmul_parameters}
