@@ -171,3 +171,12 @@ def test_it_learns_and_resumes_bit_for_bit(world: Any, tmp_path: Path, tensors_o
     assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
     losses = [event["loss"] for event in trainer.monitor.view.events if event["type"] == "eval"]
     assert losses[-1] < losses[0] - 0.3
+
+
+def test_a_benchmark_knows_what_to_compare_it_with() -> None:
+    from redline.bench.throughput import contenders
+    from redline.recipe.load import load
+
+    names = {recipe: [one.name for one in contenders(load(recipe).recipe)] for recipe in ("owt-bd3lm", "pretrain-350m")}
+    assert names["owt-bd3lm"] == ["redline", "masked", "dense"]
+    assert names["pretrain-350m"] == ["redline", "redline-fp8", "plain", "transformers"]

@@ -103,3 +103,18 @@ def test_a_run_may_write_in_another_way(world: Any, tmp_path: Path) -> None:
     for wrong in ("execution=3", "train.lr=1", "sampler=x", "sampler_steps=2"):
         with pytest.raises(UsageError):
             open_trained(Path(run), device="cpu", settings=(wrong,))
+
+
+def test_a_preview_shows_what_is_learnt(world: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from redline.cli.preview import preview_recipe
+
+    preview_recipe(world.recipe(*RECORDS, *HDP), 2)
+    said = capsys.readouterr().out
+    for line in [line for line in said.splitlines() if "[[" in line]:
+        question, learnt = line.split("[[", 1)
+        assert question.endswith("<|pad|>") or " × " in question
+        assert learnt.startswith("<|plan|>")
+        assert "<|execution|>" in learnt
+        assert "<|answer|>" in learnt
+    assert "records to train on" in said
+    assert said.count("[[") == 2

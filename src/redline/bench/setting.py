@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from redline.jobs import job
 from redline.recipe.load import load
 
 if TYPE_CHECKING:
@@ -51,13 +52,21 @@ class Setting:
     def with_tokens(self, folder: Path, count: int) -> Setting:
         """With random tokens, unless other data were asked for: a speed does not depend on what they say."""
         data = self.recipe.data
-        if data.source != "embedded" or data.tokenizer != "gpt2":
+        asked = any(word.startswith("data.source=") and word != "data.source=embedded" for word in self.overrides)
+        if asked or data.tokenizer != "gpt2" or _asks(self.recipe):
             return self
         from redline.data.facts import vocabulary
 
         write_random_tokens(folder, vocabulary(data.tokenizer), count)
-        overrides = (f"data.source={folder}", *self.overrides)
+        overrides = (*self.overrides, f"data.source={folder}")
         return Setting(self.name, overrides, self.machine, load(self.name, list(overrides)).recipe)
+
+
+def _asks(recipe: Recipe) -> bool:
+    """Its data are questions with their answers, which random tokens are not."""
+    module = job(recipe.objective)
+    given = hasattr(module, "layout") and any(segment.given for segment in module.layout(recipe).segments)
+    return recipe.objective == "finetune" or given
 
 
 def choose_setting(

@@ -6,13 +6,17 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from redline.bench.child import ChildError, TrainedRun, ask, train
 from redline.bench.fp8 import not_in_fp8
 from redline.bench.readings import card_figures, data_wait_share, median
 from redline.bench.record import Row
 from redline.bench.setting import UNDISTURBED, Setting
+from redline.jobs import job
+
+if TYPE_CHECKING:
+    from redline.recipe.schema import Recipe
 
 DEFAULTS = {
     "cuda": ("train.steps=200", "monitor.log_every=10"),
@@ -45,13 +49,26 @@ CONTENDERS = (
     ),
 )
 
+# Of a job that reads a mask of blocks: what such a mask costs by itself.
+MASKED = (
+    CONTENDERS[0],
+    Contender("masked", "the same, a dense mask given to torch's attention", forced=("model.attention=efficient",)),
+    Contender("dense", "the same, every score made and masked", forced=("model.attention=dense",)),
+)
+
+
+def contenders(recipe: Recipe) -> tuple[Contender, ...]:
+    if recipe.objective == "causal_lm":
+        return CONTENDERS
+    return MASKED if hasattr(job(recipe.objective), "layout") else CONTENDERS[:1]
+
 
 def run_throughput(setting: Setting) -> Iterator[Row]:
     """A row for each contender, one after the other; who cannot run says why in `error`."""
     with tempfile.TemporaryDirectory(prefix="redline-bench-") as name:
         folder = Path(name)
         setting = setting.with_tokens(folder / "tokens", _tokens_needed(setting))
-        for contender in CONTENDERS:
+        for contender in contenders(setting.recipe):
             own = [*contender.overrides, *contender.forced]
             row: Row = {"name": contender.name, "what": contender.what, "overrides": own}
             words = [setting.name, *UNDISTURBED, *contender.overrides, *setting.overrides, *contender.forced]

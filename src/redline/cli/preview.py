@@ -51,10 +51,23 @@ def _labelled(span: Span) -> str:
 
 def preview_recipe(recipe: Recipe, count: int) -> None:
     """`redline train … --preview N`."""
-    shows = {"finetune": _answers, "causal_lm": _texts}
-    if recipe.objective not in shows:
-        raise UsageError(f"{recipe.objective} has no preview.", where="--preview", fix="Leave it out.")
-    shows[recipe.objective](recipe, count)
+    from redline.objectives import objective_module
+
+    if recipe.objective == "finetune":
+        return _answers(recipe, count)
+    return _records(recipe, count) if objective_module(recipe.objective).can_answer(recipe) else _texts(recipe, count)
+
+
+def _records(recipe: Recipe, count: int) -> None:
+    from redline.cli.progress import PreparationBar
+    from redline.data.answer_preview import preview_records, show_answers
+    from redline.objectives import objective_module
+
+    with PreparationBar() as bar:
+        data = objective_module(recipe.objective).load_data(recipe, progress=bar)
+    show_answers(preview_records(data.records, count))
+    for line in data.told:
+        typer.echo(line)
 
 
 def _answers(recipe: Recipe, count: int) -> None:

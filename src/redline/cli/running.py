@@ -124,6 +124,8 @@ def _plan(recipe: Recipe, console: Console) -> tuple[Resolved, Any]:
     module = objective_module(recipe.objective)
     recipe = module.complete(recipe, lambda text: console.event({"type": "warmup", "message": text}))
     data = module.load_data(recipe, progress=_Preparing(console))
+    for line in getattr(data, "told", ()):  # what became of its rows
+        console.event({"type": "warmup", "message": line})
     console.event({"type": "warmup", "message": "looking at the machine"})
     return resolve(recipe, detect(recipe.train.device), data.facts), data
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from redline.data.answers import AnswerData
-from redline.data.packed import Bools, Int32s
+from redline.data.packed import Bools, Int32s, Int64s
+from redline.data.segments import RecordData
+from redline.data.specials import PAD, WithSpecials
 from redline.data.template import ChatTokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _MOST_TOKENS = 2000
+_PADDING = re.compile(f"(?:{re.escape(PAD)}){{2,}}")
 _LEARNT, _READ, _SPECIAL, _SPECIAL_LEARNT = "bold green", "dim", "magenta", "bold black on green"
 
 
@@ -61,6 +65,21 @@ def preview_answers(data: AnswerData, count: int, *, most: int = _MOST_TOKENS) -
     return list(itertools.islice(_views(data, most), count))
 
 
+def preview_records(data: RecordData, count: int) -> list[SampleView]:
+    """The first `count` records in the order of training; runs of padding are shortened."""
+    views = []
+    for number in range(min(count, len(data.index))):
+        sequence = data.index.sequences(np.array([number]))
+        tokens, learnt = (data.train.rows(sequence)[name][0] for name in ("tokens", "learnt"))
+        runs = [replace(run, text=_short(run.text)) for run in _runs(data.tokenizer, tokens, learnt)]
+        views.append(SampleView(int(sequence[0]), 1, 1, len(tokens), int(learnt.sum()), runs, whole=True))
+    return views
+
+
+def _short(text: str) -> str:
+    return _PADDING.sub(lambda found: f"{PAD} × {len(found[0]) // len(PAD)}", text)
+
+
 def _views(data: AnswerData, most: int) -> Iterator[SampleView]:
     split = data.train
     for number in range(len(data.index)):
@@ -73,7 +92,7 @@ def _views(data: AnswerData, most: int) -> Iterator[SampleView]:
             yield SampleView(sequence, place - first + 1, end - first, *counts, runs, len(tokens) <= most)
 
 
-def _runs(tokenizer: ChatTokenizer, tokens: Int32s, learnt: Bools) -> Iterator[Run]:
+def _runs(tokenizer: ChatTokenizer | WithSpecials, tokens: Int32s | Int64s, learnt: Bools) -> Iterator[Run]:
     special = (token in tokenizer.special_ids for token in tokens.tolist())
     kinds = zip(learnt.tolist(), special, tokens.tolist(), strict=True)
     for (is_learnt, is_special), some in itertools.groupby(kinds, key=lambda one: one[:2]):

@@ -43,6 +43,10 @@ class WithSpecials(Tokenizer):
         return self.base.vocab_size + self.names.index(name)
 
     @property
+    def special_ids(self) -> range:
+        return range(self.base.vocab_size, self.vocab_size)
+
+    @property
     def plan(self) -> int:
         return self.id(PLAN)
 

@@ -46,6 +46,10 @@ class RecordSequences:
     def size(self) -> None:
         return None
 
+    @property
+    def told(self) -> list[str]:
+        return [] if self.records is None else self.records.report.lines()
+
     def training(self, samples: Ids) -> Rows:
         assert self.records is not None
         return Rows(**self.records.train.rows(self.records.index.sequences(samples)))

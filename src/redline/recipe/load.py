@@ -22,6 +22,9 @@ from redline.recipe.schema import Recipe, recipe_class
 _INTEGER = re.compile(r"^[-+]?(0|[1-9][0-9_]*)$")
 _FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?$")
 _YAML = "tag:yaml.org,2002:"
+_LARGEST_FILE = 64 << 10  # bytes; the shipped recipes have two thousand
+_DEEPEST = 20  # levels of YAML, or words of a key; the schema has four
+_HINTS = 50  # problems with a hint: to find the nearest of all keys takes a moment
 
 
 class _Loader(yaml.SafeLoader):
@@ -30,11 +33,24 @@ class _Loader(yaml.SafeLoader):
     YAML 1.1 also reads 1:30 as ninety, 010 as eight and 2026-01-01 as a date: here a number is decimal, or a text.
     """
 
+    depth = 0
+
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()
         if self.check_event(yaml.AliasEvent):  # a few nested ones would unfold to more than any memory
-            mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "references (*name) have no place in a recipe", mark)
-        return super().compose_node(parent, index)
+            raise self._refusal("references (*name) have no place in a recipe", event)
+        if getattr(event, "tag", None) not in (None, "!"):  # some constructors fail in ways of their own
+            raise self._refusal("tags (!name) have no place in a recipe", event)
+        if self.depth == _DEEPEST:
+            raise self._refusal(f"more than {_DEEPEST} levels have no place in a recipe", event)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    @staticmethod
+    def _refusal(problem: str, event: yaml.Event) -> yaml.MarkedYAMLError:
+        return yaml.composer.ComposerError(None, None, problem, event.start_mark)
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -75,9 +91,13 @@ def shipped() -> dict[str, Path]:
 def find_recipe(name: str) -> Path:
     path = Path(name)
     known = shipped()
-    if name in known and not path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError:  # a name that is too long for any file, or a folder that may not be entered
+        is_file = False
+    if name in known and not is_file:
         return known[name]
-    if path.is_file():
+    if is_file:
         return path
     if path.suffix in {".yaml", ".yml"} or "/" in name:
         raise UsageError(f"there is no recipe file {name!r}.", fix="`redline recipes` lists the shipped ones.")
@@ -99,9 +119,14 @@ def parse_yaml(text: str, where: str) -> Any:
 
 def read_recipe(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+        text = content.decode("utf-8") if len(content) <= _LARGEST_FILE else ""
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(str(path), [Problem("file", f"cannot be read: {error}.")]) from None
+    if len(content) > _LARGEST_FILE:
+        what = f"is longer than {_LARGEST_FILE >> 10} KiB: a recipe is a page of YAML."
+        raise RecipeError(str(path), [Problem("file", what, "Name texts and rows with data.source=….")])
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         what = "is empty." if tree is None else f"holds a {type(tree).__name__}, not sections of keys."
@@ -144,6 +169,9 @@ def nest(flat: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     problems = []
     for key, value in flat.items():
         *sections, last = key.split(".")
+        if len(sections) >= _DEEPEST:
+            problems.append(Problem(f"{key[:40]}…", "is not a key redline knows."))
+            continue
         node: Any = tree
         for section in sections:
             node = node.setdefault(section, {}) if isinstance(node, dict) else None
@@ -192,10 +220,10 @@ def _hint(key: str, schema: type[BaseModel]) -> str:
     return did_you_mean(key, [*keys, *ALIASES, *top]) or f"There are {', '.join(top)}."
 
 
-def _problem(error: Any, schema: type[BaseModel]) -> Problem:
+def _problem(error: Any, schema: type[BaseModel], *, hint: bool) -> Problem:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return Problem(key, "is not a key redline knows.", _hint(key, schema))
+        return Problem(key, "is not a key redline knows.", _hint(key, schema) if hint else "")
     if error["type"] in ("model_type", "model_attributes_type"):
         return Problem(key, f"is a section of keys, not {error['input']!r}.", f"Write {key}.SOMETHING=….")
     return Problem(key, str(error.get("ctx", {}).get("error") or error["msg"]))
@@ -229,7 +257,8 @@ def validate(tree: dict[str, Any], *, where: str, problems: Sequence[Problem] = 
     try:
         recipe = schema.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError(where, [*found, *(_problem(e, schema) for e in error.errors())]) from None
+        every = (_problem(e, schema, hint=n < _HINTS) for n, e in enumerate(error.errors()))
+        raise RecipeError(where, [*found, *every]) from None
     found += contradictions(recipe)
     if found:
         raise RecipeError(where, found)

@@ -48,7 +48,9 @@ def make_lock(
 
 def write_lock(run: Path, lock: dict[str, Any]) -> None:
     temporary = run / f".{LOCK}.{os.getpid()}"
-    temporary.write_text(json.dumps(lock, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(lock, indent=1, ensure_ascii=False) + "\n"
+    # A file's name may hold bytes that are no UTF-8; the escape that `backslashreplace` writes is valid JSON for them.
+    temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     temporary.rename(run / LOCK)
@@ -66,7 +68,7 @@ def read_lock(run: Path) -> dict[str, Any]:
     except FileNotFoundError:
         fix = "`redline runs` lists the runs here."
         raise UserError("is not a run: it has no lock.json.", where=str(run), fix=fix) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         fix = "The run cannot be read without it; use another."
         raise UserError(f"is damaged ({type(error).__name__}).", where=str(run / LOCK), fix=fix) from None
 

@@ -73,7 +73,7 @@ def _targets(value: Any) -> tuple[str, ...]:
     if not isinstance(names, list | tuple) or not names:
         raise ValueError(f"{value!r} is not a list of matrices; there are {', '.join(TARGETS)}.")
     for name in names:
-        if name not in TARGETS:
+        if not isinstance(name, str) or name not in TARGETS:
             hint = did_you_mean(str(name), TARGETS)
             raise ValueError(f"{name!r} is no matrix of a block; there are {', '.join(TARGETS)}. {hint}".rstrip())
     return tuple(name for name in TARGETS if name in names)
