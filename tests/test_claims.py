@@ -151,3 +151,19 @@ def test_no_flag_or_key_of_the_guides_is_missing() -> None:
     assert {name for name in scripts if name not in SEEDS} == set()
     dotted = set(re.findall(r"\b((?:model|trainer|loader)\.\w+)=", guides))
     assert {key for key in dotted if key not in SEEDS} == set()
+
+
+def test_memory_of_the_presets() -> None:
+    from typer.testing import CliRunner
+
+    from redline.cli.main import app
+
+    line, peaks, fixed = row("64, 128, 192, 256 (H200 guide)"), [], 0.0
+    for preset in ("conservative", "recommended", "aggressive", "extreme"):
+        words = ["plan", "gsm8k-hdp", f"train.preset={preset}", "--gpu", "h200", "--json"]
+        memory = json.loads(CliRunner().invoke(app, words).stdout)["memory_gib"]
+        peaks.append(f"{memory['peak']:.1f}")
+        fixed = sum(memory[part] for part in ("weights", "gradients", "optimizer"))
+    assert f"{', '.join(peaks[:3])} and {peaks[3]} GiB" in line
+    assert f"are {fixed:.1f} GiB" in line
+    assert f"{128 * 1024 * padded_vocab(50_262) * 4 / GIB:.1f} GiB" in line

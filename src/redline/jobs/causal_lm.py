@@ -7,7 +7,7 @@ from typing import Any
 
 from redline.errors import Problem
 from redline.fields import Section
-from redline.plan.flops import FlopsPerToken, decoder_flops
+from redline.plan.flops import FlopsPerToken, Passes, causal_passes, decoder_flops
 from redline.plan.memory import MemoryParts, training_memory
 from redline.plan.shapes import DecoderShape
 from redline.plan.work import Work, decoder_work
@@ -68,6 +68,10 @@ class Costs:
 
     def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:
         return training_memory(shape, **how)
+
+    def passes(self, seq_len: int) -> Passes:
+        """How often a token of data is read and scored."""
+        return causal_passes(seq_len)
 
     def work(self, shape: DecoderShape, seq_len: int, **how: Any) -> Work:
         return decoder_work(shape, seq_len, **how)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from redline.errors import Problem
 from redline.fields import Flag, MaybeCount, Section, Share, one_of
 from redline.jobs import causal_lm
-from redline.plan.flops import FlopsPerToken, layout_flops, layout_passes
+from redline.plan.flops import FlopsPerToken, Passes, layout_flops, layout_passes
 from redline.plan.layout import Layout
 from redline.plan.memory import MemoryParts, training_memory
 from redline.plan.shapes import DecoderShape
@@ -94,5 +94,8 @@ class DiffusionCosts(causal_lm.Costs):
             **how,
         )
 
+    def passes(self, seq_len: int) -> Passes:
+        return layout_passes(self.layout, self.hidden)
+
     def work(self, shape: DecoderShape, seq_len: int, **how: Any) -> Work:
-        return decoder_work(shape, seq_len, **how, passes=layout_passes(self.layout, self.hidden))
+        return decoder_work(shape, seq_len, **how, passes=self.passes(seq_len))

@@ -11,6 +11,7 @@ from redline.fields import AUTO
 from redline.hardware.specs import spec_of
 from redline.jobs import costs
 from redline.monitor.events import Event, number, section
+from redline.plan.flops import Passes
 from redline.plan.shapes import SHAPE_KEYS, DecoderShape
 from redline.plan.work import Work
 from redline.recipe.load import validate
@@ -64,7 +65,9 @@ def step_points(lock: Mapping[str, Any], plan: Event, tokens_per_s: float | None
     recipe, shape, work = counted
     wide, narrow = _value_bytes(recipe)
     moved = {
-        "matmul": _matmul_bytes(shape, micro * recipe.data.seq_len, wide, narrow),
+        "matmul": _matmul_bytes(
+            shape, micro * recipe.data.seq_len, costs(recipe).passes(recipe.data.seq_len), wide, narrow
+        ),
         "attention": _ATTENTION_TENSORS * work.touched,
     }
     flops = {"matmul": work.matmul, "attention": work.attention}
@@ -113,14 +116,14 @@ def _value_bytes(recipe: Recipe) -> tuple[int, int]:
     return wide, 1 if recipe.train.precision == "fp8" else wide
 
 
-def _matmul_bytes(shape: DecoderShape, tokens: float, wide: int, narrow: int) -> float:
+def _matmul_bytes(shape: DecoderShape, tokens: float, passes: Passes, wide: int, narrow: int) -> float:
     """Per token: what the matmuls read and write if each operand passes once; forward and both gradients."""
     d, per_layer = shape.d_model, shape.layers
     sizes = [(d, shape.d_qkv), (shape.d_attention, d), (d, shape.d_up), (shape.d_ff, d)]
-    matrices = [*((k, n, per_layer) for k, n in sizes), (d, shape.vocab, 1)]
+    blocks = [(k, n, per_layer, passes.read) for k, n in sizes]
     total = 0.0
-    for k, n, count in matrices:
-        rows = tokens
+    for k, n, count, times in [*blocks, (d, shape.vocab, 1, passes.scored)]:
+        rows = times * tokens
         forward = narrow * (rows * k + k * n) + wide * rows * n
         to_input = narrow * (rows * n + k * n) + wide * rows * k
         to_weight = narrow * (rows * k + rows * n) + wide * k * n
