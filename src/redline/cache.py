@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -28,6 +29,17 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, that a power cut does not take away again."""
+    path.mkdir(parents=True, exist_ok=True)
+    # those that exist too: whoever made them may have been killed before it synced them
+    for folder in (path.resolve(), *path.resolve().parents):
+        if folder.is_mount():
+            break
+        with suppress(OSError):  # one that may not be opened is somebody else's, and not new
+            sync(folder.parent)
 
 
 def write_atomically(path: Path, text: str) -> None:

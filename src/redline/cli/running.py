@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from redline.cache import sync
 from redline.cli.paths import RUNS
 from redline.errors import EXIT_PREEMPTED, UsageError
 from redline.monitor.console import Console
@@ -207,6 +208,8 @@ def _train(
                 raise
             if not resumed:  # only now, so that what cannot be built leaves no run behind
                 objective.save_tokenizer(path)
+                if (tokenizer := path / "tokenizer.json").exists():
+                    sync(tokenizer)  # before there is a checkpoint that cannot be read without it
                 origin = initial.record() if initial else None
                 write_lock(path, make_lock(name, uuid.uuid4().hex[:12], resolved, data.facts, origin))
                 _point_latest(path)

@@ -66,7 +66,8 @@ def canonical_json(value: Any) -> bytes:
 
 def commit(folder: Path, snapshot: Snapshot) -> Committed:
     """Write a checkpoint; when this returns it survives a power cut. OSError when the disk does not take it."""
-    _make_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    sync(folder.parent)  # every time: whoever made the folder may have been killed before this
     final = folder / step_name(snapshot.step)
     if _is_valid(final):  # committed before; nothing may be lost in replacing it
         sync(folder)  # that may be what failed the last time
@@ -84,12 +85,6 @@ def commit(folder: Path, snapshot: Snapshot) -> Committed:
         _discard(temporary)
         raise
     return Committed(final, snapshot.step, _size(manifest))
-
-
-def _make_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        sync(folder.parent)
 
 
 def _write(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
@@ -129,6 +124,7 @@ def _remove(path: Path) -> None:
     """Renamed first, so that half a checkpoint never bears a checkpoint's name."""
     doomed = path.with_name(f"{_TEMPORARY}removed-{path.name}-{os.getpid()}")
     path.rename(doomed)
+    sync(path.parent)  # or a power cut could keep the name and lose the files
     _discard(doomed)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from redline.cache import make_folder
 from redline.errors import UserError
 
 LOCK_FILE = ".lock"
@@ -31,7 +32,7 @@ class RunDirectory:
 
     def __enter__(self) -> RunDirectory:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
             self._file = open(self.path / LOCK_FILE, "a+", encoding="utf-8")
         except OSError as error:
             fix = "Choose another with --run."

@@ -1,0 +1,235 @@
+"""Defects to plant in saving, resuming and skipping: each is a way in which trainers have lost work."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline import cache
+from redline.train import checkpoint, rundir, saving, step
+from redline.train.checkpoint import Committed, Damaged, Snapshot, commit, committed_steps, step_name
+from redline.train.feed import Feed
+from redline.train.saving import Saver
+from redline.train.step import Step
+from redline.train.trainer import Trainer
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+# --- saving
+
+
+def always(owner: Any, name: str, value: Any) -> Plant:
+    """The function does nothing, and answers always the same."""
+    return lambda patch: patch.setattr(owner, name, lambda *args, **options: value)
+
+
+def only_sync(wanted: Callable[[Path], bool]) -> Plant:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        plain = cache.sync
+        for module in (checkpoint, cache):
+            patch.setattr(module, "sync", lambda path: plain(path) if wanted(path) else None)
+
+    return plant
+
+
+def run_not_synced(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rundir, "make_folder", lambda path: path.mkdir(parents=True, exist_ok=True))
+
+
+def synced_late(patch: pytest.MonkeyPatch) -> None:
+    def commit_then_sync(folder: Path, snapshot: Snapshot) -> Committed:
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(checkpoint, "sync", lambda path: None)
+            done = commit(folder, snapshot)
+        for path in (*done.path.iterdir(), done.path, folder, folder.parent):
+            cache.sync(path)
+        return done
+
+    patch.setattr(saving, "commit", commit_then_sync)
+
+
+def manifest_first(*modules: Any) -> Plant:
+    """Under the final name: where the manifest is, a checkpoint seems to be."""
+
+    def commit_in_place(folder: Path, snapshot: Snapshot) -> Committed:
+        made, final = commit(folder.parent / "elsewhere", snapshot), folder / step_name(snapshot.step)
+        shutil.rmtree(final, ignore_errors=True)
+        final.mkdir(parents=True)
+        for file in sorted(made.path.iterdir(), key=lambda file: file.name != "manifest.json"):
+            (final / file.name).write_bytes(file.read_bytes())
+            cache.sync(final / file.name)
+        return Committed(final, snapshot.step, made.bytes)
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        for module in modules:
+            patch.setattr(module, "commit", commit_in_place)
+
+    return plant
+
+
+def reported_early(patch: pytest.MonkeyPatch) -> None:
+    plain = Saver._commit
+
+    def report_then_commit(self: Saver, snapshot: Snapshot, protect: tuple[int, ...]) -> None:
+        self._on_saved(Committed(self.folder / step_name(snapshot.step), snapshot.step, 0), 0.0)
+        plain(self, snapshot, protect)
+
+    patch.setattr(Saver, "_commit", report_then_commit)
+
+
+def snapshot_alive(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checkpoint.HostCopy, "take", lambda self, files: files)
+
+
+def removed_in_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checkpoint, "_remove", shutil.rmtree)
+
+
+def removal_not_synced(patch: pytest.MonkeyPatch) -> None:
+    def remove(path: Path) -> None:
+        doomed = path.rename(path.with_name(f".writing-removed-{path.name}"))
+        checkpoint._discard(doomed)
+
+    patch.setattr(checkpoint, "_remove", remove)
+
+
+def keeps_one_less(patch: pytest.MonkeyPatch) -> None:
+    plain = saving.retain
+    patch.setattr(saving, "retain", lambda folder, keep, also, fresh: plain(folder, keep - 1, also, fresh))
+
+
+def best_forgotten(patch: pytest.MonkeyPatch) -> None:
+    plain = saving.retain
+    patch.setattr(saving, "retain", lambda folder, keep, also, fresh: plain(folder, keep, (), fresh))
+
+
+# --- verifying
+
+
+def manifest_unchecked(patch: pytest.MonkeyPatch) -> None:
+    def read(path: Path) -> Any:
+        try:
+            return json.loads((path / "manifest.json").read_bytes())
+        except (OSError, ValueError) as error:
+            raise Damaged(str(error)) from None
+
+    patch.setattr(checkpoint, "read_manifest", read)
+
+
+def additional_accepted(patch: pytest.MonkeyPatch) -> None:
+    def check(path: Path, files: dict[str, Any]) -> None:
+        if any(checkpoint.file_digest(path / name) != entry["sha256"] for name, entry in files.items()):
+            raise Damaged(path.name)
+
+    patch.setattr(checkpoint, "_check_files", check)
+
+
+def newest_unread(*modules: Any) -> Plant:
+    def newest(folder: Path, say: Callable[[str], None] = lambda _: None) -> Path:
+        return folder / step_name(committed_steps(folder)[-1])
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        for module in modules:
+            patch.setattr(module, "newest_valid", newest)
+
+    return plant
+
+
+# --- failing
+
+
+def failure_swallowed(patch: pytest.MonkeyPatch) -> None:
+    def commit_or_not(folder: Path, snapshot: Snapshot) -> Committed:
+        try:
+            return commit(folder, snapshot)
+        except OSError:
+            return Committed(folder / step_name(snapshot.step), snapshot.step, 0)
+
+    patch.setattr(saving, "commit", commit_or_not)
+
+
+# --- resuming
+
+
+def after_restore(change: Callable[[Trainer], None]) -> Plant:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        plain = Trainer._restore
+        patch.setattr(Trainer, "_restore", lambda self, path: (plain(self, path), change(self))[0])
+
+    return plant
+
+
+def forget_moments(trainer: Trainer) -> None:
+    for tensor in trainer.optimizer.tensors().values():
+        tensor.zero_()
+
+
+def forget_average(trainer: Trainer) -> None:
+    assert trainer.ema
+    for name, parameter in trainer.parameters.items():
+        trainer.ema.average[name].copy_(parameter.detach())
+
+
+def restart_schedule(trainer: Trainer) -> None:
+    plain, resumed_at = trainer._lr_factor, trainer.state.step
+    trainer._lr_factor = lambda step: plain(step - resumed_at)  # type: ignore[method-assign]
+
+
+def restart_data(patch: pytest.MonkeyPatch) -> None:
+    plain = Feed.__init__
+
+    def begin_anew(self: Feed, objective: Any, plan: Any, device: Any, workers: int, first: int) -> None:
+        make = self._make
+        self._make = lambda step: make(step - first)  # type: ignore[method-assign]
+        plain(self, objective, plan, device, workers, first)
+
+    patch.setattr(Feed, "__init__", begin_anew)
+
+
+def seed_without_step(patch: pytest.MonkeyPatch) -> None:
+    plain = step.seed_of
+    patch.setattr(step, "seed_of", lambda seed, number, micro: plain(seed, 0, micro))
+
+
+def seed_of_what_ran(patch: pytest.MonkeyPatch) -> None:
+    """The noise of the n-th micro-batch since the process began, whichever step that is."""
+    plain, ran = Step.__init__, itertools.count()
+
+    def begin(self: Step, *args: Any, **options: Any) -> None:
+        nonlocal ran
+        ran = itertools.count()
+        plain(self, *args, **options)
+
+    patch.setattr(Step, "__init__", begin)
+    patch.setattr(step, "seed_of", lambda seed, number, micro: next(ran))
+
+
+# --- skipping
+
+
+def ungated(owner: Any, name: str, place: int) -> Plant:
+    """The argument that says "bad" never says so."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        plain = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            flag = args[place]
+            good = (flag[0], torch.zeros_like(flag[1])) if isinstance(flag, tuple) else torch.zeros_like(flag)
+            return plain(*args[:place], good, *args[place + 1 :], **options)
+
+        patch.setattr(owner, name, call)
+
+    return plant
+
+
+def never_bad(patch: pytest.MonkeyPatch) -> None:
+    plain = Step._measure
+    patch.setattr(Step, "_measure", lambda self, loss: (plain(self, loss)[0], torch.zeros(())))
