@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,10 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
+
+_SECRET = frozenset({"TOKEN", "KEY", "APIKEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS"})  # words of a name
+_SHORTEST_SECRET = 8  # characters; what is shorter would be found in innocent words
+_LOGIN = re.compile(r"(?<=:/)(/?)[^\s/@]+:[^\s/@]*@")  # https://user:password@
 
 
 class UserError(Exception):
@@ -59,6 +65,18 @@ class RecipeError(UserError):
 
 class UsageError(UserError):
     exit_code = EXIT_USAGE
+
+
+def without_secrets(text: str) -> str:
+    """The text without what the environment calls a token, a key or a password, and without logins in addresses.
+
+    For whatever is written down or printed: other libraries quote such things in the texts of their errors.
+    """
+    named = [value for name, value in os.environ.items() if not _SECRET.isdisjoint(name.upper().split("_"))]
+    for value in sorted(named, key=len, reverse=True):
+        if len(value) >= _SHORTEST_SECRET:
+            text = text.replace(value, "***")
+    return _LOGIN.sub(r"\1***@", text)
 
 
 def install_hint(extra: str) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 
 import typer
 
 from redline import __version__
 from redline.cli import bench, doctor, evaluate, export, plan, prepare, recipes, report, runs, sample, stop, train
-from redline.errors import EXIT_FAILED, UserError
+from redline.errors import EXIT_FAILED, UserError, without_secrets
 
 app = typer.Typer(
     name="redline",
@@ -56,7 +57,10 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        sys.stderr.write(f"redline: {error.message()}\n")
+        sys.stderr.write(without_secrets(f"redline: {error.message()}\n"))
         sys.exit(error.exit_code)
     except BrokenPipeError:
+        sys.exit(EXIT_FAILED)
+    except Exception:  # a mistake of ours: all there is to know about it, but for secrets that some library quotes
+        sys.stderr.write(without_secrets(traceback.format_exc()))
         sys.exit(EXIT_FAILED)

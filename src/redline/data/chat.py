@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 from redline.data import hub
 from redline.data.origin import EMBEDDED, dataset_id
 from redline.data.rows import Row, is_clean, json_rows, parquet_rows, table_kind
-from redline.data.tally import Tally
+from redline.data.tally import Tally, quoted
 from redline.data.text import text_files
 from redline.errors import UserError
 
@@ -77,7 +78,7 @@ class RowTally(Tally):
 
     def bad_row(self, place: str, reason: str, fix: str) -> None:
         if len(self.examples) < _EXAMPLES:
-            self.examples.append(f"{place}: {reason}")
+            self.examples.append(f"{place}: {quoted(reason)}")
         super().bad_row(place, reason, fix)
 
     @property
@@ -137,9 +138,10 @@ def _turns(turns: Any, name: str, role: str, content: str) -> tuple[Message, ...
 
 
 def _message(turn: dict[str, Any], role: str, content: str) -> Message:
-    who = _ROLES.get(turn[role]) if isinstance(turn.get(role), str) else None
+    named = turn.get(role)
+    who = _ROLES.get(named) if isinstance(named, str) else None
     if who is None:
-        raise _UnusableError(f"a turn of {turn.get(role)!r}, who is unknown")
+        raise _UnusableError(f"a turn of {reprlib.repr(named)}, who is unknown")
     if turn.get("tool_calls"):
         raise _UnusableError("a call of tools, which is no text")
     text = turn.get(content)

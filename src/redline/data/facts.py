@@ -70,11 +70,18 @@ def bytes_per_token(tokenizer: str, vocab_size: int) -> float:
     return min(4.7, max(1.0, 2.0 + 0.43 * (math.log2(vocab_size) - 9)))
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name too long for any file, or in a folder that may not be entered
+        return False
+
+
 def _part(source: str, data: Data, vocab_size: int) -> DataFacts:
     path = Path(source).expanduser()
     if is_problems(source):
         return _problems(source, data, vocab_size)
-    if source != EMBEDDED and not path.exists():
+    if source != EMBEDDED and not _exists(path):
         return _estimate(data, vocab_size, 0.0, 0)
     if source != EMBEDDED and path.suffix == ".bin":
         return _raw(path, path.with_name("val.bin") if path.name == "train.bin" else None, data, vocab_size)
@@ -102,7 +109,7 @@ def _cached(source: str, data: Data) -> Path:
     reading = Reading(data.val_fraction, data.text_key, data.dedup)
     tokenizer, sources = data.tokenizer, [part.source for part in data.parts]
     if len(sources) > 1 and trained_size(tokenizer) is not None:
-        here = all(source == EMBEDDED or Path(source).expanduser().exists() for source in sources)
+        here = all(source == EMBEDDED or _exists(Path(source).expanduser()) for source in sources)
         tokenizer = str(shared_tokenizer(sources, tokenizer, reading)) if here else tokenizer
     return prepared_folder(source, tokenizer, reading, stream=data.stream)
 

@@ -53,17 +53,25 @@ class Reading:
 def dataset_id(source: str) -> DatasetId | None:
     """The dataset that `source` names; None when it is a path, or could only be meant as one."""
     match = _DATASET.fullmatch(source)
-    if match is None or source.endswith(_FILE_SUFFIXES) or Path(source).expanduser().exists():
+    if match is None or source.endswith(_FILE_SUFFIXES):
+        return None
+    try:
+        if Path(source).expanduser().exists():
+            return None
+    except OSError:  # too long for a path, or in a folder that may not be entered
         return None
     return DatasetId(match["name"], match["config"], match["split"] or "train")
 
 
 def holds_tokens(source: Path) -> bool:
     """Whether the path holds tokens already, rather than text."""
-    if source.suffix == ".bin" or (source / "train.bin").is_file() or any(source.glob("*.tok")):
-        return True
-    meta = source / "meta.json"
-    return meta.is_file() and SCHEMA in meta.read_text(encoding="utf-8", errors="replace")
+    try:
+        if source.suffix == ".bin" or (source / "train.bin").is_file() or any(source.glob("*.tok")):
+            return True
+        meta = source / "meta.json"
+        return meta.is_file() and SCHEMA in meta.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # who reads the text says what is wrong with the path
+        return False
 
 
 def held_out_of(tokens: int) -> int:
@@ -86,8 +94,11 @@ def tokenizer_identity(spec: str) -> list[Any]:
     if named_vocabulary(spec) or trained_size(spec) is not None:
         return [spec]
     path = Path(spec).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
-    return [spec, hashlib.sha256(path.read_bytes()).hexdigest()] if path.is_file() else [spec]
+    try:
+        path = path / "tokenizer.json" if path.is_dir() else path
+        return [spec, hashlib.sha256(path.read_bytes()).hexdigest()] if path.is_file() else [spec]
+    except OSError:  # who loads it says what is wrong with the path
+        return [spec]
 
 
 def prepared_folder(source: str, tokenizer: str, reading: Reading, *, stream: bool = False) -> Path:

@@ -6,6 +6,7 @@ in the cache by path, size and time of change.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 from dataclasses import asdict
@@ -22,6 +23,8 @@ _DTYPE: np.dtype[np.unsignedinteger] = np.dtype("<u2")
 # llm.c and its descendants put a header of 256 int32 in front, which begins with this number.
 _LLM_C_MAGIC = (20240520).to_bytes(4, "little")
 _ENOUGH_TO_JUDGE = 64
+_LOOK = 4096  # bytes at the beginning
+_OTHER_FILES = {b"\x93NUMPY": "numpy's .npy", b"PK\x03\x04": "a zip file"}
 
 
 def open_raw(path: Path) -> TokenFile:
@@ -31,13 +34,18 @@ def open_raw(path: Path) -> TokenFile:
     if not size:
         raise UserError("the file is empty.", where=where, fix="Write the tokens again.")
     with open(path, "rb") as file:
-        start = file.read(len(MAGIC))
-    if start == MAGIC:
+        start = file.read(_LOOK)
+    if start.startswith(MAGIC):
         raise UserError("this is one shard of a prepared folder.", where=where, fix="Give the folder instead.")
     if start.startswith(_LLM_C_MAGIC):
         raise UserError(
             "the file begins with a 1024-byte header.", where=where, fix="Cut it off: `tail -c +1025 OLD > NEW`."
         )
+    if named := next((name for magic, name in _OTHER_FILES.items() if start.startswith(magic)), None):
+        fix = "Write the bare ids: numpy's `.astype('<u2').tofile(…)`."
+        raise UserError(f"this is {named}, not bare token ids.", where=where, fix=fix)
+    if size >= 2 * _ENOUGH_TO_JUDGE and _is_text(start):
+        raise UserError("this is text, not token ids.", where=where, fix="Rename it to .txt, and give that.")
     if size % _DTYPE.itemsize:
         raise UserError(f"{size} bytes are no whole number of uint16 tokens.", where=where, fix="Copy the file again.")
     scan = _remembered_scan(path)
@@ -49,6 +57,15 @@ def open_raw(path: Path) -> TokenFile:
             fix="Write it again with numpy's `.astype('<u2')`.",
         )
     return TokenFile(path, _DTYPE, 0, tokens, scan.sha256, scan.max_id)
+
+
+def _is_text(start: bytes) -> bool:
+    """Ids have bytes everywhere; text has hardly any below the space, and is UTF-8."""
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(start)  # the last character may be cut
+    except UnicodeDecodeError:
+        return False
+    return all(character >= " " or character in "\t\n\r\f" for character in text)
 
 
 def _remembered_scan(path: Path) -> Scan:

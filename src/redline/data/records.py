@@ -103,7 +103,9 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if value is None:
         raise _UnusableError(f"no {name!r} in it")
-    if name == "answer" and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if name == "answer" and isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if name == "answer" and isinstance(value, float) and math.isfinite(value):
         value = str(int(value)) if value == int(value) else str(value)
     if not isinstance(value, str):
         raise _UnusableError(f"{name!r} is no text")

@@ -11,6 +11,14 @@ from redline.errors import UserError
 
 _NO_GOOD_ROW_UNTIL = 1000
 _MOST_SLOTS = 1 << 25
+# Reasons may quote rows, and rows may come from anyone: what is kept of them is short, printable and not too many.
+_LONGEST, _MOST_REASONS, _OTHER = 200, 100, "other reasons"
+
+
+def quoted(text: str) -> str:
+    """A reason or a piece of advice as it may be kept and printed."""
+    plain = text[: _LONGEST + 1].encode("utf-8", "backslashreplace").decode("utf-8")
+    return plain if len(plain) <= _LONGEST else f"{plain[:_LONGEST]}…"
 
 
 @dataclass
@@ -32,9 +40,10 @@ class Tally:
         self.bytes += count
 
     def bad_row(self, place: str, reason: str, fix: str) -> None:
+        reason = quoted(reason)
         if not self.bad_rows:
-            self.first_bad_row, self.fix = f"{place}: {reason}", fix
-        self.bad_rows[reason] += 1
+            self.first_bad_row, self.fix = f"{place}: {reason}", quoted(fix)
+        self.bad_rows[reason if reason in self.bad_rows or len(self.bad_rows) < _MOST_REASONS else _OTHER] += 1
         if self.rows == self.bad_rows.total() >= _NO_GOOD_ROW_UNTIL:
             self.refuse_mostly_bad()
 

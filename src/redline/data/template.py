@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from redline.data.chat import ASSISTANT, USER, Conversation, Message
+from redline.data.time_limit import TookTooLongError, processor_seconds
 from redline.data.tokenizer import backend_fingerprint
 from redline.data.tokens import digest_of
 from redline.errors import UserError, install_hint
@@ -42,6 +43,7 @@ _CHATML = (
 )
 # Some templates write today's date. What is learnt must not depend on the day on which it is prepared.
 _DAY = datetime(2024, 7, 26)
+_MOST_SECONDS = 10.0  # for one conversation; ordinary templates take a thousandth
 _PROBE = Conversation("a probe", (Message(USER, "Which?"), Message(ASSISTANT, "This.")), is_pair=True)
 
 Span = tuple[int, int]
@@ -208,16 +210,13 @@ class ChatTokenizer:
         return self._apply(conversation.as_dicts(count), asks=asks)
 
     def _apply(self, messages: list[dict[str, str]], *, asks: bool) -> str:
+        how = {"add_generation_prompt": asks, "tokenize": False, "strftime_now": _DAY.strftime}
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages,
-                    chat_template=self.template,
-                    add_generation_prompt=asks,
-                    tokenize=False,
-                    strftime_now=_DAY.strftime,
-                )
-            )
+            with processor_seconds(_MOST_SECONDS):
+                return str(self._tokenizer.apply_chat_template(messages, chat_template=self.template, **how))
+        except TookTooLongError:
+            what = f"the chat template ({self.template_name}) wrote one conversation for {_MOST_SECONDS:g} s."
+            raise UserError(what, where=self.name, fix=_FIX) from None
         except Exception as error:  # templates raise what they like, and meet types they did not expect
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise TemplateRefusalError(f"it fails ({reason.rstrip('.')})") from None

@@ -118,6 +118,14 @@ def embedded_documents() -> Iterator[Document]:
 
 def text_files(path: Path) -> list[SourceFile]:
     """The file itself, or the non-empty files of a folder by path; hidden ones (.git, .DS_Store) are left out."""
+    try:
+        return _text_files(path)
+    except OSError as error:  # a name too long for any file, a folder that may not be entered, a device
+        what = f"cannot be read ({error.strerror})."
+        raise UserError(what, where=str(path), fix="Check the path of the text.") from None
+
+
+def _text_files(path: Path) -> list[SourceFile]:
     if not path.exists():
         raise UserError("no such file or folder.", where=str(path), fix="Check the path of the text.")
     if path.is_file():

@@ -132,7 +132,12 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) 
             )
         return _train(spec, size, texts())
     path = Path(spec).expanduser()
-    return LibraryTokenizer(spec, read_definition(path / "tokenizer.json" if path.is_dir() else path))
+    try:
+        definition = read_definition(path / "tokenizer.json" if path.is_dir() else path)
+    except OSError as error:
+        fix = "Name bytes, gpt2, train:N or the path of a tokenizer.json."
+        raise UserError(f"cannot be read ({error.strerror}).", where=spec, fix=fix) from None
+    return LibraryTokenizer(spec, definition)
 
 
 def named_vocabulary(spec: str) -> tuple[int, int, str] | None:

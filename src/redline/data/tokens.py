@@ -109,6 +109,14 @@ def open_tokens(source: Path, tokenizer: str | None = None) -> TokenData:
     `tokenizer` is a spec or a fingerprint that the tokens must have been made with. Raw files need a spec, for
     they do not name their own; a prepared folder does, and takes None.
     """
+    try:
+        return _open_tokens(source, tokenizer)
+    except OSError as error:
+        fix = "Give a prepared folder or a .bin file of tokens."
+        raise UserError(f"cannot be read ({error.strerror}).", where=str(source), fix=fix) from None
+
+
+def _open_tokens(source: Path, tokenizer: str | None) -> TokenData:
     if not source.exists():
         raise UserError(
             "no such file or folder.", where=str(source), fix="Give a prepared folder or a .bin file of tokens."
@@ -141,7 +149,7 @@ def _open_prepared(folder: Path, tokenizer: str | None) -> TokenData:
         whole = whole and meta["schema"] == SCHEMA and meta["dtype"] == token_dtype(vocab_size).name
     except FileNotFoundError:
         raise damaged(path, "the folder is not a prepared one, for it has no meta.json") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole or not files.get("train"):
         raise damaged(path, "the description of the data is damaged")

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from redline.errors import without_secrets
+
 SCHEMA = 1
 
 Event = dict[str, Any]
@@ -125,11 +127,14 @@ def _ends_torn(path: Path) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Strict JSON has no NaN or infinity: they become null. Anything that is not plain data is left to fail."""
+    """Strict JSON has no NaN or infinity: they become null; and a log is no place for secrets. Anything that is not
+    plain data is left to fail."""
+    if isinstance(value, str):
+        return without_secrets(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Path):
-        return str(value)
+        return without_secrets(str(value))
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from redline.errors import UsageError, did_you_mean
+from redline.errors import UsageError, UserError, did_you_mean
 from redline.monitor.events import Event, number, read_events
 
 EVENTS, LOCK, LOCK_FILE, SWEEP = "events.jsonl", "lock.json", ".lock", "sweep.json"
@@ -107,14 +107,24 @@ def resolve_run(name: str, root: Path) -> tuple[Path, Selector | None]:
     """RUN on the command line: a path, a run's name or `latest`, optionally with `@step` or `@best`."""
     run = _find(name, root)  # the whole name first: a directory may well have an @ in it
     if run is not None:
-        return run, None
+        return _refuse_links(run), None
     bare, at, tail = name.rpartition("@")
     if not at:
         raise _unknown(name, root)
     run = _find(bare, root)
     if run is None:
         raise _unknown(bare, root)
-    return run, _selector(tail, name)
+    return _refuse_links(run), _selector(tail, name)
+
+
+def _refuse_links(run: Path) -> Path:
+    """A run is written to, and may come from someone else: nothing in it may stand for a place outside of it."""
+    whole = run.resolve()
+    for entry in run.iterdir():
+        if entry.is_symlink() and not entry.resolve().is_relative_to(whole):
+            fix = "Put what it points to in its place, or take it away."
+            raise UserError(f"{entry.name} is a link to outside of the run.", where=str(run), fix=fix)
+    return run
 
 
 def stop_request_path(run: Path) -> Path:
@@ -154,7 +164,10 @@ def _unknown(name: str, root: Path) -> UsageError:
 
 
 def _is_run(path: Path) -> bool:
-    return path.is_dir() and ((path / LOCK).is_file() or (path / EVENTS).is_file())
+    try:
+        return path.is_dir() and ((path / LOCK).is_file() or (path / EVENTS).is_file())
+    except OSError:  # a name too long for any folder, or in one that may not be entered
+        return False
 
 
 def run_paths(root: Path) -> list[Path]:

@@ -12,6 +12,10 @@ from redline.plan.memory import MUON
 from redline.plan.shapes import SIZES
 from redline.recipe.schema import Model, Recipe, Train
 
+MOST_LAYERS = 10_000  # plans and models go through them one by one
+# What follows from a width still is a 64-bit integer; d_ff follows from d_model.
+_WIDEST = {**dict.fromkeys(("d_model", "heads", "kv_heads", "head_dim", "vocab"), 1 << 40), "d_ff": 1 << 42}
+
 
 def number(value: Any) -> Any:
     """The value, or None while it is still auto."""
@@ -20,7 +24,17 @@ def number(value: Any) -> Any:
 
 def contradictions(recipe: Recipe) -> list[Problem]:
     found = [*_model(recipe.model), *_stops(recipe.train), *_batch(recipe.train), *_stream(recipe)]
+    found += _addresses(recipe)
     return [*found, *_optimizer(recipe), *job(recipe.objective).problems(recipe)]
+
+
+def _addresses(recipe: Recipe) -> list[Problem]:
+    """They are not quoted: there may be a password in one."""
+    data, model = recipe.data, recipe.model
+    places = {"data.source": " ".join(part.source for part in data.parts), "data.tokenizer": data.tokenizer}
+    places |= {"model.base": model.base or "", "model.init_from": model.init_from or ""}
+    what, fix = "is an address; redline opens files, folders and ids of a hub.", "Fetch it first, and name the file."
+    return [Problem(key, what, fix) for key, place in places.items() if "://" in place]
 
 
 def _model(model: Model) -> list[Problem]:
@@ -42,6 +56,13 @@ def _model(model: Model) -> list[Problem]:
     elif (width := head_dim or (d_model // heads if d_model and heads else 0)) % 2:
         problems.append(Problem("model.head_dim", f"{width} is odd; rotary embeddings need pairs."))
     layers = number(model.layers) or sized.get("layers") or min(size[0] for size in SIZES.values())
+    if model.base is not None:
+        idle = {"model.value_embeddings": model.value_embeddings > 0, "model.skips": model.skips != "none"}
+        problems += [Problem(key, "is nothing that a base has.", "Leave it out.") for key, on in idle.items() if on]
+    if layers > MOST_LAYERS:
+        problems.append(Problem("model.layers", f"are too many; {MOST_LAYERS:,} is the most."))
+    wide = {key: most for key, most in _WIDEST.items() if (number(getattr(model, key)) or 0) > most}
+    problems += [Problem(f"model.{key}", f"is too large; {most:,} is the most.") for key, most in wide.items()]
     if 2 * model.value_embeddings > layers:
         what = f"{model.value_embeddings} is more than half of {layers} layers: each table serves two of them."
         problems.append(Problem("model.value_embeddings", what, f"Use at most {layers // 2}, or more model.layers."))

@@ -24,6 +24,7 @@ _FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)
 _YAML = "tag:yaml.org,2002:"
 _LARGEST_FILE = 64 << 10  # bytes; the shipped recipes have two thousand
 _DEEPEST = 20  # levels of YAML, or words of a key; the schema has four
+_TOO_DEEP = f"not YAML of a recipe: more than {_DEEPEST} levels"
 _HINTS = 50  # problems with a hint: to find the nearest of all keys takes a moment
 
 
@@ -42,14 +43,19 @@ class _Loader(yaml.SafeLoader):
         if getattr(event, "tag", None) not in (None, "!"):  # some constructors fail in ways of their own
             raise self._refusal("tags (!name) have no place in a recipe", event)
         if self.depth == _DEEPEST:
-            raise self._refusal(f"more than {_DEEPEST} levels have no place in a recipe", event)
+            raise self._refusal(_TOO_DEEP, event)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level == _DEEPEST:  # before the scanner has looked through all of the brackets
+            raise yaml.scanner.ScannerError(None, None, _TOO_DEEP, self.get_mark())
+        super().fetch_flow_collection_start(token)
+
     @staticmethod
-    def _refusal(problem: str, event: yaml.Event) -> yaml.MarkedYAMLError:
+    def _refusal(problem: str, event: Any) -> yaml.MarkedYAMLError:
         return yaml.composer.ComposerError(None, None, problem, event.start_mark)
 
 

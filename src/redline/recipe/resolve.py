@@ -274,7 +274,7 @@ class _Resolver:
         model, backend = self.recipe.model, self.recipe.train.fp8
         missing = shape.not_fused(dropout=model.dropout, checkpointing=checkpointing)
         if model.kernels == "fused":
-            if missing or backend == "torchao":
+            if missing or (backend == "torchao" and precision == "fp8"):  # without fp8 a back-end of it says nothing
                 what = missing or "torchao's fp8 is for the others"
                 raise _problem("model.kernels", f"fused cannot be: {what}.", "Use model.kernels: torch.")
             return ""

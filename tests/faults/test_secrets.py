@@ -1,0 +1,187 @@
+"""R15: what the environment keeps secret is in no file and in no output, whatever a run does and however it ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.errors import UserError, without_secrets
+from redline.monitor.events import EventLog
+from redline.train.trainer import Trainer
+
+CANARIES = {
+    "HF_TOKEN": "hf_CanaryOfTheHub0123456789",
+    "HUGGING_FACE_HUB_TOKEN": "hf_CanaryOfTheOldName98765",
+    "WANDB_API_KEY": "canary5of5the5tracker5aaaaaaaaaaaaaaaaaaa",
+    "AWS_SECRET_ACCESS_KEY": "canary/of+the/bucket/BBBBBBBBBBBBBBBBBBB",
+    "REDLINE_PASSWORD": "canary-of-our-own-kind",
+}
+LOGIN = "canary-in-an-address"
+RECIPE = """
+model: {layers: 2, d_model: 32, heads: 2, d_ff: 64}
+data: {source: CORPUS, tokenizer: bytes, seq_len: 32, workers: 1}
+train: {device: cpu, precision: fp32, compile: false, steps: 6, global_batch: 8, micro_batch: 4, warmup_steps: 2}
+eval: {every: 3, sequences: 4, samples: 1, sample_tokens: 4}
+checkpoint: {every: 2}
+monitor: {log_every: 1}
+"""
+
+
+class Home:
+    """A place with secrets around it, where the command runs, each time in a process of its own."""
+
+    def __init__(self, fork: Callable[..., Any], path: Path) -> None:
+        self.fork, self.path, self.count = fork, path, 0
+
+    def redline(self, *words: str, before: Callable[[], None] = lambda: None) -> int:
+        self.count += 1
+        said = self.path / f"said-{self.count}.txt"
+
+        def act(_: Any) -> int:
+            from redline.cli.main import main
+
+            output = os.open(said, os.O_WRONLY | os.O_CREAT)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", errors="backslashreplace")
+            sys.argv = ["redline", *words]
+            before()
+            code = 0
+            try:
+                main()
+            except SystemExit as leave:
+                code = leave.code if isinstance(leave.code, int) else 0
+            sys.stdout.flush()
+            sys.stderr.flush()
+            return code
+
+        return int(self.fork(act).wait())
+
+    def said(self) -> str:
+        return (self.path / f"said-{self.count}.txt").read_text()
+
+    def found(self) -> list[str]:
+        """Every file that holds a secret, and which."""
+        files = [path for path in self.path.rglob("*") if path.is_file()]
+        secrets = {**CANARIES, "an address": LOGIN}
+        return [
+            f"{path.name}: {name}" for path in files for name, it in secrets.items() if it.encode() in path.read_bytes()
+        ]
+
+    def files(self) -> int:
+        return sum(path.is_file() for path in self.path.rglob("*"))
+
+
+@pytest.fixture
+def home(fork: Any, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path / "matplotlib"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "toy.yaml").write_text(RECIPE.replace("CORPUS", str(corpus)))
+    return Home(fork, tmp_path)
+
+
+def crashing() -> None:
+    """The fourth step fails as libraries do that were refused something: they quote what they sent."""
+    build = Trainer.build
+
+    def broken(self: Any, *rest: Any) -> None:
+        build(self, *rest)
+        step = self.step
+
+        def fail(number: int, *more: Any) -> Any:
+            if number == 3:
+                self.monitor.warn(f"401 for https://me:{LOGIN}@host/x with Bearer {os.environ['HF_TOKEN']}")
+                secrets = " ".join(os.environ[name] for name in CANARIES)
+                raise RuntimeError(f"refused: https://me:{LOGIN}@host/x {secrets}")
+            return step(number, *more)
+
+        self.step = fail
+        for name in ("clear", "rehearse"):
+            setattr(fail, name, getattr(step, name))
+
+    Trainer.build = broken  # type: ignore[method-assign]
+
+
+def refusing_hub() -> None:
+    """A package for datasets whose errors repeat the token."""
+    package = types.ModuleType("datasets")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError(f"403 with {os.environ['HF_TOKEN']} for https://me:{LOGIN}@host/data")
+
+    package.load_dataset = refuse  # type: ignore[attr-defined]
+    sys.modules["datasets"] = package
+    os.environ["HF_HUB_OFFLINE"] = "0"
+
+
+def test_a_run_tells_no_secret(home: Home, say: Any) -> None:
+    run = ("--run", "runs/toy")
+    assert home.redline("train", "toy.yaml", *run, "eval.prompt=one", before=crashing) == 1
+    assert "RuntimeError" in home.said(), "a crash is told in full"
+    assert "***" in home.said(), "but for these"
+    assert home.redline("train", "--resume", "runs/toy") == 0
+    for words in (
+        ("report",),
+        ("report", "--json"),
+        ("sample", "--tokens", "4"),
+        ("eval",),
+        ("export", "--out", "model"),
+    ):
+        verb, *more = words
+        assert home.redline(verb, "runs/toy", *more) == 0, home.said()
+    assert home.redline("doctor", "--json") == 0
+    assert '"HF_TOKEN"' in home.said()
+    assert home.redline("plan", "toy.yaml", "--json") == 0
+    assert home.redline("runs") == 0
+    assert home.found() == []
+    say(f"R15: {len(CANARIES) + 1} canaries, {home.count} commands and a crash, {home.files()} files: none found")
+    assert home.files() > 20
+
+
+def test_errors_tell_no_secret(home: Home) -> None:
+    address = f"https://me:{LOGIN}@host/x.jsonl"
+    toy = ("train", "toy.yaml", "--run", "runs/other")
+    for key in ("data.source", "data.tokenizer", "model.init_from", "model.base"):
+        assert home.redline(*toy, f"{key}={address}") == 2
+        assert f"{key}: is an address" in home.said()
+    assert home.redline("plan", "toy.yaml", f"data.source=[{address}, ./b]") == 2
+    assert home.redline("prepare", address, "--out", "tokens") == 1
+    assert "***@host" in home.said()
+    assert home.redline(*toy, "data.source=owner/name", before=refusing_hub) == 1
+    assert "403" in home.said()
+    assert not (home.path / "runs/other").exists()
+    assert home.found() == []
+
+
+def test_what_counts_as_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "canary-one")
+    monkeypatch.setenv("SOME_TOKEN_LONGER", "canary-one-and-more")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false-or-true")
+    monkeypatch.setenv("SHORT_KEY", "train")
+    assert without_secrets("a canary-one, a canary-one-and-more") == "a ***, a ***"
+    assert without_secrets("false-or-true, train") == "false-or-true, train"
+    assert without_secrets("https://me:word@host/x me@host run@best") == "https://***@host/x me@host run@best"
+    log = EventLog(tmp_path / "events.jsonl")
+    written = log.emit("warning", message="canary-one", inner={"list": ["canary-one", Path("canary-one")]})
+    log.close()
+    assert "canary-one" not in str(written)
+    assert "canary-one" not in (tmp_path / "events.jsonl").read_text()
+    assert str(UserError("plain.", fix="Do.")) == "plain. Do."
+
+
+def test_planted_defects_are_caught(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R18: were nothing taken out, the canaries would be in the log and in the crash."""
+    for module in ("redline.cli.main", "redline.monitor.events"):
+        __import__(module)
+        monkeypatch.setattr(sys.modules[module], "without_secrets", lambda text: text)
+    assert home.redline("train", "toy.yaml", "--run", "runs/toy", before=crashing) == 1
+    assert {place.partition(":")[0] for place in home.found()} == {"events.jsonl", "said-1.txt"}
