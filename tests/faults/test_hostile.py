@@ -235,6 +235,8 @@ GGUF = {
     "a key": gguf(0, 2, struct.pack("<Q", 2**63)),
     "sides": gguf(1, 1, text_of("token_embd.weight"), struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0)),
     "a place": gguf(1, 1, text_of("token_embd.weight"), struct.pack("<IQQIQ", 2, 4, 4, 0, 2**62)),
+    "no tensors": gguf(0, 1),
+    "layers": gguf(0, 2, text_of("llama.block_count"), struct.pack("<II", 4, 2**31)),
     "nothing": b"GGUF",
     "a pickle": b"GGUF" + pickle.dumps(Bomb, protocol=2),
 }

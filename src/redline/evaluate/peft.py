@@ -79,7 +79,7 @@ def read_adapter(folder: Path) -> AdapterFolder:
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot be read ({type(error).__name__}).", where=str(path), fix=_AGAIN) from None
     if not isinstance(found, dict):
         raise UserError("holds no keys.", where=str(path), fix=_AGAIN)

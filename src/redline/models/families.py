@@ -21,6 +21,8 @@ THOSE_THAT_WORK = f"Those that work: {', '.join(FAMILIES)} (Llama, SmolLM2, Mist
 _CONTEXTS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 _WINDOW = 4096
 _EPS, _THETA = 1e-6, 10000.0
+# More than any model has: beyond them the decoder could not even be described, let alone built.
+_MOST_LAYERS, _WIDEST = 10_000, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         fix = "Give a folder with config.json and *.safetensors, a .gguf file, or a hub id (owner/name)."
         raise UserError("is no model: it has no config.json.", where=str(folder), fix=fix) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         fix = "Download or copy it again."
         raise UserError(f"cannot be read ({type(error).__name__}).", where=str(path), fix=fix) from None
     if not isinstance(config, dict):
@@ -58,13 +60,13 @@ def describe(config: dict[str, Any], where: str) -> Described:
     numbers = _Numbers(config, where)
     heads, d_model = numbers.whole("num_attention_heads"), numbers.whole("hidden_size")
     kv_heads = numbers.whole("num_key_value_heads", heads)
-    context = numbers.whole("max_position_embeddings", _CONTEXTS[family])
+    context = numbers.whole("max_position_embeddings", _CONTEXTS[family], most=1 << 40)
     if heads % kv_heads:
         raise numbers.wrong("num_key_value_heads", f"{kv_heads} does not divide the {heads} heads")
     theta, scaling = _rotary(config, context, where)
     window = _window(config, family)
     model = {
-        "layers": numbers.whole("num_hidden_layers"),
+        "layers": numbers.whole("num_hidden_layers", most=_MOST_LAYERS),
         "d_model": d_model,
         "heads": heads,
         "kv_heads": kv_heads,
@@ -126,7 +128,7 @@ def _rotary(config: dict[str, Any], context: int, where: str) -> tuple[float, di
         raise UserError(what, where=where, fix="Use another base.")
     if kind == "default":
         return theta, None
-    if kind not in ROPE_SCALING:
+    if not isinstance(kind, str) or kind not in ROPE_SCALING:
         what = f"its rotary positions are scaled by {kind!r}, which redline's decoder does not compute."
         raise UserError(what, where=where, fix=f"Those that work: none, {', '.join(ROPE_SCALING)}.")
     numbers = {"original_max_position_embeddings": context, **given}
@@ -152,10 +154,12 @@ class _Numbers:
     config: dict[str, Any]
     where: str
 
-    def whole(self, key: str, default: int | None = None) -> int:
+    def whole(self, key: str, default: int | None = None, most: int = _WIDEST) -> int:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.wrong(key, f"{value!r} is not a whole number above 0")
+        if value > most:
+            raise self.wrong(key, f"is more than {most:,}")
         return value
 
     def real(self, key: str, default: float) -> float:

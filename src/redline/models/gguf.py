@@ -77,10 +77,13 @@ def _unpack(path: Path, folder: Path) -> None:
     options: dict[str, Any] = {} if packed is None else {"quantization_config": packed(dequantize=True)}
     here = {"gguf_file": path.name, "local_files_only": True}
     try:
-        config = transformers.AutoConfig.from_pretrained(path.parent, **here)
-        describe({**config.to_dict(), "architectures": None}, str(path))  # refused before gigabytes are written
-        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **here, **options)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **here)
+        config = transformers.AutoConfig.from_pretrained(path.parent, trust_remote_code=False, **here)
+        described = describe({**config.to_dict(), "architectures": None}, str(path))
+        _refuse_hollow(path, described.model["layers"])  # before gigabytes of invented weights are written
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path.parent, dtype=torch.float32, trust_remote_code=False, **here, **options
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **here)
         _mend(tokenizer, model.config)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -90,6 +93,15 @@ def _unpack(path: Path, folder: Path) -> None:
         first = next(iter(str(error).splitlines()), "").rstrip(".")
         what = f"transformers could not unpack this GGUF file ({type(error).__name__}: {first[:200]})."
         raise UserError(what, where=str(path), fix="Download it again, or give a folder of safetensors.") from None
+
+
+def _refuse_hollow(path: Path, layers: int) -> None:
+    """Readers take defaults for what a file leaves out, even for its weights."""
+    with open(path, "rb") as file:
+        count = int.from_bytes(file.read(16)[8:], "little")
+    if count < 9 * layers + 2:
+        what = f"holds {count} tensors; a model of {layers} layers has more."
+        raise UserError(what, where=str(path), fix="Download or copy it again.")
 
 
 def _mend(tokenizer: Any, config: Any) -> None:

@@ -17,6 +17,7 @@ from redline.errors import UserError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _AGAIN = "Download or copy it again."
+_LONGEST_NAME = 200  # no file system has longer ones than 255 bytes
 _WHOLE = 1 << 20  # bytes: a part that is no longer is hashed whole
 _LOOKS, _LOOK = 16, 4096  # windows of a longer one, and their bytes
 
@@ -59,12 +60,12 @@ def entries(folder: Path) -> dict[str, Entry]:
 def _sharded(folder: Path, index: Path) -> dict[str, Entry]:
     try:
         places = {str(name): str(file) for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError("is damaged: it does not say which tensor is where.", where=str(index), fix=_AGAIN) from None
     found: dict[str, Entry] = {}
     for file in sorted(set(places.values())):
-        if Path(file).name != file:
-            raise UserError(f"names {file!r}, which is no file beside it.", where=str(index), fix=_AGAIN)
+        if Path(file).name != file or len(file) > _LONGEST_NAME:
+            raise UserError(f"names {file[:80]!r}, which is no file beside it.", where=str(index), fix=_AGAIN)
         if not (folder / file).is_file():
             raise UserError("is missing: the model is not whole.", where=str(folder / file), fix=_AGAIN)
         found |= _header(folder / file)
