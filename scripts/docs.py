@@ -33,14 +33,17 @@ READERS = {  # section → the verbs that look at it; those after the run read t
     "eval": "train; eval for `sequences`",
     "checkpoint": "train",
     "monitor": "train, plan for the price",
+    "parallel": "train, plan",
     "model.lora": "train, plan, eval, sample and export, with `objective: finetune`",
     "finetune": "train, plan, eval, sample and export, with `objective: finetune`",
+    "latent_prefix": "train, plan, eval and sample, with `objective: latent_prefix`",
     "block_diffusion": "train, plan, eval and sample, with `objective: block_diffusion`",
     "hierarchical_diffusion": "train, plan, eval and sample, with `objective: hierarchical_diffusion`",
 }
 # pydantic sees what a list of sources becomes, not that a plain name in it is enough
 _SOURCE = {"type": "object", "properties": {"source": {"type": "string"}, "weight": {"type": "number"}}}
 BETTER = {
+    "latent_prefix.others": {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object"}]}},
     "model.lora.target_modules": {
         "anyOf": [{"enum": ["all-linear"]}, {"type": "array", "minItems": 1, "items": {"enum": list(TARGETS)}}]
     },
@@ -162,7 +165,8 @@ def kind(field: dict[str, Any]) -> str:
     if field["type"] == "array":
         if "enum" in field.get("items", {}):
             return f"a list of {kind(field['items'])}"
-        return "two numbers" if field.get("maxItems") == 2 else "a list of sources"
+        of = "sources" if "source" in json.dumps(field) else "models"
+        return "two numbers" if field.get("maxItems") == 2 else f"a list of {of}"
     return {**kinds, "null": "`null`", "object": "a mapping"}[field["type"]] + _bounds(field)
 
 

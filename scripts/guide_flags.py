@@ -79,10 +79,10 @@ def parser(description: str, defaults: Defaults) -> argparse.ArgumentParser:
     add(
         "--use_fp8",
         action="store_true",
-        help="says that it trains in bf16, the guide's fallback, until fp8 is proven on a GPU",
+        help="fp8 matrix products, where the GPU has units for them; else it says so and goes on in bf16",
     )
-    add("--fp8_backend", choices=("auto", "torchao", "native"), help="belongs to --use_fp8")
-    add("--no_fp8", action="store_true", help="is so: redline trains in bf16")
+    add("--fp8_backend", choices=("auto", "torchao", "native"), help="whose, with --use_fp8; default auto")
+    add("--no_fp8", action="store_true", help="is so unless --use_fp8 is given: bf16")
     add("--pin_memory", action="store_true", help="is always on")
     add("--persistent_workers", action="store_true", help="is always on")
     return found
@@ -107,16 +107,16 @@ def overrides(given: argparse.Namespace, defaults: Defaults, theirs: set[str]) -
         if text is not None:
             key, value = canonical(alias, {"true": True, "false": False}.get(text.lower(), text))
             found[key] = str(value).lower() if isinstance(value, bool) else value
+    if given.use_fp8:  # whatever the rest is computed in
+        found |= {"train.precision": "fp8", "train.fp8": given.fp8_backend or auto}
     return [f"{key}={value}" for key, value in found.items() if key not in theirs]
 
 
 def remarks(given: argparse.Namespace) -> list[str]:
     """What a flag cannot mean here, said before anything starts."""
     said = []
-    if given.use_fp8 or given.fp8_backend:
-        said.append(
-            "--use_fp8: trains in bf16: redline's fp8 is not proven on a GPU yet (train.precision=fp8 tries it)"
-        )
+    if given.fp8_backend and not given.use_fp8:
+        said.append("--fp8_backend: does nothing without --use_fp8")
     if given.no_fp8:
         said.append("--no_fp8: nothing to do, redline trains in bf16, which needs no loss scaling")
     if given.pin_memory:

@@ -25,7 +25,9 @@ try:
     from redline.recipe.resolve import DataFacts, Resolved, resolve
     from redline.train.feed import step_batch, to_device
     from redline.train.optim import Optimizer
+    from redline.train.parallel import Parallel
     from redline.train.precision import LossScale
+    from redline.train.ranks import ALONE
     from redline.train.step import Step
     from redline.units import GIB
 except ModuleNotFoundError as error:
@@ -53,7 +55,8 @@ class Model:
         self.objective.build(self.device)
         optimizer = Optimizer(self.objective.param_groups(), train)
         scale = LossScale(train.precision, self.device)
-        self.step = Step(self.objective, optimizer, scale=scale, ema=None, clip=train.clip, seed=0)
+        alone = Parallel(ALONE, self.objective)
+        self.step = Step(self.objective, optimizer, parallel=alone, scale=scale, ema=None, clip=train.clip, seed=0)
         self.batch = step_batch(self.objective, [to_device(self.objective.worst_batch(8), self.device)])
         self.resolved = resolved
 

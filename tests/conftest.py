@@ -130,7 +130,7 @@ class World:
         recipe = module.complete(recipe, lambda text: None)
         data = module.load_data(recipe)
         machine = options.pop("machine", Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11))
-        resolved = resolve(recipe, machine, data.facts)
+        resolved = resolve(recipe, machine, data.facts, gpus=options["ranks"].size if "ranks" in options else 1)
         monitor = Monitor(EventLog(run.path / "events.jsonl"), options.pop("view", Quiet()))
         objective = module.create(resolved, data)
         identity = {"data": data.facts.fingerprint, "tokenizer": data.facts.tokenizer_fingerprint}

@@ -42,6 +42,12 @@ PLANNED = (  # denoising, of a few word problems
     *("model.layers=1", "model.d_model=32", "model.heads=2", "data.source=problems:easy:60", "train.device=cpu"),
     *("train.precision=fp32", "train.global_batch=4", "eval.sequences=4", "eval.samples=0", "train.steps=2"),
 )
+WIRED = (  # latents, of a few texts
+    *("model.base=base", "model.layers=2", "model.d_model=64", "model.heads=4", "model.kv_heads=2", "model.d_ff=128"),
+    *("model.vocab=auto", "model.rope_theta=10000", "latent_prefix.d_z=16", "latent_prefix.slots=4"),
+    *("latent_prefix.bytes=64", "train.device=cpu", "train.precision=fp32", "train.global_batch=4", "train.steps=2"),
+    *("eval.sequences=4", "eval.sample_tokens=8"),
+)
 # What is refused, as its page says; and what needs a network, an account or files that a test has not.
 SENTENCES = {
     "700000": "is impossible",
@@ -62,6 +68,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tiny_base: Path
     (folder / "notes" / "slicings.txt").write_text("red line train token\n" * 40)
     shutil.copytree(tiny_base, folder / "base")
     shutil.copy(answers, folder / "train.jsonl")
+    (folder / "squad.json").write_text(json.dumps({"data": [_article(number) for number in range(40)]}))
     (folder / "tokens").mkdir()
     np.arange(20_000, dtype="<u2").tofile(folder / "tokens" / "train.bin")
     _write_zst(folder / "corpus.jsonl.zst")
@@ -76,15 +83,21 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tiny_base: Path
         assert _redline("train", "small.yaml", *SMALL, *trained, "--run", "runs/first") == 0
         assert _redline("train", "qlora-smollm2", "data.source=train.jsonl", *TUNED, "--run", "runs/tuned") == 0
         assert _redline("train", "problems-hdp", *PLANNED, "--run", "runs/plans") == 0
+        assert _redline("train", "latentwire-smollm2", "data.source=squad.json", *WIRED, "--run", "runs/wired") == 0
         assert _redline("prepare", "notes", "--out", "tokens-16k", "--tokenizer", "train:16384") == 0
         assert _redline("prepare", "notes", "--out", "tokens-32k", "--tokenizer", "train:32000") == 0
     finally:
         os.chdir(before)
-    for name in ("small", "long"):
+    for name in ("small", "long", "second"):
         shutil.copytree(folder / "runs" / "first", folder / "runs" / name)
     (folder / "runs" / "latest").unlink(missing_ok=True)
     (folder / "runs" / "latest").symlink_to("first")
     return folder
+
+
+def _article(number: int) -> dict[str, Any]:
+    asked = {"id": str(number), "question": "Which?", "answers": [{"text": "red"}]}
+    return {"title": f"stone {number}", "paragraphs": [{"context": f"Stone {number} is red.", "qas": [asked]}]}
 
 
 def _write_zst(path: Path) -> None:
@@ -131,10 +144,15 @@ def smaller(words: tuple[str, ...]) -> list[str]:
         return [*words]
     if verb == "train" and len(words) > 1 and words[1].startswith("qlora"):
         return [*words, *TUNED]
+    if verb == "train" and len(words) > 1 and words[1].startswith("latentwire"):
+        return [*words, *WIRED]
     if verb == "train" and len(words) > 1 and words[1].startswith("problems"):
         return [*words, *PLANNED]
-    if verb == "train" or (verb == "plan" and "--probe" in words):
+    if verb == "watch" and "--once" not in words:  # else it would never end
+        return [*words, "--once"]
+    if verb in ("train", "profile") or (verb == "plan" and "--probe" in words):
         data = () if any(word.startswith("data.") for word in words) else ("data.source=notes", "data.tokenizer=bytes")
+        words = tuple("2" if words[i - 1] == "--gpus" else word for i, word in enumerate(words))
         return [*words, *SMALL, *data, "train.steps=2"]
     plain = ["--tokenizer", "bytes"] if verb == "prepare" and "--tokenizer" not in words else []
     return ["1" if words[i - 1] == "--workers" else word for i, word in enumerate(words)] + plain

@@ -171,6 +171,7 @@ Text = Annotated[str, TEXT]
 Words = Annotated[str, WORDS]  # may be empty
 MaybeText = Annotated[str | None, none_or(TEXT)]
 MaybeCount = Annotated[int | None, none_or(_count())]
+MaybeWhole = Annotated[int | None, none_or(_count(0))]
 MaybeHours = Annotated[float | None, none_or(HOURS)]
 MaybePositive = Annotated[float | None, none_or(_real(0.0, above=True))]
 MaybeProbability = Annotated[float | None, none_or(_real(0.0, 0.999999))]

@@ -294,8 +294,9 @@ def test_versions_are_pinned() -> None:
     assert [line for line in wanted if not re.match(r"[\w.\-\[\]]+==[\w.+!]+(\s*;.*)?(\s*#.*)?$", line)] == []
 
 
-def test_the_report_trusts_its_own_figures_alone() -> None:
-    page = (ROOT / "src/redline/monitor/report.html.j2").read_text()
+@pytest.mark.parametrize("name", ["report.html.j2", "comparison.html.j2"])
+def test_the_report_trusts_its_own_figures_alone(name: str) -> None:
+    page = (ROOT / "src/redline/monitor" / name).read_text()
     assert set(re.findall(r"\{\{([^}]*\|\s*safe[^}]*)\}\}", page)) == {" figure.svg | safe "}
     assert "autoescape false" not in page
     assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//", page), "it loads nothing from elsewhere"

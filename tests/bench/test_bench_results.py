@@ -24,8 +24,9 @@ from redline.bench.pictures import draw
 from redline.bench.place import file_for
 from redline.bench.readings import card_figures
 from redline.hardware.machine import Machine
+from redline.monitor.breakdown import covered
 from redline.train import kernel_time as kernels
-from redline.train.kernel_time import Busy, covered, kernel_time
+from redline.train.kernel_time import Busy, kernel_time
 
 ROOT = Path(__file__).parents[2]
 H200 = Machine("cuda", "NVIDIA H200", 150 << 30, 16, (9, 0), fast_bf16=True)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from redline.errors import UserError
 from redline.export.folder import export_run
 from redline.models.llama import from_llama, shape_of, to_llama
+from redline.objectives.causal_lm import export
 
 transformers = pytest.importorskip("transformers")
 
@@ -121,3 +122,14 @@ def test_what_is_not_exact_is_refused_by_name(
     assert says in caught.value.message()
     assert caught.value.message().startswith(str(run))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("change", ["another shape", "one missing"])
+def test_tensors_that_are_not_the_recipes_are_refused(trained: Callable[..., tuple[Path, Any]], change: str) -> None:
+    _, trainer = trained(*SHAPES["plain"])
+    tensors = dict(trainer.tensors()["model"])
+    whole = tensors.pop("blocks.1.mlp.up.weight")
+    if change == "another shape":
+        tensors["blocks.1.mlp.up.weight"] = whole[1:]
+    with pytest.raises(UserError, match=r"blocks.1.mlp.up.weight (is missing|has shape)"):
+        export(trainer.resolved.recipe, tensors, eot=256, vocab_size=257, dtype="fp32")

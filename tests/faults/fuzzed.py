@@ -16,6 +16,7 @@ SHAPE = {"model.layers": 4, "model.d_model": 128, "model.heads": 4}
 FIRST = {  # of each job a recipe that loads
     "causal_lm": SHAPE,
     "finetune": {**SHAPE, "model.base": "./base"},
+    "latent_prefix": {**SHAPE, "model.base": "./base"},
     "block_diffusion": {**SHAPE, "data.seq_len": 64},
     "hierarchical_diffusion": SHAPE,
 }

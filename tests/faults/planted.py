@@ -85,7 +85,7 @@ def reported_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def snapshot_alive(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpoint.HostCopy, "take", lambda self, files: files)
+    patch.setattr(saving.HostCopy, "take", lambda self, files: files)
 
 
 def removed_in_place(patch: pytest.MonkeyPatch) -> None:
@@ -185,10 +185,10 @@ def restart_schedule(trainer: Trainer) -> None:
 def restart_data(patch: pytest.MonkeyPatch) -> None:
     plain = Feed.__init__
 
-    def begin_anew(self: Feed, objective: Any, plan: Any, device: Any, workers: int, first: int) -> None:
+    def begin_anew(self: Feed, objective: Any, plan: Any, device: Any, workers: int, first: int, **ranks: Any) -> None:
         make = self._make
         self._make = lambda step: make(step - first)  # type: ignore[method-assign]
-        plain(self, objective, plan, device, workers, first)
+        plain(self, objective, plan, device, workers, first, **ranks)
 
     patch.setattr(Feed, "__init__", begin_anew)
 

@@ -22,9 +22,10 @@ from test_power_loss import Promise, cut_at_random, lives
 
 from redline.monitor.events import read_events
 from redline.train import checkpoint, muon, saving, step
-from redline.train.checkpoint import HostCopy, commit, committed_steps, step_name, verify
+from redline.train.checkpoint import commit, committed_steps, step_name, verify
 from redline.train.optim import Adam, Ema
 from redline.train.rundir import RunDirectory
+from redline.train.saving import HostCopy
 
 RUNS = ("whole", "parts")
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from finetuning import Tuning
+from latents import Latents, other_base, write_rows
 from redline.train.checkpoint import newest_valid, step_name
 from redline.train.rundir import RunDirectory
 
@@ -45,6 +46,7 @@ JOBS: dict[str, tuple[str, ...]] = {
         ),
     ),
     "tuned": (),
+    "latent": ("latent_prefix.fade_steps=5", "latent_prefix.private_slots=1"),
 }
 
 
@@ -76,8 +78,8 @@ def poison(trainer: Any, at: set[int], value: float) -> None:
 
 
 class Trials:
-    def __init__(self, world: Any, tuned: Any, tensors_of: Any, folder: Path) -> None:
-        self.worlds, self.tensors_of, self.folder = {"tuned": tuned}, tensors_of, folder
+    def __init__(self, world: Any, worlds: dict[str, Any], tensors_of: Any, folder: Path) -> None:
+        self.worlds, self.tensors_of, self.folder = worlds, tensors_of, folder
         self.world = world
 
     def run(self, name: str, job: str, options: tuple[str, ...], bad: set[int], value: float, stops: list[int]) -> Any:
@@ -102,9 +104,10 @@ def _stop_after(world: Any, trainer: Any, step: int) -> None:
 
 @pytest.fixture
 def trials(world: Any, corpus: Path, tiny_base: Path, answers: Path, tensors_of: Any, tmp_path: Path) -> Trials:
-    other = type(world)(corpus)
-    Tuning(other, tiny_base, answers, tmp_path)  # its recipes are of fine-tuning
-    return Trials(world, other, tensors_of, tmp_path)
+    tuned, latent = type(world)(corpus), type(world)(corpus)
+    Tuning(tuned, tiny_base, answers, tmp_path)  # its recipes are of fine-tuning
+    Latents(latent, [tiny_base, other_base(tmp_path / "second")], write_rows(tmp_path / "rows.jsonl"), tmp_path)
+    return Trials(world, {"tuned": tuned, "latent": latent}, tensors_of, tmp_path)
 
 
 @pytest.mark.parametrize("cases", [30, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])])

@@ -64,6 +64,16 @@ def test_an_onlooker_is_no_run(tmp_path: Path) -> None:
         leaves.join()
 
 
+def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("all of it", encoding="utf-8")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK_FILE).symlink_to(precious)
+    with pytest.raises(UserError, match="cannot be written"), RunDirectory(tmp_path / "run"):
+        pass
+    assert precious.read_text(encoding="utf-8") == "all of it"
+
+
 def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(file: Any, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

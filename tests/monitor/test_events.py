@@ -1,5 +1,6 @@
 import errno
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,22 @@ def test_a_really_full_device_does_not_stop_the_run():
 def test_only_finite_numbers_are_numbers(value):
     assert finite(value) is None
     assert finite(3) == 3
+
+
+def test_of_very_many_steps_the_lows_and_highs_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("redline.monitor.events.MOST_EVENTS", 100)
+    spikes, skipped = {333: 99.0, 777: 0.5}, 501
+    with open(tmp_path / "events.jsonl", "w", encoding="utf-8") as file:
+        for step in range(1, 1001):
+            event = {"type": "step", "step": step, "loss": spikes.get(step, 3.0 + (step % 7) / 10)}
+            file.write(json.dumps(event | ({"skipped": 2} if step == skipped else {})) + "\n")
+            if step % 100 == 0:
+                file.write(json.dumps({"type": "eval", "step": step, "loss": 3.0}) + "\n")
+    found = read_events(tmp_path / "events.jsonl")
+    steps = [event["step"] for event in found if event["type"] == "step"]
+    assert len(steps) <= 100 + 3 * 12, "what stands between them closes a stretch"
+    assert all(following - step <= 33 for step, following in pairwise([0, *steps])), "as dense early as late"
+    assert found.left_out == 1000 - len(steps)
+    assert steps == sorted(steps)
+    assert {*spikes, skipped, 1000} <= {*steps}
+    assert [event["step"] for event in found if event["type"] == "eval"] == list(range(100, 1001, 100))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -141,14 +142,21 @@ def test_the_share_of_the_peak_is_a_share(width: int) -> None:
     assert 0 < matmul_share(width) <= 0.7
 
 
-MEASURED = json.loads((RESULTS / "plan-h200-20261115.json").read_text(encoding="utf-8"))["rows"]
+def measured_steps(file: str, *more: str) -> list[Any]:
+    rows = json.loads((RESULTS / file).read_text(encoding="utf-8"))["rows"]
+    return [pytest.param(row, more, id=" ".join([row["case"], *more])) for row in rows]
 
 
-@pytest.mark.parametrize("row", MEASURED, ids=lambda row: row["case"])
-def test_the_plan_is_what_an_h200_measured(row: dict[str, object]) -> None:
+MEASURED = [
+    *measured_steps("plan-h200-20261115.json", "model.kernels=torch"),  # what there was when it was measured
+    *measured_steps("plan-fused-h200-20261115.json"),
+]
+
+
+@pytest.mark.parametrize(("row", "more"), MEASURED)
+def test_the_plan_is_what_an_h200_measured(row: dict[str, object], more: tuple[str, ...]) -> None:
     """The plan as it is computed today against the recorded steps."""
-    name, *overrides = str(row["case"]).split()
-    overrides.append("model.kernels=torch")  # what there was when it was measured
+    name, *overrides = [*str(row["case"]).split(), *more]
     recipe = load(name, overrides).recipe
     vocabulary = 50257 if recipe.data.tokenizer == "gpt2" else 4096
     machine = Machine("cuda", "NVIDIA H200", 150_109_880_320, 16, (9, 0), fast_bf16=True)

@@ -42,6 +42,13 @@ def test_it_trains(name: str, world: Any, tmp_path: Path, request: pytest.Fixtur
         shape = ["model.layers=2", "model.d_model=64", "model.heads=4", "model.kv_heads=2", "model.d_ff=128"]
         free = ["model.vocab=auto", "model.tied=true", "model.rope_theta=10000", "model.rope_scaling=null"]
         mine = [*shape, *free, f"model.base={base}", f"data.source={rows}", "data.tokenizer=base", "data.seq_len=64"]
+    elif recipe.objective == "latent_prefix":
+        base = request.getfixturevalue("tiny_base")
+        free = [f"model.{key}=auto" for key in ("layers", "d_model", "heads", "kv_heads", "d_ff", "vocab")]
+        free += ["model.tied=true", "model.rope_theta=10000", "model.rope_scaling=null", "data.tokenizer=bytes"]
+        small = [f"latent_prefix.{word}" for word in ("d_z=16", "slots=4", "layers=1", "heads=2", "bytes=64")]
+        others = f"latent_prefix.others=[{base}]" if recipe.latent_prefix.others else "latent_prefix.others=[]"
+        mine = [*free, *small, others, f"model.base={base}", PROBLEMS, "data.seq_len=32"]
     elif recipe.objective in TOYS and not recipe.data.source.startswith("Skylion007/"):
         mine = [*TOYS[recipe.objective]]
     replaced = {word.partition("=")[0] for word in mine}

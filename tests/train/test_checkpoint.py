@@ -16,7 +16,6 @@ from redline.train import checkpoint, saving
 from redline.train.checkpoint import (
     Committed,
     Damaged,
-    HostCopy,
     Snapshot,
     clean,
     commit,
@@ -29,7 +28,7 @@ from redline.train.checkpoint import (
     step_name,
     verify,
 )
-from redline.train.saving import Saver
+from redline.train.saving import HostCopy, Saver
 from redline.train.state import TrainState
 
 

@@ -126,7 +126,7 @@ def reply(contend: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
 
 
-class _Heard:
+class Heard:
     """What is to be known of the figures."""
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ def contend(request: dict[str, Any]) -> Figures:
     resolved = resolve(recipe, detect(recipe.train.device), facts)
     module = objective_module(recipe.objective)
     objective = module.create(resolved, module.random_data(facts))
-    heard = _Heard()
+    heard = Heard()
     with (
         tempfile.TemporaryDirectory() as name,
         RunDirectory(Path(name)) as run,

@@ -29,7 +29,7 @@ from redline.plan.batch import BatchPlan
 from redline.recipe.checks import number
 from redline.recipe.load import validate
 from redline.recipe.resolve import DataFacts
-from redline.recipe.schema import Recipe, Train
+from redline.recipe.schema import Model, Recipe, Train
 
 LOW_BIT = {"paged_adamw_8bit": "PagedAdamW8bit", "adamw_8bit": "AdamW8bit"}  # as bitsandbytes calls them
 PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "bitsandbytes")
@@ -39,10 +39,18 @@ Micro = tuple[Tensor, Tensor]  # inputs and targets
 
 def frozen_base(recipe: Recipe, device: torch.device) -> Any:
     """transformers' model with the matrices of its blocks in NF4; never more than one of them there unquantised."""
+    dtype, length = DTYPES[recipe.train.precision], recipe.data.seq_len
+    model = random_model(recipe.model, length, dtype, device, quantised=True)
+    model.is_loaded_in_4bit = True  # how PEFT knows
+    return model
+
+
+def random_model(description: Model, length: int, dtype: torch.dtype, device: torch.device, *, quantised: bool) -> Any:
+    """transformers' model of this kind with redline's random weights, frozen."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    dtype, shape = DTYPES[recipe.train.precision], shape_of(recipe.model)
-    values = to_config(recipe.model, seq_len=recipe.data.seq_len, eot=0, dtype=str(dtype).removeprefix("torch."))
+    shape = shape_of(description)
+    values = to_config(description, seq_len=length, eot=0, dtype=str(dtype).removeprefix("torch."))
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
@@ -51,20 +59,19 @@ def frozen_base(recipe: Recipe, device: torch.device) -> Any:
     for name, tensor in random_tensors(ours, device):
         theirs, rows = places[name]
         for place, part in zip(theirs, tensor.split(rows) if rows else (tensor,), strict=True):
-            _put(model, place, part, dtype, double=recipe.model.quant_double)
+            _put(model, place, part, dtype, quantised=quantised, double=description.quant_double)
     model.tie_weights()
     with device:
         model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no parameters
     assert not [name for name, p in model.named_parameters() if p.is_meta]
     model.config.use_cache = False
-    model.is_loaded_in_4bit = True  # how PEFT knows
     return model
 
 
-def _put(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype, *, double: bool) -> None:
+def _put(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype, *, quantised: bool, double: bool) -> None:
     path, _, kind = name.rpartition(".")
     owner = model.get_submodule(path)
-    if isinstance(owner, nn.Linear) and kind == "weight" and ".layers." in path:
+    if quantised and isinstance(owner, nn.Linear) and kind == "weight" and ".layers." in path:
         model.set_submodule(path, _in_nf4(owner, tensor, dtype, double=double))
     else:
         setattr(owner, kind, nn.Parameter(tensor.to(dtype), requires_grad=False))

@@ -45,11 +45,12 @@ AgainOption = Annotated[bool, typer.Option("--again", help="Train what is there 
 
 @app.callback()
 def bench() -> None:
-    """Measure this machine: throughput, fine-tuning, time to loss, the plan's accuracy or start-up.
+    """Measure this machine: throughput, fine-tuning, latent prefixes, time to loss, the plan's accuracy or start-up.
 
     Examples:
       redline bench throughput
       redline bench finetune
+      redline bench latent
       redline bench time-to-loss data.source=./tokens --out loss.json
       redline bench plan-accuracy --out plan.json
       redline bench startup --json
@@ -95,6 +96,28 @@ def finetune(words: WordsArgument = None, json_: JsonOption = False, out: OutOpt
     setting = choose(*split_words(words))
     record = _record_of("finetune", setting, out)
     _collect(record, run_finetune(setting))
+    record.rows = with_ratios(record.rows)
+    _show_lines(record, json_, lines)
+    if "error" in record.rows[0]:
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command("latent")
+def latent(words: WordsArgument = None, json_: JsonOption = False, out: OutOption = None) -> None:
+    """Texts a second of a latent prefix, beside the textbook loop: a forward for each term, the teacher in each step.
+
+    Examples:
+      redline bench latent
+      redline bench latent model.quant=nf4 --out latent.json
+    """
+    from redline.bench.latent import choose, run_latent, with_ratios
+    from redline.bench.markdown import lines
+    from redline.bench.place import check_out
+
+    check_out(out)
+    setting = choose(*split_words(words))
+    record = _record_of("latent", setting, out)
+    _collect(record, run_latent(setting))
     record.rows = with_ratios(record.rows)
     _show_lines(record, json_, lines)
     if "error" in record.rows[0]:

@@ -20,6 +20,7 @@ from redline.units import format_seconds
 
 if TYPE_CHECKING:
     from redline.evaluate.answers import Exam
+    from redline.evaluate.latent import Comparison
     from redline.evaluate.trained import Trained
 
 ModelArgument = Annotated[
@@ -34,7 +35,7 @@ BaseOption = Annotated[
     str | None, typer.Option(metavar="PATH", help="The base of an adapter, if it does not lie where that says.")
 ]
 _HUB_ID = re.compile(r"([\w.-]+)/[\w.-]+")
-_TOKENS = 256
+_TOKENS, _LATENT_TOKENS = 256, 32
 _WRONG_SHOWN, _SHOWN = 3, 120  # answers; characters at either end of one
 
 
@@ -93,6 +94,9 @@ def evaluate(
         sequences=sequences or 1 << 40,
         settings=settings or (),
     )
+    if answers is not None and hasattr(trained.objective, "encoded"):
+        _show_comparison(trained, _compare(trained, questions, tokens or _LATENT_TOKENS), json_)
+        return
     exam = None if answers is None else _examine(trained, answers, questions, tokens or _TOKENS)
     if under is not None:
         result = _written(trained, under, texts, tokens or _TOKENS, device)
@@ -118,6 +122,12 @@ def evaluate(
 
 def _written(trained: Trained, under: str, count: int, tokens: int, device: str) -> dict[str, Any]:
     from redline.evaluate.generated import generative_perplexity
+    from redline.monitor.runs import resolve_run
+
+    resolve_run(under, RUNS)  # a slip is answered before anything is written
+    if trained.objective.can_answer:
+        what = "answers questions, and writes no texts of its own."
+        raise UsageError(what, where=trained.name, fix="Leave out --under; --answers marks what it says.")
 
     def score(file: Path) -> dict[str, float | None]:
         other = open_model(under, weights=None, base=None, device=device, source=str(file), sequences=1 << 40)
@@ -125,6 +135,26 @@ def _written(trained: Trained, under: str, count: int, tokens: int, device: str)
 
     with _AnswerBar("texts") as bar:
         return generative_perplexity(trained.objective, score, count=count, tokens=tokens, where=trained.name, told=bar)
+
+
+def _compare(trained: Trained, count: int | None, tokens: int) -> Comparison:
+    from redline.evaluate.latent import compare
+
+    objective: Any = trained.objective
+    with _AnswerBar() as bar:
+        return compare(objective, count=count, tokens=tokens, where=trained.name, told=bar)
+
+
+def _show_comparison(trained: Trained, found: Comparison, json_: bool) -> None:
+    if json_:
+        import json
+
+        about = {"run": trained.name, "step": trained.step, "weights": trained.weights}
+        typer.echo(json.dumps({**about, **found.result()}))
+        return
+    typer.echo(trained.title)
+    for line in found.lines():
+        typer.echo(f"  {line}")
 
 
 def _examine(trained: Trained, kind: str, count: int | None, tokens: int) -> Exam:

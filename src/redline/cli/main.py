@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -9,13 +10,30 @@ import traceback
 import typer
 
 from redline import __version__
-from redline.cli import bench, doctor, evaluate, export, plan, prepare, recipes, report, runs, sample, stop, train
+from redline.cli import (
+    bench,
+    completion,
+    doctor,
+    evaluate,
+    export,
+    launch,
+    plan,
+    prepare,
+    profile,
+    recipes,
+    report,
+    runs,
+    sample,
+    stop,
+    train,
+    watch,
+)
 from redline.errors import EXIT_FAILED, UserError, without_secrets
 
 app = typer.Typer(
     name="redline",
     help="Train language models at the limit of the hardware, and know what that limit is.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -31,14 +49,20 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        from redline.cli.greeting import greet
+
+        greet()
 
 
 app.command("prepare")(prepare.prepare)
 app.command("train")(train.train)
 app.command("plan")(plan.plan)
+app.command("launch")(launch.launch)
+app.command("profile")(profile.profile)
 app.command("doctor")(doctor.doctor)
 app.command("recipes")(recipes.recipes)
 app.add_typer(runs.app, name="runs")
@@ -46,14 +70,18 @@ app.command("stop")(stop.stop)
 app.command("sample")(sample.sample)
 app.command("eval")(evaluate.evaluate)
 app.command("export")(export.export)
+app.command("watch")(watch.watch)
 app.command("report")(report.report)
 app.add_typer(bench.app, name="bench")
+app.command("completion")(completion.completion)
 
 
 def main() -> None:
     # Threads that wait should spin for a moment, not for ever: see docs/decisions/0003-cpu-threads.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for plugins costs more than using none
+    if not sys.stdout.isatty() and "FORCE_COLOR" not in os.environ:
+        os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")  # else its help is coloured for a pipe in some CI
     try:
         app()
     except UserError as error:
@@ -61,6 +89,13 @@ def main() -> None:
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(EXIT_FAILED)
-    except Exception:  # a mistake of ours: all there is to know about it, but for secrets that some library quotes
-        sys.stderr.write(without_secrets(traceback.format_exc()))
+    except Exception as error:
+        sys.stderr.write(without_secrets(_no_space(error) or traceback.format_exc()))
         sys.exit(EXIT_FAILED)
+
+
+def _no_space(error: Exception) -> str | None:
+    """Anything else is a mistake of ours: all there is to know about it is shown, but for secrets."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    return f"redline: {error.filename or 'output'}: {error.strerror}. Free some and try again.\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +29,9 @@ def plan(
         float | None, typer.Option("--target-tokens-per-s", min=1.0, help="Refused if no hardware could do it.")
     ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Measure memory and speed by a few real steps here.")] = False,
+    figure: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="With several cards: speed, time and cost by their number.")
+    ] = None,
     json_: JsonOption = False,
 ) -> None:
     """What a run will need, how fast it can be, and what it will cost — before it starts.
@@ -36,7 +40,9 @@ def plan(
       redline plan pretrain-350m --gpu h100 --price 2.5
       redline plan pretrain-350m --gpu h100 --target-tokens-per-s 700000
       redline plan quickstart --probe --json
+      redline plan pretrain-350m --gpu h100 --gpus 8 --nodes 4 --price 2.5 --figure scaling.svg
     """
+    from redline.cli.plan_scale import check_figure, scale_lines, write_figure
     from redline.data.facts import expected_facts
     from redline.errors import UserError
     from redline.jobs import job
@@ -44,19 +50,29 @@ def plan(
     from redline.recipe.forecast import forecast
     from redline.recipe.load import load
     from redline.recipe.resolve import resolve
+    from redline.recipe.scaling import scaling
     from redline.recipe.target import check_target
 
+    check_figure(figure, gpus * nodes)
     name, overrides = split_words(recipe)
     loaded = load(name or "quickstart", overrides)
     loaded = replace(loaded, recipe=_complete(loaded.recipe))
     facts = expected_facts(loaded.recipe.data, int(number(loaded.recipe.model.vocab) or 0))
     facts = replace(facts, vocab_size=facts.vocab_size + job(loaded.recipe.objective).added_tokens(loaded.recipe))
-    resolved = resolve(loaded.recipe, _machine(gpu, loaded.recipe), facts, gpus=gpus, nodes=nodes)
+    machine = _machine(gpu, loaded.recipe)
+
+    def resolve_for(cards: int, of_nodes: int) -> Resolved:
+        return resolve(loaded.recipe, machine, facts, gpus=cards, nodes=of_nodes)
+
+    resolved = resolve_for(gpus, nodes)
     measured = _probe(resolved, facts, gpu) if probe else None
     price = _price(price, loaded.recipe)
     event = resolved.plan_event(price=price, measured=measured)
     event["warnings"] = [*loaded.notes, *event["warnings"], *_caveats(resolved, facts.estimated, facts.train_tokens)]
     event["measured"] = vars(measured) if measured else None
+    several = gpus * nodes > 1
+    table = scaling(resolve_for, gpus, nodes, price=price, measured=measured).event() if several else None
+    event["scaling"] = table
     refusal: UserError | None = None
     if target is not None:
         try:
@@ -69,6 +85,8 @@ def plan(
             "possible": refusal is None,
             "reason": refusal.message() if refusal else None,
         }
+    if figure is not None and table is not None:
+        write_figure(figure, table, f"{loaded.name} on {resolved.machine.name}")
     if json_:
         import json
 
@@ -77,6 +95,8 @@ def plan(
     if refusal:
         raise refusal
     _show(event)
+    if table is not None:
+        typer.echo("\n".join(scale_lines(table)))
 
 
 def _complete(recipe: Recipe) -> Recipe:
@@ -119,7 +139,14 @@ def _probe(resolved: Resolved, facts: Any, gpu: str) -> Measured:
     if (here.spec or here.name) != (planned.spec or planned.name):
         fix = "Leave --gpu out, or --probe."
         raise UsageError(f"this machine has a {here.name}, which is no {gpu}.", where="--probe", fix=fix)
-    return run_trial(resolved, facts)
+    return run_trial(_share(resolved), facts)
+
+
+def _share(resolved: Resolved) -> Resolved:
+    """What one card of several does in a step."""
+    share = resolved.batch.micro * resolved.batch.accumulation
+    train = resolved.recipe.train.model_copy(update={"global_batch": share})
+    return replace(resolved, recipe=resolved.recipe.model_copy(update={"train": train}))
 
 
 def _price(given: float | None, recipe: Recipe) -> float | None:
@@ -138,7 +165,7 @@ def _caveats(resolved: Resolved, estimated: bool, train_tokens: int) -> list[str
     elif estimated and train.epochs:
         found.append("the number of tokens is estimated from the size of the files")
     if resolved.batch.world > 1:
-        found.append("more than one card is arithmetic here: redline trains on one so far")
+        found.append("the speed of several cards is an estimate: what they tell each other was never timed")
     return found
 
 

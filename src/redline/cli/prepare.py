@@ -32,6 +32,9 @@ def prepare(
     dedup: Annotated[bool, typer.Option("--dedup", help="Keep only the first of documents with equal text.")] = False,
     preview: Annotated[int | None, typer.Option(min=1, metavar="N", help="Show N documents with their tokens.")] = None,
     ids: Annotated[bool, typer.Option("--ids", help="With --preview: the ids of the first 40 tokens too.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read all tokens of --out, or of a prepared SOURCE, against their digests.")
+    ] = False,
     json_: JsonOption = False,
 ) -> None:
     """Turn text into tokens, once and for all, at constant memory.
@@ -40,7 +43,15 @@ def prepare(
       redline prepare ./notes --out ./tokens --tokenizer train:16384
       redline prepare corpus.jsonl.zst --out ./tokens --text-key content --dedup
       redline prepare ./notes --preview 3
+      redline prepare ./tokens --verify
     """
+    if verify and out is None:
+        if preview is not None:
+            raise UsageError(
+                "a preview has nothing to verify.", where="--verify", fix="Add --out DIR, or leave it out."
+            )
+        _report_verified(Path(source).expanduser(), tokenizer, json_)
+        return
     if out is None and preview is None:
         raise UsageError("where shall the tokens go?", fix="Give --out DIR, or --preview N to look only.")
     from redline.cli.progress import PreparationBar
@@ -59,6 +70,8 @@ def prepare(
         shown = _preview(source, made_with, reading, preview, ids=ids, quiet=json_) if preview else []
         if out is not None:
             prepare_source(source, made_with, out, reading, workers=workers, progress=bar)
+            if verify:
+                _verify(out, None)
     summary = {**({"preview": shown} if preview else {}), **(_summary(source, out, bar.seconds) if out else {})}
     if json_:
         import json
@@ -66,6 +79,29 @@ def prepare(
         typer.echo(json.dumps(summary))
     elif out is not None:
         _print(summary, dedup)
+
+
+def _verify(folder: Path, tokenizer: str | None) -> dict[str, int]:
+    from redline.data.tokens import open_tokens
+
+    data = open_tokens(folder, tokenizer)
+    data.verify()
+    return {"files": len(data.files), "tokens": sum(file.tokens for file in data.files)}
+
+
+def _report_verified(folder: Path, tokenizer: str, json_: bool) -> None:
+    from redline.data.origin import holds_tokens
+
+    if not holds_tokens(folder):
+        fix = "Give a prepared folder, or --out DIR to verify what is prepared now."
+        raise UsageError("these are no tokens.", where=str(folder), fix=fix)
+    found = _verify(folder, None if (folder / "meta.json").is_file() else tokenizer)
+    if json_:
+        import json
+
+        typer.echo(json.dumps({"source": str(folder), "verified": found}))
+    else:
+        typer.echo(f"{folder}\n  verified     {found['tokens']:,} tokens in {found['files']:,} files, as recorded")
 
 
 @contextmanager

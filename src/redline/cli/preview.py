@@ -55,6 +55,8 @@ def preview_recipe(recipe: Recipe, count: int) -> None:
 
     if recipe.objective == "finetune":
         return _answers(recipe, count)
+    if recipe.objective == "latent_prefix":
+        return _pairs(recipe, count)
     return _records(recipe, count) if objective_module(recipe.objective).can_answer(recipe) else _texts(recipe, count)
 
 
@@ -66,6 +68,28 @@ def _records(recipe: Recipe, count: int) -> None:
     with PreparationBar() as bar:
         data = objective_module(recipe.objective).load_data(recipe, progress=bar)
     show_answers(preview_records(data.records, count))
+    for line in data.told:
+        typer.echo(line)
+
+
+def _pairs(recipe: Recipe, count: int) -> None:
+    """Texts with the answers that are learnt, and what becomes of too long ones."""
+    import numpy as np
+
+    from redline.cli.progress import PreparationBar
+    from redline.data.latent import cut_bytes
+    from redline.objectives import objective_module
+
+    with PreparationBar() as bar:
+        data = objective_module(recipe.objective).load_data(recipe, progress=bar)
+    rows = data.pairs.train
+    for number, row in enumerate(data.pairs.index.sequences(np.arange(min(count, len(rows)))).tolist(), start=1):
+        pair = rows.pairs[row]
+        kept, size = cut_bytes(pair.text, rows.lengths.bytes), len(pair.text.encode("utf-8", "replace"))
+        shown = "" if len(kept) == size else f", of which the first {len(kept):,} are read"
+        typer.secho(f"text {number}: {size:,} bytes{shown}", bold=True)
+        typer.echo(_visible(kept.decode("utf-8", "replace")).rstrip())
+        typer.echo(f"→ {_visible(pair.answers[0])}\n")
     for line in data.told:
         typer.echo(line)
 

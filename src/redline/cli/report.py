@@ -7,28 +7,52 @@ from typing import Annotated
 
 import typer
 
-from redline.cli.options import JsonOption, RunArgument
+from redline.cli.options import JsonOption
 from redline.cli.paths import RUNS
 
 
 def report(
-    run: RunArgument = "latest",
-    out: Annotated[Path | None, typer.Option(help="The HTML file; RUN/report.html if not given.")] = None,
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs: path, name or latest. Several are compared.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The page; RUN/report.html, or comparison.html beside the first run, if not given."
+        ),
+    ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Write one self-contained HTML page about a run.
+    """Write one self-contained HTML page about a run, or about several side by side.
 
     Examples:
       redline report latest
       redline report latest --out /tmp/run.html
+      redline report first second third
     """
-    from redline.monitor.report import report_data, write_report
     from redline.monitor.runs import resolve_run
 
-    path, _ = resolve_run(run, RUNS)
+    paths = list(dict.fromkeys(resolve_run(run, RUNS)[0] for run in runs or ["latest"]))
     if json_:
         import json
 
-        typer.echo(json.dumps(report_data(path), default=str))
+        typer.echo(json.dumps(_data(paths), default=str))
         return
-    typer.echo(str(write_report(path, out)))
+    from redline.monitor.report import write_report
+
+    if len(paths) == 1:
+        typer.echo(str(write_report(paths[0], out)))
+        return
+    from redline.monitor.comparison_page import write_comparison
+
+    typer.echo(str(write_comparison(paths, out)))
+
+
+def _data(paths: list[Path]) -> object:
+    if len(paths) == 1:
+        from redline.monitor.report import report_data
+
+        return report_data(paths[0])
+    from redline.monitor.comparison_page import comparison_data
+
+    return comparison_data(paths)

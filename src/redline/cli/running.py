@@ -19,64 +19,88 @@ import typer
 
 from redline.cache import sync
 from redline.cli.paths import RUNS
+from redline.cli.together import Quiet, after_trouble, held, join_ranks, resolved_alike, where_to_begin
 from redline.errors import EXIT_PREEMPTED, UsageError
 from redline.monitor.console import Console
 from redline.monitor.events import SCHEMA, EventLog
-from redline.monitor.monitor import Monitor, price_of
+from redline.monitor.monitor import Monitor, View, price_of
 from redline.monitor.runs import LOCK_FILE, resolve_run
 from redline.monitor.sinks import require_packages, sinks_for
 from redline.recipe.load import Loaded
 from redline.recipe.lock import LOCK, locked_recipe, make_lock, read_lock, write_lock
 from redline.recipe.resolve import Choice, Resolved, resolve
 from redline.recipe.schema import Recipe
+from redline.train.supervise import RECOVERY, SUPERVISED
 from redline.units import format_count
 
 if TYPE_CHECKING:
     from redline.data.progress import Progress
     from redline.evaluate.initial import Initial
+    from redline.train.ranks import Ranks
     from redline.train.trainer import Outcome
 
 
-def new_run(loaded: Loaded, directory: Path | None, overrides: list[str], *, dry_run: bool) -> int:
+def new_run(loaded: Loaded, directory: Path | None, overrides: list[str], *, dry_run: bool, gpus: int = 1) -> int:
+    path = fresh_run(loaded, directory)
+    return _start(loaded, path, dry_run=dry_run, resumed=False, overrides=overrides, gpus=gpus)
+
+
+def fresh_run(loaded: Loaded, directory: Path | None) -> Path:
+    """Where it goes; what cannot be is refused."""
     path = directory or fresh_name(loaded.name)
     _refuse_run(path)
     if path.exists() and not path.is_dir():
         raise UsageError("is a file, not a directory.", where=str(path), fix="Choose another --run.")
-    return _start(loaded, path, dry_run=dry_run, resumed=False, overrides=overrides)
+    return path
 
 
-def resume_run(name: str, overrides: list[str], *, dry_run: bool) -> int:
+def resume_run(name: str, overrides: list[str], *, dry_run: bool, gpus: int = 1) -> int:
+    path, loaded = resumable(name, overrides)
+    return _start(loaded, path, dry_run=dry_run, resumed=True, overrides=overrides, gpus=gpus)
+
+
+def resumable(name: str, overrides: list[str]) -> tuple[Path, Loaded]:
     path, selector = resolve_run(name, RUNS)
     if selector is not None:
         fix = f"redline train --resume {path}"
         raise UsageError("a run goes on from its newest checkpoint.", where=name, fix=f"Leave out @{selector}: {fix}")
-    lock = read_lock(path)
-    loaded = locked_recipe(path, lock, overrides)
-    return _start(loaded, path, dry_run=dry_run, resumed=True, overrides=overrides)
+    return path, locked_recipe(path, read_lock(path), overrides)
 
 
-def _start(loaded: Loaded, path: Path, *, dry_run: bool, resumed: bool, overrides: list[str]) -> int:
+def _start(loaded: Loaded, path: Path, *, dry_run: bool, resumed: bool, overrides: list[str], gpus: int) -> int:
     require_packages(loaded.recipe.monitor)
-    console = Console()
-    for note in loaded.notes:
-        console.event({"type": "warning", "message": note})
     with _preemptible():
+        environment(loaded.recipe)
+        ranks = join_ranks(loaded.recipe)
+        console = Console() if ranks.first else Quiet()
+        for note in loaded.notes if ranks.first else ():
+            console.event({"type": "warning", "message": note})
         initial = None if resumed else _initial(loaded.recipe, console)
-        resolved, data = _plan(initial.fill(loaded.recipe) if initial else loaded.recipe, console)
+        recipe = initial.fill(loaded.recipe) if initial else loaded.recipe
+        resolved, data = _plan(recipe, console, ranks, resumed=resumed, gpus=gpus)
         for note in initial.check(resolved.recipe, data.facts.tokenizer_fingerprint) if initial else ():
             console.event({"type": "warning", "message": note})
         if dry_run:
             console.event({"type": "plan", **resolved.plan_event(price=price_of(loaded.recipe.monitor.price_per_hour))})
             console.close()
             return 0
-        return _train(loaded.name, path, resolved, data, console, resumed=resumed, overrides=overrides, initial=initial)
+        return _train(
+            loaded.name,
+            path,
+            resolved,
+            data,
+            console,
+            resumed=resumed,
+            overrides=overrides,
+            initial=initial,
+            ranks=ranks,
+        )
 
 
-def _initial(recipe: Recipe, console: Console) -> Initial | None:
+def _initial(recipe: Recipe, console: View) -> Initial | None:
     """Found before the data are prepared: a slip in the name should not cost that."""
     if recipe.model.init_from is None:
         return None
-    _environment(recipe)
     from redline.evaluate.initial import open_initial
 
     found = open_initial(recipe.model.init_from, RUNS, lambda text: console.event({"type": "warning", "message": text}))
@@ -116,19 +140,25 @@ def fresh_name(recipe: str, suffix: str = "") -> Path:
     return path
 
 
-def _plan(recipe: Recipe, console: Console) -> tuple[Resolved, Any]:
-    _environment(recipe)
+def _plan(recipe: Recipe, console: View, ranks: Ranks, *, resumed: bool, gpus: int) -> tuple[Resolved, Any]:
     console.event({"type": "warmup", "message": "preparing data"})
     from redline.hardware.detect import detect
     from redline.objectives import objective_module
 
     module = objective_module(recipe.objective)
     recipe = module.complete(recipe, lambda text: console.event({"type": "warmup", "message": text}))
-    data = module.load_data(recipe, progress=_Preparing(console))
+    if not ranks.first:
+        ranks.wait()  # the first prepares, and the others find it done
+    data = module.load_data(recipe, progress=_Preparing(console) if isinstance(console, Console) else None)
+    if ranks.first:
+        ranks.wait()
     for line in getattr(data, "told", ()):  # what became of its rows
         console.event({"type": "warmup", "message": line})
     console.event({"type": "warmup", "message": "looking at the machine"})
-    return resolve(recipe, detect(recipe.train.device), data.facts), data
+    machine = detect(recipe.train.device)
+    if gpus > 1 and not ranks.joined:  # a dry run of several
+        return resolve(recipe, machine, data.facts, gpus=gpus), data
+    return resolved_alike(recipe, machine, data.facts, ranks, resumed=resumed), data
 
 
 class _Preparing:
@@ -148,7 +178,7 @@ class _Preparing:
         self.console.progress(share, progress.stage, [*facts, f"{rate:.1f} MB/s"] if progress.done else facts)
 
 
-def _environment(recipe: Recipe) -> None:
+def environment(recipe: Recipe) -> None:
     """What must be set before torch starts."""
     from redline.cache import cache_dir
     from redline.hardware.malloc import keep_freed_memory
@@ -165,35 +195,43 @@ def _train(
     path: Path,
     resolved: Resolved,
     data: Any,
-    console: Console,
+    console: View,
     *,
     resumed: bool,
     overrides: list[str],
-    initial: Initial | None = None,
+    initial: Initial | None,
+    ranks: Ranks,
 ) -> int:
     from redline.objectives import objective_module
-    from redline.train.checkpoint import clean, newest_valid
-    from redline.train.rundir import RunDirectory
     from redline.train.trainer import Trainer
 
+    resolved, smaller = after_trouble(resolved, data.facts, path, ranks) if resumed else (resolved, None)
     recipe = resolved.recipe
     objective = objective_module(recipe.objective).create(resolved, data)
-    with RunDirectory(path) as run:
-        if not resumed:
+    with held(path, ranks) as run:
+        if not resumed and ranks.first:
             _refuse_run(path)  # another process may have begun one, and ended it, while this one prepared its data
-        clean(run.checkpoints)
 
         def warn(text: str) -> None:
             console.event({"type": "warning", "message": text})
 
-        log = EventLog(path / "events.jsonl", on_error=warn)
-        sinks = sinks_for(recipe.monitor, path, recipe.model_dump(mode="json"), warn)
+        log = EventLog(path / "events.jsonl" if ranks.first else Path(os.devnull), on_error=warn)
+        sinks = sinks_for(recipe.monitor, path, recipe.model_dump(mode="json"), warn) if ranks.first else []
         with Monitor(log, console, price_per_hour=recipe.monitor.price_per_hour, sinks=sinks) as monitor:
-            checkpoint = newest_valid(run.checkpoints, monitor.warn) if resumed else None
-            facts = data.facts
+            monitor.price = monitor.price and monitor.price * ranks.size
+            begin = where_to_begin(run, ranks, monitor, resumed=resumed)
+            checkpoint, facts = begin.checkpoint, data.facts
             identity = {"data": facts.fingerprint, "tokenizer": facts.tokenizer_fingerprint, **objective.identity()}
             trainer = Trainer(
-                resolved, objective, run, monitor, horizon_steps=resolved.horizon_steps, identity=identity
+                resolved,
+                objective,
+                run,
+                monitor,
+                horizon_steps=resolved.horizon_steps,
+                identity=identity,
+                ranks=ranks,
+                supervised=SUPERVISED in os.environ,
+                skipped=begin.skipped,
             )
             if resumed and checkpoint is None and recipe.model.init_from is not None:
                 from redline.evaluate.initial import reopen_initial
@@ -203,10 +241,10 @@ def _train(
             try:
                 trainer.build(checkpoint, initial.tensors() if initial else None)
             except BaseException:
-                if not resumed:
+                if not resumed and ranks.first:
                     _leave_no_trace(path)
                 raise
-            if not resumed:  # only now, so that what cannot be built leaves no run behind
+            if not resumed and ranks.first:  # only now, so that what cannot be built leaves no run behind
                 objective.save_tokenizer(path)
                 if (tokenizer := path / "tokenizer.json").exists():
                     sync(tokenizer)  # before there is a checkpoint that cannot be read without it
@@ -216,7 +254,7 @@ def _train(
             monitor.emit(
                 "start",
                 schema=SCHEMA,
-                run_id=read_lock(path)["run_id"],
+                run_id=read_lock(path)["run_id"] if ranks.first else None,
                 resumed_from=trainer.state.step if resumed else None,
                 run_dir=path,
                 recipe=name,
@@ -225,9 +263,14 @@ def _train(
             )
             measured = [Choice(*choice) for choice in objective.choices()]
             plan = replace(resolved, choices=[*resolved.choices, *measured])
-            monitor.emit("plan", **plan.plan_event(price=monitor.price))
+            monitor.emit("plan", **plan.plan_event(price=price_of(recipe.monitor.price_per_hour)))
+            for what in (os.environ.get(RECOVERY), begin.changed, smaller):
+                if what:
+                    monitor.emit("recovery", message=what)
             outcome = trainer.run()
-    _closing(path, outcome, recipe)
+    if ranks.first:
+        _closing(path, outcome, recipe)
+    ranks.leave()
     return outcome.exit_code
 
 

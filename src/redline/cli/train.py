@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,12 @@ def train(
     preview: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Show N samples of what would be learnt; train nothing.")
     ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="By so many GPUs of this machine; without any, processes.")
+    ] = None,
+    supervise: Annotated[
+        bool, typer.Option("--supervise", help="Go on by itself after a lost rank, a hang, or too little memory.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, plan and print; train nothing.")] = False,
 ) -> None:
     """Train a model. Without a recipe: [bold]quickstart[/bold], two minutes on any machine.
@@ -38,6 +45,7 @@ def train(
       redline train --resume latest train.steps=2000
       redline train quickstart --sweep train.lr_base=3e-3,6e-3
       redline train qlora-smollm2 data.source=./train.jsonl --preview 3
+      redline train pretrain-350m data.source=./tokens --gpus 4 --supervise
     """
     given, overrides = split_words(recipe)
     if preview is not None and (resume or sweep):
@@ -48,11 +56,11 @@ def train(
             raise UsageError("--resume needs no recipe and no --run: the run knows both.", fix="Leave them out.")
         if sweep:
             raise UsageError("--resume goes on with one run.", fix="Go on with a sweep by its command and its --run.")
-        from redline.cli.running import resume_run
-
-        raise typer.Exit(resume_run(resume, overrides, dry_run=dry_run))
+        raise typer.Exit(_resume(resume, overrides, gpus or 1, supervise=supervise, dry_run=dry_run))
     name = given or "quickstart"
     if sweep:
+        if gpus or supervise:
+            raise UsageError("--sweep makes its runs one after the other, on one GPU each.", fix="Leave out --gpus.")
         raise typer.Exit(_sweep(name, overrides, sweep, run, dry_run=dry_run))
     # a bad recipe is answered before torch is even imported
     from redline.recipe.load import load
@@ -62,9 +70,42 @@ def train(
         from redline.cli.preview import preview_recipe
 
         return preview_recipe(loaded.recipe, preview)
-    from redline.cli.running import new_run
+    from redline.cli.running import fresh_run, new_run
+    from redline.cli.together import ended
 
-    raise typer.Exit(new_run(loaded, run, overrides, dry_run=dry_run))
+    if not dry_run and _by_others(gpus or 1, supervise):
+        from redline.cli.supervised import train_supervised
+
+        path = fresh_run(loaded, run)
+        words = ["train", name, *overrides, "--run", str(path)]
+        raise typer.Exit(
+            train_supervised(loaded.recipe, path, words, (), gpus=gpus or 1, again=_again(supervise), resumed=False)
+        )
+    raise typer.Exit(ended(lambda: new_run(loaded, run, overrides, dry_run=dry_run, gpus=gpus or 1)))
+
+
+def _by_others(gpus: int, supervise: bool) -> bool:
+    """Whether this process only starts and watches those that train."""
+    watched = "REDLINE_PULSE" in os.environ
+    return not watched and (supervise or (gpus > 1 and "RANK" not in os.environ))
+
+
+def _again(supervise: bool) -> bool:
+    """Whether this process begins again what failed: not where someone else does, as the script of `launch`."""
+    return supervise and "REDLINE_SUPERVISED" not in os.environ
+
+
+def _resume(name: str, overrides: list[str], gpus: int, *, supervise: bool, dry_run: bool) -> int:
+    from redline.cli.running import resumable, resume_run
+    from redline.cli.together import ended
+
+    if not dry_run and _by_others(gpus, supervise):
+        from redline.cli.supervised import train_supervised
+
+        path, loaded = resumable(name, overrides)
+        words = ["train", "--resume", str(path), *overrides]
+        return train_supervised(loaded.recipe, path, words, overrides, gpus=gpus, again=_again(supervise), resumed=True)
+    return ended(lambda: resume_run(name, overrides, dry_run=dry_run, gpus=gpus))
 
 
 def _sweep(name: str, overrides: list[str], options: list[str], run: Path | None, *, dry_run: bool) -> int:

@@ -16,14 +16,11 @@ import json
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from redline.data import hub
-from redline.data.origin import EMBEDDED, dataset_id
-from redline.data.rows import Row, is_clean, json_rows, parquet_rows, table_kind
+from redline.data.rows import is_clean
+from redline.data.source_rows import source_rows
 from redline.data.tally import Tally, quoted
-from redline.data.text import text_files
 from redline.errors import UserError
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
@@ -46,6 +43,7 @@ _ROLES = {
 _EXAMPLES = 5
 _FORMS = "prompt and completion, question and answer, instruction and output, messages, or conversations"
 _FIX = f"Give rows with {_FORMS}, all of them text."
+_INSTEAD = "Name a JSONL or Parquet file."
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class _UnusableError(Exception):
 def read_conversations(source: str, tally: RowTally) -> Iterator[Conversation]:
     """Every usable row, in an order that never changes. More than half unusable, or nothing at all, is refused."""
     kept = False
-    for place, row in _rows(source, tally):
+    for place, row in source_rows(source, tally, _FIELDS, fix=_FIX, instead=_INSTEAD):
         try:
             found = conversation_of(place, row)
         except _UnusableError as reason:
@@ -158,45 +156,3 @@ def _text(value: Any, name: str) -> str:
     if not is_clean(value):
         raise _UnusableError(f"{name!r} is binary data, not text")
     return value
-
-
-def _rows(source: str, tally: Tally) -> Iterator[Row]:
-    if source == EMBEDDED:
-        what = "the embedded corpus is running text, without questions and answers."
-        raise UserError(what, where="data.source", fix=f"Name a JSONL or Parquet file. {_FIX}")
-    if dataset := dataset_id(source):
-        rows = hub.open_dataset(source, dataset)
-        while True:
-            try:
-                row = next(rows, None)
-            except Exception as error:  # the package, the network and each file format raise their own kinds
-                raise hub.dataset_error(source, dataset, error) from None
-            if row is None:
-                return
-            tally.rows += 1
-            yield f"{source}:{tally.rows}", row
-    else:
-        yield from _file_rows(Path(source).expanduser(), tally)
-
-
-def _file_rows(path: Path, tally: Tally) -> Iterator[Row]:
-    files = text_files(path)
-    for file in files:
-        kind = table_kind(file)
-        if kind == ".jsonl":
-            yield from json_rows(file, tally, f"Write one JSON object a line. {_FIX}")
-        elif kind == ".parquet":
-            yield from parquet_rows(file, tally, lambda names: _columns(names, str(file.path)))  # noqa: B023, used at once
-        else:  # a licence or a page about the data beside them
-            tally.binary_file(file.name, "neither JSONL nor Parquet")
-    if tally.binary_files == len(files):
-        what = "neither JSONL nor Parquet." if path.is_file() else "the folder holds neither JSONL nor Parquet."
-        fix = "One object a line, in a file that ends with .jsonl (also .gz, .zst); `jq -c '.[]'` turns a list into it."
-        raise UserError(what, where=str(path), fix=fix)
-
-
-def _columns(names: list[str], where: str) -> list[str]:
-    chosen = [name for name in names if name in _FIELDS]
-    if chosen:
-        return chosen
-    raise UserError(f"none of the known columns; there are {', '.join(names)}.", where=where, fix=_FIX)

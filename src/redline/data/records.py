@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from redline.data import hub
 from redline.data.chat import RowTally
 from redline.data.index import order_keys
-from redline.data.origin import EMBEDDED, dataset_id
 from redline.data.problems import PREFIX, is_problems, problems
 from redline.data.record import Record
-from redline.data.rows import Row, is_clean, json_rows, parquet_rows, table_kind
-from redline.data.text import text_files
+from redline.data.rows import is_clean
+from redline.data.source_rows import source_rows
 from redline.errors import UserError
 
 __all__ = ["Divided", "Record", "RecordReport", "divided", "read_records"]
@@ -33,6 +30,7 @@ _FIX = (
     "Give rows with question and answer, the latter ending with `#### N` as GSM8K's do; "
     "or with question, plan, execution and answer."
 )
+_INSTEAD = f"Take the embedded word problems, {PREFIX}easy. Or:"
 _CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # GSM8K: 48/2 = <<48/2=24>>24
 _SEPARATOR = " ** "
 _MARK = "####"
@@ -70,7 +68,7 @@ def read_records(source: str) -> tuple[list[Record], RecordReport]:
         return made, RecordReport(source, len(made), 0, {}, [])
     tally = RowTally(source)
     found = []
-    for place, row in _rows(source, tally):
+    for place, row in source_rows(source, tally, _FIELDS, fix=_FIX, instead=_INSTEAD):
         try:
             found.append(record_of(row))
         except _UnusableError as reason:
@@ -132,43 +130,6 @@ def _plain(text: str) -> str:
     """Without the calculator's annotations, empty lines, and white space around lines."""
     lines = (line.strip() for line in _CALCULATOR.sub("", text).splitlines())
     return "\n".join(line for line in lines if line)
-
-
-# --- rows
-
-
-def _rows(source: str, tally: RowTally) -> Iterator[Row]:
-    if source == EMBEDDED:
-        what = "the embedded corpus is running text, without questions and answers."
-        raise UserError(what, where="data.source", fix=f"Take the embedded word problems, {PREFIX}easy. Or: {_FIX}")
-    if dataset := dataset_id(source):
-        rows = hub.open_dataset(source, dataset)
-        while True:
-            try:
-                row = next(rows, None)
-            except Exception as error:  # the package, the network and each file format raise their own kinds
-                raise hub.dataset_error(source, dataset, error) from None
-            if row is None:
-                return
-            tally.rows += 1
-            yield f"{source}:{tally.rows}", row
-    else:
-        yield from _file_rows(Path(source).expanduser(), tally)
-
-
-def _file_rows(path: Path, tally: RowTally) -> Iterator[Row]:
-    files = text_files(path)
-    for file in files:
-        kind = table_kind(file)
-        if kind == ".jsonl":
-            yield from json_rows(file, tally, f"Write one JSON object a line. {_FIX}")
-        elif kind == ".parquet":
-            yield from parquet_rows(file, tally, lambda names: [name for name in names if name in _FIELDS])
-        else:  # a licence or a page about the data beside them
-            tally.binary_file(file.name, "neither JSONL nor Parquet")
-    if tally.binary_files == len(files):
-        what = "neither JSONL nor Parquet." if path.is_file() else "the folder holds neither JSONL nor Parquet."
-        raise UserError(what, where=str(path), fix=f"One object a line, in a file that ends with .jsonl. {_FIX}")
 
 
 # --- split

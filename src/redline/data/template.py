@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from redline.data.chat import ASSISTANT, USER, Conversation, Message
+from redline.data.pieces import piece_file, piece_tokenizer
 from redline.data.time_limit import TookTooLongError, processor_seconds
 from redline.data.tokenizer import backend_fingerprint
 from redline.data.tokens import digest_of
@@ -281,7 +282,12 @@ def load_chat_tokenizer(folder: Path, template: str | None = None) -> ChatTokeni
     if not folder.is_dir():
         raise UserError("no such folder.", where=str(folder), fix="Give the folder of a model with its tokenizer.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        if listed := piece_file(folder):
+            tokenizer = piece_tokenizer(listed)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except UserError:
+        raise
     except Exception as error:  # each tokenizer's code raises its own kinds
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         fix = "Put the model's tokenizer.json and tokenizer_config.json there."

@@ -7,7 +7,7 @@ from typing import Any
 
 from redline.fields import Section
 
-JOBS = ("causal_lm", "finetune", "block_diffusion", "hierarchical_diffusion")
+JOBS = ("causal_lm", "finetune", "latent_prefix", "block_diffusion", "hierarchical_diffusion")
 
 
 def job(name: str) -> Any:

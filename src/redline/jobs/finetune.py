@@ -11,7 +11,7 @@ from redline.fields import MaybeText, Section, one_of
 from redline.jobs.causal_lm import Costs as DecoderCosts
 from redline.plan.adapters import Adapter, matrix_sides
 from redline.plan.flops import FlopsPerToken
-from redline.plan.memory import PROCESS, WORKSPACE, MemoryParts, adapter_moments, head_chunk, training_memory
+from redline.plan.memory import MemoryParts, adapter_moments, passing_memory, training_memory, workspace
 from redline.plan.shapes import DecoderShape
 from redline.plan.work import Work, decoder_work
 
@@ -97,20 +97,19 @@ class Costs(DecoderCosts):
         if self.adapter is None:
             return training_memory(shape, **how)
         adapter, wide, tokens, kernels = self.adapter, how["bytes_per_value"], how["tokens"], how["kernels"]
-        whole = training_memory(shape, **how)
+        passing = {key: how[key] for key in ("tokens", "bytes_per_value", "checkpointing", "kernels")}
+        activations, logits = passing_memory(shape, **passing, head_learns=False)
         added = adapter.parameters(shape)
         kept = 0.0 if how["checkpointing"] == "full" else adapter.kept_values() * shape.layers
-        copies = 0 if kernels.gpu else 12 if wide == 2 else 4
-        chunk = head_chunk(shape.vocab, tokens)
         # one matrix at a time, as it is multiplied; a cast of the adapters
         dequantised = wide * max(a * b for a, b in matrix_sides(shape).values()) * (2 if shape.mlp == "swiglu" else 1)
         return MemoryParts(
             weights=adapter.base_bytes(shape, wide) + 4.0 * added * (2 if how["ema"] else 1),
             gradients=4.0 * added,
             optimizer=adapter_moments(added, how["optimizer"]),
-            activations=whole.activations + tokens * kept * wide,
-            logits=float(chunk * shape.vocab * (2 * wide + copies)),  # no gradient of the head
-            workspace=float(dequantised + wide * added + (WORKSPACE if kernels.gpu else PROCESS)),
+            activations=activations + tokens * kept * wide,
+            logits=logits,
+            workspace=float(dequantised + wide * added) + workspace(kernels),
         )
 
     def work(self, shape: DecoderShape, seq_len: int, **how: Any) -> Work:

@@ -140,6 +140,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any, **options: Any) -> Any:
     run: Any = flex_attention
     if q.is_cuda and not torch.compiler.is_compiling():
         run = _FLEX.setdefault("flex", torch.compile(flex_attention, dynamic=False))  # uncompiled, it makes all scores
+    if q.is_cuda:  # not its kernels for single queries, which it would take for short ones and then not have
+        options["kernel_options"] = {"BACKEND": "TRITON"}
     return run(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1], **options)
 
 

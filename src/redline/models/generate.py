@@ -106,6 +106,39 @@ def answer_each(
     return [one for one in found if one is not None]
 
 
+@torch.no_grad()
+def write_after(
+    model: Decoder,
+    start_BTD: Tensor,
+    *,
+    tokens: int,
+    vocab: int,
+    stop: Collection[int],
+    generator: torch.Generator | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> list[Written]:
+    """What follows embeddings that no tokens may have: the likeliest, unless a temperature says otherwise."""
+    chance = generator or torch.Generator(device=start_BTD.device)
+    cache, position, ahead = model.new_cache(), 0, start_BTD
+    made: list[list[int]] = [[] for _ in start_BTD]
+    ended = [False] * len(made)
+    for _ in range(tokens):
+        hidden = model(ahead, Bound(), cache, position)
+        position += ahead.shape[1]
+        logits = model.logits(hidden[:, -1])[:, :vocab]
+        chosen = choose(logits, chance, temperature=temperature, top_k=top_k, top_p=top_p)
+        for row, token in enumerate(chosen.tolist()):
+            ended[row] = ended[row] or token in stop
+            if not ended[row]:
+                made[row].append(token)
+        if all(ended):
+            break
+        ahead = chosen[:, None]
+    return [Written(row, end) for row, end in zip(made, ended, strict=True)]
+
+
 def _alike(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
     """Places of prompts that go together: alike in length, and the longest first, so that memory runs out at once or
     never."""

@@ -112,10 +112,11 @@ class Decoder(nn.Module):
         """Hidden states [B, T, D] after the final norm.
 
         The tokens are at positions start…, or at those given: a tensor that stays as it is. After those in a cache
-        each sees the tokens before it, or the `whole` of them; without `keep` the cache stays as it was.
+        each sees the tokens before it, or the `whole` of them; without `keep` the cache stays as it was. In place of
+        tokens their embeddings [B, T, D] may be given, or anything else of that form.
         """
         assert cache is not None or (keep and not whole), "without a cache the mask says who sees whom"
-        x = F.embedding(tokens_BT, self.embedding.weight).to(self.dtype)
+        x = tokens_BT.to(self.dtype) if tokens_BT.is_floating_point() else self.embed(tokens_BT)
         if self.dropout:
             x = F.dropout(x, self.dropout, self.training)
         if positions_T is None:
@@ -138,6 +139,9 @@ class Decoder(nn.Module):
                 x = block.extend(x, cos, sin, values[i], cache[i], New(start, whole, keep))
         hidden: Tensor = self.norm(x)
         return hidden
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        return F.embedding(tokens_BT, self.embedding.weight).to(self.dtype)
 
     def _values(self, tokens_BT: Tensor) -> list[Tensor | None]:
         """For each layer what is added to its values."""

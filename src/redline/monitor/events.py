@@ -22,7 +22,8 @@ SCHEMA = 1
 Event = dict[str, Any]
 
 # What a resumed run does again; everything else (warnings, plans, recoveries) stays true.
-_REPEATED = frozenset({"step", "eval", "checkpoint", "sample"})
+REPEATED = frozenset({"step", "eval", "checkpoint", "sample"})
+MOST_EVENTS = 1 << 16  # of a log; of more steps some are left out, or a reader's memory would grow with the run
 
 
 class EventLog:
@@ -77,25 +78,48 @@ class EventLog:
 
 
 class EventList(list[Event]):
-    """Events in order, and how many lines of the log could not be read."""
+    """Events in order; how many lines of the log could not be read, and how many steps are not kept."""
 
     unreadable: int = 0
+    left_out: int = 0
 
 
 def read_events(path: Path) -> EventList:
-    """Every event that still holds: bad lines are skipped, steps that a resumed run did again are dropped."""
+    """Every event that still holds: bad lines are skipped, steps that a resumed run did again are dropped, and of very
+    many steps the lows and the highs of the loss stand for the others."""
     events = EventList()
     if not Path(path).exists():
         return events
+    stretch, longest = list[Event](), 3 * -(-_lines(path) // MOST_EVENTS)
     with open(path, "rb") as file:
         for line in file:
-            event = _parse(line)
-            if event is not None:
+            event = parse_event(line)
+            if event is None:
+                events.unreadable += bool(line.strip())
+            elif longest > 3 and event["type"] == "step" and not event.get("skipped"):
+                stretch.append(event)
+                if len(stretch) == longest:
+                    _close(stretch, events)
+            else:
+                _close(stretch, events)
                 _drop_repeated(events, event)
                 events.append(event)
-            elif line.strip():
-                events.unreadable += 1
+    _close(stretch, events)
     return events
+
+
+def _lines(path: Path) -> int:
+    with open(path, "rb") as file:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+
+
+def _close(stretch: list[Event], events: EventList) -> None:
+    """Of these steps the lowest, the highest and the last are kept, so that no spike is lost."""
+    losses = [math.inf if (loss := number(step, "loss")) is None else loss for step in stretch]
+    kept = {losses.index(min(losses)), losses.index(max(losses)), len(losses) - 1} if losses else set()
+    events += [stretch[place] for place in sorted(kept)]
+    events.left_out += len(stretch) - len(kept)
+    stretch.clear()
 
 
 def finite(value: object) -> float | None:
@@ -142,9 +166,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _parse(line: bytes) -> Event | None:
+_DECODER = json.JSONDecoder(parse_constant=lambda _: None)
+
+
+def parse_event(line: bytes) -> Event | None:
     try:
-        event = json.loads(line, parse_constant=lambda _: None)
+        event = _DECODER.decode(line.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and isinstance(event.get("type"), str) else None
@@ -153,4 +180,4 @@ def _parse(line: bytes) -> Event | None:
 def _drop_repeated(events: EventList, event: Event) -> None:
     resumed_from = number(event, "resumed_from")
     if event["type"] == "start" and resumed_from is not None:
-        events[:] = [e for e in events if e["type"] not in _REPEATED or (number(e, "step") or 0) <= resumed_from]
+        events[:] = [e for e in events if e["type"] not in REPEATED or (number(e, "step") or 0) <= resumed_from]

@@ -9,7 +9,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 MAX_POINTS = 800
 _CROWDED = 300
 
-_NAMES = ("ink", "faint", "grid", "accent", "second", "good", "warn", "card")  # as the page's style has them
+RUN_INKS = tuple(f"run-{number}" for number in range(6))
+_NAMES = ("ink", "faint", "grid", "accent", "second", "good", "warn", "card", *RUN_INKS)  # as the page's style has them
 _STAND_INS = {name: f"#0102{number:02x}" for number, name in enumerate(_NAMES, 3)}
 _SIZE_INCHES = (5.2, 3.1)
 _RC: Any = {
@@ -141,14 +142,14 @@ def _stretches(x: Array, count: int, logarithmic: bool) -> list[NDArray[np.intp]
     return [part for part in parts if len(part)]
 
 
-def _curve(ax: Axes, x: Array, y: Array, ink: str, label: str, logarithmic: bool = False) -> None:
+def draw_curve(ax: Axes, x: Array, y: Array, ink: str, label: str, logarithmic: bool = False, dash: Any = "-") -> None:
     """A line; when it has too many points to follow, its mean over a band of everything it touched."""
     colour = _STAND_INS[ink]
     if len(x) > _CROWDED:
         ax.plot(*thin(x, y, logarithmic=logarithmic), color=colour, alpha=0.3, linewidth=0.7)
         stretches = _stretches(x, _CROWDED // 3, logarithmic)
         x, y = (np.array([values[stretch].mean() for stretch in stretches]) for values in (x, y))
-    ax.plot(x, y, color=colour, label=label, marker="." if len(x) == 1 else "")
+    ax.plot(x, y, color=colour, label=label, linestyle=dash, marker="." if len(x) == 1 else "")
 
 
 def _loss_figure(steps: Sequence[Event], evals: Sequence[Event], axis: TokenAxis) -> Figure | None:
@@ -160,7 +161,7 @@ def _loss_figure(steps: Sequence[Event], evals: Sequence[Event], axis: TokenAxis
     def draw(axes: Sequence[Axes]) -> None:
         (ax,) = axes
         if len(train_loss):
-            _curve(ax, axis(train_step), train_loss, "accent", "train", axis.long)
+            draw_curve(ax, axis(train_step), train_loss, "accent", "train", axis.long)
         if len(val_loss):
             x, y = thin(axis(val_step), val_loss, 200, axis.long)
             ax.plot(
@@ -188,12 +189,12 @@ def _stacked_figure(title: str, panels: Sequence[Panel], steps: Sequence[Event],
 
 def _draw_panel(ax: Axes, panel: Panel, steps: Sequence[Event], axis: TokenAxis) -> None:
     drawn = []
-    for (key, name), ink in zip(panel.fields, ("accent", "second"), strict=False):
+    for (key, name), (ink, dash) in zip(panel.fields, (("accent", "-"), ("second", "--")), strict=False):
         step, value = series(steps, "step", key)
         if len(value):
-            _curve(ax, axis(step), value, ink, name)
+            draw_curve(ax, axis(step), value, ink, name, dash=dash)
             drawn.append(value)
-    _from_zero(ax, np.concatenate(drawn), panel.show)
+    _from_zero(ax, np.concatenate(drawn), panel.show, "right" if len(drawn) == 1 else "left")  # beside the legend
     ax.yaxis.set_major_formatter(lambda value, _: panel.show(value))
     ax.yaxis.set_major_locator(_few_ticks())
     if len(drawn) > 1:
@@ -201,12 +202,13 @@ def _draw_panel(ax: Axes, panel: Panel, steps: Sequence[Event], axis: TokenAxis)
     ax.set_ylabel(panel.title)
 
 
-def _from_zero(ax: Axes, values: Array, show: Callable[[float], str]) -> None:
+def _from_zero(ax: Axes, values: Array, show: Callable[[float], str], side: Literal["left", "right"]) -> None:
     """Rates start at zero. One compiling step must not flatten the rest: an outlier leaves the panel and is named."""
     top, usual = float(values.max()), float(np.quantile(values, 0.95))
     if usual > 0 and top > 3 * usual and len(values) >= 20:
         note = f"highest: {show(top)}"
-        ax.text(0.99, 0.97, note, transform=ax.transAxes, ha="right", va="top", size=8, color=_STAND_INS["faint"])
+        x = 0.01 if side == "left" else 0.99
+        ax.text(x, 0.97, note, transform=ax.transAxes, ha=side, va="top", size=8, color=_STAND_INS["faint"])
         top = 1.5 * usual
     if top > 0:
         ax.set_ylim(0, 1.15 * top)
@@ -234,13 +236,13 @@ def ink(name: str) -> str:
     return _STAND_INS[name]
 
 
-def drawing(draw: Callable[[Canvas], None]) -> str:
-    """What `draw` puts on a canvas of the report's size and style, as SVG for the page."""
+def drawing(draw: Callable[[Canvas], None], inches: tuple[float, float] = _SIZE_INCHES) -> str:
+    """What `draw` puts on a canvas of the report's style, as SVG for the page."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
     with matplotlib.rc_context(_RC):
-        canvas = Canvas(figsize=_SIZE_INCHES, layout="constrained", facecolor="none")
+        canvas = Canvas(figsize=inches, layout="constrained", facecolor="none")
         draw(canvas)
         out = io.StringIO()
         canvas.savefig(out, format="svg", metadata={"Date": None})

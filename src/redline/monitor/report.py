@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,20 @@ from typing import Any
 from redline.errors import UserError
 from redline.monitor.console import clean, one_line
 from redline.monitor.events import Event, EventList, number, read_events, section
-from redline.monitor.figures import MAX_POINTS, Figure, draw_figures
+from redline.monitor.figures import MAX_POINTS, draw_figures
+from redline.monitor.pages import format_date, render, write_page
+from redline.monitor.plan_table import plan_rows_of
+from redline.monitor.repeat import how_to_repeat
 from redline.monitor.roofline import standing
 from redline.monitor.roofline_figures import draw_roofline
 from redline.monitor.runs import EVENTS, LOCK, RunSummary, summarise
-from redline.units import format_bytes, format_count, format_seconds, format_usd
+from redline.monitor.timeline import draw_timeline, timeline
+from redline.monitor.verdict import dollars, resume_line, verdict
+from redline.units import format_count, format_seconds
 
 _CURVES = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "step_ms", "data_wait_ms", "memory_gib")
+_EVAL_COLUMNS = ("step", "tokens", "loss", "perplexity", "bits_per_byte")
+_MOST_ROWS = 60
 _CHECKPOINT_FIELDS = ("step", "path", "bytes", "seconds")
 _SAMPLE_FIELDS = ("step", "label", "prompt", "text")
 _INCIDENTS = frozenset({"warning", "replan", "recovery"})
@@ -29,34 +34,34 @@ _ENVIRONMENT = ("machine", "versions", "git", "data")
 def write_report(run: Path, out: Path | None = None) -> Path:
     """Write the page (RUN/report.html unless told otherwise) and return where it is."""
     run = Path(run)
-    events, lock = _read(run)
-    steps = _of(events, "step")
-    ceilings = draw_roofline(standing(steps, _plan(events), lock))
-    page = _render(_data(run, events, lock), draw_figures(steps, _of(events, "eval")), ceilings)
-    return _write_atomically(run / "report.html" if out is None else Path(out), page)
+    events, lock = read_run(run)
+    page = _page(run_data(run, events, lock), events, lock)
+    return write_page(run / "report.html" if out is None else Path(out), page)
 
 
 def report_data(run: Path) -> dict[str, Any]:
     """What the page says, as plain data."""
-    return _data(Path(run), *_read(Path(run)))
+    return run_data(Path(run), *read_run(Path(run)))
 
 
-def _read(run: Path) -> tuple[EventList, Mapping[str, Any]]:
+def read_run(run: Path) -> tuple[EventList, Mapping[str, Any]]:
     if not (run / EVENTS).exists() and not (run / LOCK).exists():
         raise UserError("This holds no run.", where=str(run), fix="`redline runs` lists the runs there are.")
     try:
         lock = json.loads((run / LOCK).read_text("utf-8"))
-    except (OSError, ValueError):  # the events still tell most of it
+    except (OSError, ValueError, RecursionError):  # the events still tell most of it
         lock = {}
     return read_events(run / EVENTS), lock if isinstance(lock, dict) else {}
 
 
-def _data(run: Path, events: EventList, lock: Mapping[str, Any]) -> dict[str, Any]:
-    summary = summarise(run)
+def run_data(run: Path, events: EventList, lock: Mapping[str, Any]) -> dict[str, Any]:
+    """What the log and the lock say, as plain data."""
+    summary = summarise(run, events)
     start: Event = next(iter(_of(events, "start")), {})
     steps, evals = _of(events, "step"), _of(events, "eval")
     plan = _plan(events)
-    return {
+    against = standing(steps, plan, lock)
+    data: dict[str, Any] = {
         "schema": 1,
         "name": summary.name,
         "status": summary.status,
@@ -67,7 +72,7 @@ def _data(run: Path, events: EventList, lock: Mapping[str, Any]) -> dict[str, An
         "headline": _headline(steps, evals) | _totals(summary) | {"mfu_formula": _formula(lock, plan)},
         "parameters": dict(section(lock, "parameters") or section(plan, "parameters")),
         "steps": [{key: step.get(key) for key in _CURVES} for step in _evenly(steps)],
-        "roofline": standing(steps, plan, lock).data(),
+        "roofline": against.data(),
         "evals": [{key: value for key, value in e.items() if key != "type"} for e in evals],
         "checkpoints": [_fields(e, _CHECKPOINT_FIELDS) for e in _of(events, "checkpoint")],
         "samples": [_fields(e, _SAMPLE_FIELDS) for e in _of(events, "sample")],
@@ -78,7 +83,13 @@ def _data(run: Path, events: EventList, lock: Mapping[str, Any]) -> dict[str, An
         "seed": lock.get("seed"),
         "run_id": lock.get("run_id") or start.get("run_id"),
         "recipe": dict(section(lock, "recipe")),
+        "timeline": [moment.data() for moment in timeline(events)],
+        "repeat": how_to_repeat(lock, _of(events, "start"), plan, str(run)).data(),
     }
+    data["plan_source"] = section(plan, "throughput").get("source")
+    data["planned"] = [row.data() for row in plan_rows_of(plan, data["headline"], against)]
+    data["resume"] = resume_line(data, str(run))
+    return {"verdict": verdict(data, steps, plan, against), **data}
 
 
 def _headline(steps: Sequence[Event], evals: Sequence[Event]) -> dict[str, Any]:
@@ -122,33 +133,54 @@ def _incidents(events: EventList) -> list[dict[str, Any]]:
         elif event["type"] == "step" and number(event, "skipped"):
             message = f"{event['skipped']} update(s) skipped: a loss or gradient was not finite."
             found.append({"kind": "skipped", "step": step, "message": message})
+    if events.left_out:
+        message = f"{events.left_out:,} logged steps are not shown: of so many, the lows and the highs of the loss are."
+        found.append({"kind": "log", "step": None, "message": message})
     if events.unreadable:
         message = f"{events.unreadable} line(s) of the event log could not be read (a write was cut off)."
         found.append({"kind": "log", "step": None, "message": message})
     return found
 
 
-def _render(data: dict[str, Any], figures: Sequence[Figure], ceilings: Sequence[Figure]) -> str:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+def _page(data: dict[str, Any], events: EventList, lock: Mapping[str, Any]) -> str:
+    steps, evals, plan = _of(events, "step"), _of(events, "eval"), _plan(events)
+    against = standing(steps, plan, lock)
+    when = draw_timeline(timeline(events))
+    drawn = {
+        "figures": draw_figures(steps, evals),
+        "ceilings": draw_roofline(against),
+        "timeline_figures": [when] if when else [],
+    }
+    tables = {
+        "plan_cells": [row.cells() for row in plan_rows_of(plan, data["headline"], against)],
+        "eval_columns": _eval_columns(evals),
+        "eval_rows": [_eval_cells(e, _eval_columns(evals)) for e in _evenly(evals, _MOST_ROWS)],
+        "checkpoint_rows": data["checkpoints"][-_MOST_ROWS:],
+        "incident_rows": data["incidents"][-_MOST_ROWS:],
+    }
+    words = {
+        "cards": _cards(data["headline"]),
+        "sample_pairs": _sample_pairs(data["samples"]),
+        "started_on": format_date(data["started"]),
+        "recipe_yaml": _yaml(data["recipe"]),
+    }
+    return render("report.html.j2", data | drawn | tables | words)
 
-    jinja = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    jinja.filters |= {"clean": clean, "bytes": format_bytes, "seconds": format_seconds}
-    return jinja.get_template("report.html.j2").render(
-        data,
-        cards=_cards(data["headline"]),
-        figures=figures,
-        ceilings=ceilings,
-        sample_pairs=_sample_pairs(data["samples"]),
-        started_on=_date(data["started"]),
-        recipe_yaml=_yaml(data["recipe"]),
-        written_on=_date(time.time()),
-    )
+
+def _eval_columns(evals: Sequence[Event]) -> list[str]:
+    """The usual ones first, then whatever else was evaluated; what has no numbers has no column."""
+    names = dict.fromkeys([*_EVAL_COLUMNS, *(key for event in evals for key in event if key != "time")])
+    return [name for name in names if any(number(event, name) is not None for event in evals)]
+
+
+def _eval_cells(event: Event, columns: Sequence[str]) -> list[str]:
+    values = {name: number(event, name) for name in columns}
+    shown = {"step": "{:,.0f}".format, "tokens": format_count}
+    return ["–" if v is None else shown.get(name, _figure)(v) for name, v in values.items()]
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def _cards(headline: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -168,7 +200,7 @@ def _cards(headline: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("MFU", h["mfu_median"], "{:.1%}".format, "; ".join(filter(None, ["median", causal, formula]))),
         ("peak memory", h["peak_memory_gib"], "{:.1f} GiB".format, ""),
         ("training time", h["hours"], lambda hours: format_seconds(hours * 3600), ""),
-        ("cost", h["cost_usd"], format_usd, ""),
+        ("cost", h["cost_usd"], dollars, ""),
     ]
     return [(name, show(value), remark) for name, value, show, remark in cards if value is not None]
 
@@ -181,32 +213,10 @@ def _sample_pairs(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[
     return [(prompt, [said[0], said[-1]] if len(said) > 1 else said) for prompt, said in by_prompt.items()]
 
 
-def _write_atomically(path: Path, page: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_bytes(page.encode("utf-8", "replace"))
-        unfinished.replace(path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise UserError(
-            f"The report cannot be written ({error.strerror}).",
-            where=str(path),
-            fix="Choose a place with --out that can be written.",
-        ) from error
-    return path
-
-
 def _yaml(recipe: Mapping[str, Any]) -> str:
     import yaml
 
     return yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True) if recipe else ""
-
-
-def _date(seconds: float | None) -> str:
-    if seconds is None or not 0 <= seconds < 1e11:  # beyond the year 5000 some clock was wrong
-        return ""
-    return time.strftime("%d %B %Y, %H:%M UTC", time.gmtime(seconds))
 
 
 def _of(events: Sequence[Event], kind: str) -> list[Event]:
@@ -234,7 +244,7 @@ def _last(values: Sequence[float]) -> float | None:
     return values[-1] if values else None
 
 
-def _evenly(events: Sequence[Event]) -> list[Event]:
-    """At most MAX_POINTS events, the first and the last among them."""
-    count = min(len(events), MAX_POINTS)
+def _evenly(events: Sequence[Event], most: int = MAX_POINTS) -> list[Event]:
+    """At most so many events, the first and the last among them."""
+    count = min(len(events), most)
     return [events[round(i * (len(events) - 1) / max(count - 1, 1))] for i in range(count)]

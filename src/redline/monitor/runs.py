@@ -50,9 +50,10 @@ def find_runs(root: Path) -> list[RunSummary]:
     return [replace(summarise(path), name=_name(path, root)) for path in run_paths(root)]
 
 
-def summarise(run: Path) -> RunSummary:
+def summarise(run: Path, events: Sequence[Event] | None = None) -> RunSummary:
+    """`events` are its log's, where somebody has read that already."""
     run = Path(run)
-    events = read_events(run / EVENTS)
+    events = read_events(run / EVENTS) if events is None else events
     steps = [e for e in events if e["type"] == "step"]
     counted = [e for e in events if e["type"] in ("step", "stop")]
     return RunSummary(

@@ -101,6 +101,7 @@ class Objective(ABC):
 
     model: nn.Module  # what is trained
     can_answer: ClassVar[bool] = False  # it has `questions`, and an `answer` to each
+    tell: Callable[[str], None] = staticmethod(lambda _: None)  # what goes on before the first step, for the eyes
 
     @abstractmethod
     def build(self, device: torch.device) -> None:
@@ -148,7 +149,8 @@ class Objective(ABC):
         self, asked: Sequence[Asked], tokens: int, told: Callable[[int], None] = lambda _: None
     ) -> list[Answered]:
         """The likeliest answer to each, of at most `tokens`; `told` hears how many are answered."""
-        raise NotImplementedError
+        assert not asked, "a job without questions has none to answer"
+        return []
 
     def identity(self) -> dict[str, str]:
         """What else must be equal on resume: name → fingerprint."""

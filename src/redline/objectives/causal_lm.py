@@ -20,18 +20,21 @@ from redline.data.progress import ProgressCallback
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.data.tokens import TokenData, TokenSplit
 from redline.errors import UserError
+from redline.kernels.attention import Attention
 from redline.kernels.cross_entropy import IGNORE
 from redline.kernels.cross_entropy8 import chunk_tokens, linear_cross_entropy8
 from redline.kernels.float8_choice import Float8Choice, Shapes, choose
+from redline.kernels.masks import MaskSpec
 from redline.kernels.precision import DTYPES
 from redline.metrics.likelihood import bits_per_byte, perplexity
 from redline.models.float8 import LINEARS
 from redline.models.generate import generate
 from redline.models.llama import inexact, shape_of, to_config, to_generation, to_llama
+from redline.models.transformer import Decoder
 from redline.objectives.base import Batch, PublicForm, Sample, Sampling
 from redline.objectives.decoder import BEGUN, DecoderObjective
 from redline.recipe.resolve import DataFacts, Resolved
-from redline.recipe.schema import Recipe
+from redline.recipe.schema import Model, Recipe
 
 _LOOKED_AT = 8  # sequences
 
@@ -271,8 +274,21 @@ def export(recipe: Recipe, tensors: dict[str, Tensor], *, eot: int, vocab_size: 
     model = recipe.model
     if problems := inexact(model):
         raise UserError(" ".join(problem.line() for problem in problems))
+    _refuse_others(tensors, model)
     kind = DTYPES[dtype]
     config = to_config(model, seq_len=recipe.data.seq_len, eot=eot, dtype=str(kind).removeprefix("torch."))
     renamed = to_llama(tensors, shape_of(model))
     generation = to_generation(model, eot=eot, vocab_size=vocab_size)
     return PublicForm(config, generation, {name: tensor.to(kind) for name, tensor in renamed.items()})
+
+
+def _refuse_others(tensors: dict[str, Tensor], model: Model) -> None:
+    """A checkpoint of somebody's may hold anything under the right digests."""
+    with torch.device("meta"):
+        expected = Decoder(shape_of(model), attention=Attention("dense", MaskSpec(), "cpu"))
+    for name, parameter in expected.named_parameters():
+        found = tensors.get(name)
+        if found is None or found.shape != parameter.shape:
+            what = "is missing" if found is None else f"has shape {list(found.shape)}"
+            fix = "Take another checkpoint: RUN@STEP."
+            raise UserError(f"{name} {what}; the recipe's has {list(parameter.shape)}.", fix=fix)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from redline.errors import Problem
+from redline.plan.parallel import undivided
 
 # name → (share of the memory, factor on the global batch), as in the H200 guide
 PRESETS = {
@@ -48,6 +49,8 @@ def given_batch(
     if micro and accumulation:
         return BatchPlan(micro, accumulation, world)
     part = micro or accumulation
+    if global_batch and part and global_batch % world:
+        return undivided(global_batch, world)
     if global_batch and part:
         if global_batch % (part * world):
             name = "micro_batch" if micro else "accumulation"

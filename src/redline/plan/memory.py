@@ -8,13 +8,14 @@ from redline.plan.shapes import DecoderShape
 from redline.units import GIB
 
 LOGITS_PER_CHUNK = 1 << 29  # the head runs over this many logits at once (never 2^31: kernels index in int32)
-WORKSPACE = 1.0 * GIB  # CUDA context, cuBLAS and cuDNN workspaces
+WORKSPACE = 1.0 * GIB  # buffers of cuBLAS, cuDNN and compiled kernels, by measurement
+WORKSPACE_FUSED = 0.1 * GIB
 PROCESS = 0.38 * GIB  # Python and torch themselves, which share the memory of a CPU
 LOW_BIT = ("adamw_8bit", "paged_adamw_8bit")
 MUON = ("muon", "normuon")  # of the hidden matrices, with AdamW for the rest
 LOW_BIT_BLOCK = 256  # values that share one fp32 scale
 LOW_BIT_FROM = 4096  # smaller tensors keep 32-bit moments, as bitsandbytes has it
-RECOMPUTED_AT_ONCE = 0.6  # of a block that is computed again: compiled, its parts go as they are used
+RECOMPUTED_AT_ONCE = 0.8  # of a block that is computed again: compiled, its parts go as they are used
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,21 @@ def activation_bytes_per_token(
 def _backward_bytes(shape: DecoderShape, bytes_per_value: int, checkpointing: str, kernels: Kernels) -> float:
     """What the backward of one block needs besides, per token: the block again, and uncompiled its gradients too."""
     whole = _block_bytes(shape, bytes_per_value, kernels)
+    if kernels.fused:
+        return _fused_backward_bytes(shape, bytes_per_value, kernels.fp8)
     return (RECOMPUTED_AT_ONCE * whole if checkpointing != "none" else 0.0) + (0.0 if kernels.compiled else whole)
+
+
+def _fused_backward_bytes(shape: DecoderShape, bytes_per_value: int, fp8: bool) -> float:
+    """All gradients that a block's written-out backward has made when it ends, less what the last norm let go before.
+
+    The stream's on the way in, between and out, and of both normed inputs; of the activation; of attention's output; of
+    queries, keys and values, and these merged. That of the up-projection takes the place of its output; in fp8 it does
+    not, and there three of the stream's are kept as operands too, two bytes a value.
+    """
+    d = shape.d_model
+    made = 5 * d + shape.d_ff + shape.d_attention + 2 * shape.d_qkv + (3 * d + shape.d_up if fp8 else 0)
+    return float((made - 2 * d) * bytes_per_value)
 
 
 def _block_bytes(shape: DecoderShape, bytes_per_value: int, kernels: Kernels) -> float:
@@ -80,8 +95,10 @@ def _block_bytes(shape: DecoderShape, bytes_per_value: int, kernels: Kernels) ->
     attention = shape.d_qkv + rotated + (1 if kernels.packed else 2) * shape.d_attention
     if kernels.fused:  # rotated in place, and attention's output in our layout
         copied = rotated if shape.qk_norm else 0  # what is normed is not rotated in place
-        wide = 2 * d + shape.d_qkv + copied + shape.d_attention + shape.d_up
-        return float(bytes_per_value * wide + (1 if kernels.fp8 else bytes_per_value) * (2 * d + shape.d_ff))
+        wide = bytes_per_value * (2 * d + shape.d_qkv + copied + shape.d_attention + shape.d_up)
+        if kernels.fp8:  # attention keeps its output, and the matmul that reads it an operand of that
+            return float(wide + 2 * d + shape.d_ff + shape.d_attention)
+        return float(wide + bytes_per_value * (2 * d + shape.d_ff))
     if kernels.compiled:  # block input, both normalised inputs, the stream between attention and MLP
         normed_heads = shape.d_attention if shape.qk_norm else 0  # kept for these norms, by measurement
         return float(bytes_per_value * (4 * d + attention + normed_heads + shape.d_up + shape.d_ff))
@@ -122,25 +139,70 @@ def training_memory(
     checkpointing: str,
     kernels: Kernels = Kernels(),
     scored: int | None = None,
+    accumulates: bool = True,
 ) -> MemoryParts:
-    """Of so many `tokens` that the blocks read; `scored` of them have logits, all if not given."""
-    total = shape.parameters
-    moments = moment_bytes(shape, optimizer)
-    chunk = head_chunk(shape.vocab, tokens if scored is None else scored)
-    copies = 0 if kernels.gpu else 12 if bytes_per_value == 2 else 4  # a CPU's kernel makes float32 ones
-    # a chunk's logits and their gradient; the head's weight gradient, summed in fp32
-    logits = chunk * shape.vocab * (2 * bytes_per_value + copies) + 6 * shape.head_parameters
-    picked = 0 if scored is None else 2 * scored * shape.d_model * bytes_per_value  # copied, and their gradient
-    kept = picked + tokens * activation_bytes_per_token(shape, bytes_per_value, checkpointing, kernels)
-    # the head's logits are gone when the blocks' backward begins: only what that needs beyond them adds to the peak
-    backward = tokens * _backward_bytes(shape, bytes_per_value, checkpointing, kernels)
-    beyond = max(0.0, backward - logits) if kernels.compiled else backward
-    cast_weights = 2 * shape.matmul_parameters if bytes_per_value == 2 else 0
-    return MemoryParts(
-        weights=4.0 * total * (2 if ema else 1),
-        gradients=4.0 * total,
-        optimizer=float(moments),
-        activations=kept + beyond,
-        logits=float(logits),
-        workspace=float(cast_weights + (WORKSPACE if kernels.gpu else PROCESS)),
+    """Of so many `tokens` that the blocks read; `scored` of them have logits, all if not given.
+
+    The parts as they are when most is held. Gradients are all there only when micro-batches are added up.
+    """
+    activations, logits = passing_memory(
+        shape,
+        tokens=tokens,
+        bytes_per_value=bytes_per_value,
+        checkpointing=checkpointing,
+        kernels=kernels,
+        scored=scored,
     )
+    gradients = shape.parameters if accumulates or not kernels.gpu else shape.head_parameters
+    return MemoryParts(
+        weights=4.0 * shape.parameters * (2 if ema else 1),
+        gradients=4.0 * gradients,
+        optimizer=moment_bytes(shape, optimizer),
+        activations=activations,
+        logits=logits,
+        workspace=_cast_weights(shape, bytes_per_value, kernels) + workspace(kernels),
+    )
+
+
+def passing_memory(
+    shape: DecoderShape,
+    *,
+    tokens: int,
+    bytes_per_value: int,
+    checkpointing: str,
+    kernels: Kernels,
+    scored: int | None = None,
+    head_learns: bool = True,
+) -> tuple[float, float]:
+    """Activations and logits when most is held: while the head runs, or the last block's backward, logits gone."""
+    copied = 0 if scored is None else 2 * scored * shape.d_model * bytes_per_value  # with their gradient
+    kept = copied + tokens * activation_bytes_per_token(shape, bytes_per_value, checkpointing, kernels)
+    backward = tokens * _backward_bytes(shape, bytes_per_value, checkpointing, kernels)
+    logits = _head_bytes(shape, tokens if scored is None else scored, bytes_per_value, kernels, head_learns)
+    if not (kernels.compiled or kernels.fused):  # nothing is let go early
+        return kept + backward, logits
+    return (kept, logits) if logits > backward else (kept + backward, 0.0)
+
+
+def _head_bytes(shape: DecoderShape, tokens: int, bytes_per_value: int, kernels: Kernels, learns: bool) -> float:
+    """A chunk's logits and their gradient, and the head's weight gradient, summed in float32."""
+    logits, weights = head_chunk(shape.vocab, tokens) * shape.vocab, shape.head_parameters
+    if kernels.fused and kernels.fp8:  # the gradient both ways round, and the last chunk's until there is another
+        return float(logits * (bytes_per_value + 2 + 2) + 2 * tokens * shape.d_model + (2 + 4) * weights)
+    if kernels.fused:  # the gradient takes the logits' place
+        return float((logits + tokens * shape.d_model) * bytes_per_value + (4 * weights if learns else 0))
+    copies = 0 if kernels.gpu else 12 if bytes_per_value == 2 else 4  # a CPU's kernel makes float32 ones
+    return float(logits * (2 * bytes_per_value + copies) + (6 * weights if learns else 0))
+
+
+def workspace(kernels: Kernels) -> float:
+    if not kernels.gpu:
+        return PROCESS
+    return WORKSPACE_FUSED if kernels.fused else WORKSPACE
+
+
+def _cast_weights(shape: DecoderShape, bytes_per_value: int, kernels: Kernels) -> float:
+    """Kept from the forward to the backward; of fp8 ones, one way round."""
+    if bytes_per_value != 2:
+        return 0.0
+    return float((1 if kernels.fused and kernels.fp8 else 2) * shape.matmul_parameters)

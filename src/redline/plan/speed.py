@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from redline.plan.communication import Fabric, Volume, exposed
 from redline.plan.rates import BEST_MATMUL_SHARE, COPY_SHARE, LAUNCH_SECONDS, attention_rate, matmul_share
 from redline.plan.work import Work
 
@@ -16,7 +17,6 @@ class Peaks:
     attention: float
     bandwidth: float
     precision: str
-    link: float | None = None  # bytes/s to the next card
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,22 @@ def reachable(parts: list[Limit]) -> float:
     return sum(part.at_best for part in parts if part.at_peak is not None)
 
 
-def expected(work: Work, peaks: Peaks, *, micro_tokens: int, accumulation: int, world: int = 1) -> float:
-    """Seconds of a step as redline runs it today, by prior."""
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, by what they are spent on; None where the wires between cards are not known."""
+
+    compute: float
+    update: float
+    communication: float | None = 0.0  # of all messages, if nothing hid them
+    exposed: float | None = 0.0  # what remains of these
+
+    @property
+    def total(self) -> float | None:
+        return None if self.exposed is None else self.compute + self.update + self.exposed
+
+
+def expected(work: Work, peaks: Peaks, *, micro_tokens: int, accumulation: int, shards: int = 1) -> StepTime:
+    """Of one card as redline runs it today, by prior; `shards` is how many share the update."""
     matmul_rate = matmul_share(work.width, peaks.precision) * peaks.matmul
     rate, bandwidth = attention_rate(work.head_dim, work.packed), COPY_SHARE * peaks.bandwidth
     again = work.attention_again / work.attention if work.attention else 0.0
@@ -62,12 +76,10 @@ def expected(work: Work, peaks: Peaks, *, micro_tokens: int, accumulation: int, 
     per_token = (work.matmul + work.recomputed) / matmul_rate + attention * (1 + again) + work.moved / bandwidth
     micro = max(micro_tokens * per_token, work.kernels * LAUNCH_SECONDS)
     update = work.update / bandwidth + work.update_flops / matmul_rate
-    return accumulation * micro + update + _exposed(work, peaks, micro, world)
+    return StepTime(accumulation * micro, update / shards)
 
 
-def _exposed(work: Work, peaks: Peaks, micro: float, world: int) -> float:
-    """What the all-reduce of the gradients adds: a ring, hidden behind the last backward as far as that reaches."""
-    if world == 1 or not peaks.link:
-        return 0.0
-    reduce = 2 * (world - 1) / world * work.gradient_bytes / peaks.link
-    return max(0.0, reduce - micro * 2 / 3)
+def among(time: StepTime, volume: Volume, fabric: Fabric, accumulation: int) -> StepTime:
+    """The same step as one of a world of cards."""
+    spoken = fabric.seconds(volume)
+    return replace(time, communication=spoken, exposed=exposed(volume, fabric, time.compute / accumulation))

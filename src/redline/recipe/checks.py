@@ -24,8 +24,15 @@ def number(value: Any) -> Any:
 
 def contradictions(recipe: Recipe) -> list[Problem]:
     found = [*_model(recipe.model), *_stops(recipe.train), *_batch(recipe.train), *_stream(recipe)]
-    found += _addresses(recipe)
+    found += [*_addresses(recipe), *_overlong(recipe)]
     return [*found, *_optimizer(recipe), *job(recipe.objective).problems(recipe)]
+
+
+def _overlong(recipe: Recipe) -> list[Problem]:
+    if recipe.data.overlong is None or hasattr(job(recipe.objective), "OVERLONG"):
+        return []
+    fix = "Use finetune.overlong." if recipe.objective == "finetune" else "Take it away."
+    return [Problem("data.overlong", f"does nothing with objective={recipe.objective}.", fix)]
 
 
 def _addresses(recipe: Recipe) -> list[Problem]:

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 from redline.errors import Problem, RecipeError
 from redline.hardware.machine import Machine
 from redline.jobs import costs
+from redline.plan.communication import Fabric, Volume
 from redline.plan.flops import mfu
 from redline.plan.memory import Kernels
 from redline.plan.rates import BEST_MATMUL_SHARE, COPY_SHARE
-from redline.plan.speed import Limit, Peaks, expected, limits, physical, reachable
+from redline.plan.speed import Limit, Peaks, StepTime, among, expected, limits, physical, reachable
 from redline.plan.work import Work
+from redline.recipe.fabric import fabric_of, mode_of, volume_of
 from redline.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from redline.recipe.resolve import Resolved
 
 CPU_SHARE = 0.28  # of a CPU's measured matmul rate, that a training step of a small model reaches
-BETWEEN_NODES = 50e9  # bytes/s a card: a 400 Gbit/s adapter for each
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class Forecast:
     peaks: Peaks | None
     hours: float | None
     cost_usd: float | None
+    mode: str
+    volume: Volume
+    fabric: Fabric
+    time: StepTime | None  # of a step, where it can be foretold
 
     def event(self) -> dict[str, Any]:
         palm, causal = self.flops
@@ -67,8 +72,23 @@ class Forecast:
                     for part in self.parts
                 ],
             },
+            "communication": self._communication() if self.fabric.world > 1 else None,
             "hours": None if self.hours is None else round(self.hours, 4),
             "cost_usd": None if self.cost_usd is None else round(self.cost_usd, 2),
+        }
+
+    def _communication(self) -> dict[str, Any]:
+        time, volume = self.time or StepTime(0.0, 0.0, None, None), self.volume
+        return {
+            "mode": self.mode,
+            "all_reduced_bytes": round(volume.reduced),
+            "all_gathered_bytes": round(volume.gathered),
+            "reduce_scattered_bytes": round(volume.scattered),
+            "exchanged_bytes": round(volume.exchanged),  # Muon's, by all cards together
+            "sent_bytes": round(volume.sent(self.fabric.world)),  # by each card
+            "ms_per_step": _milliseconds(time.communication),
+            "exposed_ms": _milliseconds(time.exposed),
+            "estimate": True,
         }
 
     def tokens_by_clock(self, hours: float | None, counted: int | None) -> int | None:
@@ -87,16 +107,25 @@ def _rounded(rate: float | None) -> int | None:
     return None if rate is None else round(rate)
 
 
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)
+
+
 def forecast(resolved: Resolved, *, price: float | None = None, measured: Measured | None = None) -> Forecast:
     """`price` is for one card an hour; `measured` replaces the prior."""
     machine, batch, flops = resolved.machine, resolved.batch, resolved.flops
     world, tokens = batch.world, resolved.tokens_per_step
-    peaks, known = _peaks(machine, resolved.recipe.train.precision, resolved.nodes)
-    work = _work(resolved)
+    peaks, known = _peaks(machine, resolved.recipe.train.precision)
+    work, volume, fabric = work_of(resolved), volume_of(resolved), fabric_of(resolved)
     parts = limits(work, peaks, tokens / world) if peaks else []
-    rate, source = _expected(resolved, work, peaks, known)
-    if measured is not None:
-        rate, source = measured.tokens_per_s * world, "measured"
+    if measured is None:
+        time, source = _expected(resolved, work, peaks, known)
+    else:
+        each = "" if world == 1 else " on one card"
+        time, source = StepTime(tokens / world / measured.tokens_per_s, 0.0), f"measured{each}"
+    if time is not None and world > 1:
+        time, source = among(time, volume, fabric, batch.accumulation), source + _between_cards(fabric)
+    rate = tokens / time.total if time and time.total else None
     hours = _hours(resolved, rate)
     bf16_peak = machine.peak("bf16")
     return Forecast(
@@ -110,7 +139,17 @@ def forecast(resolved: Resolved, *, price: float | None = None, measured: Measur
         peaks=peaks if known else None,
         hours=hours,
         cost_usd=None if hours is None or price is None else hours * price * world,
+        mode=mode_of(resolved),
+        volume=volume,
+        fabric=fabric,
+        time=time,
     )
+
+
+def _between_cards(fabric: Fabric) -> str:
+    if fabric.bandwidth is None:
+        return "; between cards unknown"
+    return "; between cards an estimate"
 
 
 def kernels_of(recipe: Recipe, device: str, *, precision: str, compiled: bool, fused: bool) -> Kernels:
@@ -119,7 +158,8 @@ def kernels_of(recipe: Recipe, device: str, *, precision: str, compiled: bool, f
     return Kernels(gpu, compiled, fused, fused and precision == "fp8", gpu and recipe.data.pack, scores)
 
 
-def _work(resolved: Resolved) -> Work:
+def work_of(resolved: Resolved) -> Work:
+    """What a step of it has to do."""
     train = resolved.recipe.train
     work: Work = costs(resolved.recipe).work(
         resolved.shape,
@@ -139,7 +179,7 @@ def _work(resolved: Resolved) -> Work:
     return work
 
 
-def _peaks(machine: Machine, precision: str, nodes: int) -> tuple[Peaks | None, bool]:
+def _peaks(machine: Machine, precision: str) -> tuple[Peaks | None, bool]:
     """The card's peaks, and whether they are a known card's; a measured card's are worked back from its rates."""
     spec, measured = machine.spec, machine.measured or {}
     attention = "fp32" if precision == "fp32" else "bf16"
@@ -148,7 +188,7 @@ def _peaks(machine: Machine, precision: str, nodes: int) -> tuple[Peaks | None, 
         if matmul is None or other is None:
             fix = "Use train.precision=bf16."
             raise RecipeError("recipe", [Problem("train.precision", f"the {spec.name} has no {precision} units.", fix)])
-        return Peaks(matmul, other, spec.bandwidth, precision, spec.link if nodes == 1 else BETWEEN_NODES), True
+        return Peaks(matmul, other, spec.bandwidth, precision), True
     if machine.device == "cuda" and {precision, attention, "copy"} <= set(measured):
         share = BEST_MATMUL_SHARE
         return (
@@ -163,23 +203,26 @@ def _peaks(machine: Machine, precision: str, nodes: int) -> tuple[Peaks | None, 
     return None, False
 
 
-def _expected(resolved: Resolved, work: Work, peaks: Peaks | None, known: bool) -> tuple[float | None, str]:
+def _expected(resolved: Resolved, work: Work, peaks: Peaks | None, known: bool) -> tuple[StepTime | None, str]:
+    """One card's share of a step."""
     machine, batch = resolved.machine, resolved.batch
+    micro_tokens = batch.micro * resolved.recipe.data.seq_len
     if machine.device == "cpu":
         if machine.cpu_flops is None:
             return None, "unknown"
-        return CPU_SHARE * machine.cpu_flops / resolved.flops.executed, "prior: this CPU's measured matmul rate"
+        rate = CPU_SHARE * machine.cpu_flops / resolved.flops.executed
+        return StepTime(micro_tokens * batch.accumulation / rate, 0.0), "prior: this CPU's measured matmul rate"
     if peaks is None:
         return None, "unknown"
-    micro_tokens = batch.micro * resolved.recipe.data.seq_len
-    step = expected(work, peaks, micro_tokens=micro_tokens, accumulation=batch.accumulation, world=batch.world)
+    shards = batch.world if mode_of(resolved) == "fsdp" else 1
+    time = expected(work, peaks, micro_tokens=micro_tokens, accumulation=batch.accumulation, shards=shards)
     spec = machine.spec
     own = spec is not None and spec.name == "h200"
     if not known:
         source = "prior: this card's measured rates"
     else:
         source = "prior: H200 kernel rates" + ("" if own else ", scaled to this card")
-    return resolved.tokens_per_step / step, source + costs(resolved.recipe).assumed
+    return time, source + costs(resolved.recipe).assumed
 
 
 def _hours(resolved: Resolved, rate: float | None) -> float | None:

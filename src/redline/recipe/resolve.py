@@ -14,10 +14,13 @@ from redline.jobs import costs
 from redline.plan.batch import BatchPlan, given_batch, largest_micro
 from redline.plan.flops import FlopsPerToken
 from redline.plan.memory import MemoryParts
+from redline.plan.parallel import share_of, undivided
 from redline.plan.schedule import horizon_steps, sqrt_scaled_lr
 from redline.plan.shapes import SHAPE_KEYS, SIZES, DecoderShape, padded_vocab
 from redline.recipe.checks import number
 from redline.recipe.forecast import CPU_SHARE, Measured, forecast, kernels_of
+from redline.recipe.fused import not_fused
+from redline.recipe.parallel import FSDP, choose_mode
 from redline.recipe.presets import preset_factor, preset_text
 from redline.recipe.rates import resolved_rates
 from redline.recipe.schema import Recipe
@@ -111,7 +114,7 @@ class _Resolver:
 
     def __init__(self, recipe: Recipe, machine: Machine, data: DataFacts, world: int) -> None:
         self.recipe, self.machine, self.data, self.world = recipe, machine, data, world
-        self.values: dict[str, dict[str, Any]] = {"model": {}, "train": {}, "data": {}}
+        self.values: dict[str, dict[str, Any]] = {"model": {}, "train": {}, "data": {}, "parallel": {}}
         self.choices: list[Choice] = []
         self.warnings: list[str] = []
 
@@ -221,7 +224,7 @@ class _Resolver:
         train, seq_len = self.recipe.train, self.recipe.data.seq_len
         asked = train.grad_checkpointing
 
-        def memory(micro: int, checkpointing: str) -> MemoryParts:
+        def memory(micro: int, checkpointing: str, accumulates: bool = True) -> MemoryParts:
             parts: MemoryParts = costs(self.recipe).memory(
                 shape,
                 tokens=micro * seq_len,
@@ -229,6 +232,7 @@ class _Resolver:
                 optimizer=train.optimizer,
                 ema=train.ema is not None,
                 checkpointing=checkpointing,
+                accumulates=accumulates,
                 kernels=kernels_of(
                     self.recipe,
                     self.machine.device,
@@ -242,10 +246,18 @@ class _Resolver:
         room = train.memory_fraction * self.machine.memory_bytes
         if train.memory_gb is not None:
             room = min(1e9 * train.memory_gb, self.machine.memory_bytes)
-        levels = ("none", "selective", "full") if asked == AUTO else (asked,)
-        checkpointing = next((c for c in levels if memory(1, c).peak <= room), levels[-1])
+        every = ("none",) if self.recipe.model.kernels == "fused" else ("none", "selective", "full")
+        levels = every if asked == AUTO else (asked,)
+        sharded = self.mode(shape, memory(1, levels[-1]).peak, room) == FSDP
+
+        def memory_of_a_rank(micro: int, checkpointing: str, accumulates: bool = True) -> MemoryParts:
+            parts = memory(micro, checkpointing, accumulates)
+            return share_of(parts, shape, self.world) if sharded else parts
+
+        needs = memory_of_a_rank
+        checkpointing = next((c for c in levels if needs(1, c).peak <= room), levels[-1])
         if asked == AUTO:
-            fits = memory(1, checkpointing).peak <= room
+            fits = needs(1, checkpointing).peak <= room
             reason = "one sequence fits without recomputation" if checkpointing == "none" else "less would not fit"
             self.choose("train.grad_checkpointing", checkpointing, reason if fits else "nothing fits by estimate")
 
@@ -254,13 +266,23 @@ class _Resolver:
         if isinstance(batch, Problem):
             raise RecipeError("recipe", [batch])
         if batch is None:
-            batch = self._choose_batch(shape, lambda micro: memory(micro, checkpointing).peak <= room, room)
+            batch = self._choose_batch(shape, lambda micro: needs(micro, checkpointing).peak <= room, room)
         self.values["train"] |= {
             "micro_batch": batch.micro,
             "accumulation": batch.accumulation,
             "global_batch": batch.global_batch,
         }
-        return batch, checkpointing, memory(batch.micro, checkpointing)
+        return batch, checkpointing, needs(batch.micro, checkpointing, batch.accumulation > 1)
+
+    def mode(self, shape: DecoderShape, copy: float, room: float) -> str:
+        """How the ranks share the model; `copy` bytes is the least for all of it, of `room`."""
+        counted = costs(self.recipe).parameters(shape)
+        frozen = counted["trainable"] < counted["total"]
+        mode, reason = choose_mode(self.recipe, self.world, frozen=frozen, copy=copy, room=room)
+        self.values["parallel"]["mode"] = mode
+        if self.world > 1 and self.recipe.parallel.mode == AUTO:
+            self.choices.append(Choice("parallel.mode", mode, reason))
+        return mode
 
     def kernels(self, shape: DecoderShape, precision: str, checkpointing: str) -> None:
         """Which implementation of a block; the other is always there for what it cannot do."""
@@ -270,27 +292,9 @@ class _Resolver:
             self.choose("model.kernels", found, why)
 
     def not_fused(self, shape: DecoderShape, precision: str, checkpointing: str) -> str:
-        """Why the blocks are not the hand-written ones; empty when they are."""
-        model, backend = self.recipe.model, self.recipe.train.fp8
-        missing = shape.not_fused(dropout=model.dropout, checkpointing=checkpointing)
-        if model.kernels == "fused":
-            if missing or (backend == "torchao" and precision == "fp8"):  # without fp8 a back-end of it says nothing
-                what = missing or "torchao's fp8 is for the others"
-                raise _problem("model.kernels", f"fused cannot be: {what}.", "Use model.kernels: torch.")
-            return ""
-        if model.kernels == "torch":
-            if backend == "native" and precision == "fp8":
-                fix = "Use model.kernels: auto, or train.fp8: torchao."
-                raise _problem("train.fp8", "native fp8 is part of the fused kernels.", fix)
-            return "as asked"
-        reasons = {
-            "the fused ones need a GPU": self.machine.device != "cuda",
-            "the fused ones are measured on Hopper only": (self.machine.capability or (0, 0)) < (9, 0),
-            "the fused ones are for half precision": precision == "fp32",
-            (unmeasured := costs(self.recipe).unmeasured(shape)): bool(unmeasured),
-            "torchao's fp8 is for these": backend == "torchao" and precision == "fp8",
-        }
-        return next((reason for reason, holds in reasons.items() if holds), missing)
+        how = {"precision": precision, "checkpointing": checkpointing}
+        sharded = self.values["parallel"].get("mode") == FSDP
+        return not_fused(self.recipe, self.machine, shape, sharded=sharded, **how)
 
     def expected_tokens(self, shape: DecoderShape) -> float:
         """How many tokens the run will see: by its limits, or by the clock at the speed one may expect."""
@@ -320,9 +324,7 @@ class _Resolver:
             return settled
         # on a CPU large micro-batches fall out of the cache and gain nothing
         cap = max(1, CPU_MICRO_TOKENS // self.recipe.data.seq_len) if self.machine.device == "cpu" else None
-        if total % self.world:
-            fix = f"Use a multiple of {self.world}."
-            problem = Problem("train.global_batch", f"{total} sequences cannot be shared by {self.world} GPUs.", fix)
+        if problem := undivided(total, self.world):
             raise RecipeError("recipe", [problem])
         batch = largest_micro(total, self.world, fits, cap)
         where = f"the largest divisor of {total // self.world} that fits {room / GIB:.0f} GiB by estimate"
@@ -350,10 +352,6 @@ class _Resolver:
             return int(self.choose("train.warmup_steps", UNKNOWN_WARMUP, "the length of the run is not known yet"))
         value = int(min(1000, max(5, expected // 50)))
         return int(self.choose("train.warmup_steps", value, f"about 2 % of an expected {expected:.0f} steps"))
-
-
-def _problem(key: str, what: str, fix: str) -> RecipeError:
-    return RecipeError("recipe", [Problem(key, what, fix)])
 
 
 def steps_of(recipe: Recipe, train_tokens: int, tokens_per_step: int) -> int | None:

@@ -175,6 +175,8 @@ class Data(Section):
     text_key: Text = "text"  # the column or key of a table that holds the text
     dedup: Flag = False  # true: of documents with the same text only the first is kept
     stream: Flag = False  # true: train while the text is still being prepared
+    # latent_prefix: texts of too many bytes; null: cut
+    overlong: Annotated[str | None, none_or(one_of("cut", "drop", "error"))] = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -248,6 +250,19 @@ class MonitorSection(Section):
     wandb: Annotated[bool | str, BeforeValidator(_project)] = False  # TensorBoard needs no key: it is always there
 
 
+class Parallel(Section):
+    """How several GPUs, or processes on a CPU, share a step."""
+
+    mode: Annotated[str, one_of(AUTO, "ddp", "fsdp")] = AUTO  # a copy of the model in each, or a share of it
+    timeout: Positive = 600.0  # seconds in which nothing moves: then a rank counts as hung
+    network_gbps: MaybePositive = None  # between nodes, Gbit/s of a node; for the plan
+
+
+def _mode_alone(value: Any) -> Any:
+    """`parallel: fsdp` says its mode."""
+    return {"mode": value} if isinstance(value, str) else value
+
+
 class Recipe(Section):
     objective: Annotated[str, one_of(*JOBS)] = "causal_lm"
     description: Words = ""
@@ -257,6 +272,7 @@ class Recipe(Section):
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     monitor: MonitorSection = MonitorSection()
+    parallel: Annotated[Parallel, BeforeValidator(_mode_alone)] = Parallel()
 
 
 RESUMABLE = (
@@ -268,6 +284,7 @@ RESUMABLE = (
     "eval.",
     "checkpoint.",
     "monitor.",
+    "parallel.",
 )
 
 

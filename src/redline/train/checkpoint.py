@@ -13,15 +13,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -47,6 +46,7 @@ class Snapshot:
     step: int
     tensors: dict[str, Tensors]  # file stem → tensors
     state: dict[str, Any]
+    places: dict[str, dict[str, Any]] = field(default_factory=dict)  # of rows that one of several ranks holds
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,45 @@ def canonical_json(value: Any) -> bytes:
 
 def commit(folder: Path, snapshot: Snapshot) -> Committed:
     """Write a checkpoint; when this returns it survives a power cut. OSError when the disk does not take it."""
+    with committing(folder, snapshot.step) as writing:
+        if not writing.done:
+            writing.bytes = size_of(_write(writing.temporary, snapshot))
+    return writing.committed()
+
+
+@dataclass
+class Writing:
+    """A checkpoint on its way: files go into `temporary`, which gets its name when all are there."""
+
+    temporary: Path
+    final: Path
+    step: int
+    bytes: int = 0
+
+    @property
+    def done(self) -> bool:
+        """It was committed before; nothing may be lost in replacing it."""
+        return self.bytes > 0
+
+    def committed(self) -> Committed:
+        return Committed(self.final, self.step, self.bytes)
+
+
+@contextmanager
+def committing(folder: Path, step: int) -> Iterator[Writing]:
     folder.mkdir(parents=True, exist_ok=True)
     sync(folder.parent)  # every time: whoever made the folder may have been killed before this
-    final = folder / step_name(snapshot.step)
-    if _is_valid(final):  # committed before; nothing may be lost in replacing it
+    final, temporary = folder / step_name(step), folder / f"{_TEMPORARY}{step_name(step)}-{os.getpid()}"
+    writing = Writing(temporary, final, step)
+    if _is_valid(final):
+        writing.bytes = size_of(read_manifest(final))
         sync(folder)  # that may be what failed the last time
-        return Committed(final, snapshot.step, _size(read_manifest(final)))
-    temporary = folder / f"{_TEMPORARY}{step_name(snapshot.step)}-{os.getpid()}"
+        yield writing
+        return
     _discard(temporary)
     try:
         temporary.mkdir()
-        manifest = _write(temporary, snapshot)
+        yield writing
         if os.path.lexists(final):
             _remove(final)
         temporary.rename(final)
@@ -84,7 +112,6 @@ def commit(folder: Path, snapshot: Snapshot) -> Committed:
     except BaseException:
         _discard(temporary)
         raise
-    return Committed(final, snapshot.step, _size(manifest))
 
 
 def _write(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
@@ -94,30 +121,43 @@ def _write(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
             save_file(tensors, folder / f"{stem}.safetensors")
         except SafetensorError as error:  # how safetensors says that the disk is full
             raise OSError(errno.EIO, str(error)) from None
+    return seal(folder, snapshot)
+
+
+def seal(folder: Path, snapshot: Snapshot, known: Mapping[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+    """The state and the manifest; `known` are the digests of files that others have written and synced."""
     (folder / STATE).write_bytes(canonical_json(snapshot.state))
-    manifest = _manifest(folder, snapshot.step)
+    manifest = _manifest(folder, snapshot.step, known or {})
     (folder / MANIFEST).write_bytes(canonical_json(manifest))
     for path in folder.iterdir():
-        sync(path)
+        if path.name not in (known or {}):
+            sync(path)
     sync(folder)
     return manifest
 
 
-def _manifest(folder: Path, step: int) -> dict[str, Any]:
-    files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in sorted(folder.iterdir())
-    }
+def _manifest(folder: Path, step: int, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    files = {path.name: known.get(path.name) or _entry(path) for path in sorted(folder.iterdir())}
     body: dict[str, Any] = {"schema": 1, "step": step, "files": files}
     return {**body, "digest": hashlib.sha256(canonical_json(body)).hexdigest()}
 
 
-def _size(manifest: dict[str, Any]) -> int:
+def _entry(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+
+
+def size_of(manifest: dict[str, Any]) -> int:
     return sum(entry["bytes"] for entry in manifest["files"].values())
 
 
 def file_digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def discard(path: Path) -> None:
+    """A checkpoint that the run has turned away from."""
+    _remove(path)
 
 
 def _remove(path: Path) -> None:
@@ -155,9 +195,24 @@ def verify(path: Path) -> dict[str, Any]:
     manifest = read_manifest(path)
     try:
         _check_files(path, manifest["files"])
-    except (OSError, KeyError, TypeError) as error:
+        _check_content(path, manifest)
+    except (OSError, KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
         raise Damaged(f"{path.name} cannot be read ({type(error).__name__})") from None
     return manifest
+
+
+def _check_content(path: Path, manifest: dict[str, Any]) -> None:
+    """Digests tell what was written, not by whom: that these are tensors and a state is not theirs to say."""
+    for name in manifest["files"]:
+        if name.endswith(".safetensors"):
+            with safe_open(path / name, "pt"):  # reads the header alone
+                pass
+        elif name.endswith(".index.json"):
+            from redline.train.sharded import check_index
+
+            check_index(path, name.removesuffix(".index.json"))
+    if read_state(path)["step"] != manifest["step"]:
+        raise Damaged(f"{path.name}/{STATE} is of another step")
 
 
 def _check_files(path: Path, files: dict[str, dict[str, Any]]) -> None:
@@ -183,7 +238,19 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, stem: str, device: str = "cpu") -> Tensors:
-    return load_file(path / f"{stem}.safetensors", device=device)
+    """Whole, whether one process wrote them or several."""
+    single = path / f"{stem}.safetensors"
+    if single.is_file():
+        return load_file(single, device=device)
+    from redline.train.sharded import read_whole
+
+    return read_whole(path, stem, device)
+
+
+def files_of(path: Path, stem: str) -> list[str]:
+    """The files that hold these tensors: one, or one of each rank."""
+    names = (entry.name for entry in path.glob(f"{stem}*.safetensors"))
+    return sorted(n for n in names if n == f"{stem}.safetensors" or re.fullmatch(rf"{stem}-\d+-of-\d+\.safetensors", n))
 
 
 def committed_steps(folder: Path) -> list[int]:
@@ -195,9 +262,10 @@ def committed_steps(folder: Path) -> list[int]:
     return sorted(step for name, step in steps.items() if name == step_name(step))
 
 
-def newest_valid(folder: Path, say: Callable[[str], None] = lambda _: None) -> Path | None:
-    """The newest checkpoint that verifies; what is damaged is passed over, and said."""
-    for step in reversed(committed_steps(folder)):
+def newest_valid(folder: Path, say: Callable[[str], None] = lambda _: None, *, below: int | None = None) -> Path | None:
+    """The newest checkpoint that verifies, of a step `below` this one if given; what is damaged is passed over, and
+    said."""
+    for step in reversed([s for s in committed_steps(folder) if below is None or s < below]):
         path = folder / step_name(step)
         try:
             verify(path)
@@ -279,22 +347,3 @@ def _is_intact(path: Path) -> bool:
 @lru_cache(maxsize=256)
 def _was_valid(path: Path, files: tuple[tuple[str, int, int, int, int], ...]) -> bool:
     return _is_valid(path)
-
-
-class HostCopy:
-    """Copies that training cannot change any more. The memory is kept: pinning it anew takes longer than the copy."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensors] = {}
-
-    def take(self, files: dict[str, Tensors]) -> dict[str, Tensors]:
-        """The tensors of each file as they are now; valid until the next call."""
-        for stem, tensors in files.items():
-            kept = self._kept.setdefault(stem, {})
-            for name, tensor in tensors.items():
-                if name not in kept:
-                    kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                kept[name].copy_(tensor.detach(), non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return {stem: self._kept[stem] for stem in files}

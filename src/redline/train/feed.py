@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import numpy as np
@@ -11,14 +13,26 @@ import torch
 from redline.data.loader import Prefetcher, pin
 from redline.objectives.base import Batch, Objective
 from redline.plan.batch import BatchPlan
+from redline.train.ranks import ALONE, Ranks
 from redline.train.step import StepBatch
 
 
 class Feed:
-    """Makes batches ahead of the steps. What a step gets depends on its number alone."""
+    """Makes batches ahead of the steps. What a step gets depends on its number alone; a rank has its places of it."""
 
-    def __init__(self, objective: Objective, plan: BatchPlan, device: torch.device, workers: int, first: int) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        plan: BatchPlan,
+        device: torch.device,
+        workers: int,
+        first: int,
+        *,
+        ranks: Ranks = ALONE,
+        skipped: Sequence[int] = (),
+    ) -> None:
         self.objective, self.plan, self.device, self.workers = objective, plan, device, workers
+        self.ranks, self.skipped = ranks, sorted(skipped)
         self._loader: Prefetcher[StepBatch] = Prefetcher(self._make, first, workers=workers)
 
     def __enter__(self) -> Feed:
@@ -38,15 +52,25 @@ class Feed:
         begin = time.perf_counter()
         batch = self._loader.next(step)
         waited = time.perf_counter() - begin
-        return StepBatch([to_device(micro, self.device) for micro in batch.micros], batch.weights, waited)
+        micros = [to_device(micro, self.device) for micro in batch.micros]
+        weights = dict(zip(batch.weights, self.ranks.sums(*map(float, batch.weights.values())), strict=True))
+        return StepBatch(micros, weights, waited, self.ranks.rank * self.plan.accumulation)
 
     def _make(self, step: int) -> StepBatch:
-        first, micro = step * self.plan.global_batch, self.plan.micro
-        starts = range(first, first + self.plan.global_batch, micro)
+        micro, share = self.plan.micro, self.plan.micro * self.plan.accumulation
+        first = unskipped(step, self.skipped) * self.plan.global_batch + self.ranks.rank * share
+        starts = range(first, first + share, micro)
         batch = step_batch(self.objective, [self.objective.batch(np.arange(s, s + micro)) for s in starts])
         if self.device.type != "cuda":
             return batch
-        return StepBatch([pin(m) for m in batch.micros], batch.weights)
+        return replace(batch, micros=[pin(m) for m in batch.micros])
+
+
+def unskipped(step: int, skipped: Sequence[int]) -> int:
+    """The step whose data this one reads when those of the `skipped` ones, in order, are left out."""
+    for gone in skipped:
+        step += gone <= step
+    return step
 
 
 def step_batch(objective: Objective, micros: list[Batch]) -> StepBatch:

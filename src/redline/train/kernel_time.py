@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from redline.monitor.breakdown import covered
 
 _NO_KERNELS = ("Memcpy", "Memset")
 
@@ -49,12 +51,3 @@ def kernel_time(work: Callable[[], object], device: torch.device) -> Busy | None
         and not event.name.startswith(_NO_KERNELS)
     ]
     return Busy(covered(spans) / 1e6, wall) if spans else None
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """What the spans cover together; two streams at once count once."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

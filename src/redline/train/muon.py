@@ -70,21 +70,26 @@ class Muon:
 
     @torch.no_grad()
     def step(self, factor: float, gate: Gate, step: int) -> None:
-        divisor, bad = gate
-        lr, beta = self.lr * factor, momentum_at(step, self.momentum, self.warmup)
+        beta = momentum_at(step, self.momentum, self.warmup)
         for shape, batch in self.batches.items():
-            gradients = [matrix.of(matrix.parameter.grad) for matrix in batch]
-            total, squares = nesterov_(gradients, self.first[shape], divisor, bad, beta)
-            update = orthogonalise(total, squares)
-            descend_(
-                [matrix.of(matrix.parameter) for matrix in batch],
-                update,
-                self._scales(shape, update, bad),
-                bad,
-                rate=lr * max(1.0, shape[0] / shape[1]) ** 0.5,
-                decay=lr * self.weight_decay,
-                cautious=self.cautious,
-            )
+            update, scales = self._update(shape, gate, beta)
+            self._descend([matrix.of(matrix.parameter) for matrix in batch], update, scales, gate, factor, shape)
+
+    def _update(self, shape: torch.Size, gate: Gate, beta: float) -> tuple[Tensor, Tensor | None]:
+        """Of all matrices of this shape, with a factor for each of their rows."""
+        divisor, bad = gate
+        gradients = [matrix.of(matrix.parameter.grad) for matrix in self.batches[shape]]
+        total, squares = nesterov_(gradients, self.first[shape], divisor, bad, beta)
+        update = orthogonalise(total, squares)
+        return update, self._scales(shape, update, bad)
+
+    def _descend(
+        self, weights: list[Tensor], update: Tensor, scales: Tensor | None, gate: Gate, factor: float, shape: torch.Size
+    ) -> None:
+        """Weights of matrices of this shape, or the same rows of each."""
+        lr = self.lr * factor
+        rate, decay = lr * max(1.0, shape[0] / shape[1]) ** 0.5, lr * self.weight_decay
+        descend_(weights, update, scales, gate[1], rate=rate, decay=decay, cautious=self.cautious)
 
     def _scales(self, shape: torch.Size, update: Tensor, bad: Tensor) -> Tensor | None:
         """NorMuon's factor of each row: rows that were long get shorter, and the whole keeps its norm.

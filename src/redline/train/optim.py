@@ -17,6 +17,8 @@ from redline.recipe.schema import Train
 from redline.train.low_bit import Adam8bit, Gate, is_large
 from redline.train.muon import Muon
 
+MakeMuon = Callable[[Sequence[ParamGroup], Train], Muon]
+
 
 class Adam:
     """torch's fused AdamW with explicit state, so that it can be saved by name before the first step."""
@@ -66,13 +68,13 @@ class Adam:
 class Optimizer:
     """AdamW for all; or Muon for the hidden matrices, or 8-bit AdamW for all that is large, and AdamW for the rest."""
 
-    def __init__(self, groups: Sequence[ParamGroup], train: Train) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], train: Train, muon: MakeMuon = Muon) -> None:
         hidden = [g for g in groups if g.role == "matrix" and train.optimizer in MUON]
         rest = [g for g in groups if g not in hidden]
         large: list[ParamGroup] = []
         if train.optimizer in LOW_BIT:
             large, rest = _part(rest, is_large), _part(rest, lambda p: not is_large(p))
-        self.muon = Muon(hidden, train) if hidden else None
+        self.muon = muon(hidden, train) if hidden else None
         self.low_bit = Adam8bit(large, train) if large else None
         self.adam = Adam(rest, train) if rest else None
 
@@ -103,8 +105,8 @@ def _part(groups: Sequence[ParamGroup], wanted: Callable[[nn.Parameter], bool]) 
 class Ema:
     """A moving average of the weights that skips bad steps too."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], decay: float) -> None:
-        self.decay = decay
+    def __init__(self, parameters: dict[str, nn.Parameter], decay: float, in_place: bool = False) -> None:
+        self.decay, self.in_place = decay, in_place  # in place: others see the parameters' memory too
         self.parameters = parameters
         self.average = {name: p.detach().clone() for name, p in parameters.items()}
 
@@ -119,4 +121,9 @@ class Ema:
     def swap(self) -> None:
         """Exchange average and weights; twice is nothing."""
         for name, parameter in self.parameters.items():
-            parameter.data, self.average[name] = self.average[name], parameter.data
+            if self.in_place:
+                kept = parameter.clone()
+                parameter.copy_(self.average[name])
+                self.average[name].copy_(kept)
+            else:
+                parameter.data, self.average[name] = self.average[name], parameter.data

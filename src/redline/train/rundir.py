@@ -19,6 +19,11 @@ LOCK_FILE = ".lock"
 _TRIES, _PAUSE_S = 6, 0.05
 
 
+def unlinked(path: str, flags: int) -> int:
+    """Opened itself: a link that a stranger put there would have what it points to emptied."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
+
+
 class RunDirectory:
     """Holds the directory's lock while a run is alive; the kernel releases it however the process ends."""
 
@@ -33,7 +38,7 @@ class RunDirectory:
     def __enter__(self) -> RunDirectory:
         try:
             make_folder(self.path)
-            self._file = open(self.path / LOCK_FILE, "a+", encoding="utf-8")
+            self._file = open(self.path / LOCK_FILE, "a+", encoding="utf-8", opener=unlinked)
         except OSError as error:
             fix = "Choose another with --run."
             raise UserError(f"cannot be written ({error.strerror}).", where=str(self.path), fix=fix) from None

@@ -10,16 +10,18 @@ from torch import Tensor
 
 from redline.objectives.base import Batch, Objective
 from redline.train.optim import Ema, Optimizer
+from redline.train.parallel import Parallel
 from redline.train.precision import LossScale
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A step's micro-batches, and what its loss terms are divided by."""
+    """A rank's micro-batches of a step, and what the step's loss terms are divided by."""
 
     micros: list[Batch]
     weights: Mapping[str, float | Tensor]
     seconds: float = 0.0  # the trainer waited this long for it
+    first: int = 0  # of the micro-batches, among those of all ranks
 
     def part_of(self, times: float) -> StepBatch:
         """The same as a part of a step so many times as large."""
@@ -50,14 +52,15 @@ class Step:
         objective: Objective,
         optimizer: Optimizer,
         *,
+        parallel: Parallel,
         scale: LossScale,
         ema: Ema | None,
         clip: float | None,
         seed: int,
     ) -> None:
         self.objective, self.optimizer, self.scale, self.ema = objective, optimizer, scale, ema
-        self.clip, self.seed = clip, seed
-        self.parameters = [p for p in objective.model.parameters() if p.requires_grad]
+        self.parallel, self.clip, self.seed = parallel, clip, seed
+        self.parameters = list(parallel.parameters().values())
         self.graph: Backward | None = None  # in place of `backward`, where that is faster
 
     def __call__(self, step: int, batch: StepBatch, lr_factor: float) -> StepResult:
@@ -68,25 +71,28 @@ class Step:
         return StepResult(loss, terms, grad_norm, bad)
 
     def backward(self, step: int, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Gradients of Σ c·sum/W over all micro-batches."""
+        """Gradients of Σ c·sum/W over all micro-batches of all ranks."""
         totals: dict[str, Tensor] = {}
         recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         self.clear()
         for index, micro in enumerate(batch.micros):
+            self.parallel.before(last=index == len(batch.micros) - 1)
             if not recording:  # where nothing random is
-                torch.manual_seed(seed_of(self.seed, step, index))
+                torch.manual_seed(seed_of(self.seed, step, batch.first + index))
             found = self.objective.loss(micro)
             parts = {name: term.coefficient * term.sum / batch.weights[term.weight] for name, term in found.items()}
             loss = torch.stack(list(parts.values())).sum()
             (loss * self.scale.scale).backward()
             for name, part in parts.items():
                 totals[name] = totals[name] + part.detach() if name in totals else part.detach()
-        return torch.stack(list(totals.values())).sum(), totals
+        self.parallel.after()
+        summed = self.parallel.total(torch.stack(list(totals.values())))
+        return summed.sum(), dict(zip(totals, summed.unbind(), strict=True))
 
     @torch.no_grad()
     def _measure(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) / self.scale.scale
+        grad_norm = self.parallel.norm(gradients) / self.scale.scale
         finite = torch.isfinite(grad_norm) & torch.isfinite(loss)
         return grad_norm, (~finite).float()
 
@@ -103,12 +109,11 @@ class Step:
 
     def rehearse(self, batch: StepBatch) -> None:
         """Everything a step does except to change anything: compiles, allocates, meets an OOM early."""
-        loss, _ = self.backward(0, batch)
-        grad_norm, bad = self._measure(loss)
-        with self.optimizer.rehearsing():
+        with self.parallel.apart(), self.optimizer.rehearsing():
+            loss, _ = self.backward(0, batch)
+            grad_norm, bad = self._measure(loss)
             self._update(0, 0.0, grad_norm, torch.ones_like(bad))
         self.clear()
 
     def clear(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.parallel.clear()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,26 +15,35 @@ from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMP
 from redline.monitor.monitor import Monitor
 from redline.monitor.runs import stop_request_path
 from redline.monitor.throughput import Throughput
-from redline.objectives.base import Objective, Sampling
+from redline.objectives.base import Objective
 from redline.plan.batch import BatchPlan
 from redline.plan.schedule import lr_factor
 from redline.recipe.resolve import Resolved
-from redline.train.checkpoint import Tensors, read_state, read_tensors
-from redline.train.feed import Feed, step_batch, to_device
+from redline.train import trouble
+from redline.train.checkpoint import Tensors, read_state
+from redline.train.deadline import Deadline
+from redline.train.feed import Feed, step_batch, to_device, unskipped
 from redline.train.graph import use_graph
 from redline.train.keeper import Keeper
 from redline.train.log import StepLog
+from redline.train.looking import Looking
 from redline.train.optim import Ema, Optimizer
 from redline.train.pace import Pace
+from redline.train.parallel import build_alike, parallelise
 from redline.train.precision import LossScale
+from redline.train.pulse import PULSE
+from redline.train.ranks import ALONE, Ranks
 from redline.train.rundir import RunDirectory
 from redline.train.schedule import Horizon
+from redline.train.sharded import SharedCommit, read_rows
 from redline.train.signals import Signals, StopRequested
 from redline.train.state import TrainState
 from redline.train.step import Step
-from redline.train.warmup import warm_up
+from redline.train.warmup import as_decided, warm_up
 from redline.train.weights import copy_weights
 
+# in order: of two reasons the later one counts
+REASONS = (None, "steps", "hours", "target_loss", "requested", "nonfinite", "preempted", "interrupted")
 EXIT_OF = {"preempted": EXIT_PREEMPTED, "interrupted": EXIT_INTERRUPTED, "nonfinite": EXIT_FAILED}
 
 
@@ -60,20 +69,30 @@ class Trainer:
         horizon_steps: int | None,
         identity: dict[str, Any],
         clock: Callable[[], float] = time.monotonic,
+        ranks: Ranks = ALONE,
+        supervised: bool = False,
+        skipped: Sequence[int] = (),
     ) -> None:
         self.resolved, self.recipe, self.train = resolved, resolved.recipe, resolved.recipe.train
         self.objective, self.run_directory, self.monitor = objective, run, monitor
+        objective.tell = monitor.say
         self.identity = identity  # what must be equal on resume: data and tokenizer fingerprints
+        self.ranks, self.supervised = ranks, supervised  # supervised: someone will go on after a failure
+        self.skipped = list(skipped)  # steps whose data are left out
         self.device = torch.device(self.train.device)
         self.batch = resolved.batch
         self.state = TrainState()
         self.pace = Pace(clock)
         self.horizon = Horizon(horizon_steps, self.train.hours)
         self.signals = Signals()
-        self.throughput = Throughput(resolved.flops, resolved.machine.peak("bf16"), clock)
+        self.deadline = Deadline()
+        peak = resolved.machine.peak("bf16")
+        self.throughput = Throughput(resolved.flops, peak and peak * ranks.size, clock)
         self.log = StepLog(monitor, self.throughput, self.device)
-        self.keeper = Keeper(run, monitor, self.pace, self.recipe.checkpoint)
-        self._evaluated_at: int | None = None
+        shared = ranks.joined and self.recipe.parallel.mode == "fsdp"
+        together = SharedCommit(ranks) if shared else None
+        self.keeper = Keeper(run, monitor, self.pace, self.recipe.checkpoint, first=ranks.first, together=together)
+        self._agreed_s = 0.0  # the first rank's clock, as all know it
         self._stop_checked = float("-inf")
 
     # --- assembling
@@ -84,21 +103,27 @@ class Trainer:
             self.objective.load_state(read_state(checkpoint)["objective"])
         if self.train.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.objective.build(self.device)
-        self.parameters = {n: p for n, p in self.objective.model.named_parameters() if p.requires_grad}
+        build_alike(self.objective, self.device, self.ranks, decided=checkpoint is not None)
         if initial is not None and checkpoint is None:
-            copy_weights(self.parameters, initial, "model.init_from")
-        self.optimizer = Optimizer(self.objective.param_groups(), self.train)
+            learnt = {n: p for n, p in self.objective.model.named_parameters() if p.requires_grad}
+            copy_weights(learnt, initial, "model.init_from")
+        self.parallel = parallelise(self.recipe.parallel.mode, self.ranks, self.objective)
+        self.parameters = self.parallel.parameters()
+        self.optimizer = Optimizer(self.parallel.groups(), self.train, self.parallel.muon)
         self.scale = LossScale(self.train.precision, self.device)
-        self.ema = Ema(self.parameters, self.train.ema) if self.train.ema is not None else None
+        decay = self.train.ema
+        self.ema = None if decay is None else Ema(self.parameters, decay, self.parallel.sharded)
         self.step = Step(
             self.objective,
             self.optimizer,
+            parallel=self.parallel,
             scale=self.scale,
             ema=self.ema,
             clip=self.train.clip,
             seed=self.train.seed,
         )
+        seed = self.train.seed
+        self.looking = Looking(self.parallel, self.ema, self.monitor, self.throughput, self.pace, seed)
         if self.train.compile:
             self.objective.compile()
         if checkpoint is not None:
@@ -121,12 +146,11 @@ class Trainer:
             raise UserError(what, where=str(self.run_directory.path), fix=fix)
         with torch.no_grad():
             for stem, tensors in self.tensors().items():
-                saved = read_tensors(checkpoint, stem)
-                for name, tensor in tensors.items():
-                    tensor.copy_(saved[name])
+                saved = read_rows(checkpoint, stem, tensors, self.parallel.places(tensors))
+                copy_weights(tensors, saved, str(checkpoint))
         self.state = TrainState.from_json(state)
         self.horizon.load_state(state["decisions"]["horizon"], self.state.step, self.state.seconds)
-        self.batch = BatchPlan(*state["decisions"]["batch"])
+        self.batch = as_decided(BatchPlan(*state["decisions"]["batch"]), self.batch)
         self.log.skipped = int(state["skipped"])
         self.keeper.saved_at = self.state.step
 
@@ -137,20 +161,26 @@ class Trainer:
         self.pace.resume(self.state.seconds)
         with self.signals:
             try:
-                with self.signals.abandonable():
+                # one of several must not leave the others alone in a warm-up
+                with self.signals.abandonable() if self.ranks.size == 1 else nullcontext():
                     self.warm_up()
-                if self.state.step == 0 and not self.signals.reason:
+                if self.state.step == 0 and not self.leaving():
                     self.look("before")
                 reason = self._loop()
             except StopRequested:
                 reason = self.signals.reason or "preempted"
+            except torch.OutOfMemoryError:
+                self.keeper.settle()
+                raise trouble.out_of_memory(self.run_directory.path, self._facts()) from None
             return self.finish(reason)
 
     def _loop(self) -> str:
-        with Feed(self.objective, self.batch, self.device, self.recipe.data.workers, self.state.step) as feed:
+        where = (self.objective, self.batch, self.device, self.recipe.data.workers, self.state.step)
+        with Feed(*where, ranks=self.ranks, skipped=self.skipped) as feed:
             self.pace.begin(self.state.step)
             self.throughput.begin()
             while not (stop := self.should_stop()):
+                PULSE.at("step", self.state.step)
                 batch = feed.next(self.state.step)
                 result = self.step(self.state.step, batch, self._lr_factor(self.state.step))
                 self.state = self.state.after(self.resolved.tokens_per_step, self.pace.seconds)
@@ -165,10 +195,12 @@ class Trainer:
 
     def warm_up(self) -> None:
         """Compile and run the worst-case batch: an OOM happens here, not in hour three."""
+        PULSE.at("warming up", self.state.step)
         self.batch = warm_up(
             self._rehearse,
             self.batch,
             self.monitor,
+            self.ranks,
             compiled=self.train.compile,
             device=self.resolved.machine.name,
         )
@@ -187,7 +219,7 @@ class Trainer:
             torch.cuda.synchronize()
 
     def _record_graph(self) -> None:
-        if self.device.type != "cuda" or not self.objective.replayable:
+        if self.device.type != "cuda" or not self.objective.replayable or self.ranks.joined:
             self.monitor.warn("train.graph is off: it needs a GPU, and steps that are the same kernels each time")
             return
         rows = to_device(self.objective.worst_batch(self.batch.micro), self.device)
@@ -208,10 +240,11 @@ class Trainer:
         )
 
     def replan_if_due(self) -> None:
-        if self.horizon.due(self.state.seconds):
+        if self.horizon.due(self.state.seconds if self.ranks.size == 1 else self._agreed_s):
             self.log.wait()  # steps that are only queued have not been paid for
             per_step = self.pace.seconds_per_step(self.state.step)
-            if self.horizon.replan(self.state.step, self.state.seconds, per_step, self.pace.reserve) is None:
+            seconds, per_step, reserve = self.ranks.from_first([self.state.seconds, per_step, self.pace.reserve])
+            if self.horizon.replan(self.state.step, seconds, per_step, reserve) is None:
                 return
             end = self.horizon.end
             message = f"{1000 * per_step:.0f} ms a step: the schedule ends at step {end}"
@@ -240,54 +273,30 @@ class Trainer:
         return max(0.0, min(ends)) if ends else None
 
     def evaluate_if_due(self) -> None:
-        if self.state.step % self.recipe.eval.every == 0 and not self.signals.reason:
+        if self.state.step % self.recipe.eval.every == 0 and not self.leaving():
             self.evaluate()
 
     def evaluate(self) -> None:
-        with self.throughput.paused(), self._evaluation_weights():
-            self.pace.timed("evaluation", self._evaluate)
+        self.state = self.looking.evaluate(self.state, self.batch.micro)
         if self.recipe.checkpoint.best and self.state.best_step == self.state.step > 0:
             self.save()
 
-    def _evaluate(self) -> None:
-        metrics = self.objective.evaluate(self.batch.micro)
-        self.state = self.state.evaluated(metrics.get("loss"))
-        self._evaluated_at = self.state.step
-        self.monitor.emit("eval", step=self.state.step, tokens=self.state.tokens, **metrics)
-
-    @contextmanager
-    def _evaluation_weights(self) -> Iterator[None]:
-        """The average of the weights, if one is kept."""
-        if self.ema is not None:
-            self.ema.swap()
-        try:
-            yield
-        finally:
-            if self.ema is not None:
-                self.ema.swap()
-
     def look(self, label: str) -> None:
         """Validation loss and samples, before and after."""
-        if self._evaluated_at != self.state.step:
+        if self.looking.evaluated_at != self.state.step:
             self.evaluate()
-        if self.recipe.eval.samples:
-            with self.throughput.paused(), self._evaluation_weights():
-                self.pace.timed("samples", lambda: self._sample(label))
-
-    def _sample(self, label: str) -> None:
-        options = self.recipe.eval
-        count = 1 if label == "before" else options.samples  # noise is the same everywhere
-        how = Sampling(count=count, tokens=options.sample_tokens, seed=self.train.seed)
-        for sample in self.objective.sample(options.prompt, how):
-            self.monitor.emit("sample", step=self.state.step, label=label, prompt=sample.prompt, text=sample.text)
+        self.looking.sample(self.state, label, self.recipe.eval)
 
     def checkpoint_if_due(self) -> None:
         if self.state.step % self.recipe.checkpoint.every == 0:
             self.save()
 
     def save(self) -> None:
+        PULSE.at("saving", self.state.step)
+        files = self.tensors()
+        places = {stem: self.parallel.places(tensors) for stem, tensors in files.items()}
         with self.throughput.paused():
-            self.keeper.save(self.state.step, self.tensors(), self._record(), self.state.best_step)
+            self.keeper.save(self.state.step, files, self._record(), self.state.best_step, places)
 
     def _record(self) -> dict[str, Any]:
         plan = self.batch
@@ -298,12 +307,29 @@ class Trainer:
             "skipped": self.log.skipped,
             "identity": self.identity,
             "objective": self.objective.state(),
-            "decisions": {"batch": [plan.micro, plan.accumulation, plan.world], "horizon": self.horizon.state()},
+            "decisions": {
+                "batch": [plan.micro, plan.accumulation, plan.world],
+                "horizon": self.horizon.state(),
+                **({"skipped": self.skipped} if self.skipped else {}),
+            },
         }
 
     # --- stopping
 
     def should_stop(self) -> str | None:
+        """What one rank was told, all do; clocks, files and losses are the first one's to look at."""
+        wish = self._wish() if self.ranks.first else self.signals.reason
+        if self.ranks.size == 1:
+            return wish
+        seconds = self.pace.seconds if self.ranks.first else 0.0
+        code, self._agreed_s = self.ranks.highest(REASONS.index(wish), seconds)
+        return REASONS[int(code)]
+
+    def leaving(self) -> bool:
+        """Whether a signal has asked any of the ranks to stop."""
+        return bool(self.ranks.highest(float(bool(self.signals.reason)))[0])
+
+    def _wish(self) -> str | None:
         if self.signals.reason:
             return self.signals.reason
         if self._stop_requested():
@@ -315,13 +341,22 @@ class Trainer:
             return "target_loss"
         if self.horizon.steps is not None and self.state.step >= self.horizon.steps:
             return "steps"
-        return "hours" if self._out_of_time() else None
+        one_more = self.pace.seconds_per_step(self.state.step) + self.pace.reserve
+        if self.horizon.seconds is not None and self.pace.seconds + one_more >= self.horizon.seconds:
+            return "hours"
+        return "preempted" if self.deadline.within(one_more) else None
 
-    def _out_of_time(self) -> bool:
-        if self.horizon.seconds is None:
-            return False
-        one_more = self.pace.seconds_per_step(self.state.step)
-        return self.pace.seconds + one_more + self.pace.reserve >= self.horizon.seconds
+    def _rolls_back(self) -> bool:
+        """Whether to go on from before the bad batches, without them: that is for a supervisor, and not for ever."""
+        steps = self.log.bad_steps[-self.log.bad_in_a_row :]
+        batches = [unskipped(step, self.skipped) for step in steps]
+        path = self.run_directory.path
+        noted = self.supervised and self.ranks.first and trouble.note_storm(path, self._facts(), steps[0], batches)
+        return bool(self.ranks.from_first(noted))
+
+    def _facts(self) -> trouble.Facts:
+        micro, checkpointing = self.batch.micro, self.train.grad_checkpointing
+        return trouble.Facts(self.ranks.rank, self.state.step, micro, self.ranks.size, checkpointing)
 
     def _stop_requested(self) -> bool:
         now = time.monotonic()
@@ -335,12 +370,12 @@ class Trainer:
 
     def finish(self, reason: str) -> Outcome:
         """The last look and the last save. Who was asked to leave saves first and looks at nothing."""
-        if reason in ("preempted", "nonfinite"):
-            self.save()
-        else:
+        abandoned = reason == "nonfinite" and self._rolls_back()
+        if reason not in ("preempted", "nonfinite"):
             self.look("after")
+        if not abandoned:
             self.save()
-        saved = self.keeper.finish(self.state.step)
+        saved = self.ranks.from_first(abandoned or self.keeper.finish(self.state.step))
         hours = self.pace.seconds / 3600
         self.monitor.emit(
             "stop",
@@ -352,4 +387,8 @@ class Trainer:
             skipped=self.log.skipped,
             **({"bad_steps": self.log.bad_steps} if reason == "nonfinite" else {}),
         )
+        if abandoned:
+            self.keeper.settle()
+            what = f"the batches of {self.log.bad_in_a_row} steps in a row are not finite."
+            raise trouble.Storm(what, fix="Going on from the last checkpoint before them, without them.")
         return Outcome(reason, self.state, saved)

@@ -37,7 +37,9 @@ LEAST_STEPS, LEAST_SECONDS = 3, 3.0
 MOST_STEPS, MOST_SECONDS = 30, 10.0
 
 
-class _Silent:
+class Silent:
+    """A view that shows nothing."""
+
     def event(self, event: Event) -> None:
         return
 
@@ -55,7 +57,7 @@ def trial(
     resolved = resolve(recipe, detect(recipe.train.device), facts)
     module = objective_module(recipe.objective)
     objective = module.create(resolved, module.random_data(facts))
-    with RunDirectory(folder) as run, Monitor(EventLog(folder / "events.jsonl"), _Silent()) as monitor:
+    with RunDirectory(folder) as run, Monitor(EventLog(folder / "events.jsonl"), Silent()) as monitor:
         trainer = Trainer(resolved, objective, run, monitor, horizon_steps=None, identity={})
         trainer.build()
         begin = time.perf_counter()

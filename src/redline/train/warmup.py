@@ -10,21 +10,27 @@ import torch
 from redline.errors import UserError
 from redline.monitor.monitor import Monitor
 from redline.plan.batch import BatchPlan
+from redline.train.ranks import ALONE, Ranks
 from redline.train.signals import StopRequested
 from redline.units import format_seconds
 
 
 def warm_up(
-    rehearse: Callable[[BatchPlan], None], plan: BatchPlan, monitor: Monitor, *, compiled: bool, device: str
+    rehearse: Callable[[BatchPlan], None],
+    plan: BatchPlan,
+    monitor: Monitor,
+    ranks: Ranks = ALONE,
+    *,
+    compiled: bool,
+    device: str,
 ) -> BatchPlan:
-    """Rehearse the worst-case batch until it runs; the plan that did."""
+    """Rehearse the worst-case batch until it runs in all ranks; the plan that did."""
     monitor.say("warming up" + (" (the first time compiles: up to a minute)" if compiled else ""))
     begin = time.perf_counter()
     while True:
         try:
-            rehearse(plan)
-            break
-        except torch.OutOfMemoryError:
+            if not ranks.highest(float(_too_large(rehearse, plan)))[0]:
+                break
             plan = _halved(plan, monitor, device)
         except (StopRequested, UserError):
             raise
@@ -36,6 +42,20 @@ def warm_up(
     seconds = time.perf_counter() - begin
     monitor.emit("warmup", seconds=seconds, message=f"warmed up in {format_seconds(seconds)}")
     return plan
+
+
+def as_decided(saved: BatchPlan, planned: BatchPlan) -> BatchPlan:
+    """What a run found to fit, unless there are other ranks now, or still less is planned."""
+    alike = saved.world == planned.world and saved.global_batch == planned.global_batch
+    return saved if alike and saved.micro < planned.micro else planned
+
+
+def _too_large(rehearse: Callable[[BatchPlan], None], plan: BatchPlan) -> bool:
+    try:
+        rehearse(plan)
+    except torch.OutOfMemoryError:
+        return True
+    return False
 
 
 def _halved(plan: BatchPlan, monitor: Monitor, device: str) -> BatchPlan:

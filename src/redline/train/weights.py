@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from redline.errors import UserError
-from redline.train.checkpoint import Tensors, pick, read_manifest, read_state, read_tensors
+from redline.train.checkpoint import Tensors, files_of, pick, read_manifest, read_state, read_tensors
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,10 @@ class Weights:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the file that holds them."""
-        return str(read_manifest(self.checkpoint)["files"][f"{self._stem}.safetensors"]["sha256"])
+        """SHA-256 of the file that holds them, or of those that do."""
+        entries = read_manifest(self.checkpoint)["files"]
+        digests = [entries[name]["sha256"] for name in files_of(self.checkpoint, self._stem)]
+        return str(digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest())
 
     def tensors(self) -> Tensors:
         return read_tensors(self.checkpoint, self._stem)
@@ -58,7 +61,7 @@ def find_weights(
 ) -> Weights:
     """Those of `RUN[@selector]`, verified: the moving average if there is one, unless `kind` says otherwise."""
     checkpoint = pick(run / "checkpoints", selector, say)
-    averaged = (checkpoint / "ema.safetensors").is_file()
+    averaged = bool(files_of(checkpoint, "ema"))
     if kind == "ema" and not averaged:
         raise UserError("this run kept no moving average.", where=str(checkpoint), fix="Use --weights raw.")
     return Weights(checkpoint, kind or ("ema" if averaged else "raw"), averaged, read_state(checkpoint))

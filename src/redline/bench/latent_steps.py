@@ -1,0 +1,107 @@
+"""Steps of a latent prefix on random texts, timed: redline's own row of `redline bench latent`.
+
+    python -m redline.bench.latent_steps < request.json
+
+The request holds a resolved recipe, the facts of its data and how many `steps` to time; the answer is one JSON line.
+The frozen models are random: nothing is fetched. Their teachers read the texts before the first step, as in training,
+and `teacher_ms` is what that takes for the texts of one step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redline.bench.finetune_steps import PACKAGES, Figures, Heard, installed, reply, time_steps
+from redline.bench.latent_rows import TimedRows, timed_rows
+from redline.hardware.detect import detect
+from redline.jobs.latent_prefix import taught
+from redline.monitor.events import EventLog
+from redline.monitor.monitor import Monitor
+from redline.objectives import objective_module
+from redline.recipe.load import validate
+from redline.recipe.resolve import DataFacts, resolve
+from redline.train.feed import step_batch, to_device
+from redline.train.rundir import RunDirectory
+from redline.train.trainer import Trainer
+
+
+def contend(request: dict[str, Any]) -> Figures:
+    recipe, facts = validate(request["recipe"], where="bench"), DataFacts(**request["facts"])
+    resolved = resolve(recipe, detect(recipe.train.device), facts)
+    module = objective_module(recipe.objective)
+    objective = module.create(resolved, module.random_data(facts))
+    heard = Heard()
+    with (
+        tempfile.TemporaryDirectory() as name,
+        RunDirectory(Path(name)) as run,
+        Monitor(EventLog(Path(name) / "events.jsonl"), heard) as monitor,
+    ):
+        trainer = Trainer(resolved, objective, run, monitor, horizon_steps=None, identity={})
+        trainer.build()
+        begin = time.perf_counter()
+        trainer.warm_up()
+        warmup = time.perf_counter() - begin
+        micro, total = trainer.batch.micro, trainer.batch.global_batch
+        vocabularies = {name: one.decoder.shape.vocab for name, one in objective.frozen.items()}
+        rows = timed_rows(recipe, vocabularies, total)
+        teacher_ms = 0.0
+        for _ in range(2):  # the first look is slower
+            states, teacher_ms = _taught(objective, rows)
+        micros = TimedRows(rows.batch | states, rows.prompts, rows.answers).micros(micro)
+        batch = step_batch(objective, [to_device(one.batch, trainer.device) for one in micros])
+        terms: list[dict[str, Tensor]] = []
+
+        def step(number: int) -> Tensor:
+            result = trainer.step(number, batch, 1.0)
+            terms.append(result.terms)
+            return result.loss
+
+        figures = time_steps(step, steps=request["steps"], tokens=total, device=trainer.device)
+    chosen = {choice.key: choice.value for choice in resolved.choices}
+    return {
+        **texts_a_second(figures),
+        "first_terms": {name: term.item() for name, term in terms[0].items()},
+        "teacher_ms": teacher_ms,
+        "prompt_tokens": rows.prompt_tokens,
+        "micro_batch": micro,
+        "warmup_s": warmup,
+        "precision": recipe.train.precision,
+        "compiled": recipe.train.compile,
+        "warnings": [*resolved.warnings, *heard.warnings],
+        "choices": chosen | {key: value for key, value, _ in objective.choices()},
+        "versions": installed(*PACKAGES),
+    }
+
+
+def texts_a_second(figures: Figures) -> Figures:
+    """What is counted here are texts."""
+    return {key.replace("tokens", "texts"): value for key, value in figures.items()}
+
+
+@torch.no_grad()
+def _taught(objective: Any, rows: TimedRows) -> tuple[dict[str, Tensor], float]:
+    """What each teacher leaves on disk of a step's texts, and the milliseconds that reading them took."""
+    options, device, found = objective.options, objective.device, {}
+    if not taught(options):
+        return {}, 0.0
+    begin = time.perf_counter()
+    with objective.uncompiled():
+        for name, one in objective.frozen.items():
+            size = (len(rows.prompts[name]), options.first_tokens, one.decoder.shape.d_model)
+            states = found[f"teacher.{name}"] = torch.zeros(size, dtype=objective.dtype)
+            said = [answer[: options.first_tokens] for answer in rows.answers[name]]
+            for place, hidden in one.text_states(rows.prompts[name], said):
+                states[place, : len(hidden)] = hidden.to("cpu", objective.dtype)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return found, 1e3 * (time.perf_counter() - begin)
+
+
+if __name__ == "__main__":
+    reply(contend)

@@ -1,0 +1,165 @@
+"""redline profile"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from redline.cli.options import JsonOption, split_words
+from redline.cli.paths import RUNS
+from redline.errors import UsageError
+
+if TYPE_CHECKING:
+    from redline.monitor.breakdown import Breakdown
+    from redline.monitor.memory_history import MemoryHistory
+    from redline.recipe.load import Loaded
+    from redline.recipe.resolve import Resolved
+
+_BAR = 20
+
+
+def profile(
+    recipe: Annotated[
+        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE …]", help="A shipped name or a YAML file.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, max=100, help="Under the profiler, after three that settle.")] = 3,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="runs/profiles/RECIPE-DATE-TIME if not given.")
+    ] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Where a step's time and memory go: a table, and a trace to look into.
+
+    Examples:
+      redline profile quickstart
+      redline profile pretrain-350m data.source=./tokens train.precision=fp8 --steps 5
+    """
+    from redline.recipe.load import load
+
+    name, overrides = split_words(recipe)
+    loaded = load(name or "quickstart", overrides)
+    folder = out or RUNS / "profiles" / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError("is there already.", where=str(folder), fix="Choose another --out.")
+    found = _profile(loaded, steps, folder)
+    typer.echo(json.dumps(found.record) if json_ else "\n".join(found.lines()))
+
+
+class _Found:
+    def __init__(
+        self, name: str, parts: Breakdown, memory: MemoryHistory | None, peak: float | None, files: list[Path]
+    ):
+        self.name, self.parts, self.memory, self.peak, self.files = name, parts, memory, peak, files
+
+    @property
+    def record(self) -> dict[str, Any]:
+        memory = None if self.memory is None else self.memory.data()
+        return {"recipe": self.name, **self.parts.data(), "peak_memory_gib": self.peak, "memory": memory}
+
+    def lines(self) -> list[str]:
+        parts = self.parts
+        said = [
+            f"{self.name}: {parts.step_ms:,.1f} ms a step over {parts.steps} steps, "
+            f"{parts.data_wait_ms:.2f} ms of it waiting for data",
+            "",
+            f"  {'':14}{'ms':>9}  {'share':>6}  {'':{_BAR}}  of the best known",
+        ]
+        for part in parts.parts:
+            bar = "━" * max(1, round(_BAR * part.share)) if part.share >= 0.005 else ""
+            near = f"{part.of_best:>5.0%}  " if part.of_best else " " * 7
+            said.append(f"  {part.kind:14}{part.ms:>9,.1f}  {part.share:>6.1%}  {bar:{_BAR}}  {near}{part.advice}")
+        said += ["", "  longest"]
+        said += [f"  {one.ms:>9,.2f} ms  {one.calls:>6.0f}×  {one.kind:13} {_short(one.name)}" for one in parts.longest]
+        if self.memory is not None:
+            said += ["", f"  {self.memory.peak_bytes / 2**30:.1f} GiB at the peak, by who asked for it"]
+            said += [f"  {one.bytes / 2**30:>9.2f} GiB {one.tensors:>6}×  {one.where}" for one in self.memory.holders]
+        said += [
+            "",
+            *(f"  {path}" for path in self.files),
+            "  A trace opens in Perfetto (ui.perfetto.dev) or TensorBoard.",
+        ]
+        return said
+
+
+def _short(name: str, most: int = 90) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def _profile(loaded: Loaded, steps: int, folder: Path) -> _Found:
+    from redline.cli.running import environment
+
+    environment(loaded.recipe)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notes of starting and stopping
+    from redline.cache import write_atomically
+    from redline.cli.progress import PreparationBar
+    from redline.hardware.detect import detect
+    from redline.monitor.breakdown import breakdown
+    from redline.monitor.events import EventLog
+    from redline.monitor.monitor import Monitor
+    from redline.objectives import objective_module
+    from redline.recipe.resolve import resolve
+    from redline.train.log import peak_memory_gib
+    from redline.train.profiling import SETTLE_STEPS, memory_recorded, profiled
+    from redline.train.rundir import RunDirectory
+    from redline.train.trainer import Trainer
+    from redline.train.trial import Silent
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    module = objective_module(loaded.recipe.objective)
+    recipe = module.complete(loaded.recipe, say)
+    with PreparationBar() as bar:
+        data = module.load_data(recipe, progress=bar)
+    resolved = resolve(recipe, detect(recipe.train.device), data.facts)
+    objective = module.create(resolved, data)
+    trace = folder / f"{loaded.name}.pt.trace.json.gz"
+    with tempfile.TemporaryDirectory() as place:
+        log = EventLog(Path(place) / "events.jsonl")
+        with RunDirectory(Path(place)) as run, Monitor(log, Silent()) as monitor:
+            trainer = Trainer(resolved, objective, run, monitor, horizon_steps=None, identity={})
+            with memory_recorded(trainer.device) as recorded:
+                say("building and warming up")
+                trainer.build()
+                trainer.warm_up()
+                folder.mkdir(parents=True, exist_ok=True)
+                told = profiled(trainer, steps, trace, lambda done: _tell(done, steps + SETTLE_STEPS))
+                memory = recorded()
+            peak = peak_memory_gib(trainer.device)
+    parts = breakdown(
+        told.spans,
+        steps=steps,
+        seconds=told.seconds,
+        busy=told.busy,
+        data_wait=told.data_wait,
+        best=_best(resolved),
+        gpu=trainer.device.type == "cuda",
+    )
+    files = [folder / "profile.json", trace]
+    found = _Found(loaded.name, parts, memory, peak, files)
+    write_atomically(files[0], json.dumps(found.record, indent=1) + "\n")
+    return found
+
+
+def _best(resolved: Resolved) -> dict[str, float]:
+    """By the plan; of a CPU its matmul rate alone is known."""
+    from redline.monitor.breakdown import planned_best
+    from redline.monitor.kernel_classes import MATMUL
+    from redline.recipe.forecast import work_of
+
+    best = planned_best({"type": "plan", **resolved.plan_event()})
+    if not best and resolved.machine.cpu_flops:
+        best[MATMUL] = 1e3 * resolved.tokens_per_step * work_of(resolved).matmul / resolved.machine.cpu_flops
+    return best
+
+
+def _tell(done: int, of: int) -> None:
+    if sys.stderr.isatty():
+        typer.echo(f"\rstep {done} of {of}" + ("\n" if done == of else ""), nl=False, err=True)

@@ -1,0 +1,169 @@
+"""A latent prefix examined: the same questions answered from the text, from latents, and from less.
+
+text        the whole text in front of the question: what the latents are to stand for
+latent      their latents
+budget      the first M tokens of the text: as long a prompt as the prefix
+no_context  the question without its context (or nothing, where it cannot be told apart)
+other       the latents of another text: what the prefix teaches without saying anything about this one
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redline.data.pairs import Pair
+from redline.data.wire import from_wire, to_wire
+from redline.errors import UserError
+from redline.metrics.answers import exact_match, f1
+from redline.metrics.wire import text_bytes, verdict
+from redline.models.latent import cosine
+from redline.objectives.base import Answered
+from redline.objectives.latent_models import IGNORE, Frozen, Scores, score
+from redline.objectives.latent_prefix import LatentPrefix
+from redline.objectives.latent_teacher import text_prompt
+from redline.objectives.latent_writing import context_of, from_latents, from_prompts
+from redline.plan.wire import BITS
+
+CONDITIONS = ("text", "latent", "budget", "no_context", "other")
+QUANTISED = ("int8", "int4")
+_AT_ONCE = 32
+
+Told = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    models: dict[str, dict[str, Any]]  # number → title, conditions, prompt tokens
+    wire: dict[str, Any]
+    latent_cosine: float | None
+    questions: int
+    seconds: float
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "questions": self.questions,
+            "latent_cosine": self.latent_cosine,
+            "models": self.models,
+            "wire": self.wire,
+            "answers_per_s": self.questions * len(CONDITIONS) * len(self.models) / self.seconds,
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        told = []
+        for number, one in self.models.items():
+            told.append(f"model {number}: {one['title']}")
+            told.append(f"  {'':12s} {'EM':>7s} {'F1':>7s} {'NLL/token':>10s} {'top-1':>7s} {'top-5':>7s}")
+            for name, found in one["conditions"].items():
+                figures = [found[key] for key in ("exact_match", "f1", "nll", "first_top1", "first_top5")]
+                em, words, nll, top1, top5 = (float("nan") if value is None else value for value in figures)
+                told.append(f"  {name:12s} {em:7.3f} {words:7.3f} {nll:10.3f} {top1:7.3f} {top5:7.3f}")
+            ratio = one["prompt_tokens"] / one["prefix"]
+            told.append(f"  prompt {one['prompt_tokens']:.0f} tokens, prefix {one['prefix']}: {ratio:.2f}× as many")
+        shown = "unknown" if self.latent_cosine is None else f"{self.latent_cosine:.3f} (1 is collapse)"
+        told.append(f"cosine between latents of different texts {shown}")
+        wire = self.wire
+        told.append(f"text {wire['utf8']:.0f} bytes, gzip {wire['gzip']:.0f}")
+        told += [f"wire {kind} {wire[kind]} bytes: {verdict(wire[kind], wire['utf8'])}" for kind in BITS]
+        return told
+
+
+@torch.no_grad()
+def compare(
+    objective: LatentPrefix,
+    *,
+    count: int | None,
+    tokens: int,
+    where: str,
+    told: Told = lambda done, total: None,
+) -> Comparison:
+    """The first `count` of what is held out, by each model and in each condition; greedy, of at most `tokens`."""
+    objective.narrow(count)
+    pairs = objective.examples()
+    if not pairs:
+        fix = "Give some: --data FILE, or train with data.val_fraction above 0."
+        raise UserError("nothing is held out: there is nothing to answer.", where=where, fix=fix)
+    begun = time.monotonic()
+    objective.model.eval()
+    latents = _latents(objective, pairs)
+    models: dict[str, dict[str, Any]] = {}
+    for name, one in objective.frozen.items():
+        models[name] = _examined(objective, one, pairs, latents[name], tokens)
+        told(len(models) * len(pairs), len(objective.frozen) * len(pairs))
+    sizes = [text_bytes(pair.text) for pair in pairs]
+    first = next(iter(latents.values()))
+    sent = {kind: len(to_wire(first[0].float().cpu().numpy(), kind)) for kind in BITS}
+    text = {key: float(np.mean([one[key] for one in sizes])) for key in ("utf8", "gzip")}
+    wire = {**text, **sent, "larger_than_text": {kind: size > text["utf8"] for kind, size in sent.items()}}
+    meter = cosine([torch.cat(list(latents.values()), 1).float()])
+    return Comparison(models, wire, meter, len(pairs), max(1e-9, time.monotonic() - begun))
+
+
+def _latents(objective: LatentPrefix, pairs: Sequence[Pair]) -> dict[str, Tensor]:
+    parts = [
+        objective.encoded([pair.text for pair in pairs[first : first + _AT_ONCE]])
+        for first in range(0, len(pairs), _AT_ONCE)
+    ]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _examined(job: LatentPrefix, one: Frozen, pairs: Sequence[Pair], z: Tensor, tokens: int) -> dict[str, Any]:
+    reader, slots, room = one.reader, z.shape[1], context_of(one) - tokens - 1
+    assert reader is not None
+    answers = [reader.answer(pair.answers[0]) for pair in pairs]
+    prompts = {
+        "text": [text_prompt(one, pair.text, room) for pair in pairs],
+        "budget": [text_prompt(one, pair.text, room, slots) for pair in pairs],
+        "no_context": [text_prompt(one, pair.question, room) for pair in pairs],
+    }
+    sent = {"latent": z, "other": z.roll(1, 0)} | {kind: _sent(z, kind) for kind in QUANTISED}
+    found: dict[str, dict[str, float | None]] = {}
+    for name in (*CONDITIONS, *QUANTISED):
+        if name in prompts:
+            said, scores = from_prompts(one, prompts[name], tokens), _of_prompts(one, prompts[name], answers)
+        elif name == "other" and len(pairs) < 2:
+            continue
+        else:
+            said = from_latents(job, one.name, sent[name], tokens)
+            scores = _of_latents(job, one, sent[name], answers)
+        shown = f"latent {name}" if name in QUANTISED else name
+        found[shown] = {**_marks(said, pairs), **scores.figures()}
+    whole = float(np.mean([reader.count(pair.text) for pair in pairs]))
+    return {"title": one.spec.title, "conditions": found, "prompt_tokens": whole, "prefix": slots}
+
+
+def _sent(z_BMD: Tensor, kind: str) -> Tensor:
+    """As they arrive: written as bytes, and read again."""
+    raw = z_BMD.float().cpu().numpy()
+    return torch.from_numpy(np.stack([from_wire(to_wire(one, kind), one.shape, kind) for one in raw])).to(z_BMD.device)
+
+
+def _marks(said: Sequence[Answered], pairs: Sequence[Pair]) -> dict[str, float]:
+    texts, right = [one.text for one in said], [pair.answers for pair in pairs]
+    return {"exact_match": exact_match(texts, right), "f1": f1(texts, right)}
+
+
+def _of_prompts(one: Frozen, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Scores:
+    found = Scores()
+    for row, hidden in one.text_states(prompts, answers):
+        found += score(one.decoder, hidden[None], torch.tensor([answers[row]], device=one.device))
+    return found
+
+
+def _of_latents(job: LatentPrefix, one: Frozen, z: Tensor, answers: Sequence[Sequence[int]]) -> Scores:
+    found = Scores()
+    for first in range(0, len(answers), _AT_ONCE):
+        some = answers[first : first + _AT_ONCE]
+        targets = torch.full((len(some), max(len(row) for row in some)), IGNORE, device=one.device)
+        for place, row in enumerate(some):
+            targets[place, : len(row)] = torch.tensor(row, device=one.device)
+        prefix = job.model.prefix(one.name, z[first : first + len(some)])
+        found += score(one.decoder, one.states(prefix, targets), targets)
+    return found

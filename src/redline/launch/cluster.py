@@ -1,0 +1,139 @@
+"""What is the same for all jobs of a cluster: `~/.config/redline/cluster.yaml`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ValidationError
+
+from redline.errors import Problem, RecipeError, UsageError, did_you_mean
+from redline.fields import Count, Section, one_of
+from redline.recipe.load import read_recipe
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OPTION = re.compile(r"--([a-z][a-z0-9-]*)(=| |$)")
+# what the script itself relies on: another value would contradict its other lines
+_OURS = frozenset(
+    (
+        *("array", "chdir", "cpus-per-task", "job-name", "nodes", "no-requeue", "ntasks", "ntasks-per-gpu"),
+        *("ntasks-per-node", "open-mode", "output", "requeue", "signal", "time", "wrap"),
+        *("gpus", "gpus-per-node", "gpus-per-task", "gres"),
+    )
+)
+
+
+def one_line(value: Any) -> str:
+    """A text that cannot leave the line it is put into."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a text; put it in quotes.")
+    if not value.strip() or _CONTROL.search(value):
+        raise ValueError(f"{value!r} is not one line of text.")
+    return value
+
+
+def sbatch_option(value: Any) -> str:
+    """A line as it would stand after #SBATCH."""
+    line = one_line(value)
+    found = _OPTION.match(line)
+    if not found:
+        raise ValueError(f"{line!r} is not an option of sbatch: write it as --name=value.")
+    if found[1] in _OURS:
+        raise ValueError(f"--{found[1]} is set by `redline launch` itself; see its --help.")
+    return line
+
+
+def _lines(rule: Any) -> BeforeValidator:
+    def check(value: Any) -> tuple[str, ...]:
+        items = value if isinstance(value, list | tuple) else [value]
+        return tuple(rule(item) for item in items)
+
+    return BeforeValidator(check)
+
+
+def _maybe_line(value: Any) -> str | None:
+    return None if value is None else one_line(value)
+
+
+def _folder(value: Any) -> str | None:
+    """A path; bash would not expand the ~ of a quoted one."""
+    return None if value is None else str(Path(one_line(value)).expanduser())
+
+
+def _environment(value: Any) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r} is not NAME: value.")
+    for name, text in value.items():
+        if not _VARIABLE.fullmatch(name):
+            raise ValueError(f"{name!r} is not the name of a variable.")
+        if isinstance(text, bool) or not isinstance(text, str | int | float):
+            raise ValueError(f"{name}: {text!r} is not a text or a number.")
+    return tuple((name, one_line(str(text)) if text != "" else "") for name, text in value.items())
+
+
+Line = Annotated[str, BeforeValidator(one_line)]
+MaybeLine = Annotated[str | None, BeforeValidator(_maybe_line)]
+Folder = Annotated[str | None, BeforeValidator(_folder)]
+Lines = Annotated[tuple[str, ...], _lines(one_line)]
+
+
+class Container(Section):
+    """Where the ranks run, if not on the node itself; redline is installed in it."""
+
+    image: Line
+    runtime: Annotated[str, one_of("apptainer", "pyxis")] = "apptainer"
+    mounts: Lines = ()  # FOLDER or FOLDER:WHERE
+    python: Line = "python3"
+
+
+class Cluster(Section):
+    account: MaybeLine = None
+    partition: MaybeLine = None  # --partition is stronger
+    qos: MaybeLine = None
+    gpu_type: MaybeLine = None  # h100 in --gpus-per-node=h100:8
+    gpu_request: Annotated[str, one_of("gpus-per-node", "gres")] = "gpus-per-node"
+    cpus_per_gpu: Count = 8
+    notice: Count = 300  # seconds before the time limit at which SLURM asks to save
+    logs: Folder = None  # a folder; else where the job was submitted
+    modules: Lines = ()
+    venv: Folder = None  # else the Python that `redline launch` ran with
+    container: Container | None = None
+    environment: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_environment)] = ()  # NAME: value
+    setup: Lines = ()  # lines of bash before everything else
+    sbatch: Annotated[tuple[str, ...], _lines(sbatch_option)] = ()
+
+
+def cluster_file() -> Path:
+    """$XDG_CONFIG_HOME/redline/cluster.yaml, which is below ~/.config where that is not set."""
+    home = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(home).expanduser() if home else Path.home() / ".config") / "redline" / "cluster.yaml"
+
+
+def read_cluster(path: Path | None = None) -> Cluster:
+    """The site's lines; none where there is no such file, unless it was asked for by name."""
+    file = path or cluster_file()
+    if not file.is_file():
+        if path is not None:
+            raise UsageError("there is no such file.", where=str(path), fix="Name the site's file, or leave it out.")
+        return Cluster()
+    try:
+        return Cluster.model_validate(read_recipe(file))
+    except ValidationError as error:
+        raise RecipeError(str(file), [_problem(found) for found in error.errors()]) from None
+
+
+def _problem(error: Any) -> Problem:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        schema = Container if len(error["loc"]) > 1 else Cluster
+        known = list(schema.model_fields)
+        hint = did_you_mean(str(error["loc"][-1]), known) or f"There are {', '.join(known)}."
+        return Problem(key, "is not a key of this file.", hint)
+    if error["type"] == "missing":
+        return Problem(key, "is missing.", "Give it a value.")
+    if error["type"] in ("model_type", "model_attributes_type"):
+        return Problem(key, f"is a section of keys, not {error['input']!r}.", f"Write {key}: {{image: …}}.")
+    return Problem(key, str(error.get("ctx", {}).get("error") or error["msg"]))

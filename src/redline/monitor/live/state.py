@@ -1,0 +1,235 @@
+"""What is known of a run, made from its events one by one, at a memory that does not grow with the run."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_core import from_json
+
+from redline.monitor.console import clean, one_line
+from redline.monitor.events import REPEATED, Event, finite, number, parse_event, section
+from redline.monitor.live.curve import Curve, Value
+
+AXES = ("step", "tokens", "hours")
+STEP_FIELDS = (
+    *("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "mfu_causal", "step_ms", "data_wait_ms", "memory_gib"),
+    *("gpu_util", "power_w", "sm_clock_mhz", "temperature_c", "throttle"),
+)
+_STEP_MS, _WAIT, _MEMORY, _HELD = map(STEP_FIELDS.index, ("step_ms", "data_wait_ms", "memory_gib", "throttle"))
+# As the page has them: waiting as a share of the step, and a number for what holds the card back.
+SHOWN_AS = tuple({"data_wait_ms": "data_wait", "throttle": "held_back"}.get(field, field) for field in STEP_FIELDS)
+RECENT = 50  # log lines by which "now" is judged
+_MOST_NOTES, _MOST_ROUTINE, _MOST_SAMPLES, _LONGEST_TEXT = 150, 50, 40, 4000
+_ROUTINE = frozenset({"saved", "replan"})
+_EXACT = 1 << 53
+_HEAT = frozenset({"thermal", "hw_thermal", "hw_slowdown", "power_brake"})
+
+
+class RunState:
+    """Feed it with `read`. `generation` changes when something that was told before no longer holds."""
+
+    def __init__(self) -> None:
+        self.steps, self.evals = Curve(AXES, SHOWN_AS), Curve(AXES, ("loss",))
+        self._dropped = secrets.randbits(40)  # a page that outlives its server must not take another's for this one
+        self._empty()
+
+    def _empty(self) -> None:
+        self.start: Event = {}
+        self.plan: Event = {}
+        self.step: Event = {}
+        self.eval: Event = {}
+        self.stop: Event | None = None
+        self.recent: deque[Event] = deque(maxlen=RECENT)
+        self.samples: deque[dict[str, Any]] = deque(maxlen=_MOST_SAMPLES)
+        self._told: deque[dict[str, Any]] = deque(maxlen=_MOST_NOTES)
+        self._routine: deque[dict[str, Any]] = deque(maxlen=_MOST_ROUTINE)  # must not crowd out a warning
+        self.peak_memory_gib: float | None = None
+        self.end_step: float | None = None  # as the schedule was last planned
+        self.last_time: float | None = None
+        self.doing = ""
+        self.skipped = self.unreadable = self.numbered = 0
+        self.held_lines = {"all": 0, "power": 0, "heat": 0}
+
+    @property
+    def generation(self) -> int:
+        return self._dropped + self.steps.rebuilt + self.evals.rebuilt
+
+    @property
+    def notes(self) -> list[dict[str, Any]]:
+        """What happened on the way, in order."""
+        return sorted((*self._told, *self._routine), key=lambda note: note["number"])
+
+    @property
+    def best_val(self) -> float | None:
+        return self.evals.lowest("loss")
+
+    def clear(self) -> None:
+        self.steps.clear()
+        self.evals.clear()
+        self._empty()
+
+    def read(self, line: bytes) -> None:
+        """One line of the log; one that cannot be read is counted."""
+        event = _parse(line)
+        if event is not None:
+            self.add(event)
+        else:
+            self.unreadable += bool(line.strip())
+
+    def add(self, event: Event) -> None:
+        self.last_time = _finite(event.get("time")) or self.last_time
+        take = self._TAKE.get(event["type"])
+        if take is not None:
+            take(self, event)
+
+    # --- by type of event
+
+    def _step(self, event: Event) -> None:
+        x = [_whole(event, "step"), _whole(event, "tokens"), _finite(event.get("hours"))]
+        if x[0] is None:
+            return
+        last = _finite(self.step.get("step"))
+        if last is not None and x[0] <= last:  # a log that says nothing of being resumed: the later word holds
+            self.steps.drop_beyond(x[0] - 1)
+        self.step = event
+        self.recent.append(event)
+        self.doing = ""
+        values = [_finite(value) for value in map(event.get, STEP_FIELDS)]
+        wait, whole = values[_WAIT], values[_STEP_MS]
+        values[_WAIT] = wait / whole if wait is not None and whole else None
+        values[_HELD] = self._held_back(event)
+        self.steps.add(x, values)
+        if (memory := values[_MEMORY]) is not None:
+            self.peak_memory_gib = max(memory, self.peak_memory_gib or 0.0)
+        if skipped := _finite(event.get("skipped")):
+            self.skipped += int(skipped)
+            self._note("skipped", f"{skipped:.0f} update(s) skipped: a loss or gradient was not finite", event)
+
+    def _held_back(self, event: Event) -> Value:
+        """0 free, 1 at its power limit, 2 by heat or the power supply; None when the card does not tell."""
+        told = event.get("throttle")
+        if not isinstance(told, str):
+            return None
+        self.held_lines["all"] += 1
+        if not told:
+            return 0
+        words = told.split("+")
+        hot, capped = not _HEAT.isdisjoint(words), "power_cap" in words
+        self.held_lines["power"] += capped
+        self.held_lines["heat"] += hot
+        return 2 if hot else 1 if capped else 0
+
+    def _eval(self, event: Event) -> None:
+        step, last = _whole(event, "step"), number(self.eval, "step")
+        self.eval, self.doing = event, ""
+        if step is None:
+            return
+        if last is not None and step < last:
+            self.evals.drop_beyond(step)
+        hours = number(self.step, "hours")  # evaluations do not say theirs, but follow a step
+        self.evals.add([step, _whole(event, "tokens"), 0.0 if step == 0 else hours], [number(event, "loss")])
+
+    def _sample(self, event: Event) -> None:
+        self.numbered += 1
+        texts = {key: clean(event.get(key))[:_LONGEST_TEXT] for key in ("label", "prompt", "text")}
+        self.samples.append({"number": self.numbered, "step": _whole(event, "step"), **texts})
+
+    def _start(self, event: Event) -> None:
+        resumed_from = number(event, "resumed_from")
+        if resumed_from is not None:
+            self._forget_beyond(resumed_from)
+            self._note("resumed", f"went on from the checkpoint of step {resumed_from:,.0f}", {"step": resumed_from})
+        self.start, self.stop, self.doing = event, None, "starting"
+        self.recent.clear()
+
+    def _forget_beyond(self, step: float) -> None:
+        """What the resumed run does again."""
+        self._dropped += 1
+        self.steps.drop_beyond(step)
+        self.evals.drop_beyond(step)
+        if (number(self.step, "step") or 0) > step:
+            holds = [event for event in self.recent if (number(event, "step") or 0) <= step]
+            self.step = holds[-1] if holds else {"step": int(step)}
+        if (number(self.eval, "step") or 0) > step:
+            self.eval = {}
+        self.samples = deque((s for s in self.samples if (s["step"] or 0) <= step), maxlen=_MOST_SAMPLES)
+        for notes in (self._told, self._routine):
+            kept = [note for note in notes if not note["repeated"] or (note["step"] or 0) <= step]
+            notes.clear()
+            notes.extend(kept)
+
+    def _plan(self, event: Event) -> None:
+        self.plan, self.end_step = event, number(section(event, "horizon"), "steps")
+        warnings = event.get("warnings")
+        for text in warnings if isinstance(warnings, list) else []:
+            self._note("warning", text, event)
+
+    def _replan(self, event: Event) -> None:
+        self.end_step = number(event, "end") or self.end_step
+        self._note("replan", event.get("message"), event)
+
+    def _message(self, event: Event) -> None:
+        self._note(event["type"], event.get("message"), event)
+
+    def _checkpoint(self, event: Event) -> None:
+        self._note("saved", event.get("path"), event)
+
+    def _warmup(self, event: Event) -> None:
+        self.doing = one_line(event.get("message"))
+
+    def _stop(self, event: Event) -> None:
+        self.stop, self.doing = event, ""
+        self._note("stop", event.get("reason"), event)
+
+    def _note(self, kind: str, message: object, event: Mapping[str, Any]) -> None:
+        self.numbered += 1
+        step = _whole(event, "step")
+        notes = self._routine if kind in _ROUTINE else self._told
+        notes.append(
+            {
+                "number": self.numbered,
+                "kind": kind,
+                "step": _whole(self.step, "step") if step is None else step,
+                "time": self.last_time,
+                "message": one_line(message)[:_LONGEST_TEXT],
+                "repeated": event.get("type") in REPEATED,
+            }
+        )
+
+    _TAKE = {  # noqa: RUF012 — never changed
+        "step": _step,
+        "eval": _eval,
+        "sample": _sample,
+        "start": _start,
+        "plan": _plan,
+        "replan": _replan,
+        "warning": _message,
+        "recovery": _message,
+        "checkpoint": _checkpoint,
+        "warmup": _warmup,
+        "stop": _stop,
+    }
+
+
+def _parse(line: bytes) -> Event | None:
+    """As everybody reads a log, but a third of the time where the line is plain."""
+    try:
+        event = from_json(line)
+    except ValueError:
+        return parse_event(line)
+    return event if isinstance(event, dict) and isinstance(event.get("type"), str) else None
+
+
+def _finite(value: object) -> float | None:
+    """The usual cases first: of a long log this is asked very often."""
+    if type(value) is float:
+        return value if value - value == 0.0 else None
+    return value if type(value) is int and -_EXACT < value < _EXACT else finite(value)
+
+
+def _whole(event: Mapping[str, Any], key: str) -> int | None:
+    value = _finite(event.get(key))
+    return None if value is None else int(value)

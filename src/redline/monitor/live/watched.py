@@ -1,0 +1,200 @@
+"""The runs that a page looks at: found, read on when somebody asks, and told from where the asker left off."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redline.errors import UserError
+from redline.monitor.events import number, section
+from redline.monitor.live.state import RunState
+from redline.monitor.live.tail import Tail
+from redline.monitor.live.words import answer, expected_usd, limits, recent, remaining_s
+from redline.monitor.roofline import standing
+from redline.monitor.runs import EVENTS, LOCK, Status, is_locked, resolve_run, run_paths, stop_status
+
+_AT_ONCE_S = 0.2  # reading for one answer: of a long log the page shows what is there so far
+_LOOK_AGAIN_S = 2.0  # for runs that began meanwhile
+_STANDING_S = 5.0
+_MOST_KNOWN, _MOST_SHOWN = 60, 8
+_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
+_LARGEST_LOCK = 16 << 20
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """What a page has of a run already."""
+
+    generation: int = -1
+    steps: int = 0
+    evals: int = 0
+    number: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Cursor:
+        parts = text.split(".")
+        if len(parts) != 4 or not all(part.isascii() and part.isdigit() and len(part) < 16 for part in parts):
+            return cls()
+        return cls(*map(int, parts))
+
+
+class WatchedRun:
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
+        self.state, self.tail = RunState(), Tail(path / EVENTS)
+        self._lock = threading.Lock()
+        self._lock_json: Mapping[str, Any] = {}
+        self._lock_time: float | None = None
+        self._held_back: tuple[float, list[str]] = (-_STANDING_S, [])
+
+    def tell(self, cursor: Cursor, now: float, seconds: float | None = None) -> dict[str, Any]:
+        """Read on, for so long at most; then everything but the part of the curves that the asker has."""
+        with self._lock:
+            self.read_on(seconds)
+            state = self.state
+            have = cursor if cursor.generation == state.generation else Cursor()
+            return {
+                **self.summary(now),
+                "generation": state.generation,
+                "reading": round(self.tail.share, 4),
+                "plan": self._plan(),
+                "held_back": self._binding(),
+                "steps": state.steps.since(have.steps),
+                "evals": state.evals.since(have.evals),
+                "samples": [sample for sample in state.samples if sample["number"] > have.number],
+                "notes": [note for note in state.notes if note["number"] > have.number],
+                "number": state.numbered,
+            }
+
+    def read_on(self, seconds: float | None = None) -> None:
+        for lines in self.tail.read(seconds):
+            if lines is None:
+                self.state.clear()
+            else:
+                for line in lines:
+                    self.state.read(line)
+        self._read_lock()
+
+    def summary(self, now: float) -> dict[str, Any]:
+        """The figures and sentences of this moment."""
+        state, status = self.state, self.status()
+        counted = state.stop or state.step
+        return {
+            "name": self.name,
+            "path": str(self.path),
+            "status": status,
+            "recipe": self._lock_json.get("recipe_name") or state.start.get("recipe"),
+            "device": section(self._lock_json, "machine").get("name") or state.start.get("device"),
+            "step": number(counted, "step"),
+            "steps_planned": state.end_step,
+            "tokens": number(counted, "tokens"),
+            "loss": number(state.step, "loss"),
+            "val_loss": number(state.eval, "loss"),
+            "best_val_loss": state.best_val,
+            "metrics": {
+                k: v for k in state.eval if k not in ("time", "step") and (v := number(state.eval, k)) is not None
+            },
+            "tokens_per_s": recent(state, "tokens_per_s"),
+            "mfu": recent(state, "mfu"),
+            "memory_gib": state.peak_memory_gib,
+            "progress": 1.0 if status == "finished" else number(state.step, "progress"),
+            "eta_s": remaining_s(state, status, now),
+            "hours": number(counted, "hours"),
+            "cost_usd": number(counted, "cost_usd"),
+            "cost_expected_usd": expected_usd(state, status, now),
+            "last_event_s": None if state.last_time is None else round(max(0.0, now - state.last_time), 1),
+            "skipped": state.skipped,
+            "unreadable": state.unreadable,
+            "held_lines": state.held_lines,
+            "answers": answer(state, status, now, self._lock_json, str(self.path)).as_dict(),
+        }
+
+    def status(self) -> Status:
+        """As `redline runs` has it, from what is read so far."""
+        if is_locked(self.path):
+            return "running"
+        return stop_status(str(self.state.stop.get("reason", ""))) if self.state.stop else "crashed"
+
+    def _plan(self) -> dict[str, Any]:
+        plan, memory = self.state.plan, section(self.state.plan, "memory_gib")
+        return {
+            "tokens_per_s": limits(self.state, self._lock_json),
+            "mfu": number(section(plan, "throughput"), "mfu"),
+            "mfu_ceiling": number(section(plan, "ceiling"), "mfu"),
+            "memory": {part: gib for part in _PARTS if (gib := number(memory, part)) is not None},
+            "memory_peak": number(memory, "peak"),
+            "memory_available": number(memory, "available"),
+        }
+
+    def _binding(self) -> list[str]:
+        """What holds it back, as the report says it, by the last log lines. Counting it takes a moment."""
+        now = time.monotonic()
+        if now - self._held_back[0] >= _STANDING_S and self.state.recent:
+            sentences = standing(list(self.state.recent), self.state.plan, self._lock_json).sentences
+            self._held_back = (now, sentences)
+        return self._held_back[1]
+
+    def _read_lock(self) -> None:
+        path = self.path / LOCK
+        try:
+            about = path.stat()
+            if about.st_mtime != self._lock_time and about.st_size < _LARGEST_LOCK:
+                self._lock_time = about.st_mtime
+                found = json.loads(path.read_text("utf-8"))
+                self._lock_json = found if isinstance(found, dict) else {}
+        except (OSError, ValueError, RecursionError):  # the events still tell most of it
+            pass
+
+
+class Watch:
+    """The runs that were named; or, when none was, those in `root`, also those that begin later."""
+
+    def __init__(self, root: Path, named: Sequence[Path] = ()) -> None:
+        self._root, self._follows = root, not named
+        self._runs: dict[str, WatchedRun] = {}
+        self._lock = threading.Lock()
+        self._looked = float("-inf")
+        names = [path.name or path.resolve().name for path in named]
+        for path, name in zip(named, names, strict=True):
+            unique = name if names.count(name) == 1 else str(path)
+            self._runs[unique] = WatchedRun(path, unique)
+
+    def answer(self, wanted: Sequence[str], cursors: Sequence[str], now: float | None = None) -> dict[str, Any]:
+        """`wanted` are names; those of no run are passed over. With none, the runs that are shown at first."""
+        now = time.time() if now is None else now
+        runs = self._look()
+        shown = self._shown_first(runs)
+        places = dict(zip(wanted, map(Cursor.parse, cursors), strict=False))
+        asked = [name for name in wanted if name in runs][:_MOST_SHOWN] or shown
+        return {
+            "time": now,
+            "waiting_in": str(self._root) if self._follows else None,
+            "known": [{"name": name, "first": name in shown, "running": is_locked(r.path)} for name, r in runs.items()],
+            "runs": [runs[name].tell(places.get(name, Cursor()), now, _AT_ONCE_S) for name in dict.fromkeys(asked)],
+        }
+
+    def _look(self) -> dict[str, WatchedRun]:
+        with self._lock:
+            if self._follows and time.monotonic() - self._looked > _LOOK_AGAIN_S:
+                self._looked = time.monotonic()
+                names = [path.relative_to(self._root).as_posix() for path in run_paths(self._root)[:_MOST_KNOWN]]
+                self._runs = {name: run for name in names if (run := self._found(name)) is not None}
+            return dict(self._runs)
+
+    def _found(self, name: str) -> WatchedRun | None:
+        if name in self._runs:
+            return self._runs[name]
+        try:
+            return WatchedRun(resolve_run(str(self._root / name), self._root)[0], name)
+        except (UserError, OSError):  # it holds links to elsewhere, or is gone again
+            return None
+
+    def _shown_first(self, runs: Mapping[str, WatchedRun]) -> list[str]:
+        if not self._follows:
+            return list(runs)[:_MOST_SHOWN]
+        return [name for name, run in runs.items() if is_locked(run.path)][:_MOST_SHOWN] or list(runs)[:1]

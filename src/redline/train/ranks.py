@@ -1,0 +1,180 @@
+"""The processes that train one run together, and how they agree.
+
+Whoever starts them (torchrun, SLURM) puts RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT into the
+environment. Tensors of a GPU travel by NCCL; what hosts tell each other is a few bytes by gloo, which waits for no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from redline.errors import UserError
+from redline.train.pulse import PULSE
+
+if TYPE_CHECKING:  # a process that is alone needs none of it, and torch takes seconds to import
+    import torch.distributed as dist
+
+PATIENCE = timedelta(days=2)  # for the first rank's preparations; whether it still lives, the watch knows
+_GRACE = 5.0  # seconds: a watch notices a hung rank before the others give up on it
+_LOOK_EVERY_S = 0.02
+
+
+class LostRank(UserError):  # noqa: N818
+    """Another process of the run is gone, or does not answer."""
+
+    why = "lost"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One of `size` processes. Alone it agrees with itself, and says nothing to anyone."""
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0  # among those of its node
+    nodes: int = 1
+    joined: bool = False  # there is a process group, be it of one
+    patient: Any = None  # the group in which one may wait for long
+
+    @property
+    def first(self) -> bool:
+        """It alone writes the lock, the log and the screen."""
+        return self.rank == 0
+
+    def highest(self, *numbers: float) -> list[float]:
+        """Of each number the highest among all ranks."""
+        return self._reduced(numbers, "MAX")
+
+    def sums(self, *numbers: float) -> list[float]:
+        return self._reduced(numbers, "SUM")
+
+    def _reduced(self, numbers: Sequence[float], how: str) -> list[float]:
+        if self.size == 1:
+            return list(numbers)
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        with self._together():
+            dist.all_reduce(tensor, getattr(dist.ReduceOp, how))
+        return [float(number) for number in tensor.tolist()]
+
+    def from_first(self, value: Any) -> Any:
+        """What the first rank has, as JSON knows it; the others wait for it, however long it takes."""
+        if self.size == 1:
+            return value
+        import torch
+        import torch.distributed as dist
+
+        text = json.dumps(value).encode() if self.first else b""
+        size = torch.tensor([len(text)])
+        with self._together():
+            dist.broadcast(size, 0, group=self.patient)
+            content = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0)
+            content = content if self.first else torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(content, 0, group=self.patient)
+        return value if self.first else json.loads(bytes(content.tolist()))
+
+    def wait(self) -> None:
+        """Until all are here."""
+        self.from_first(None)
+        self.highest(0.0)
+
+    # --- beside the steps: background threads must not mix their messages with those of the loop
+
+    def post(self, key: str, value: Any) -> None:
+        _store().set(key, json.dumps(value))
+
+    def fetch(self, key: str, timeout: float = PATIENCE.total_seconds()) -> Any:
+        """What was posted under the key, as soon as it is."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            with self._together():
+                if _store().check([key]):
+                    return json.loads(_store().get(key))
+            time.sleep(_LOOK_EVERY_S)
+        raise LostRank(f"rank {self.rank} waited {timeout:.0f} s for {key}.")
+
+    def forget(self, *keys: str) -> None:
+        for key in keys:
+            _store().delete_key(key)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            with PULSE.waiting():
+                yield
+        except RuntimeError as error:  # gloo's, and the store's
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            what = f"rank {self.rank} of {self.size} lost the others ({reason[:200]})."
+            raise LostRank(what, fix="`redline train --resume RUN` goes on from the last checkpoint.") from None
+
+    def leave(self) -> None:
+        if self.joined:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+
+ALONE = Ranks()
+
+
+def started_together() -> bool:
+    """Whether this process is one of several, by its environment."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def join(device: str, timeout: float) -> Ranks:
+    """The group that the environment names; without one this process is alone."""
+    if not started_together():
+        return ALONE
+    import torch
+    import torch.distributed as dist
+
+    rank, size = (_whole(name) for name in ("RANK", "WORLD_SIZE"))
+    local = _whole("LOCAL_RANK", 0)
+    here = _whole("LOCAL_WORLD_SIZE", size)
+    options: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=timeout + _GRACE)}
+    if device == "cuda":
+        card = _card(local, rank)
+        torch.cuda.set_device(card)
+        options |= {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", card)}
+    try:
+        dist.init_process_group(rank=rank, world_size=size, **options)
+        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        fix = "Look at MASTER_ADDR and MASTER_PORT; `redline doctor` looks at NCCL."
+        raise LostRank(f"rank {rank} of {size} did not find the others ({reason[:200]}).", fix=fix) from None
+    return Ranks(rank, size, local, max(1, size // max(1, here)), joined=True, patient=patient)
+
+
+def _card(local: int, rank: int) -> int:
+    """A scheduler may show each process its own card alone."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if local >= count > 1:
+        what = f"rank {rank} has no GPU of its own: it would be number {local}, and {count} are here."
+        raise UserError(what, where="LOCAL_RANK", fix="Start as many processes on a node as it has GPUs.")
+    return local if local < count else 0
+
+
+def _whole(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not text.isascii() or not text.isdigit():
+        raise UserError(f"{text!r} is not a number.", where=name, fix="torchrun and SLURM's launcher set it.")
+    return int(text)
+
+
+def _store() -> dist.Store:
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store()

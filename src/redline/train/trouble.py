@@ -1,0 +1,136 @@
+"""What went wrong in a run and changes how it goes on: too little memory, and batches whose loss is not finite.
+
+Each rank notes it in the run's directory before it ends. Whoever resumes the run, a supervisor, a scheduler or a
+person, then finds it, and the run goes on in another way: nothing has to be handed over between the two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from redline.cache import make_folder
+from redline.errors import UserError
+from redline.plan.batch import BatchPlan
+from redline.train.rundir import unlinked
+
+FOLDER = "trouble"
+MEMORY, NONFINITE = "memory", "nonfinite"
+MOST_STORMS = 3  # of batches that are not finite; after that the data are not what is wrong
+
+
+class OutOfMemory(UserError):  # noqa: N818
+    why = "memory"
+
+
+class Storm(UserError):  # noqa: N818
+    """Many batches in a row that are not finite: the run is to go on from before them, without them."""
+
+    why = "nonfinite"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """How the run was going."""
+
+    rank: int
+    step: int  # at which it ended
+    micro: int
+    world: int
+    checkpointing: str
+
+
+@dataclass(frozen=True)
+class Trouble(Facts):
+    kind: str = MEMORY
+    batches: tuple[int, ...] = ()  # that were not finite, by the step whose data they were
+    first: int = 0  # step at which that began
+
+
+def note(run: Path, trouble: Trouble) -> None:
+    folder = run / FOLDER
+    make_folder(folder)
+    with open(folder / f"rank-{trouble.rank}.jsonl", "a", encoding="utf-8", opener=unlinked) as file:
+        file.write(json.dumps(asdict(trouble)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def out_of_memory(run: Path, facts: Facts) -> UserError:
+    """Noted; and what to say."""
+    note(run, Trouble(**vars(facts)))
+    what = f"out of memory at step {facts.step}, with a micro-batch of {facts.micro} (rank {facts.rank})."
+    return OutOfMemory(what, fix=f"`redline train --resume {run}` goes on from the last checkpoint with less at once.")
+
+
+def note_storm(run: Path, facts: Facts, first: int, batches: Sequence[int]) -> bool:
+    """Whether the run may go on without these; not so when that was tried too often."""
+    if len(storms(noted(run))) >= MOST_STORMS:
+        return False
+    note(run, Trouble(**vars(facts), kind=NONFINITE, batches=tuple(batches), first=first))
+    return True
+
+
+def noted(run: Path) -> list[Trouble]:
+    """Of all ranks; a line that was torn is passed over."""
+    found = []
+    for path in sorted((run / FOLDER).glob("rank-*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                facts = json.loads(line)
+                rank, step, micro, world = (int(facts[name]) for name in ("rank", "step", "micro", "world"))
+                batches = tuple(int(batch) for batch in facts["batches"])
+                words = (str(facts["checkpointing"]), str(facts["kind"]))
+                found.append(Trouble(rank, step, micro, world, *words, batches, int(facts["first"])))
+            except (ValueError, TypeError, KeyError):
+                continue
+    return found
+
+
+def smaller(plan: BatchPlan, checkpointing: str, troubles: Iterable[Trouble]) -> tuple[BatchPlan, str]:
+    """Micro-batch and checkpointing below all that did not fit; the global batch stays what it is."""
+    failed = [t for t in troubles if t.kind == MEMORY and t.world <= plan.world]
+    while any(t.checkpointing == checkpointing and t.micro <= plan.micro for t in failed):
+        half = plan.halved()
+        if half is not None:
+            plan = half
+        elif checkpointing != "full":
+            checkpointing = "full"
+        else:
+            what = (
+                f"a micro-batch of {plan.micro} does not fit, even when everything is computed again in the backward."
+            )
+            fix = "Use a shorter data.seq_len, a smaller model, parallel.mode=fsdp on several GPUs, or a larger card."
+            raise UserError(what, where="train.micro_batch", fix=fix)
+    return plan, checkpointing
+
+
+def change(before: tuple[BatchPlan, str], after: tuple[BatchPlan, str]) -> str | None:
+    """What `smaller` changed, in words."""
+    (old, plain), (new, checkpointing) = before, after
+    if before == after:
+        return None
+    parts = [f"micro-batch {old.micro} → {new.micro}"] if old.micro != new.micro else []
+    parts += [f"grad_checkpointing {plain} → {checkpointing}"] if plain != checkpointing else []
+    return f"out of memory: {', '.join(parts)}, the global batch stays {new.global_batch}"
+
+
+def storms(troubles: Iterable[Trouble]) -> list[Trouble]:
+    return [t for t in troubles if t.kind == NONFINITE and t.rank == 0]
+
+
+def belongs(state: dict[str, Any], found: Sequence[Trouble]) -> bool:
+    """Whether a checkpoint is of before those batches, or of a run that left them out."""
+    gone = {*state["decisions"].get("skipped", ())}
+    return all(state["step"] <= storm.first or gone.issuperset(storm.batches) for storm in found)
+
+
+def skipped(state: dict[str, Any] | None, found: Sequence[Trouble], place: int) -> list[int]:
+    """Data steps to leave out from here on: those decided before, and those that were not finite since; what lies
+    before `place`, the next step's data, is past."""
+    known = [] if state is None else [int(step) for step in state["decisions"].get("skipped", ())]
+    return sorted({*known, *(batch for storm in found for batch in storm.batches if batch >= place)})

@@ -1,0 +1,161 @@
+"""The page as a browser shows it: complete, alone, safe, reachable by keyboard, and alive."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import pytest
+from live_logs import PLAN, evaluation, lines, sample, start, step, write_run
+
+pytestmark = pytest.mark.timeout(120)
+
+HOSTILE = "<img src='//evil.example/x' onerror='document.title=1'></pre><script>document.title=2</script>"
+GOING = [start(), PLAN, *(step(n) for n in range(1, 101)), evaluation(50), evaluation(100), sample(100, HOSTILE)]
+FITS = "[...document.querySelectorAll('.plot')].every((p) => p.querySelector('canvas').clientWidth === p.clientWidth)"
+CHARTS = {
+    *("loss", "tokens_per_s", "mfu", "step_ms", "data_wait_ms", "grad_norm", "lr", "gpu_util", "power_w"),
+    *("sm_clock_mhz", "temperature_c", "memory_gib"),
+}
+
+
+def shown(page: Any) -> set[str]:
+    names = "[...document.querySelectorAll('#charts figure:not([hidden])')].map((f) => f.id.slice(6))"
+    return {{"data_wait": "data_wait_ms"}.get(name, name) for name in page.run(names)}
+
+
+def append(run: Path, *events: dict[str, Any]) -> None:
+    with open(run / "events.jsonl", "ab") as file:
+        file.write(lines(events))
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
+def test_the_page_of_a_run(page: Any, served: Any, tmp_path: Path, width: int, scheme: str) -> None:
+    run = write_run(tmp_path / "runs/<i>first", GOING)
+    with open(run / ".lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        page.open(served(tmp_path / "runs", run), width, scheme)
+        assert shown(page) == CHARTS
+        assert page.text("h1 span") == "<i>first"
+        assert page.text(".far").startswith("50 % done: step 100 of about 200")
+        assert "285k tokens/s: 50.0 % MFU, 95 % of the plan" in page.text(".say")
+        assert page.text(".pill") == "running"
+        assert "activations 61.2 GiB" in page.text("#bars")
+        assert "measured 77.5 GiB" in page.text("#bars")
+        assert "at its power limit in 67 %" in page.text("#chart-sm_clock_mhz .lines")
+        assert "the data are few" in page.text("#notes")
+        assert page.text("#samples pre") == f"The {HOSTILE}", "a text is a text"
+        assert page.run("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+        dark = page.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 19, 18)"
+        assert dark == (scheme == "dark")
+        page.wait(FITS)
+        page.size(width - 60)
+        page.wait(FITS)
+        assert page.run("document.documentElement.scrollWidth <= innerWidth"), "at any width"
+    asked = [urlparse(address) for address in page.requests()]
+    assert asked
+    assert {(address.scheme, address.hostname) for address in asked} <= {("http", "127.0.0.1"), ("data", None)}
+    assert page.messages() == [], "and the policy had nothing to stop"
+
+
+def test_it_is_live_and_survives_a_restart(page: Any, served: Any, tmp_path: Path) -> None:
+    """Before the run, while it goes, after it was resumed, and when the server was started anew."""
+    root = tmp_path / "runs"
+    address = served(root)
+    page.open(address)
+    page.wait("document.getElementById('empty').innerText.includes('as soon as one begins')")
+    run = write_run(root / "later", GOING[:52])
+    page.wait("document.querySelector('.far')?.innerText.includes('step 50')")
+    append(run, *(step(n) for n in range(51, 81)))
+    page.wait("document.querySelector('.far').innerText.includes('step 80')")
+    append(run, start(time=1200.0, resumed_from=60), step(61), {"type": "warning", "time": 1201.0, "message": "again"})
+    page.wait("document.querySelector('.far').innerText.includes('step 61')")
+    assert "went on from the checkpoint of step 60" in page.text("#notes")
+    served.stop()
+    page.wait("document.getElementById('link').innerText.includes('trying again')")
+    append(run, step(62))
+    served(root, port=urlparse(address).port)
+    page.wait("document.querySelector('.far').innerText.includes('step 62')")
+    page.wait("!document.getElementById('link').innerText.includes('trying')")
+    assert page.text("#notes").count("again") == 1, "nothing is shown twice"
+
+
+def test_several_runs_and_the_keyboard(page: Any, served: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    first = write_run(tmp_path / "runs/first", GOING)
+    second = write_run(tmp_path / "runs/second", [start(), *(step(n, loss=9.0) for n in range(1, 50))])
+    page.open(served(tmp_path / "runs", first, second))
+    assert page.run("document.querySelectorAll('.head').length") == 2
+    for look in ("stroke", "stroke-dasharray"):  # told apart without colour, too
+        drawn = page.run(f"[...document.querySelectorAll('#runs line')].map((l) => l.getAttribute('{look}'))")
+        assert len(set(drawn)) == len(drawn) == 2
+    assert "first 3.812 · first val 4.000 · second 9.000" in page.text("#chart-loss output")
+    # by Tab and the arrows alone
+    reached = []
+    for _ in range(40):
+        page.keys(Keys.TAB)
+        reached.append(
+            page.run("document.activeElement.id || document.activeElement.value || document.activeElement.className")
+        )
+        if reached[-1] == "plot":
+            break
+    assert {"step", "logarithmic", "plot"} <= set(reached)
+    page.keys(Keys.HOME)
+    assert page.text("#chart-loss output").endswith(" at 1")
+    page.keys(Keys.ARROW_RIGHT)
+    assert page.text("#chart-loss output").endswith(" at 2")
+    page.keys(Keys.ESCAPE)
+    assert " at " not in page.text("#chart-loss output")
+    for axis in ("tokens", "hours"):
+        page.run(f"document.querySelector('[value={axis}]').click()")
+    page.run("document.getElementById('logarithmic').click()")
+    assert page.run("document.querySelector('[name=axis]:checked').value") == "hours"
+    page.run("document.querySelector('[data-run=second]').click()")
+    page.wait("document.querySelectorAll('.head').length === 1")
+    assert shown(page) == CHARTS
+    assert page.messages() == []
+
+
+def test_the_token_opens_the_page(page: Any, served: Any, tmp_path: Path) -> None:
+    address = served(tmp_path, write_run(tmp_path / "run", GOING), guarded=True)
+    page.open(address)
+    assert page.run("location.search") == "", "and does not stay in the address"
+    assert page.run("document.cookie") == "", "which no script can read"
+    assert shown(page) == CHARTS
+
+
+@pytest.mark.parametrize(
+    "steps", [20_000, pytest.param(1_000_000, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])]
+)
+def test_a_long_log_stays_smooth(page: Any, served: Any, tmp_path: Path, capsys: Any, steps: int) -> None:
+    import json
+    import time
+
+    run = write_run(tmp_path / "run", [start(), PLAN])
+    with open(run / "events.jsonl", "ab") as file:
+        for n in range(1, steps + 1):
+            file.write(json.dumps(step(n, loss=3 + 0.1 * (n % 7), progress=n / steps / 2)).encode() + b"\n")
+    address = served(tmp_path, run)
+    begin = time.perf_counter()
+    page.open(address)
+    paint = page.run("performance.getEntriesByName('first-contentful-paint')[0]?.startTime")
+    first = time.perf_counter() - begin
+    page.wait(f"document.querySelector('.far').innerText.includes('step {steps:,}')", 600)
+    whole = time.perf_counter() - begin
+    costs = []
+    for n in range(steps + 1, steps + 4):
+        append(run, step(n))
+        page.wait(f"document.querySelector('.far').innerText.includes('step {n:,}')")
+        costs.append(float(page.run("document.body.dataset.drawMs")))
+    points = page.run(
+        "performance.getEntriesByType('resource').filter((r) => r.name.includes('/api/')).at(-1).encodedBodySize"
+    )
+    with capsys.disabled():
+        print(
+            f"\nload: page of {steps:,} events: first paint {paint:.0f} ms, first curves {first:.2f} s, all read after"
+            f" {whole:.1f} s; an update draws in {max(costs):.1f} ms at most and weighs {points:,} bytes"
+        )
+    assert max(costs) < 500

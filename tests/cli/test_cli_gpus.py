@@ -1,0 +1,66 @@
+"""redline train --gpus: torchrun, two real processes, and what is refused before they start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.monitor.events import read_events
+
+
+def redline(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "redline", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+
+
+@pytest.fixture
+def words(world: Any) -> list[str]:
+    return ["quickstart", *world.tiny, f"data.source={world.corpus}", "train.steps=4"]
+
+
+def test_two_processes(words: list[str], world: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = redline("train", *words, "parallel=fsdp", "--run", str(run), "--gpus", "2", "--supervise")
+    assert done.returncode == 0, done.stderr
+    assert "no GPU is used: 2 processes on the CPU" in done.stderr
+    assert done.stderr.count("step 4  100%") == 1, "one rank speaks"
+    world.run(tmp_path / "one", "train.steps=4")
+    losses = [
+        [e["loss"] for e in read_events(r / "events.jsonl") if e["type"] == "step"] for r in (run, tmp_path / "one")
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert sorted(p.name for p in (run / "checkpoints/step-00000004").glob("model*")) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.index.json",
+    ]
+    exported = redline("export", str(run), "--out", str(tmp_path / "model"))
+    assert exported.returncode == 0, exported.stderr
+
+
+def test_a_batch_that_two_cannot_share(words: list[str], tmp_path: Path) -> None:
+    batch = ("train.global_batch=9", "train.micro_batch=1", "--run", str(tmp_path / "run"), "--gpus", "2")
+    done = redline("train", *words, *batch)
+    assert done.returncode == 2
+    assert "Use train.global_batch=8 or 10, or 1 or 3 GPUs." in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sweep_is_no_job_for_several(words: list[str]) -> None:
+    done = redline("train", *words, "--sweep", "train.lr=1e-3,2e-3", "--gpus", "2")
+    assert done.returncode == 2
+    assert "--sweep" in done.stderr
+
+
+def test_a_dry_run_plans_for_all(words: list[str], tmp_path: Path) -> None:
+    done = redline("train", *words, "--dry-run", "--gpus", "2", "--run", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert "parallel.mode = ddp" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,57 @@
+"""`redline prepare --verify`: tokens that are not those that were written are found, whatever was changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.data.shards import HEADER_BYTES
+
+
+@pytest.fixture
+def tokens(inside: Any, corpus: Path, tmp_path: Path) -> Path:
+    answer = inside("prepare", str(corpus), "--out", "tokens", "--tokenizer", "bytes", "--verify")
+    assert answer.code == 0, answer.err
+    return tmp_path / "tokens"
+
+
+def test_whole_tokens_are_said_to_be(inside: Any, tokens: Path) -> None:
+    answer = inside("prepare", str(tokens), "--verify", "--json")
+    assert answer.code == 0, answer.err
+    meta = json.loads((tokens / "meta.json").read_text(encoding="utf-8"))
+    counted = sum(shard["tokens"] for split in meta["splits"].values() for shard in split["shards"])
+    assert json.loads(answer.out)["verified"] == {"files": 2, "tokens": counted}
+    assert f"{counted:,} tokens in 2 files, as recorded" in inside("prepare", str(tokens), "--verify").out
+
+
+@pytest.mark.parametrize("place", [0, 1000, -1])
+def test_one_flipped_bit_is_found(inside: Any, tokens: Path, place: int) -> None:
+    shard = tokens / "train-00000.tok"
+    content = bytearray(shard.read_bytes())
+    content[place if place < 0 else HEADER_BYTES + place] ^= 1
+    shard.write_bytes(content)
+    answer = inside("prepare", str(tokens), "--verify")
+    assert answer.code == 1
+    assert "train-00000.tok: the tokens are not those that were recorded" in answer.said
+    assert "Traceback" not in answer.err
+
+
+def test_every_run_finds_what_is_cut_off(inside: Any, recipe: str, tokens: Path) -> None:
+    shard = tokens / "train-00000.tok"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    answer = inside("train", recipe, f"data.source={tokens}", "data.tokenizer=bytes", "train.steps=1", "--run", "run")
+    assert answer.code == 1
+    assert "bytes instead of" in answer.said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["corpus", "--verify"], "these are no tokens"), (["corpus", "--verify", "--preview", "1"], "nothing to verify")],
+)
+def test_there_must_be_tokens(inside: Any, corpus: Path, words: list[str], said: str) -> None:
+    answer = inside("prepare", str(corpus), *words[1:])
+    assert answer.code == 2
+    assert said in answer.said

@@ -1,0 +1,114 @@
+"""redline launch, as it is typed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.cli import rank
+
+
+@pytest.fixture(autouse=True)
+def _no_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+def test_the_script_is_printed_and_nothing_is_left_behind(inside: Any, tmp_path: Path) -> None:
+    answer = inside("launch", "pretrain-350m", "--nodes", "2", "--gpus-per-node", "8", "--time", "12:00:00")
+    assert answer.code == 0
+    assert answer.err == ""
+    assert answer.out.startswith("#!/usr/bin/env bash\n#SBATCH --job-name=pretrain-350m\n")
+    assert {"#SBATCH --nodes=2", "#SBATCH --gpus-per-node=8", "#SBATCH --time=12:00:00"} <= {*answer.out.splitlines()}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cpu_job_asks_for_no_cards(inside: Any) -> None:
+    lines = inside("launch", "quickstart", "train.device=cpu", "--gpus-per-node", "2").out.splitlines()
+    assert "#SBATCH --ntasks-per-node=2" in lines
+    assert not any("--gpu" in line for line in lines)
+
+
+def test_the_command_line_is_stronger_than_the_site(inside: Any, tmp_path: Path) -> None:
+    site = tmp_path / "config/redline/cluster.yaml"
+    site.parent.mkdir(parents=True)
+    site.write_text("partition: slow\naccount: physics\ncpus_per_gpu: 4\n")
+    ours = inside("launch", "quickstart").out.splitlines()
+    assert {"#SBATCH --partition=slow", "#SBATCH --account=physics", "#SBATCH --cpus-per-task=4"} <= {*ours}
+    given = inside("launch", "quickstart", "--partition", "fast", "--cpus-per-gpu", "9", "--sbatch=--mem=64G")
+    assert {"#SBATCH --partition=fast", "#SBATCH --cpus-per-task=9", "#SBATCH --mem=64G"} <= {*given.out.splitlines()}
+    site.write_text("acount: physics\n")
+    wrong = inside("launch", "quickstart")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "Did you mean 'account'?" in wrong.said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("pretrain-350", "--time", "1h"), "there is no recipe 'pretrain-350'. Did you mean 'pretrain-350m'?"),
+        (("quickstart", "train.stepz=3"), "Did you mean 'train.steps'?"),
+        (("gsm8k-hdp", "--gpus-per-node", "3"), "512 sequences cannot be shared by 3 GPUs. Use"),
+        (("gsm8k-hdp", "--gpus-per-node", "8"), "128 × 8 GPU(s) does not divide train.global_batch 512"),
+        (("quickstart", "--time", "12"), "--time: '12' is not a time that is read the same by all."),
+        (("quickstart", "--time", "30s"), "Give it two minutes at least"),
+        (("quickstart", "--sbatch=--nodes=3"), "--nodes is set by `redline launch` itself"),
+        (("quickstart", "--sbatch=mem=3"), "write it as --name=value"),
+        (("quickstart", "--partition", "a\nb"), "is not one line of text"),
+        (("quickstart", "--cluster", "none.yaml"), "none.yaml: there is no such file."),
+    ],
+)
+def test_mistakes_are_answered_before_the_queue(inside: Any, words: tuple[str, ...], said: str) -> None:
+    answer = inside("launch", *words)
+    assert (answer.code, answer.out) == (2, "")
+    assert said in answer.said
+
+
+def test_without_sbatch(inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    answer = inside("launch", "quickstart", "--submit")
+    assert answer.code == 1
+    assert "there is no sbatch here." in answer.said
+    assert "leave out --submit" in answer.said
+
+
+def test_what_is_said_after_submitting(inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder for logs is made: SLURM would not, and end the job without a word."""
+    (tmp_path / "bin").mkdir()
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.write_text('#!/bin/sh\n/bin/cat >"$0.script"\necho "41;far"\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    site = tmp_path / "cluster.yaml"
+    site.write_text(f"logs: {tmp_path}/100% logs\n")
+    answer = inside("launch", "quickstart", "--cluster", str(site), "--submit")
+    assert (answer.code, answer.out) == (0, "job 41 submitted\n")
+    assert f"{tmp_path}/100% logs/quickstart-41.log\n" in answer.err
+    assert "redline stop runs/quickstart-41" in answer.err
+    assert (tmp_path / "100% logs").is_dir()
+    assert f"'--output={tmp_path}/100%% logs/%x-%j.log'" in (tmp_path / "bin" / "sbatch.script").read_text()
+
+
+@pytest.mark.parametrize(("number", "code"), [("0", 75), ("1", 0)])
+def test_a_task_becomes_a_rank(monkeypatch: pytest.MonkeyPatch, number: str, code: int) -> None:
+    before, seen = dict(os.environ), {}
+
+    def preempted() -> None:
+        seen.update(os.environ)
+        sys.exit(75)
+
+    monkeypatch.setattr("redline.cli.main.main", preempted)
+    task = {"NTASKS": "2", "NNODES": "1", "PROCID": number, "LOCALID": number, "NODEID": "0"}
+    for name, value in task.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    try:
+        with pytest.raises(SystemExit) as leave:
+            rank.main()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    assert (seen["RANK"], seen["WORLD_SIZE"], seen["LOCAL_RANK"]) == (number, "2", number)
+    assert leave.value.code == code

@@ -1,0 +1,138 @@
+"""Texts with answers: every layout they come in, what is refused, and a split that keeps articles apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from redline.data.latent import cut_bytes
+from redline.data.pairs import Pair, divided, read_pairs
+from redline.errors import UserError
+
+SQUAD = Path(__file__).parents[3] / "shared/data/squad/squad-v1.1-40-articles.json"
+
+
+def lines(path: Path, *rows: dict) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def squad(path: Path, answers: list | None = None) -> str:
+    qa = {
+        "id": "7",
+        "question": "Who?",
+        "answers": answers if answers is not None else [{"text": "Ann"}, {"text": "Ann"}, {"text": "she"}],
+    }
+    article = {"title": "T", "paragraphs": [{"context": "Ann was here.", "qas": [qa]}]}
+    path.write_text(json.dumps({"version": "1.1", "data": [article]}))
+    return str(path)
+
+
+def test_squads_own_layout(tmp_path: Path) -> None:
+    (pair,), report = read_pairs(squad(tmp_path / "squad.json"))
+    assert pair == Pair("Question: Who?\nContext: Ann was here.\n", "Question: Who?\n", ("Ann", "she"), "T")
+    assert (report.rows, report.bad) == (1, 0)
+
+
+def test_rows_of_every_kind(tmp_path: Path) -> None:
+    hotpot = {"question": "Where?", "answer": "there", "context": {"title": ["A"], "sentences": [["One. ", "Two."]]}}
+    rows = [
+        {"source": "a text", "answer": "an answer"},
+        {
+            "question": "Who?",
+            "context": "Ann.",
+            "answers": {"text": ["Ann", "Ann"], "answer_start": [0, 0]},
+            "title": "T",
+        },
+        {"question": "1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 1,002"},
+        hotpot,
+        {"question": "Where?", "answer": "there", "context": [["A", ["One. ", "Two."]]]},
+        {"source": "how many?", "answer": 3},
+    ]
+    found, _ = read_pairs(lines(tmp_path / "rows.jsonl", *rows))
+    assert [pair.answers for pair in found] == [("an answer",), ("Ann",), ("1002",), ("there",), ("there",), ("3",)]
+    assert found[0].text == "a text\n"
+    assert found[2].text == "Question: 1 + 1?\n"
+    assert found[3].text == found[4].text == "Question: Where?\nContext: A: One. Two.\n"
+    assert (found[1].group, found[1].question, found[0].question) == ("T", "Question: Who?\n", "")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"source": "a"}, "no answer"),
+        ({"source": "a", "answer": "  "}, "empty 'answer'"),
+        ({"source": "", "answer": "b"}, "empty 'source'"),
+        ({"question": "a", "context": 3, "answer": "b"}, "'context' is no text"),
+        ({"answer": "b"}, "neither 'source' nor 'question'"),
+        ({"source": "a", "answers": []}, "no answer"),
+        ({"source": "a", "answer": "1\n####"}, "nothing behind the ####"),
+    ],
+)
+def test_a_row_without_what_it_needs_is_counted_and_most_are_refused(tmp_path: Path, row: dict, reason: str) -> None:
+    good = {"source": "a", "answer": "b"}
+    found, report = read_pairs(lines(tmp_path / "some.jsonl", good, good, good, row))
+    assert (len(found), report.bad) == (3, 1)
+    assert reason in report.line()
+    with pytest.raises(UserError, match=reason):
+        read_pairs(lines(tmp_path / "most.jsonl", good, row, row, row))
+
+
+def test_no_answer_in_squad_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no answer in it"):
+        read_pairs(squad(tmp_path / "squad.json", []))
+    (tmp_path / "broken.json").write_text('{"data": 3}')
+    with pytest.raises(UserError, match="not laid out as SQuAD is"):
+        read_pairs(str(tmp_path / "broken.json"))
+
+
+def test_embedded_problems_need_no_file() -> None:
+    found, _ = read_pairs("problems:easy:20")
+    assert len(found) == 20
+    assert all(pair.text.startswith("Question: ") and pair.answers[0].isdigit() for pair in found)
+
+
+@given(st.lists(st.integers(0, 30), min_size=2, max_size=80), st.integers(0, 99), st.floats(0.05, 0.6))
+def test_articles_are_held_out_as_wholes(groups: list[int], seed: int, fraction: float) -> None:
+    pairs = [Pair(f"text {n}", "", ("a",), f"article {group}") for n, group in enumerate(groups)]
+    if len(set(groups)) < 2:
+        with pytest.raises(UserError, match="none can be held out"):
+            divided(pairs, seed, fraction, "rows")
+        return
+    train, val = divided(pairs, seed, fraction, "rows")
+    assert train
+    assert val
+    assert {pair.group for pair in train}.isdisjoint(pair.group for pair in val)
+    assert len(train) + len(val) == len(pairs)
+    backwards = divided(pairs[::-1], seed, fraction, "rows")[1]
+    assert {pair.text for pair in backwards} == {pair.text for pair in val}, "no order matters"
+
+
+def test_a_text_in_two_articles_is_not_trained_on_if_it_is_held_out() -> None:
+    pairs = [Pair(f"text {n}", "", ("a",), f"g{n}") for n in range(10)]
+    _, val = divided(pairs, 0, 0.3, "rows")
+    doubled = [*pairs, Pair(val[0].text, "", ("b",), next(p.group for p in pairs if p not in val))]
+    train, _ = divided(doubled, 0, 0.3, "rows")
+    assert val[0].text not in {pair.text for pair in train}
+
+
+@given(st.text(max_size=60), st.integers(1, 40))
+def test_a_cut_leaves_whole_characters(text: str, most: int) -> None:
+    kept = cut_bytes(text, most)
+    raw = text.encode("utf-8", "replace")
+    assert len(kept) <= most
+    assert raw.startswith(kept)
+    assert len(raw) - len(kept) < 4 or len(kept) > most - 4
+    kept.decode("utf-8")
+
+
+@pytest.mark.skipif(not SQUAD.is_file(), reason="SQuAD's articles are not here")
+def test_real_articles() -> None:
+    found, report = read_pairs(str(SQUAD))
+    assert (len(found), report.bad) == (8231, 0)
+    train, val = divided(found, 1337, 0.1, "squad")
+    assert {pair.group for pair in train}.isdisjoint(pair.group for pair in val)

@@ -1,0 +1,57 @@
+"""Latents as bytes: what is sent is as long as it should be, and arrives as it should."""
+
+from __future__ import annotations
+
+import gzip
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from redline.data.wire import from_wire, to_wire
+from redline.metrics.wire import text_bytes, verdict
+from redline.plan.wire import BITS, GROUP, wire_bytes
+
+VALUES = arrays.arrays(
+    np.float32,
+    arrays.array_shapes(min_dims=2, max_dims=2, max_side=40),
+    elements=st.floats(-100, 100, width=32),
+)
+
+
+@pytest.mark.parametrize("kind", BITS)
+@given(values=VALUES)
+def test_it_arrives_within_half_a_step(kind: str, values: np.ndarray) -> None:
+    sent = to_wire(values, kind)
+    assert len(sent) == wire_bytes(values.size, kind)
+    got = from_wire(sent, values.shape, kind)
+    flat = np.pad(values.reshape(-1), (0, -values.size % GROUP)).reshape(-1, GROUP)
+    largest = np.repeat(np.abs(flat).max(1), GROUP)[: values.size].reshape(values.shape)
+    step = largest / (2 ** (BITS[kind] - 1) - 1) if kind != "fp16" else np.abs(values) / 1024
+    # half a step, a scale rounded to fp16 (which moves the largest numbers most), and what fp16 cannot tell from zero
+    assert (np.abs(got - values) <= 0.5 * step + largest / 1000 + 1e-4).all()
+
+
+def test_sizes_are_those_of_the_arithmetic() -> None:
+    values = 32 * 256
+    assert wire_bytes(values, "fp16") == 16384
+    assert wire_bytes(values, "int8") == 8192 + 512
+    assert wire_bytes(values, "int4") == 4096 + 512
+    assert wire_bytes(5, "int4") == 3 + 2
+
+
+def test_bytes_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="7 bytes are not 4 values in int8"):
+        from_wire(b"1234567", (2, 2), "int8")
+
+
+def test_it_is_said_which_is_larger() -> None:
+    text = "Question: who?\nContext: the king.\n" * 9
+    sizes = text_bytes(text)
+    assert sizes["utf8"] == len(text.encode())
+    assert gzip.decompress(gzip.compress(text.encode(), mtime=0)) == text.encode()
+    assert sizes["gzip"] < sizes["utf8"]
+    assert verdict(16384, 1196) == "the wire is 13.7× larger than the text"
+    assert verdict(100, 250) == "the wire is 2.5× smaller than the text"

@@ -1,0 +1,153 @@
+"""Whole commands on a latent prefix: trained, examined in every condition, asked, and asked with one model alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from latents import Latents, other_base, piece_base
+from redline.cli.main import app
+from redline.evaluate.latent import compare
+from redline.evaluate.trained import open_trained
+from redline.objectives.latent_writing import from_latents, from_prompts
+
+pytest.importorskip("transformers", reason="bases are made by transformers")
+CONDITIONS = ["text", "latent", "budget", "no_context", "other", "latent int8", "latent int4"]
+
+
+def squad(path: Path) -> Path:
+    articles = []
+    for number in range(30):
+        qas = [{"id": str(q), "question": f"Who is {q}?", "answers": [{"text": f"name {q}"}]} for q in range(3)]
+        paragraph = {"context": f"In article {number} name 0, name 1 and name 2 are told of.", "qas": qas}
+        articles.append({"title": f"article {number}", "paragraphs": [paragraph]})
+    path.write_text(json.dumps({"data": articles}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models with tokenizers of their own, trained for two steps by the command."""
+    folder = tmp_path_factory.mktemp("latent")
+    bases = [
+        other_base(folder / "base1", seed=1, spread=0.2),
+        piece_base(folder / "base2", seed=2, spread=0.2),
+    ]
+    recipe = Latents(SimpleNamespace(), bases, squad(folder / "squad.json"), folder)
+    words = ["train", str(recipe.file), "train.steps=2", "eval.samples=1", "--run", str(folder / "run")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    return folder / "run"
+
+
+Typed = Callable[..., str]
+
+
+@pytest.fixture
+def typed() -> Typed:
+    def call(*words: str, fails: bool = False) -> str:
+        done = CliRunner().invoke(app, [*words])
+        assert (done.exit_code != 0) == fails, done.output + repr(done.exception)
+        return done.stdout if not fails else done.output + str(done.exception)
+
+    return call
+
+
+def test_every_condition_beside_the_others(run: Path, typed: Typed) -> None:
+    found = json.loads(
+        typed("eval", str(run), "--answers", "f1", "--questions", "6", "--tokens", "4", "--json").splitlines()[-1]
+    )
+    assert (found["questions"], list(found["models"])) == (6, ["0", "1"])
+    for one in found["models"].values():
+        assert list(one["conditions"]) == CONDITIONS
+        for figures in one["conditions"].values():
+            assert set(figures) == {"exact_match", "f1", "nll", "first_top1", "first_top5"}
+            assert 0 <= figures["exact_match"] <= figures["f1"] <= 1
+            assert figures["first_top1"] <= figures["first_top5"]
+        assert one["prefix"] == 4 < one["prompt_tokens"]
+        latent, int8, int4 = (one["conditions"][name]["nll"] for name in ("latent", "latent int8", "latent int4"))
+        assert abs(latent - int8) < abs(latent - int4) + 1e-3 < 1.0
+    wire = found["wire"]
+    assert (wire["fp16"], wire["int8"], wire["int4"]) == (128, 68, 36)
+    assert wire["larger_than_text"] == {"fp16": True, "int8": False, "int4": False}
+    assert wire["utf8"] > wire["int8"]
+    assert -1 <= found["latent_cosine"] <= 1
+    shown = typed("eval", str(run), "--answers", "match", "--questions", "2", "--tokens", "2")
+    assert "larger than the text" in shown
+    assert "smaller than the text" in shown
+    assert "1 is collapse" in shown
+
+
+def test_conditions_are_what_they_say(run: Path) -> None:
+    """Prompts with the text, its first M tokens, or its question; likelihoods by a forward of each row alone."""
+    objective: Any = open_trained(run, device="cpu").objective
+    found = compare(objective, count=3, tokens=3, where="a run").models["1"]["conditions"]
+    llm, pairs = objective.frozen["1"], objective.examples()[:3]
+    reader, decoder = llm.reader, llm.decoder
+    prompts = {
+        "text": [reader.prompt(pair.text) for pair in pairs],
+        "budget": [[*reader.begin, *reader.prompt(pair.text)[1:5], *reader.anchor] for pair in pairs],
+        "no_context": [reader.prompt(pair.question) for pair in pairs],
+    }
+    assert reader.begin == [1]
+    for name, some in prompts.items():
+        total, count = 0.0, 0
+        for prompt, pair in zip(some, pairs, strict=True):
+            answer = reader.answer(pair.answers[0])
+            tokens = torch.tensor([[*prompt, *answer[:-1]]])
+            with torch.no_grad():
+                logs = decoder.logits(decoder(tokens, decoder.attention.bind(tokens.shape[1]))).log_softmax(-1)[0]
+            total -= sum(logs[len(prompt) - 1 + t, token].item() for t, token in enumerate(answer))
+            count += len(answer)
+        assert found[name]["nll"] == pytest.approx(total / count, rel=1e-4), name
+
+
+def test_answers_from_a_prefix_are_those_from_tokens(run: Path) -> None:
+    """A prefix that holds the embeddings of tokens is answered as the tokens are."""
+    objective: Any = open_trained(run, device="cpu").objective
+    llm = objective.frozen["0"]
+    tokens = [5, 9, 30, 7]
+    embedded = llm.decoder.embed(torch.tensor([tokens]))
+    objective.model.prefix = lambda name, z: z
+    from_prefix = from_latents(objective, "0", embedded, 6)
+    from_tokens = from_prompts(llm, [[*llm.reader.begin, *tokens, *llm.reader.anchor]], 6)
+    assert from_prefix == from_tokens
+
+
+def test_a_sample_shows_both_answers_of_each_model(run: Path, typed: Typed) -> None:
+    shown = typed("sample", str(run), "--prompt", "Question: Who is 1?\nContext: name 1.", "--tokens", "4")
+    assert shown.count("from latents:") == shown.count("from the text:") == 2
+    assert "Question: Who is 1?" in shown
+    assert "nothing to answer" in typed("sample", str(run), fails=True)
+
+
+def test_one_model_needs_nothing_of_the_other(run: Path, typed: Typed, tmp_path: Path) -> None:
+    both = typed("sample", str(run), "--prompt", "Who?", "--tokens", "4", "--temperature", "0")
+    first = run.parent / "base1"
+    shutil.move(first, tmp_path / "away")
+    try:
+        alone = typed("sample", str(run), "--prompt", "Who?", "--tokens", "4", "--temperature", "0", "--set", "only=1")
+        figures = json.loads(
+            typed("eval", str(run), "--set", "only=1", "--answers", "f1", "--questions", "2", "--json").splitlines()[-1]
+        )
+        typed("sample", str(run), "--prompt", "Who?", fails=True)
+    finally:
+        shutil.move(tmp_path / "away", first)
+    assert alone.splitlines()[-2:] == both.splitlines()[-2:]
+    assert list(figures["models"]) == ["1"]
+    assert "There are 0, 1" in typed("sample", str(run), "--prompt", "Who?", "--set", "only=2", fails=True)
+
+
+def test_rows_can_be_looked_at_before(run: Path, typed: Typed) -> None:
+    shown = typed("train", str(run.parent / "latent-2.yaml"), "train.steps=2", "--preview", "2")
+    assert shown.count("text 1: ") == 1
+    assert "→ name " in shown
+    assert "rows to train on" in shown

@@ -1,0 +1,337 @@
+"""R9, R17: ranks that are killed, stopped, or run out of memory; and a supervisor that goes on where they ended."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
+from redline.monitor.events import read_events
+from redline.train import supervise as watching
+from redline.train.checkpoint import committed_steps, newest_valid, read_state, verify
+from redline.train.pulse import FOLDER, read_pulses
+from redline.train.supervise import RECOVERY, SUPERVISED, supervise
+from several import Fork, free_port, rank_environment
+
+OPTIONS = (
+    "train.steps=12",
+    "checkpoint.every=3",
+    "train.micro_batch=2",
+    "checkpoint.best=false",
+    "parallel.timeout=2.5",
+)
+
+
+class Forks:
+    """One attempt of `redline train` by forks, in place of torchrun's processes."""
+
+    def __init__(
+        self, words: Sequence[str], size: int, folder: Path, prepare: Callable[[int], None], more: Any
+    ) -> None:
+        self.folder, port = folder, free_port()
+        folder.mkdir()
+
+        def train(rank: int) -> int:
+            from redline.cli.main import app
+
+            prepare(rank)
+            return int(app([*words], standalone_mode=False) or 0)
+
+        several = (lambda rank: rank_environment(rank, size, port)) if size > 1 else (lambda rank: {})
+        self.forks = [
+            Fork(lambda r=rank: train(r), {FOLDER: str(folder), **several(rank), **more}, folder.parent / "ranks.log")
+            for rank in range(size)
+        ]
+
+    def poll(self) -> int | None:
+        codes = [fork.poll() for fork in self.forks]
+        return None if None in codes else max(codes, key=lambda code: code != 0)
+
+    def end(self, pids: Sequence[int]) -> None:
+        for fork in self.forks:
+            fork.end()
+
+
+class Supervised:
+    """A tiny run under `supervise`, by two ranks."""
+
+    def __init__(self, world: Any, folder: Path) -> None:
+        self.world, self.folder, self.attempts = world, folder, 0
+        self.run, self.said = folder / "run", list[str]()
+        self.prepare: Callable[[int], None] = lambda rank: None
+        self.started: Callable[[Forks], None] = lambda job: None
+
+    def __call__(self, *options: str, size: int = 2, again: bool = True, timeout: float = 2.5) -> int:
+        words = [*self.world.tiny, f"data.source={self.world.corpus}", *OPTIONS, *options]
+
+        def start(recovery: str | None) -> Forks:
+            self.attempts += 1
+            begun = (self.run / "lock.json").is_file()
+            chosen = ["--resume", str(self.run)] if begun else ["quickstart", *words, "--run", str(self.run)]
+            more = {**({SUPERVISED: "1"} if again else {}), **({RECOVERY: recovery} if recovery else {})}
+            job = Forks(["train", *chosen], size, self.folder / f"pulse-{self.attempts}", self.prepare, more)
+            self.started(job)
+            return job
+
+        def progress() -> int | None:
+            return max(committed_steps(self.run / "checkpoints"), default=None)
+
+        say = self.said.append
+        return supervise(start, timeout=timeout, again=again, progress=progress, say=say, pause=0.05)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [e for e in read_events(self.run / "events.jsonl") if e["type"] == kind]
+
+    def losses(self) -> list[float]:
+        return [e["loss"] for e in self.events("step")]
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "ranks.log").read_text()
+
+
+@pytest.fixture
+def supervised(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervised:
+    world.run(tmp_path / "rehearsal", "train.steps=1")  # what torch imports late, forks have
+    monkeypatch.setattr(watching, "GRACE_S", 2.0)
+    monkeypatch.setattr(watching, "MOST_WITHOUT_PROGRESS", 2)
+    return Supervised(world, tmp_path)
+
+
+@pytest.fixture
+def whole(world: Any, tmp_path: Path) -> list[float]:
+    """The losses of one process that nothing happens to."""
+    world.run(tmp_path / "whole", *OPTIONS)
+    return [e["loss"] for e in read_events(tmp_path / "whole/events.jsonl") if e["type"] == "step"]
+
+
+def at_step(number: int, act: Callable[[], Any], *, once: Path | None = None) -> None:
+    """In this process: when the trainer comes to that step; once in all attempts if a file remembers it."""
+    from redline.train.step import Step
+
+    plain = Step.__call__
+
+    def step(self: Any, count: int, *rest: Any) -> Any:
+        if count == number and not (once and once.exists()):
+            if once:
+                once.touch()
+            act()
+        return plain(self, count, *rest)
+
+    Step.__call__ = step  # type: ignore[method-assign]
+
+
+def send(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_job_within_seconds(supervised: Supervised, whole: list[float], victim: int) -> None:
+    supervised.prepare = lambda rank: at_step(7, send(signal.SIGKILL)) if rank == victim else None
+    begin = time.monotonic()
+    assert supervised(again=False) == EXIT_FAILED
+    assert time.monotonic() - begin < 15
+    assert f"lost rank {victim} in " in supervised.said[0]
+    kept = supervised.run / "checkpoints"
+    assert committed_steps(kept)[0] == 3
+    assert all(verify(kept / f"step-{step:08d}") for step in committed_steps(kept)), "none is half a checkpoint"
+    supervised.prepare = lambda rank: None
+    assert supervised(again=False) == EXIT_DONE
+    assert not list(kept.glob(".writing*"))
+    assert supervised.losses() == pytest.approx(whole, abs=1e-5)
+
+
+def test_a_killed_rank_is_recovered_from(supervised: Supervised, whole: list[float], tmp_path: Path) -> None:
+    supervised.prepare = lambda r: at_step(7, send(signal.SIGKILL), once=tmp_path / "met") if r == 1 else None
+    assert supervised() == EXIT_DONE
+    assert supervised.attempts == 2
+    assert [e["resumed_from"] for e in supervised.events("start")] in ([None, 6], [None, 3])  # 6 may be on its way yet
+    assert ["lost rank 1" in e["message"] for e in supervised.events("recovery")] == [True]
+    assert supervised.losses() == pytest.approx(whole, abs=1e-5)
+
+
+def test_a_stopped_rank_is_noticed_and_shows_its_stack(supervised: Supervised, whole: Any, tmp_path: Path) -> None:
+    supervised.prepare = lambda r: at_step(7, send(signal.SIGSTOP), once=tmp_path / "met") if r == 1 else None
+    noticed: list[float] = []
+    stopped = tmp_path / "met"
+    plain = watching.Watch._show
+
+    def show(self: Any, hung: list[int]) -> Any:
+        noticed.append(time.time() - stopped.stat().st_mtime)
+        assert hung == [1]
+        return plain(self, hung)
+
+    watching.Watch._show = show  # type: ignore[method-assign]
+    try:
+        assert supervised() == EXIT_DONE
+    finally:
+        watching.Watch._show = plain  # type: ignore[method-assign]
+    assert 2.0 <= noticed[0] < 2.5 + 1.5  # the last beat may be half a second old
+    assert "nothing moved for 2.5 s: rank 1 in " in supervised.said[0]
+    assert "most recent call first" in supervised.log
+    assert "in _loop" in supervised.log
+    assert supervised.losses() == pytest.approx(whole, abs=1e-5)
+
+
+def out_of_memory(above: int, *, recomputed: bool = False) -> None:
+    """In this process: from step 5 on, a micro-batch larger than that does not fit, unless blocks are recomputed."""
+    from redline.train.step import Step
+
+    plain = Step.backward
+
+    def backward(self: Any, step: int, batch: Any) -> Any:
+        fits = len(batch.micros[0]["inputs"]) <= above
+        if step >= 5 and not fits and not (recomputed and self.objective.recipe.train.grad_checkpointing == "full"):
+            raise torch.OutOfMemoryError("injected")
+        return plain(self, step, batch)
+
+    Step.backward = backward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("size", "micro", "above", "attempts"), [(1, 8, 2, 3), (2, 4, 2, 2)])
+def test_too_little_memory_at_a_step(
+    supervised: Supervised, whole: list[float], size: int, micro: int, above: int, attempts: int
+) -> None:
+    """Halved until it fits, in one rank alone; the global batch, the data and the curve stay."""
+    supervised.prepare = lambda rank: out_of_memory(above) if rank == size - 1 else None
+    assert supervised(f"train.micro_batch={micro}", size=size) == EXIT_DONE
+    assert supervised.attempts == attempts
+    found = [e["message"] for e in supervised.events("recovery")]
+    assert any("→ 2, the global batch stays 8" in text for text in found)
+    assert supervised.losses() == pytest.approx(whole, abs=1e-5)
+    state = read_state(newest_valid(supervised.run / "checkpoints"))  # type: ignore[arg-type]
+    assert state["decisions"]["batch"] == [above, 8 // (above * size), size]
+
+
+def test_at_a_micro_batch_of_one_blocks_are_recomputed_and_then_it_stops(supervised: Supervised, whole: Any) -> None:
+    supervised.prepare = lambda rank: out_of_memory(0, recomputed=True)
+    assert supervised("train.micro_batch=1", size=1) == EXIT_DONE
+    assert any("grad_checkpointing none → full" in e["message"] for e in supervised.events("recovery"))
+    assert supervised.losses() == pytest.approx(whole, abs=1e-5)
+    supervised.run = supervised.folder / "hopeless"
+    supervised.prepare = lambda rank: out_of_memory(0)
+    assert supervised("train.micro_batch=1", size=1) == EXIT_FAILED
+    assert "does not fit, even" in supervised.log
+
+
+def poisoned(data_steps: set[int]) -> None:
+    """In this process: the loss of these steps' data is not finite, in whichever step they come."""
+    from redline.train import feed
+    from redline.train.step import Step
+
+    plain, make = Step.backward, feed.Feed._make
+
+    def marked(self: Any, step: int) -> Any:
+        batch = make(self, step)
+        bad = feed.unskipped(step, self.skipped) in data_steps
+        for micro in batch.micros:
+            micro["poison"] = torch.tensor(float("nan") if bad else 0.0)
+        return batch
+
+    def backward(self: Any, step: int, batch: Any) -> Any:
+        loss = self.objective.loss
+
+        def spoilt(micro: Any) -> Any:
+            value = micro.get("poison", torch.tensor(0.0))
+            return {n: type(t)(t.sum + value * t.sum, t.weight, t.coefficient) for n, t in loss(micro).items()}
+
+        self.objective.loss = spoilt
+        try:
+            return plain(self, step, batch)
+        finally:
+            del self.objective.loss
+
+    feed.Feed._make, Step.backward = marked, backward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_storm_of_bad_batches_is_left_out(supervised: Supervised, size: int) -> None:
+    supervised.prepare = lambda rank: poisoned({7, 8, 9, 10})
+    assert supervised("train.max_nonfinite=4", size=size) == EXIT_DONE
+    assert supervised.attempts == 2
+    assert [e["resumed_from"] for e in supervised.events("start")] == [None, 6]
+    assert any("steps 7 to 10 were not finite" in e["message"] for e in supervised.events("recovery"))
+    state = read_state(newest_valid(supervised.run / "checkpoints"))  # type: ignore[arg-type]
+    assert (state["step"], state["skipped"], state["decisions"]["skipped"]) == (12, 0, [7, 8, 9, 10])
+
+
+def test_storms_are_bounded(supervised: Supervised) -> None:
+    supervised.prepare = lambda rank: poisoned(set(range(5, 1000)))
+    assert supervised("train.max_nonfinite=3", size=1) == EXIT_FAILED
+    assert len((supervised.run / "trouble/rank-0.jsonl").read_text().splitlines()) == 3
+
+
+def test_one_rank_asked_to_leave_is_all_of_them(supervised: Supervised, whole: list[float]) -> None:
+    supervised.prepare = lambda rank: at_step(4, send(signal.SIGTERM)) if rank == 1 else None
+    assert supervised() == EXIT_PREEMPTED
+    assert supervised.attempts == 1
+    assert committed_steps(supervised.run / "checkpoints") == [3, 5]
+    assert [e["reason"] for e in supervised.events("stop")] == ["preempted"]
+    supervised.prepare = lambda rank: None
+    assert supervised() == EXIT_DONE
+    assert supervised.losses() == pytest.approx(whole, abs=1e-5)
+
+
+def test_what_cannot_be_is_not_tried_again(supervised: Supervised) -> None:
+    assert supervised("train.global_batch=9", "train.micro_batch=1", size=2) == EXIT_USAGE
+    assert supervised.attempts == 1
+    assert "train.global_batch=8 or 10, or 1 or 3 GPUs" in supervised.log
+    assert not (supervised.run / "lock.json").exists()
+
+
+def test_without_progress_it_gives_up(supervised: Supervised) -> None:
+    supervised.prepare = lambda rank: at_step(4, send(signal.SIGKILL))
+    assert supervised(size=1) == EXIT_FAILED
+    # the first checkpoint may have been on its way still when it was killed for the first time
+    assert supervised.attempts - 1 - watching.MOST_WITHOUT_PROGRESS in (0, 1)
+    assert "given up" in supervised.said[-1]
+
+
+def test_signals_reach_the_ranks(supervised: Supervised) -> None:
+    """Those that this process, which only watches, is sent."""
+
+    def interrupt(job: Forks) -> None:
+        me = os.getpid()
+        Fork(lambda: _when_stepping(job.folder, me), {}, job.folder.parent / "interrupting.log")
+
+    supervised.started = interrupt
+    assert supervised("train.steps=100000", "checkpoint.every=100000", "monitor.log_every=100000") == EXIT_PREEMPTED
+    assert supervised.attempts == 1
+    newest = newest_valid(supervised.run / "checkpoints")
+    assert newest is not None
+
+
+def _when_stepping(folder: Path, target: int) -> None:
+    for _ in range(600):
+        pulses = read_pulses(folder).values()
+        if len(pulses) == 2 and all(facts["doing"] == "step" for facts in pulses):
+            os.kill(target, signal.SIGTERM)
+            return
+        time.sleep(0.05)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_ranks_killed_and_stopped_at_random(supervised: Supervised, whole: list[float], tmp_path: Path) -> None:
+    """50 runs, each of which loses a rank somewhere, and finishes all the same."""
+    chance = random.Random(9)
+    for trial in range(50):
+        victim, step, met = chance.randrange(2), chance.randrange(12), tmp_path / f"met-{trial}"
+        number = chance.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
+        supervised.run = tmp_path / f"run-{trial}"
+
+        def prepare(rank: int, v: int = victim, s: int = step, n: int = number, once: Path = met) -> None:
+            if rank == v:
+                at_step(s, send(n), once=once)
+
+        supervised.prepare = prepare
+        assert supervised() == EXIT_DONE, supervised.said
+        assert supervised.losses() == pytest.approx(whole, abs=1e-5), (victim, step, number)

@@ -1,0 +1,47 @@
+"""`redline profile` on a GPU: kernels by kind, and who holds the memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+SOURCE = Path(__file__).parents[2] / "src"
+SHAPE = (
+    "model.size=null",
+    "model.layers=4",
+    "model.d_model=512",
+    "model.heads=8",
+    "model.d_ff=1408",
+    "data.seq_len=512",
+)
+
+
+def test_a_step_by_its_kernels(corpus: Path, tmp_path: Path) -> None:
+    words = [*SHAPE, f"data.source={corpus}", "data.tokenizer=bytes", "train.global_batch=32", "train.micro_batch=32"]
+    path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "redline", "profile", "quickstart", *words, "--json"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=140,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    parts = {part["kind"]: part for part in found["parts"]}
+    assert {"matmul", "attention", "memory-bound", "optimizer"} <= set(parts)
+    assert parts["matmul"]["of_best"] is None or 0 < parts["matmul"]["of_best"] < 1.5
+    memory = found["memory"]
+    assert memory["peak_bytes"] / 2**30 == pytest.approx(found["peak_memory_gib"], rel=0.05)
+    assert any(one["where"].startswith("redline/") for one in memory["holders"])

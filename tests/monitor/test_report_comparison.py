@@ -1,0 +1,211 @@
+"""Several runs on one page: what differs, which won by how much, and curves over the same axes."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from redline.errors import UserError
+from redline.monitor.aligned_curves import aligned_views, legend_of
+from redline.monitor.comparison_page import comparison_data, write_comparison
+from redline.monitor.events import EventLog
+from redline.monitor.side_by_side import read_sides, recipe_differences
+from redline.monitor.winner import winner
+
+
+def make(
+    folder: Path,
+    name: str,
+    *,
+    lr: float = 1e-3,
+    loss: float = 2.0,
+    rate: float = 1000.0,
+    count: int = 40,
+    price: float | None = 1.0,
+    evals: bool = True,
+    lock: dict[str, Any] | None = None,
+) -> Path:
+    """A run whose validation loss falls in a straight line from 10 to `loss`, a step in a second."""
+    run = folder / name
+    run.mkdir(parents=True)
+    known = {
+        "recipe_name": "toy",
+        "recipe": {"objective": "causal_lm", "description": name, "train": {"lr": lr, "betas": [0.9, 0.95]}},
+        "data": {"fingerprint": "d", "tokenizer_fingerprint": "t"},
+        "machine": {"name": "a card"},
+    }
+    (run / "lock.json").write_text(json.dumps(known | (lock or {})))
+    log = EventLog(run / "events.jsonl", clock=lambda: 1.0)
+    log.emit("start", resumed_from=None)
+    for step in range(1, count + 1):
+        hours = step / 3600
+        cost = None if price is None else price * hours
+        log.emit(
+            "step", step=step, tokens=100 * step, loss=9.0 - step / 10, hours=hours, cost_usd=cost, tokens_per_s=rate
+        )
+        if evals and step % 10 == 0:
+            value = 10 + (loss - 10) * step / count
+            log.emit("eval", step=step, loss=value, bits_per_byte=value / 2)
+    log.emit("stop", reason="steps", step=count, hours=count / 3600)
+    log.close()
+    return run
+
+
+def test_only_what_differs_in_the_recipes_is_listed(tmp_path: Path) -> None:
+    extra = {"recipe": {"objective": "causal_lm", "train": {"lr": 1e-3, "betas": [0.9, 0.99], "new_key": 1}}}
+    runs = [make(tmp_path, "a"), make(tmp_path, "b", lr=2e-3), make(tmp_path, "c", lock=extra)]
+    rows = {row.key: row.values for row in recipe_differences(read_sides(runs))}
+    assert rows == {
+        "train.lr": ["0.001", "0.002", "0.001"],
+        "train.betas": ["[0.9, 0.95]", "[0.9, 0.95]", "[0.9, 0.99]"],
+    }
+    assert comparison_data(runs[:2])["other_differences"] == []
+    other = make(tmp_path, "d", lock={"machine": {"name": "another card"}})
+    found = comparison_data([runs[0], other])
+    assert found["other_differences"] == [{"key": "machine", "values": ["a card", "another card"]}]
+    assert found["recipe_differences"] == []
+
+
+def test_who_won_by_how_much_and_how_much_sooner(tmp_path: Path) -> None:
+    runs = [make(tmp_path, "slow", loss=4.0, rate=500.0), make(tmp_path, "fast", loss=2.0, price=0.5)]
+    first, sooner, pace = winner(read_sides(runs))
+    assert first == "fast won: best validation loss 2, 2 (50.0 %) lower than that of slow."
+    # 10 − 8·s/40 ≤ 4 first at step 30; `slow` is there at its end, step 40
+    assert sooner == "It stood at slow's 4 after 30s instead of 40s and $0.0042 instead of $0.011."
+    assert pace == "fast had the most tokens/s, 2.00 times those of slow."
+
+
+def test_an_even_race_has_no_winner(tmp_path: Path) -> None:
+    runs = [make(tmp_path, "a", loss=2.0), make(tmp_path, "b", loss=2.001)]
+    assert winner(read_sides(runs)) == ["a and b are even: best validation loss 2 and 2.001."]
+
+
+@pytest.mark.parametrize(
+    ("lock", "words"),
+    [
+        ({"recipe": {"objective": "block_diffusion"}}, "They learn different things (block_diffusion, causal_lm)"),
+        ({"data": {"tokenizer_fingerprint": "u"}}, "bits per byte are compared, not losses"),
+        ({"data": {"tokenizer_fingerprint": "t", "fingerprint": "e"}}, "a lower loss may come from easier text"),
+    ],
+)
+def test_what_does_not_compare_is_said(tmp_path: Path, lock: dict[str, Any], words: str) -> None:
+    runs = [make(tmp_path, "a", loss=2.0), make(tmp_path, "b", loss=3.0, lock=lock)]
+    said = " ".join(winner(read_sides(runs)))
+    assert words in said
+    assert ("won: bits per byte 1," in said) == ("bits" in words)
+    page = write_comparison(runs).read_text()
+    assert ('class="best">2.0000' in page) == ("easier" in words), "no star for a loss that cannot be compared"
+    assert ("where the shortest ends" in page) == ("easier" in words)
+
+
+def test_other_tokenizers_without_bits_have_no_winner(tmp_path: Path) -> None:
+    other = make(tmp_path, "b", evals=False, lock={"data": {"tokenizer_fingerprint": "u"}})
+    assert "do not compare" in winner(read_sides([make(tmp_path, "a"), other]))[0]
+
+
+def test_training_losses_stand_in_where_nothing_was_held_out(tmp_path: Path) -> None:
+    runs = [make(tmp_path, "a", evals=False), make(tmp_path, "b", evals=False, count=20)]
+    said = winner(read_sides(runs))
+    assert said[0] == "a won: training loss 5, 2 (28.6 %) lower than that of b."
+    assert "Nothing was held out: training losses are compared." in said
+
+
+def test_runs_without_a_loss_and_crashed_ones_still_have_a_page(tmp_path: Path) -> None:
+    for name, content in (("torn", b'{"type":"start"}\n{"type":"st'), ("empty", b"")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "events.jsonl").write_bytes(content)
+    runs = [tmp_path / "torn", make(tmp_path, "a"), tmp_path / "empty"]
+    text = write_comparison(runs).read_text()
+    assert "nothing to compare yet" in text
+    assert text.count("crashed") >= 2
+    assert "Without a number for this axis: torn, empty." in text
+    json.dumps(comparison_data(runs), allow_nan=False)
+
+
+# --- curves
+
+
+def test_there_is_a_view_for_each_axis_that_is_known(tmp_path: Path) -> None:
+    priced = [make(tmp_path, "a"), make(tmp_path, "b", price=None)]
+    views = aligned_views(read_sides(priced))
+    assert [view.name for view in views] == ["steps", "tokens", "time", "dollars"]
+    assert views[-1].without == ["b"]
+    free = [make(tmp_path, "c", price=None), priced[1]]
+    assert [view.name for view in aligned_views(read_sides(free))] == ["steps", "tokens", "time"]
+
+
+def test_losses_are_compared_where_the_shortest_ends(tmp_path: Path) -> None:
+    runs = [make(tmp_path, "long", loss=2.0, count=40), make(tmp_path, "short", loss=5.0, count=20)]
+    step, tokens, time, cost = aligned_views(read_sides(runs))
+    assert step.at_the_end == "At 20 steps, where the shortest ends: short 5, long 6."
+    assert tokens.at_the_end == "At 2k tokens, where the shortest ends: short 5, long 6."
+    assert time.at_the_end == "At 20 seconds of training, where the shortest ends: short 5, long 6."
+    assert cost.at_the_end.startswith("At $0.0056, where")
+
+
+def test_every_figure_is_well_formed_and_told_apart_by_more_than_colour(tmp_path: Path) -> None:
+    sides = read_sides([make(tmp_path, f"run-{n}", loss=2 + n) for n in range(8)])
+    for view in aligned_views(sides):
+        for figure in view.figures:
+            ElementTree.fromstring(figure.svg)
+            assert "#0102" not in figure.svg
+            assert all(f"var(--run-{n})" in figure.svg for n in range(6))
+    drawn = [(key["ink"], key["dash"]) for key in legend_of(30)]
+    assert len(set(drawn)) == 30
+    assert len({dash for _, dash in drawn[:3]}) == 3
+
+
+@pytest.mark.parametrize("name", ["<script>alert(1)</script>", "$\\frac{", "_hidden", "a & b", "x" * 90])
+def test_any_name_of_a_run_is_shown_and_inert(tmp_path: Path, name: str) -> None:
+    name = name.replace("/", "\u2044")
+    sides = [make(tmp_path, name), make(tmp_path, "plain", loss=3.0)]
+    text = write_comparison(sides, tmp_path / "out.html").read_text()
+    assert "<script" not in text
+    assert "plain" in text
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(svg)
+    assert name[-20:].replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") in text
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+    runs = [make(tmp_path / "x", "run"), make(tmp_path / "y", "run")]
+    assert [side.name for side in read_sides(runs)] == [str(run) for run in runs]
+
+
+# --- the page
+
+
+def test_the_page_works_without_scripts_and_loads_nothing(tmp_path: Path) -> None:
+    text = write_comparison([make(tmp_path, "a"), make(tmp_path, "b", loss=3.0)]).read_text()
+    assert not re.search(r"https?:|//[a-z]|@import|<script|<link|<img|<iframe", text)
+    assert re.findall(r"url\((?!#)", text) == []
+    assert text.count('type="radio"') == 4
+    assert re.findall(r'id="(by-\d)" checked', text) == ["by-1"], "the first view is there before anyone clicks"
+    ids = re.findall(r'\sid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+
+
+def test_the_page_goes_beside_the_first_run_or_where_it_is_asked(tmp_path: Path) -> None:
+    runs = [make(tmp_path, "a"), make(tmp_path, "b")]
+    assert write_comparison(runs) == tmp_path / "comparison.html"
+    assert write_comparison(runs, tmp_path / "deep" / "x.html") == tmp_path / "deep" / "x.html"
+    with pytest.raises(UserError, match="cannot be written"):
+        write_comparison(runs, tmp_path / "a")
+
+
+def test_many_long_runs_make_a_page_that_can_be_mailed(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        lines = [
+            json.dumps({"type": "step", "step": n, "tokens": n, "hours": n / 9e3, "loss": float(loss)})
+            for n, loss in enumerate(rng.normal(3, 1, 5_000))
+        ]
+        (tmp_path / name / "events.jsonl").write_text("\n".join(lines))
+    assert write_comparison([tmp_path / name for name in "abc"]).stat().st_size < 600_000

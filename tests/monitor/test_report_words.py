@@ -1,0 +1,296 @@
+"""The report's words: the verdict, the plan beside the measured, when things happened, and how to repeat it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from redline.monitor.events import EventLog
+from redline.monitor.plan_table import PlanRow
+from redline.monitor.repeat import how_to_repeat
+from redline.monitor.report import report_data, write_report
+from redline.monitor.roofline import Bar, Standing
+from redline.monitor.timeline import draw_timeline, time_unit, timeline
+from redline.monitor.verdict import dollars, head_room, loader_share
+from redline.recipe.load import load
+
+PLAN: dict[str, Any] = {
+    "gpus": 1,
+    "throughput": {"tokens_per_s": 1000, "mfu": 0.5, "mfu_causal": 0.4, "source": "prior: a <table>"},
+    "batch": {"tokens_per_step": 500},
+    "memory_gib": {"peak": 10.0},
+    "horizon": {"steps": 100, "tokens": 50_000},
+    "ceiling": {
+        "tokens_per_s": 2000,
+        "limits": [
+            {"part": "matmul", "ms_per_step": 250.0, "ms_at_peak": 200.0},
+            {"part": "attention", "ms_per_step": 200.0, "ms_at_peak": 50.0},
+            {"part": "memory-bound", "ms_per_step": 60.0, "ms_at_peak": None},
+        ],
+    },
+    "hours": 0.01,
+    "cost_usd": 2.0,
+}
+STEP = {
+    "tokens_per_s": 900.0,
+    "mfu": 0.45,
+    "mfu_causal": 0.36,
+    "step_ms": 500.0,
+    "data_wait_ms": 10.0,
+    "memory_gib": 11.0,
+}
+
+
+def steps(count: int, **fields: Any) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (
+            "step",
+            {"step": n, "tokens": 500 * n, "loss": 5 - n / 50, "hours": n / 3600, "cost_usd": n / 50, **STEP, **fields},
+        )
+        for n in range(1, count + 1)
+    ]
+
+
+def write(run: Path, *events: tuple[str, dict[str, Any]], lock: dict[str, Any] | None = None) -> Path:
+    """A run whose events come a second after each other."""
+    run.mkdir(exist_ok=True)
+    (run / "lock.json").write_text(json.dumps(lock or {"recipe_name": "mine", "machine": {"name": "NVIDIA H200"}}))
+    clock = iter(range(1000, 100_000))
+    log = EventLog(run / "events.jsonl", clock=lambda: float(next(clock)))
+    for kind, fields in events:
+        log.emit(kind, **fields)
+    log.close()
+    return run
+
+
+WHOLE = (
+    ("start", {"resumed_from": None}),
+    ("plan", PLAN),
+    *steps(100),
+    ("eval", {"step": 100, "loss": 2.5, "exact_match": 0.25}),
+    ("stop", {"reason": "steps", "step": 100, "tokens": 50_000, "hours": 100 / 3600, "cost_usd": 2.0}),
+)
+
+
+def test_the_verdict_says_what_one_wants_to_know(tmp_path: Path) -> None:
+    said = report_data(write(tmp_path / "run", *WHOLE))["verdict"]
+    assert said.startswith("Reached validation loss 2.5 in 1m40s on 50k tokens for $2.00 at 45.0 % MFU.")
+    assert "90 % of the planned speed and 90 % of what the best kernels seen allow" in said
+    assert "The data loader cost 2.0 % of the time." in said
+    assert "Most head-room: attention kernels (30 % of a step)." in said, "150 of 500 ms: more than the others"
+
+
+def test_a_worse_end_than_the_best_is_said(tmp_path: Path) -> None:
+    events = (*WHOLE[:-2], ("eval", {"step": 60, "loss": 2.0}), ("eval", {"step": 100, "loss": 2.5}), WHOLE[-1])
+    assert "its best was 2." in report_data(write(tmp_path / "run", *events))["verdict"]
+    assert "its best was" not in report_data(write(tmp_path / "other", *WHOLE))["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (None, "Broke off without a word at step 40 of 100. It had reached"),
+        ("preempted", "Had to make room at step 40 of 100."),
+        ("nonfinite losses", "Failed at step 40 of 100."),
+    ],
+)
+def test_a_run_that_ended_early_says_so_and_how_to_go_on(tmp_path: Path, reason: str | None, words: str) -> None:
+    stop = [("stop", {"reason": reason, "step": 40})] if reason else []
+    run = write(tmp_path / "my run", ("start", {}), ("plan", PLAN), *steps(40), *stop)
+    data = report_data(run)
+    assert data["verdict"].startswith(words)
+    assert shlex.split(data["resume"]) == ["redline", "train", "--resume", str(run)]
+    assert "--resume" in write_report(run).read_text()
+
+
+def test_nothing_measured_is_said_and_not_guessed(tmp_path: Path) -> None:
+    data = report_data(write(tmp_path / "run", ("start", {})))
+    assert data["verdict"] == "Broke off without a word before anything was measured."
+    assert data["planned"] == []
+
+
+def test_trouble_on_the_way_is_counted(tmp_path: Path) -> None:
+    trouble = (("recovery", {"message": "a"}), ("recovery", {"message": "b"}), ("warning", {"message": "c"}))
+    said = report_data(write(tmp_path / "run", *WHOLE[:-1], *trouble, WHOLE[-1]))["verdict"]
+    assert said.endswith("On the way: 2 recoveries, 1 warning.")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"throttle": "power_cap"}, " Power binds. "),
+        ({"throttle": "thermal"}, " Heat or the power supply binds. "),
+        ({"data_wait_ms": 100.0}, " The loader binds. "),
+    ],
+)
+def test_what_binds_from_outside_is_said(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+    said = report_data(write(tmp_path / "a", WHOLE[0], WHOLE[1], *steps(100, **fields), *WHOLE[-2:]))["verdict"]
+    assert words in said
+    assert " binds" not in report_data(write(tmp_path / "b", *WHOLE))["verdict"]
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(1e-3, 1e4)), min_size=1, max_size=20))
+def test_the_loaders_share_is_of_all_time(pairs: list[tuple[float, float]]) -> None:
+    events = [{"data_wait_ms": wait, "step_ms": wait + work} for wait, work in pairs]
+    share = loader_share([*events, {"step_ms": 5.0}, {"data_wait_ms": None}])
+    assert share == pytest.approx(sum(w for w, _ in pairs) / sum(w + s for w, s in pairs))
+    assert 0 <= share <= 1
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "words"),
+    [
+        (500.0, "attention"),
+        (900.0, "memory-bound work and whatever else is beside the kernels (50 % of a step)"),
+        (255.0, "there is little head-room"),
+    ],
+)
+def test_head_room_is_where_most_time_above_the_peak_is(step_ms: float, words: str) -> None:
+    best = {"matmul": 250.0, "attention": 200.0} if step_ms > 300 else {"matmul": 205.0, "attention": 50.0}
+    bars = [
+        Bar("dense peak", {"matmul": 200.0, "attention": 50.0}),
+        Bar("best kernels", best, {"memory-bound": 60.0}),
+    ]
+    assert words in head_room(Standing(bars, step_ms, 0.5, None, [], [], []))
+    assert head_room(Standing(bars[1:], step_ms, 0.5, None, [], [], [])) == "", "no peak, no distance from it"
+
+
+def test_a_cent_is_never_shown_as_nothing() -> None:
+    assert (dollars(0.0), dollars(0.004), dollars(0.25)) == ("$0.00", "less than a cent", "$0.25")
+
+
+def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", *WHOLE)
+    rows = {row["what"]: row for row in report_data(run)["planned"]}
+    assert (rows["tokens/s"]["planned"], rows["tokens/s"]["measured"], rows["tokens/s"]["share"]) == (1000, 900, 0.9)
+    assert rows["ms per step"]["share"] == pytest.approx(1.0)
+    assert rows["peak memory"]["share"] == pytest.approx(1.1)
+    assert rows["training time"]["share"] == pytest.approx(100 / 3600 / 0.01)
+    page = write_report(run).read_text()
+    assert '<td>peak memory</td><td class="number">10.0 GiB</td><td class="number"><b>11.0 GiB</b></td>' in page
+    assert "prior: a &lt;table&gt;" in page
+
+
+def test_by_the_clock_the_expected_tokens_are_the_plan(tmp_path: Path) -> None:
+    plan = {**PLAN, "horizon": {"steps": 9000, "tokens": 4_500_000, "expected_tokens": 40_000}}
+    rows = {r["what"]: r for r in report_data(write(tmp_path / "r", WHOLE[0], ("plan", plan), *WHOLE[2:]))["planned"]}
+    assert rows["tokens"]["planned"] == 40_000
+    assert "steps" not in rows
+
+
+def test_a_row_without_a_measurement_has_no_share() -> None:
+    assert PlanRow("x", 2.0, None, str).cells() == ("x", "2.0", "–", "–")
+    assert PlanRow("x", 0.0, 1.0, str).share is None
+
+
+def test_evaluations_have_a_table_with_every_metric(tmp_path: Path) -> None:
+    page = write_report(write(tmp_path / "run", *WHOLE)).read_text()
+    assert '<th class="number">exact match</th>' in page
+    assert '<td class="number">0.25</td>' in page
+
+
+# --- when
+
+
+def test_the_timeline_counts_work_not_the_time_between_attempts() -> None:
+    events = [
+        {"type": "start", "time": 100.0, "resumed_from": None},
+        {"type": "step", "time": 110.0, "step": 5},
+        {"type": "checkpoint", "time": 112.0, "step": 5, "bytes": 1 << 20, "seconds": 1.0},
+        {"type": "start", "time": 9112.0, "resumed_from": 5},
+        {"type": "warning", "time": 9117.0, "message": "hot\n<b>"},
+        {"type": "step", "time": 9120.0, "step": 9, "skipped": 2},
+        {"type": "eval", "time": 9119.0, "step": 9, "loss": 1.5},
+        {"type": "stop", "time": 9121.0, "reason": "steps"},
+    ]
+    told = [(m.kind, m.seconds, m.step, m.message) for m in timeline(events)]
+    assert told == [
+        ("begin", 0.0, None, "begun"),
+        ("checkpoint", 12.0, 5, "1.0 MiB in 1.0s"),
+        ("begin", 12.0, 5, "resumed from step 5"),
+        ("warning", 17.0, 5, "hot <b>"),
+        ("skipped", 20.0, 9, "2 not finite"),
+        ("evaluation", 20.0, 9, "validation loss 1.5000"),
+        ("stop", 22.0, 9, "steps"),
+    ]
+    figure = draw_timeline(timeline(events))
+    assert figure is not None
+    ElementTree.fromstring(figure.svg)
+    assert "begin × 2" in figure.svg
+    assert "seconds at work" in figure.svg
+
+
+def test_a_long_timeline_stays_a_small_figure() -> None:
+    events = [{"type": "eval", "time": float(n), "step": n, "loss": 1.0} for n in range(20_000)]
+    figure = draw_timeline(timeline([{"type": "start", "time": 0.0}, *events]))
+    assert figure is not None
+    assert len(figure.svg) < 60_000
+    assert "evaluation × 20000" in figure.svg
+
+
+@given(st.lists(st.fixed_dictionaries({"type": st.sampled_from(["start", "step", "eval", "stop", "plan", "x"])},
+    optional={"time": st.one_of(st.none(), st.floats(-1e9, 1e12)), "step": st.integers(0, 99)})))  # fmt: skip
+def test_any_log_has_a_timeline_in_order(events: list[dict[str, Any]]) -> None:
+    seconds = [moment.seconds for moment in timeline(events)]
+    assert seconds == sorted(seconds)
+    assert all(second >= 0 for second in seconds)
+
+
+def test_units_of_time_suit_their_length() -> None:
+    assert [time_unit(s)[1] for s in (10, 600, 7200, 86_400, 1e6)] == ["seconds", "minutes", "minutes", "hours", "days"]
+
+
+# --- again
+
+
+def locked(name: str, *overrides: str, **fields: Any) -> dict[str, Any]:
+    recipe = load("quickstart", list(overrides)).recipe.model_dump(mode="json")
+    return {"recipe_name": name, "recipe": recipe, "git": {"commit": "abc", "dirty": True}, **fields}
+
+
+def test_a_shipped_recipe_is_repeated_by_name_overrides_and_commit() -> None:
+    overrides = ["train.steps=7", "eval.prompt=a  'b'"]
+    lock = locked("quickstart", *overrides)
+    found = how_to_repeat(lock, [{"overrides": overrides}], {"gpus": 4}, "runs/r")
+    assert found.commands[0] == "git checkout abc"
+    assert shlex.split(found.commands[1]) == ["redline", "train", "quickstart", *overrides, "--gpus", "4"]
+    assert load("quickstart", shlex.split(found.commands[1])[3:5]).recipe.eval.prompt == "a  'b'"
+    assert found.remarks == ["The code had changes that were not committed."]
+
+
+def test_a_file_of_the_same_name_is_not_taken_for_the_shipped_recipe() -> None:
+    lock = locked("quickstart")
+    lock["recipe"]["train"]["optimizer"] = "something else"
+    found = how_to_repeat(lock, [{"overrides": ["train.steps=7"]}], {}, "runs/r")
+    assert found.commands[1] == "redline train quickstart.yaml"
+    assert "resolved recipe below" in " ".join(found.remarks)
+
+
+def test_what_a_resume_changed_is_repeated_too() -> None:
+    starts = [{"overrides": []}, {"overrides": []}, {"overrides": ["train.steps=90"]}]
+    found = how_to_repeat(locked("quickstart"), starts, {}, "runs/a b")
+    assert found.commands[2:] == ["redline train --resume 'runs/a b' train.steps=90"]
+
+
+def test_without_a_recipe_there_is_no_command(tmp_path: Path) -> None:
+    assert how_to_repeat({}, [], {}, "r").commands == []
+    odd = {"recipe_name": 5, "git": [], "recipe": {"a": []}}
+    assert how_to_repeat(odd, [{"overrides": {"x": 1}}], {}, "r").commands == ["redline train 5.yaml"]
+
+
+def test_the_commands_can_be_copied_and_are_escaped(tmp_path: Path) -> None:
+    lock = locked("quickstart", "eval.prompt=<b>&")
+    run = write(tmp_path / "run", ("start", {"overrides": ["eval.prompt=<b>&"]}), *steps(3), lock=lock)
+    page = write_report(run).read_text()
+    assert (
+        '<pre class="copy">git checkout abc\nredline train quickstart &#39;eval.prompt=&lt;b&gt;&amp;&#39;</pre>'
+        in page
+    )
+    assert "user-select: all" in page

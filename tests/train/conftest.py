@@ -1,0 +1,16 @@
+"""Runs by several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from several import Several
+
+
+@pytest.fixture
+def several(world: Any, tmp_path: Path) -> Several:
+    world.run(tmp_path / "rehearsal", "train.steps=1")  # what torch imports late, forks have
+    return Several(world, tmp_path)
