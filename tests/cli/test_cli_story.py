@@ -158,3 +158,11 @@ def test_stopping_from_elsewhere(
     assert read_events(tmp_path / "runs/mine/events.jsonl")[-1]["reason"] == "requested"
     assert json.loads(inside("runs", "--json").out)[0]["status"] == "stopped"
     assert inside("stop", "latest").code == 1
+
+
+def test_what_is_done_stays_done(recipe: str, inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is asked to leave while it writes its report has nothing left to resume."""
+    from redline.cli import running
+
+    monkeypatch.setattr(running, "_closing", lambda *_: signal.raise_signal(signal.SIGTERM))
+    assert inside("train", recipe, "train.steps=1").code == 0

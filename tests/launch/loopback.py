@@ -135,7 +135,7 @@ class Slurm:
     def await_end(self, number: str, seconds: float, log: Path) -> dict[str, str]:
         def ended() -> dict[str, str] | None:
             facts = self.job(number)
-            running = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")
+            running = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SIGNALING", "STAGE_OUT")
             return None if facts.get("JobState") in running else facts
 
         def said() -> str:

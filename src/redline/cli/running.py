@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -69,7 +69,7 @@ def resumable(name: str, overrides: list[str]) -> tuple[Path, Loaded]:
 
 def _start(loaded: Loaded, path: Path, *, dry_run: bool, resumed: bool, overrides: list[str], gpus: int) -> int:
     require_packages(loaded.recipe.monitor)
-    with _preemptible():
+    with _preemptible() as leaving:
         environment(loaded.recipe)
         ranks = join_ranks(loaded.recipe)
         console = Console() if ranks.first else Quiet()
@@ -94,6 +94,7 @@ def _start(loaded: Loaded, path: Path, *, dry_run: bool, resumed: bool, override
             overrides=overrides,
             initial=initial,
             ranks=ranks,
+            leaving=leaving,
         )
 
 
@@ -108,16 +109,24 @@ def _initial(recipe: Recipe, console: View) -> Initial | None:
     return found
 
 
+@dataclass
+class _Leaving:
+    """What a signal that comes now ends with."""
+
+    code: int = EXIT_PREEMPTED
+
+
 @contextmanager
-def _preemptible() -> Iterator[None]:
+def _preemptible() -> Iterator[_Leaving]:
     """Where the trainer does not listen itself, a scheduler's signal leaves at once, and says "resume me" too."""
+    leaving = _Leaving()
 
     def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(EXIT_PREEMPTED)
+        sys.exit(leaving.code)
 
     previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
-        yield
+        yield leaving
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -201,6 +210,7 @@ def _train(
     overrides: list[str],
     initial: Initial | None,
     ranks: Ranks,
+    leaving: _Leaving,
 ) -> int:
     from redline.objectives import objective_module
     from redline.train.trainer import Trainer
@@ -268,8 +278,10 @@ def _train(
                 if what:
                     monitor.emit("recovery", message=what)
             outcome = trainer.run()
+            leaving.code = outcome.exit_code  # what is done stays done, whoever wants this process gone now
     if ranks.first:
         _closing(path, outcome, recipe)
+    ranks.wait()  # whoever leaves first may not have the others ended: the first still writes its report
     ranks.leave()
     return outcome.exit_code
 
