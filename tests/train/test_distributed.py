@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from finetuning import Tuning
+from latents import Latents, other_base, write_rows
 from redline.monitor.events import read_events
 from redline.train.checkpoint import newest_valid, read_state, read_tensors, verify
 from several import Several
@@ -26,6 +27,7 @@ JOBS: dict[str, tuple[str, ...]] = {
         *("hierarchical_diffusion.plan=96", "hierarchical_diffusion.execution=128", "data.seq_len=384"),
         "data.source=problems:easy:30",
     ),
+    "latents": ("train.global_batch=8", "train.micro_batch=2", f"train.steps={STEPS}"),
     "tuned": ("train.global_batch=4", "train.micro_batch=1", f"train.steps={STEPS}", "model.lora.dropout=0"),
 }
 
@@ -43,14 +45,19 @@ def losses(run: Path) -> list[float]:
 
 @pytest.mark.parametrize("job", JOBS)
 def test_the_number_of_ranks_does_not_change_the_curve(
-    several: Several, job: str, tiny_base: Path, answers: Path, tmp_path: Path
+    several: Several, job: str, tiny_base: Path, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1, 2 and 4 of them, the same loss within 1e-5."""
     if job == "tuned":
         Tuning(several.world, tiny_base, answers, tmp_path)
+    if job == "latents":
+        bases = [tiny_base, other_base(tmp_path / "other")]
+        Latents(several.world, bases, write_rows(tmp_path / "rows.jsonl"), tmp_path)
     alone = losses(several.run(tmp_path / "1", 1, *JOBS[job]))
     assert len(alone) == STEPS
     for size in (2, 4):
+        if job == "latents":  # the teachers read anew, all ranks at once
+            monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / f"cache-{size}"))
         run = several.run(tmp_path / str(size), size, *JOBS[job])
         assert losses(run) == pytest.approx(alone, abs=1e-5), size
 
