@@ -158,6 +158,8 @@ class Watch:
         # who lost another one is not where it began
         failed = [facts for facts in said.values() if facts["code"] not in FINAL]
         first = next((facts for facts in failed if facts["why"] != "lost"), failed[0] if failed else None)
+        if first is None and code is not None and code < 0:  # by the kernel, say, for want of memory
+            return self._or_asked(Ending(EXIT_FAILED, f"killed by signal {-code} before it began", "lost"))
         if first is None:
             return self._or_asked(Ending(EXIT_FAILED, f"it ended before it began (exit code {code})", REFUSED))
         what = f"rank {first['rank']} failed in {_place(first)} ({first['why']})"
