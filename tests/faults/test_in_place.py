@@ -23,6 +23,8 @@ from safetensors.torch import save as serialised
 
 from redline.train.checkpoint import Snapshot, commit, newest_valid, read_tensors, retain
 
+pytestmark = pytest.mark.soak  # what is tried here is not redline
+
 Save = Callable[[Path, int, int], None]
 Read = Callable[[Path], tuple[int, dict[str, torch.Tensor]]]
 UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)

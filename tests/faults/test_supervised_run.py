@@ -117,7 +117,7 @@ def recipe(corpus: Path, tmp_path: Path) -> Callable[[int, int], Path]:
 @pytest.mark.parametrize(
     ("steps", "every", "between", "faults", "most"),
     [
-        pytest.param(400, 25, (0.5, 1.5), ("kill", "corrupt"), 2, id="short"),
+        pytest.param(400, 25, (0.5, 1.5), ("kill", "corrupt"), 2, id="short", marks=pytest.mark.soak),
         pytest.param(
             40_000,
             200,
