@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from redline.data.packed import IGNORE, EpochIndex
-from redline.data.pairs import Pair, PairReport, divided, read_pairs
+from redline.data.pairs import Pair, divided, read_pairs
 from redline.data.progress import Progress, ProgressCallback
 from redline.data.template import load_chat_tokenizer
 from redline.data.tokens import digest_of
+from redline.data.usable import RowReport
 from redline.errors import UserError
 from redline.plan.wire import BYTES, WORDS
 from redline.recipe.schema import Data
@@ -151,7 +152,7 @@ def _words(text: bytes) -> Int64s:
 
 @dataclass
 class PairsReport:
-    sources: list[PairReport]
+    sources: list[RowReport]
     train: int
     val: int
     cut: int = 0  # texts longer than the limit, kept in part

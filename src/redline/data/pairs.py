@@ -20,6 +20,7 @@ from redline.data.index import order_keys
 from redline.data.problems import PREFIX, is_problems, problems
 from redline.data.rows import is_clean
 from redline.data.source_rows import source_rows
+from redline.data.usable import RowReport, UnusableError, usable
 from redline.errors import UserError
 
 _FIELDS = ("source", "question", "context", "answer", "answers", "title")
@@ -42,44 +43,12 @@ class Pair:
         return hashlib.blake2b(said.encode(), digest_size=16).digest()
 
 
-@dataclass(frozen=True)
-class PairReport:
-    """What became of a source's rows."""
-
-    source: str
-    rows: int
-    bad: int
-    reasons: dict[str, int]
-    examples: list[str]
-
-    def line(self) -> str:
-        told = f"{self.source}: {self.rows:,} rows"
-        if not self.bad:
-            return told
-        why = ", ".join(f"{count:,} × {reason}" for reason, count in self.reasons.items())
-        return f"{told}, of which {self.bad:,} cannot be used: {why}; the first is {self.examples[0]}"
-
-
-class _UnusableError(Exception):
-    """Why a row cannot be used."""
-
-
-def read_pairs(source: str) -> tuple[list[Pair], PairReport]:
+def read_pairs(source: str) -> tuple[list[Pair], RowReport]:
     """Every usable row, in an order that never changes. More than half unusable, or nothing at all, is refused."""
     if is_problems(source):
         made = [Pair(_asked(one.question), "", (one.answer,), one.question) for one in problems(source)]
-        return made, PairReport(source, len(made), 0, {}, [])
-    tally, found = RowTally(source), []
-    for place, row in _rows(source, tally):
-        try:
-            found.append(pair_of(row))
-        except _UnusableError as reason:
-            tally.bad_row(place, str(reason), _FIX)
-    tally.refuse_mostly_bad()
-    if not found:
-        raise UserError("there is no row in it.", where=source, fix=_FIX)
-    counts = tally.counts()
-    return found, PairReport(source, tally.rows, counts["bad_rows"], counts["bad_rows_by_reason"], tally.examples)
+        return made, RowReport(source, len(made))
+    return usable(source, lambda tally: _rows(source, tally), pair_of, _FIX)
 
 
 def _rows(source: str, tally: RowTally) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -116,7 +85,7 @@ def pair_of(row: Mapping[str, Any]) -> Pair:
         text = _text(row["source"], "source")
         return Pair(_ended(text), "", _answers(row), text)
     if row.get("question") is None:
-        raise _UnusableError("neither 'source' nor 'question' in it")
+        raise UnusableError("neither 'source' nor 'question' in it")
     question = _text(row["question"], "question").strip()
     if row.get("context") is None:
         return Pair(_asked(question), "", _answers(row), question)
@@ -142,7 +111,7 @@ def _context(value: Any) -> str:
         try:
             value = "\n".join(f"{title}: {''.join(sentences)}" for title, sentences in value)
         except (TypeError, ValueError):
-            raise _UnusableError("'context' is neither a text nor paragraphs of one") from None
+            raise UnusableError("'context' is neither a text nor paragraphs of one") from None
     return _text(value, "context").strip()
 
 
@@ -153,22 +122,22 @@ def _answers(row: Mapping[str, Any]) -> tuple[str, ...]:
         value = value.get("text")
     several = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     if not several or several == [None]:
-        raise _UnusableError("no answer in it")
+        raise UnusableError("no answer in it")
     found = [one.get("text") if isinstance(one, Mapping) else one for one in several]
     texts = [_text(str(one) if isinstance(one, int) and not isinstance(one, bool) else one, "answer") for one in found]
     plain = [text.rpartition(_MARK)[2].replace(",", "") if _MARK in text else text for text in texts]
     if not all(text.strip() for text in plain):
-        raise _UnusableError(f"nothing behind the {_MARK} of its answer")
+        raise UnusableError(f"nothing behind the {_MARK} of its answer")
     return tuple(dict.fromkeys(text.strip() for text in plain))
 
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise _UnusableError(f"{name!r} is no text")
+        raise UnusableError(f"{name!r} is no text")
     if not value.strip():
-        raise _UnusableError(f"empty {name!r}")
+        raise UnusableError(f"empty {name!r}")
     if not is_clean(value):
-        raise _UnusableError(f"{name!r} is binary data, not text")
+        raise UnusableError(f"{name!r} is binary data, not text")
     return value
 
 

@@ -10,20 +10,21 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from redline.data.chat import RowTally
 from redline.data.index import order_keys
 from redline.data.problems import PREFIX, is_problems, problems
 from redline.data.record import Record
 from redline.data.rows import is_clean
 from redline.data.source_rows import source_rows
+from redline.data.usable import RowReport, UnusableError, usable
 from redline.errors import UserError
 
-__all__ = ["Divided", "Record", "RecordReport", "divided", "read_records"]
+__all__ = ["Divided", "Record", "divided", "read_records"]
 
 _FIELDS = ("question", "plan", "execution", "answer")
 _FIX = (
@@ -38,46 +39,13 @@ _NUMBER = re.compile(r"[-−]?\s?\$?\s?[-−]?(?P<digits>\d{1,3}(?:,\d{3})+(?:\.
 _SPLIT_GROUP = 1 << 16  # randomness of its own, as other ends have theirs
 
 
-@dataclass(frozen=True)
-class RecordReport:
-    """What became of a source's rows."""
-
-    source: str
-    rows: int
-    bad: int
-    reasons: dict[str, int]  # why rows are bad
-    examples: list[str]  # where the first of them stand
-
-    def line(self) -> str:
-        """For people."""
-        told = f"{self.source}: {self.rows:,} rows"
-        if not self.bad:
-            return told
-        why = ", ".join(f"{count:,} × {reason}" for reason, count in self.reasons.items())
-        return f"{told}, of which {self.bad:,} cannot be used: {why}; the first is {self.examples[0]}"
-
-
-class _UnusableError(Exception):
-    """Why a row cannot be used."""
-
-
-def read_records(source: str) -> tuple[list[Record], RecordReport]:
+def read_records(source: str) -> tuple[list[Record], RowReport]:
     """Every usable row, in an order that never changes. More than half unusable, or nothing at all, is refused."""
     if is_problems(source):
         made = problems(source)
-        return made, RecordReport(source, len(made), 0, {}, [])
-    tally = RowTally(source)
-    found = []
-    for place, row in source_rows(source, tally, _FIELDS, fix=_FIX, instead=_INSTEAD):
-        try:
-            found.append(record_of(row))
-        except _UnusableError as reason:
-            tally.bad_row(place, str(reason), _FIX)
-    tally.refuse_mostly_bad()
-    if not found:
-        raise UserError("there is no row in it.", where=source, fix=_FIX)
-    counts = tally.counts()
-    return found, RecordReport(source, tally.rows, counts["bad_rows"], counts["bad_rows_by_reason"], tally.examples)
+        return made, RowReport(source, len(made))
+    rows = partial(source_rows, source, fields=_FIELDS, fix=_FIX, instead=_INSTEAD)
+    return usable(source, rows, record_of, _FIX)
 
 
 def record_of(row: Mapping[str, Any]) -> Record:
@@ -100,17 +68,17 @@ def record_of(row: Mapping[str, Any]) -> Record:
 def _text(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if value is None:
-        raise _UnusableError(f"no {name!r} in it")
+        raise UnusableError(f"no {name!r} in it")
     if name == "answer" and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if name == "answer" and isinstance(value, float) and math.isfinite(value):
         value = str(int(value)) if value == int(value) else str(value)
     if not isinstance(value, str):
-        raise _UnusableError(f"{name!r} is no text")
+        raise UnusableError(f"{name!r} is no text")
     if not value.strip():
-        raise _UnusableError(f"empty {name!r}")
+        raise UnusableError(f"empty {name!r}")
     if not is_clean(value):
-        raise _UnusableError(f"{name!r} is binary data, not text")
+        raise UnusableError(f"{name!r} is binary data, not text")
     return value.strip()
 
 
@@ -118,10 +86,10 @@ def _number(answer: str) -> str:
     """What stands behind the last mark, without commas and signs of money."""
     _, mark, behind = answer.rpartition(_MARK)
     if not mark:
-        raise _UnusableError(f"no {_MARK} in its answer")
+        raise UnusableError(f"no {_MARK} in its answer")
     found = _NUMBER.search(behind)
     if found is None:
-        raise _UnusableError(f"no number behind the {_MARK} of its answer")
+        raise UnusableError(f"no number behind the {_MARK} of its answer")
     minus = "-" if "-" in found[0] or "−" in found[0] else ""
     return minus + found["digits"].replace(",", "")
 

@@ -13,10 +13,11 @@ import numpy.typing as npt
 from redline.data.packed import EpochIndex
 from redline.data.progress import Progress, ProgressCallback
 from redline.data.record_rows import QUESTION, RecordRows, SegmentReport, refuse_short
-from redline.data.records import Record, RecordReport, divided, read_records
+from redline.data.records import Record, divided, read_records
 from redline.data.specials import WithSpecials
 from redline.data.tokenizer import load_tokenizer
 from redline.data.tokens import digest_of
+from redline.data.usable import RowReport
 from redline.plan.layout import Layout
 from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Data
@@ -27,7 +28,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RecordsReport:
-    sources: tuple[RecordReport, ...]
+    sources: tuple[RowReport, ...]
     segments: tuple[SegmentReport, ...]
     dropped: int  # records whose answer does not fit
     duplicates: int  # left out: the question is held out (or, with data.dedup, came before)
@@ -128,7 +129,7 @@ def load_records(
     return RecordData(facts, train, held_out if len(held_out) else None, tokenizer, report, index)
 
 
-def _read(source: str, progress: ProgressCallback | None) -> tuple[list[Record], RecordReport]:
+def _read(source: str, progress: ProgressCallback | None) -> tuple[list[Record], RowReport]:
     if progress:
         progress(Progress(f"reading {source}", 0, None, 0))
     return read_records(source)

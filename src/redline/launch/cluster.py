@@ -120,7 +120,7 @@ def read_cluster(path: Path | None = None) -> Cluster:
             raise UsageError("there is no such file.", where=str(path), fix="Name the site's file, or leave it out.")
         return Cluster()
     try:
-        return Cluster.model_validate(read_recipe(file))
+        return Cluster.model_validate(read_recipe(file, "partition: NAME"))
     except ValidationError as error:
         raise RecipeError(str(file), [_problem(found) for found in error.errors()]) from None
 

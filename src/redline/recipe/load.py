@@ -123,7 +123,7 @@ def parse_yaml(text: str, where: str) -> Any:
         raise RecipeError(where, [Problem("file", f"not YAML: {error}.")]) from None
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
+def read_recipe(path: Path, begin: str = "objective: causal_lm") -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             content = file.read(_LARGEST_FILE + 1)
@@ -136,7 +136,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         what = "is empty." if tree is None else f"holds a {type(tree).__name__}, not sections of keys."
-        raise RecipeError(str(path), [Problem("file", what, "Begin with `objective: causal_lm`.")])
+        raise RecipeError(str(path), [Problem("file", what, f"Begin with `{begin}`.")])
     return tree
 
 
