@@ -150,6 +150,7 @@ def measured_steps(file: str, *more: str) -> list[Any]:
 MEASURED = [
     *measured_steps("plan-h200-20261115.json", "model.kernels=torch"),  # what there was when it was measured
     *measured_steps("plan-fused-h200-20261115.json"),
+    *measured_steps("plan-fused-h200-20261116.json"),
 ]
 
 

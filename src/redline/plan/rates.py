@@ -11,9 +11,9 @@ from itertools import pairwise
 
 # Mean share of the dense bf16 peak over a layer's matmuls (forward, dgrad, wgrad), by model width.
 MATMUL_SHARE = {256: 0.52, 384: 0.61, 512: 0.60, 768: 0.66, 1024: 0.64, 1536: 0.67, 2048: 0.67}
-FP8_OF_BF16 = (
-    0.89  # the share of its own peak that fp8 reaches, over bf16's: energy-h200-20261115.json, long sums exact
-)
+# The share of its own peak that fp8 reaches, over bf16's: energy-h200-20261115.json, long sums exact. Beyond the width
+# that was for (1024) the share grew no more: plan-fused-h200-20261116.json.
+FP8_OF_BF16, MOST_FP8_SHARE = 0.89, 0.57
 BEST_MATMUL_SHARE = {"bf16": 0.775, "fp8": 0.66, "fp16": 0.775, "fp32": 0.77}  # the fastest single one
 COPY_SHARE = 0.88  # of the memory's rated bandwidth
 
@@ -32,8 +32,9 @@ LAUNCH_SECONDS = 6e-6  # the host needs this long to start a kernel
 
 
 def matmul_share(width: int, precision: str = "bf16") -> float:
-    """Linear between the measured widths, flat beyond them; fp8 was measured at one."""
-    return _share_of_bf16(width) * (FP8_OF_BF16 if precision == "fp8" else 1.0)
+    """Linear between the measured widths, flat beyond them; fp8 was measured at two."""
+    share = _share_of_bf16(width)
+    return min(FP8_OF_BF16 * share, MOST_FP8_SHARE) if precision == "fp8" else share
 
 
 def _share_of_bf16(width: int) -> float:
