@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,17 +38,24 @@ SMALL = (
 TUNED = (  # fine-tuning, on a base of this shape
     *("model.base=base", "model.layers=2", "model.d_model=64", "model.heads=4", "model.kv_heads=2", "model.d_ff=128"),
     *("model.vocab=auto", "model.rope_theta=10000", "data.seq_len=96", "train.device=cpu", "train.precision=fp32"),
-    *("eval.sequences=4", "eval.sample_tokens=8", "train.steps=2"),
+    *("model.rope_scaling=null", "model.tied=true", "eval.sequences=4", "eval.sample_tokens=8", "train.steps=2"),
 )
 PLANNED = (  # denoising, of a few word problems
     *("model.layers=1", "model.d_model=32", "model.heads=2", "data.source=problems:easy:60", "train.device=cpu"),
     *("train.precision=fp32", "train.global_batch=4", "eval.sequences=4", "eval.samples=0", "train.steps=2"),
 )
+RECORDS = ("model.d_ff=64", "data.tokenizer=train:300", "train.micro_batch=2", "train.warmup_steps=1")
 WIRED = (  # latents, of a few texts
     *("model.base=base", "model.layers=2", "model.d_model=64", "model.heads=4", "model.kv_heads=2", "model.d_ff=128"),
     *("model.vocab=auto", "model.rope_theta=10000", "latent_prefix.d_z=16", "latent_prefix.slots=4"),
     *("latent_prefix.bytes=64", "train.device=cpu", "train.precision=fp32", "train.global_batch=4", "train.steps=2"),
-    *("eval.sequences=4", "eval.sample_tokens=8"),
+    *(
+        "eval.sequences=4",
+        "eval.sample_tokens=8",
+        "latent_prefix.others=[]",
+        "model.rope_scaling=null",
+        "model.tied=true",
+    ),
 )
 # What is refused, as its page says; and what needs a network, an account or files that a test has not.
 SENTENCES = {
@@ -84,15 +93,27 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tiny_base: Path
         assert _redline("train", "qlora-smollm2", "data.source=train.jsonl", *TUNED, "--run", "runs/tuned") == 0
         assert _redline("train", "problems-hdp", *PLANNED, "--run", "runs/plans") == 0
         assert _redline("train", "latentwire-smollm2", "data.source=squad.json", *WIRED, "--run", "runs/wired") == 0
+        _run_scripts(folder)
         assert _redline("prepare", "notes", "--out", "tokens-16k", "--tokenizer", "train:16384") == 0
         assert _redline("prepare", "notes", "--out", "tokens-32k", "--tokenizer", "train:32000") == 0
     finally:
         os.chdir(before)
-    for name in ("small", "long", "second"):
-        shutil.copytree(folder / "runs" / "first", folder / "runs" / name)
+    names = {"first": ("small", "long", "second"), "tuned": ("orders",), "plans": ("hdp", "bd3lm"), "wired": ("wire",)}
+    for run, copies in names.items():
+        for name in copies:
+            shutil.copytree(folder / "runs" / run, folder / "runs" / name)
     (folder / "runs" / "latest").unlink(missing_ok=True)
     (folder / "runs" / "latest").symlink_to("first")
     return folder
+
+
+def _run_scripts(folder: Path) -> None:
+    """Those that a page has the reader write: they make its data."""
+    for page in (ROOT / "docs").glob("*.md"):
+        for block in blocks(page.read_text(encoding="utf-8"), "python"):
+            if name := re.match(r"# (\w+\.py)\n", block):
+                (folder / name[1]).write_text(block, encoding="utf-8")
+                subprocess.run([sys.executable, "-S", name[1]], cwd=folder, check=True, timeout=60)
 
 
 def _article(number: int) -> dict[str, Any]:
@@ -146,14 +167,17 @@ def smaller(words: tuple[str, ...]) -> list[str]:
         return [*words, *TUNED]
     if verb == "train" and len(words) > 1 and words[1].startswith("latentwire"):
         return [*words, *WIRED]
-    if verb == "train" and len(words) > 1 and words[1].startswith("problems"):
-        return [*words, *PLANNED]
+    if verb == "train" and len(words) > 1 and words[1].startswith(("problems", "gsm8k")):
+        return [*words, *PLANNED, *(RECORDS if words[1].startswith("gsm8k") else ())]
     if verb == "watch" and "--once" not in words:  # else it would never end
         return [*words, "--once"]
     if verb in ("train", "profile") or (verb == "plan" and "--probe" in words):
         data = () if any(word.startswith("data.") for word in words) else ("data.source=notes", "data.tokenizer=bytes")
         words = tuple("2" if words[i - 1] == "--gpus" else word for i, word in enumerate(words))
         return [*words, *SMALL, *data, "train.steps=2"]
+    words = tuple(
+        "base" if word.startswith("HuggingFaceTB/") else word for word in words
+    )  # a hub's, which takes a minute
     plain = ["--tokenizer", "bytes"] if verb == "prepare" and "--tokenizer" not in words else []
     return ["1" if words[i - 1] == "--workers" else word for i, word in enumerate(words)] + plain
 

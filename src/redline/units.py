@@ -75,4 +75,6 @@ def format_bytes(number: float) -> str:
 
 
 def format_usd(dollars: float) -> str:
+    if 0 < dollars < 0.005:
+        return "<$0.01"  # what costs a little is not free
     return f"${dollars:.2f}" if dollars < 100 else f"${dollars:,.0f}"

@@ -164,5 +164,5 @@ def test_what_is_done_stays_done(recipe: str, inside: Any, monkeypatch: pytest.M
     """Whoever is asked to leave while it writes its report has nothing left to resume."""
     from redline.cli import running
 
-    monkeypatch.setattr(running, "_closing", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(running, "closing", lambda *_: signal.raise_signal(signal.SIGTERM))
     assert inside("train", recipe, "train.steps=1").code == 0

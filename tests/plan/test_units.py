@@ -86,6 +86,8 @@ def test_printed_seconds_are_within_their_last_digit(seconds: float) -> None:
         (format_bytes(512), "512 B"),
         (format_bytes(3 << 29), "1.5 GiB"),
         (format_usd(1.234), "$1.23"),
+        (format_usd(0.0049), "<$0.01"),
+        (format_usd(0), "$0.00"),
         (format_usd(12345), "$12,345"),
     ],
 )

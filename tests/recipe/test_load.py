@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from redline.errors import EXIT_USAGE, RecipeError, UsageError
+from redline.fields import AUTO
 from redline.recipe.load import load
 
 
@@ -223,3 +224,11 @@ def test_names_of_recipes(tmp_path: Path) -> None:
 )
 def test_contradictions(overrides: tuple[str, ...], key: str, says: str) -> None:
     assert says in problems("quickstart", *overrides)[key]
+
+
+def test_a_size_that_would_say_nothing_is_refused() -> None:
+    refused = problems("pretrain-350m", "model.size=1.3b")["model.size"]
+    assert "says nothing" in refused
+    words = refused.split("Add ")[1].split(",")[0].split()
+    assert load("pretrain-350m", ["model.size=1.3b", *words]).recipe.model.layers == AUTO
+    assert load("pretrain-350m", ["model.size=350m"]).recipe.model.layers == 24, "it says what the recipe says"

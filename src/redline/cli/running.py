@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
 import time
@@ -15,9 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from redline.cache import sync
+from redline.cli.closing import closing
 from redline.cli.paths import RUNS
 from redline.cli.together import Quiet, after_trouble, held, join_ranks, resolved_alike, where_to_begin
 from redline.errors import EXIT_PREEMPTED, UsageError
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from redline.data.progress import Progress
     from redline.evaluate.initial import Initial
     from redline.train.ranks import Ranks
-    from redline.train.trainer import Outcome
 
 
 def new_run(loaded: Loaded, directory: Path | None, overrides: list[str], *, dry_run: bool, gpus: int = 1) -> int:
@@ -280,7 +277,7 @@ def _train(
             outcome = trainer.run()
             leaving.code = outcome.exit_code  # what is done stays done, whoever wants this process gone now
     if ranks.first:
-        _closing(path, outcome, recipe)
+        closing(path, outcome, recipe)
     ranks.wait()  # whoever leaves first may not have the others ended: the first still writes its report
     ranks.leave()
     return outcome.exit_code
@@ -293,29 +290,6 @@ def _leave_no_trace(path: Path) -> None:
             (path / "events.jsonl").unlink()
         (path / LOCK_FILE).unlink()
         path.rmdir()
-
-
-def _closing(path: Path, outcome: Outcome, recipe: Recipe) -> None:
-    """The report, and what to try next."""
-    if outcome.reason != "preempted":  # who is asked to make room does not draw pictures
-        from redline.monitor.report import write_report
-
-        try:
-            typer.echo(f"report  {write_report(path)}", err=True)
-        except OSError as error:
-            typer.echo(f"report  not written ({error}); later: redline report {path}", err=True)
-    from redline.objectives import objective_module
-
-    module, score = objective_module(recipe.objective), ""
-    if module.can_answer(recipe):
-        numbers = any(name in str(recipe.data.source).lower() for name in ("gsm8k", "problems:"))
-        score = " --answers gsm8k" if numbers else " --answers match"
-    prompt = recipe.eval.prompt or ("a question" if score else "import ")
-    commands = [f"redline sample {path} --prompt {shlex.quote(prompt)}", f"redline eval {path}@best{score}"]
-    if hasattr(module, "export"):
-        commands.append(f"redline export {path} --out {path.name}-model")
-    for command in [f"redline train --resume {path}"] if outcome.exit_code else commands:
-        typer.echo(f"next    {command}", err=True)
 
 
 def _point_latest(path: Path) -> None:

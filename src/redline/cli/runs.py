@@ -70,7 +70,7 @@ _COLUMNS: dict[str, Callable[[RunSummary], str]] = {
     "loss": lambda run: _or_missing(run.loss, "{:.3f}".format),
     "val": lambda run: _or_missing(run.val_loss, "{:.3f}".format),
     "time": lambda run: _or_missing(run.hours, lambda hours: format_seconds(3600 * hours)),
-    "cost": lambda run: _or_missing(run.cost_usd, format_usd),
+    "cost": lambda run: _or_missing(run.cost_usd or None, format_usd),  # of nothing there is no price
     "disk": lambda run: format_bytes(run.disk_bytes),
 }
 

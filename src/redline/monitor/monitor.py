@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -81,10 +82,11 @@ class Monitor:
 
 
 def price_of(given: float | None) -> float | None:
-    """Dollars an hour for one card: as given, else by $REDLINE_PRICE."""
+    """Dollars an hour for one card: as given, else by $REDLINE_PRICE; what is no price, nothing among it, is None."""
     if given is not None:
         return given
     try:
-        return float(os.environ["REDLINE_PRICE"])
+        price = float(os.environ["REDLINE_PRICE"])
     except (KeyError, ValueError):
         return None
+    return price if 0 < price < math.inf else None

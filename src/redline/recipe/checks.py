@@ -49,6 +49,10 @@ def _model(model: Model) -> list[Problem]:
     sized = dict(zip(("layers", "d_model", "heads", "d_ff"), SIZES.get(model.size or "", ()), strict=False))
     d_model, heads = number(model.d_model) or sized.get("d_model"), number(model.heads) or sized.get("heads")
     kv_heads, head_dim = number(model.kv_heads), number(model.head_dim)
+    if sized and AUTO not in (given := {key: getattr(model, key) for key in sized}).values() and given != sized:
+        told = ", ".join(f"{key} {value}" for key, value in given.items())
+        fix = f"Add {' '.join(f'model.{key}=auto' for key in sized)}, or leave the size out."
+        problems.append(Problem("model.size", f"{model.size} says nothing: the recipe gives {told}.", fix))
     if model.size is None and model.base is None:
         missing = [k for k in ("layers", "d_model", "heads") if getattr(model, k) == AUTO]
         problems += [Problem(f"model.{key}", "is missing.", "Give it, or model.size: auto.") for key in missing]

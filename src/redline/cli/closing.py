@@ -1,0 +1,47 @@
+"""What is said when training is over: where the report lies, and what to try next."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from redline.errors import UserError
+from redline.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from redline.train.trainer import Outcome
+
+
+def closing(path: Path, outcome: Outcome, recipe: Recipe) -> None:
+    if outcome.reason != "preempted":  # who is asked to make room does not draw pictures
+        from redline.monitor.report import write_report
+
+        try:
+            typer.echo(f"report  {write_report(path)}", err=True)
+        except UserError as error:  # the run itself is safe
+            typer.echo(f"report  not written: {error.what} Later: redline report {path}", err=True)
+    for command in [f"redline train --resume {path}"] if outcome.exit_code else _next_commands(path, recipe):
+        typer.echo(f"next    {command}", err=True)
+
+
+def _next_commands(path: Path, recipe: Recipe) -> list[str]:
+    from redline.objectives import objective_module
+
+    module = objective_module(recipe.objective)
+    answers = f" --answers {answers_kind(recipe)}" if module.can_answer(recipe) else ""
+    prompt = recipe.eval.prompt or ("a question" if answers else "import ")
+    commands = [f"redline sample {path} --prompt {shlex.quote(prompt)}", f"redline eval {path}@best{answers}"]
+    if hasattr(module, "export"):
+        commands.append(f"redline export {path} --out {path.name}-model")
+    return commands
+
+
+def answers_kind(recipe: Recipe) -> str:
+    """How its answers are best compared: a prefix's under every condition, by words; numbers as numbers."""
+    if recipe.objective == "latent_prefix":
+        return "f1"
+    numbers = any(name in str(recipe.data.source).lower() for name in ("gsm8k", "problems:"))
+    return "gsm8k" if numbers else "match"

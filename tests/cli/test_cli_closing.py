@@ -1,0 +1,73 @@
+"""What a run says at its end, and what the list of runs says it cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.cli.closing import answers_kind
+from redline.monitor.monitor import price_of
+from redline.recipe.load import load
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (("latentwire-smollm2",), "f1"),
+        (("latentwire-smollm2", "data.source=problems:easy"), "f1"),
+        (("problems-hdp",), "gsm8k"),
+        (("qlora-smollm2",), "gsm8k"),
+        (("qlora-smollm2", "data.source=orders.jsonl"), "match"),
+    ],
+)
+def test_answers_are_compared_as_the_job_asks_for(name: tuple[str, ...], kind: str) -> None:
+    assert answers_kind(load(name[0], [*name[1:]]).recipe) == kind
+
+
+def test_the_commands_it_names_are_those_of_the_job(recipe: str, inside: Any) -> None:
+    said = inside("train", recipe, "--run", "runs/toy").err.splitlines()
+    assert [line for line in said if line.startswith("next")] == [
+        "next    redline sample runs/toy --prompt 'import '",
+        "next    redline eval runs/toy@best",
+        "next    redline export runs/toy --out toy-model",
+    ]
+
+
+def test_a_report_that_cannot_be_written_takes_nothing_from_the_run(recipe: str, inside: Any, tmp_path: Path) -> None:
+    (tmp_path / "runs/toy/report.html/in-the-way").mkdir(parents=True)
+    done = inside("train", recipe, "--run", "runs/toy")
+    assert done.code == 0
+    assert "report  not written: The report cannot be written" in done.err
+    assert "next    redline eval runs/toy@best" in done.err
+
+
+def run_that_cost(folder: Path, cost: float | None) -> None:
+    folder.mkdir(parents=True)
+    (folder / "lock.json").write_text("{}")
+    step = {"type": "step", "time": 1.0, "step": 9, "loss": 2.0, "hours": 0.1, "cost_usd": cost}
+    (folder / "events.jsonl").write_text(json.dumps(step) + "\n")
+
+
+def cost_column(table: str) -> dict[str, str]:
+    heads, *rows = [line.split() for line in table.splitlines()]
+    return {row[0]: row[heads.index("cost")] for row in rows}
+
+
+def test_a_run_without_a_price_has_no_cost(tmp_path: Path, inside: Any) -> None:
+    run_that_cost(tmp_path / "runs/unknown", None)
+    run_that_cost(tmp_path / "runs/nothing", 0.0)
+    assert "cost" not in inside("runs").out
+    run_that_cost(tmp_path / "runs/little", 0.001)
+    run_that_cost(tmp_path / "runs/much", 12.5)
+    shown = cost_column(inside("runs").out.replace(" KiB", "KiB").replace(" B", "B"))
+    assert shown == {"unknown": "–", "nothing": "–", "little": "<$0.01", "much": "$12.50"}
+
+
+@pytest.mark.parametrize(("text", "price"), [("2.5", 2.5), ("0", None), ("-1", None), ("nan", None), ("free", None)])
+def test_a_price_is_a_number_above_nothing(text: str, price: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDLINE_PRICE", text)
+    assert price_of(None) == price
+    assert price_of(3.0) == 3.0
