@@ -119,7 +119,7 @@ def recipe(corpus: Path, tmp_path: Path) -> Callable[[int, int], Path]:
     [
         pytest.param(400, 25, (0.5, 1.5), ("kill", "corrupt"), 2, id="short", marks=pytest.mark.soak),
         pytest.param(
-            40_000,
+            100_000,
             200,
             (20.0, 60.0),
             ("kill", "term", "full", "corrupt", "hang"),

@@ -11,6 +11,7 @@ import torch
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
 from redline.models.adapted import adapted_linears, fill_frozen, random_tensors
+from redline.models.float8 import LINEARS
 from redline.models.transformer import Decoder
 from redline.plan.adapters import TARGETS, Adapter
 from redline.plan.shapes import DecoderShape
@@ -82,6 +83,47 @@ def test_in_bf16_it_is_no_further_from_the_truth_than_the_plain_one() -> None:
         return max(float((found[name].float() - value).norm() / value.norm()) for name, value in truth.items())
 
     assert error(fused) < 1.3 * error(plain) + 1e-3
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "targets"),
+    [({}, tuple(TARGETS)), ({"qkv_bias": True}, ("q_proj", "v_proj", "down_proj")), ({"qk_norm": True}, ("up_proj",))],
+    ids=["all seven", "with a bias", "with norms"],
+)
+def test_in_fp8_it_stays_near_bf16(
+    changes: dict[str, Any], targets: tuple[str, ...], quantised: bool, dropout: float
+) -> None:
+    """The adapters' own matrices are not rounded: what differs comes from the base's products."""
+    shape, adapter = replace(SHAPE, **changes), Adapter(4, targets, quantised=quantised)
+    lora = Lora(r=4, alpha=8.0, dropout=dropout, target_modules=targets)
+    truth = outputs(decoder("fused", shape, adapter, lora, torch.bfloat16))
+    eight = decoder("fused", shape, adapter, lora, torch.bfloat16)
+    eight.use_float8(LINEARS, CPU)
+    looked = outputs(eight)  # the first pass computes in bf16
+    assert all(torch.equal(looked[name], value) for name, value in truth.items())
+    eight.zero_grad()
+    found = outputs(eight)
+    errors = {name: float((found[name].float() - value).norm() / value.norm()) for name, value in truth.items()}
+    assert 1e-3 < max(errors.values()) < 0.6, errors  # if nothing moved, nothing ran in fp8
+    assert sorted(errors.values())[len(errors) // 2] < 0.15, errors  # those of queries are small, and mostly noise
+    assert errors["hidden"] < 0.15
+
+
+def test_in_fp8_norms_of_any_size_are_scaled_into_range() -> None:
+    """What a base's norms are is known: no look at what they make, and no value cut off."""
+    adapter, lora = Adapter(4, tuple(TARGETS), quantised=False), Lora(r=4, dropout=0.0)
+    models = [decoder("fused", SHAPE, adapter, lora, torch.bfloat16) for _ in range(2)]
+    for model in models:
+        for block in model.blocks:
+            block.mlp_norm.weight.data *= 900.0
+    eight = models[1]
+    eight.use_float8(LINEARS, CPU)
+    outputs(eight)
+    eight.zero_grad()
+    found, truth = outputs(eight)["hidden"], outputs(models[0])["hidden"]
+    assert float((found - truth).norm() / truth.norm()) < 0.3
 
 
 def test_the_base_has_no_gradient() -> None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from redline.errors import UsageError, UserError
-from redline.models.lora import FrozenMatrix, LoraLinear
+from redline.models.frozen import FrozenMatrix
+from redline.models.lora import LoraLinear
 from redline.models.recompute import CHECKPOINTING
 
 QKV = {"q": 40, "k": 24, "v": 24}

@@ -52,7 +52,7 @@ def test_equals_the_dense_reference(device: str, backend: str, packed: bool, kv_
         qkv = inputs(device, B, H, kv_heads, T, K)
         if name == "dense":
             qkv = tuple(x.detach().float().requires_grad_() for x in qkv)
-        attention = Attention(name, spec, device)
+        attention = Attention(name, spec, device, grouped=kv_heads != H)
         out = attention(*qkv, attention.bind(T, ids))
         out.float().square().sum().backward()
         results.append([out, *(x.grad for x in qkv)])

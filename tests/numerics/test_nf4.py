@@ -16,7 +16,14 @@ from torch import Tensor
 
 from redline.errors import UserError
 from redline.kernels import nf4
-from redline.kernels.nf4 import NF4, dequantise_nf4, quantise_nf4, reference_dequantise_nf4
+from redline.kernels.nf4 import (
+    NF4,
+    dense_nf4,
+    dequantise_nf4,
+    largest_magnitude,
+    quantise_nf4,
+    reference_dequantise_nf4,
+)
 from redline.plan.adapters import nf4_bytes
 
 KERNELS = "nf4"
@@ -157,8 +164,48 @@ def test_the_kernel_writes_the_references_values(
     matrix = quantise_nf4(weight(rows, columns, device), double=double)
     expected = block_by_block(matrix).to(dtype)
     out = torch.full((rows, columns), 7.0, dtype=dtype, device=device)
-    assert kernels.dequantise_nf4(matrix, dtype, out) is out
+    assert kernels.dequantise_nf4(matrix, out) is out
     assert torch.equal(out, expected)
+
+
+@sizes
+@given(rows=st.integers(1, 40), columns=st.integers(1, 300), exponent=st.integers(-3, 6), double=doubly)
+def test_the_kernel_writes_fp8_by_a_factor(
+    device: str, kernels: Any, rows: int, columns: int, exponent: int, double: bool
+) -> None:
+    matrix = quantise_nf4(weight(rows, columns, device), double=double)
+    factor = torch.tensor(2.0**exponent, device=device)
+    expected = (block_by_block(matrix) * factor).to(torch.float8_e4m3fn)
+    out = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
+    kernels.dequantise_nf4(matrix, out, factor)
+    assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
+    alone = dequantise_nf4(matrix, torch.float8_e4m3fn, factor=factor)
+    assert torch.equal(alone.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_no_value_is_larger_than_said(device: str, double: bool) -> None:
+    matrix = quantise_nf4(weight(40, 300, device), double=double)
+    assert largest_magnitude(matrix) == dequantise_nf4(matrix, torch.float32).abs().amax()
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_a_compiler_sees_one_operation(device: str, double: bool) -> None:
+    """Followed into the kernel, it would take its tables for constants of the host."""
+    parts = [quantise_nf4(weight(rows, 96, device), double=double) for rows in (8, 24)]
+    graphs = []
+
+    def keep_graph(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x: x @ dense_nf4(parts, torch.float32).T, backend=keep_graph, fullgraph=True)
+    x = torch.randn(5, 96, device=device)
+    assert torch.equal(compiled(x), x @ dense_nf4(parts, torch.float32).T)
+    called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert [str(target) for target in called if "nf4" in str(target)] == ["redline.dense_nf4.default"]
+    assert [node.name for node in graphs[0].graph.nodes if node.op == "get_attr"] == []
+    assert torch.tensor not in called
 
 
 def block_by_block(matrix: NF4) -> Tensor:
@@ -185,7 +232,7 @@ def test_written_into_a_slice(
     for place in ((slice(2, 2 + rows), slice(None)), (slice(2, 2 + rows), slice(0, columns))):
         width = columns if place[1] == slice(None) else columns + 5
         whole = torch.full((rows + 3, width), 7.0, dtype=dtype, device=device)
-        kernels.dequantise_nf4(matrix, dtype, whole[place])
+        kernels.dequantise_nf4(matrix, whole[place])
         assert torch.equal(whole[place], expected)
         whole[place] = 7.0
         assert bool((whole == 7.0).all())
@@ -194,7 +241,7 @@ def test_written_into_a_slice(
 def test_broken_scales_are_seen(device: str, kernels: Any) -> None:
     matrix = quantise_nf4(weight(4, 64, device), double=False)
     matrix.scales[2] = float("nan")
-    out = kernels.dequantise_nf4(matrix, torch.bfloat16, torch.empty(4, 64, dtype=torch.bfloat16, device=device))
+    out = kernels.dequantise_nf4(matrix, torch.empty(4, 64, dtype=torch.bfloat16, device=device))
     assert out.isnan().any(1).tolist() == [False, False, True, False]
 
 
@@ -209,7 +256,7 @@ def test_moved_without_loss(device: str) -> None:
     matrix = quantise_nf4(weight(9, 64, device))
     moved = matrix.to(torch.device("cpu"))
     out = torch.empty(9, 64)
-    assert torch.equal(reference_dequantise_nf4(moved, out.dtype, out), dequantise_nf4(matrix, out.dtype).cpu())
+    assert torch.equal(reference_dequantise_nf4(moved, out), dequantise_nf4(matrix, out.dtype).cpu())
 
 
 def test_the_kernels_compile_for_hopper(tmp_path: Any) -> None:
@@ -220,7 +267,7 @@ def test_the_kernels_compile_for_hopper(tmp_path: Any) -> None:
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     compiled = json.loads(done.stdout)
-    assert [kernel["name"] for kernel in compiled] == ["_dequantise"] * 8
+    assert [kernel["name"] for kernel in compiled] == ["_dequantise"] * 9
     for kernel in compiled:
         assert "fma.rn.f32" not in kernel["ptx"]  # a scale's product is rounded before its mean is added
         assert ".local" not in kernel["ptx"]
@@ -253,16 +300,19 @@ def main() -> None:
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, device="meta", dtype=dtype)
 
-    JITFunction.__getitem__ = catch  # type: ignore[method-assign]
-    for rows, columns, dtype in ((4096, 14336, torch.bfloat16), (33, 77, torch.float32)):
+    def matrices(rows: int, columns: int) -> tuple[NF4, NF4]:
         blocks = -(-rows * columns // 64)
         codes = empty((rows * columns + 1) // 2, dtype=torch.uint8)
         nested = (empty(256), empty(-(-blocks // 256)), empty(()))
         single = NF4(codes, empty(blocks), None, (rows, columns))
-        double = NF4(codes, empty(blocks, dtype=torch.uint8), nested, (rows, columns))
-        for matrix in (single, double):
+        return single, NF4(codes, empty(blocks, dtype=torch.uint8), nested, (rows, columns))
+
+    JITFunction.__getitem__ = catch  # type: ignore[method-assign]
+    for rows, columns, dtype in ((4096, 14336, torch.bfloat16), (33, 77, torch.float32)):
+        for matrix in matrices(rows, columns):
             for whole in (empty(rows, columns, dtype=dtype), empty(rows, columns + 16, dtype=dtype)):
-                nf4_triton.dequantise_nf4(matrix, dtype, whole[:, :columns])
+                nf4_triton.dequantise_nf4(matrix, whole[:, :columns])
+    nf4_triton.dequantise_nf4(matrices(4096, 14336)[1], empty(4096, 14336, dtype=torch.float8_e4m3fn), empty(()))
     print(json.dumps(found))
 
 

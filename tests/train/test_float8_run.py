@@ -23,7 +23,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any,
     """What was measured; down loses, and stays in bf16."""
     asked: list[tuple[Any, ...]] = []
 
-    def measure(backend: str, *shape: int, cast: bool) -> tuple[float, float]:
+    def measure(backend: str, *shape: int, cast: bool, learns: bool) -> tuple[float, float]:
         asked.append((backend, *shape))
         return (1.0, 2.0) if shape[1:] == (64, 32) else (2.0, 1.0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 from redline.monitor.events import Event, read_events
 
 LIMIT_S = 3600
+_EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")  # as a traceback ends
 
 
 class ChildError(Exception):
@@ -84,6 +86,13 @@ def _run(command: list[str], given: str, environment: dict[str, str] | None = No
     except subprocess.TimeoutExpired:
         raise ChildError(f"not done within {limit_s:.0f} s") from None
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
-        raise ChildError(said[-1].removeprefix("redline: ").strip()[:300])
+        raise ChildError(_reason(done.stderr) or f"exit status {done.returncode}")
     return done.stdout
+
+
+def _reason(said: str) -> str:
+    """What it died of: the line that names an exception, after which there may be advice, or else the last one."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or [""]
+    named = [line for line in lines if _EXCEPTION.match(line)]
+    last = lines[-1] if lines[-1].startswith("redline: ") or not named else named[-1]
+    return last.removeprefix("redline: ")[:300]

@@ -5,10 +5,11 @@ Each row is a process of its own: `redline.bench.finetune_steps` for ours, `redl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from redline.bench.child import ChildError, ask
+from redline.bench.fp8 import not_in_fp8
 from redline.bench.record import Row
 from redline.bench.setting import Setting, choose_setting
 from redline.errors import UsageError, UserError
@@ -45,6 +46,7 @@ class Contender:
     what: str
     method: str = "qlora"
     packed: bool = False  # several samples a row, which must not see each other
+    forced: tuple[str, ...] = ()  # above what the user asks for: what it is named for
     peer: dict[str, bool | int] | None = None  # how the usual stack is to do it; None: redline
 
 
@@ -53,6 +55,12 @@ CONTENDERS = (
     Contender("redline qlora", "NF4 base, each row one document"),
     Contender(
         "redline qlora packed", "the same, each row filled with short samples that do not see each other", packed=True
+    ),
+    Contender(
+        "redline qlora fp8 packed",
+        "the same, the frozen base's products in fp8",
+        packed=True,
+        forced=("train.precision=fp8",),
     ),
     Contender("redline lora", "base not quantised, each row one document", method="lora"),
     Contender(
@@ -85,9 +93,9 @@ def choose(name: str | None, overrides: list[str]) -> Setting:
     return choose_setting(name or RECIPE, overrides, {**DEFAULTS, "cpu": (*tiny, *DEFAULTS["cpu"])})
 
 
-def run_finetune(setting: Setting) -> Iterator[Row]:
+def run_finetune(setting: Setting, contenders: Sequence[Contender] = CONTENDERS) -> Iterator[Row]:
     """A row for each contender, one after the other; who cannot run says why in `error`."""
-    for contender in CONTENDERS:
+    for contender in contenders:
         row: Row = {"name": contender.name, "what": contender.what}
         try:
             yield row | _figures(contender, setting)
@@ -98,7 +106,8 @@ def run_finetune(setting: Setting) -> Iterator[Row]:
 
 
 def _figures(contender: Contender, setting: Setting) -> Row:
-    recipe = _complete(load(setting.name, [*setting.overrides, f"finetune.method={contender.method}"]).recipe)
+    words = [*setting.overrides, f"finetune.method={contender.method}", *contender.forced]
+    recipe = _complete(load(setting.name, words).recipe)
     facts = DataFacts(int(number(recipe.model.vocab) or 0), 10**9, 10**7, "", recipe.data.tokenizer, "")
     resolved = resolve(recipe, setting.machine, facts)
     request = {
@@ -109,6 +118,10 @@ def _figures(contender: Contender, setting: Setting) -> Row:
     }
     if contender.peer is None:
         measured = ask("redline.bench.finetune_steps", request)
+        if "train.precision=fp8" in contender.forced:
+            choices = [{"key": key, "value": value} for key, value in measured["choices"].items()]
+            if why := not_in_fp8(measured["precision"], choices, measured["warnings"]):
+                raise ChildError(why)
         found = measured | _planned(resolved, measured)
     else:
         micro = _peers_batch(recipe, resolved).micro

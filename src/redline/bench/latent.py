@@ -5,7 +5,7 @@ Each row is a process of its own: `redline.bench.latent_steps` for ours, `redlin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -98,7 +98,7 @@ def choose(name: str | None, overrides: list[str]) -> Setting:
     return choose_setting(name or RECIPE, overrides, defaults, tiny=())
 
 
-def run_latent(setting: Setting) -> Iterator[Row]:
+def run_latent(setting: Setting, contenders: Sequence[Contender] = CONTENDERS) -> Iterator[Row]:
     """A row for each contender, one after the other; who cannot run says why in `error`."""
     recipe = _complete(setting.recipe)
     facts = DataFacts(257, 10**9, 10**7, "", "bytes", "")
@@ -108,7 +108,7 @@ def run_latent(setting: Setting) -> Iterator[Row]:
         "facts": asdict(facts),
         "steps": recipe.train.steps or 1,
     }
-    for contender in CONTENDERS:
+    for contender in contenders:
         row: Row = {"name": contender.name, "what": contender.what}
         try:
             if contender.peer is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from redline.bench.child import ChildError, TrainedRun, ask, train
 from redline.bench.fp8 import not_in_fp8
+from redline.bench.picked import picked
 from redline.bench.readings import card_figures, data_wait_share, median
 from redline.bench.record import Row
 from redline.bench.setting import UNDISTURBED, Setting
@@ -63,12 +64,13 @@ def contenders(recipe: Recipe) -> tuple[Contender, ...]:
     return MASKED if hasattr(job(recipe.objective), "layout") else CONTENDERS[:1]
 
 
-def run_throughput(setting: Setting) -> Iterator[Row]:
+def run_throughput(setting: Setting, only: str | None = None) -> Iterator[Row]:
     """A row for each contender, one after the other; who cannot run says why in `error`."""
+    chosen = picked(contenders(setting.recipe), only)
     with tempfile.TemporaryDirectory(prefix="redline-bench-") as name:
         folder = Path(name)
         setting = setting.with_tokens(folder / "tokens", _tokens_needed(setting))
-        for contender in contenders(setting.recipe):
+        for contender in chosen:
             own = [*contender.overrides, *contender.forced]
             row: Row = {"name": contender.name, "what": contender.what, "overrides": own}
             words = [setting.name, *UNDISTURBED, *contender.overrides, *setting.overrides, *contender.forced]

@@ -28,7 +28,9 @@ OutOption = Annotated[
 OnlyOption = Annotated[
     str | None, typer.Option("--only", metavar="NAME[,NAME]", help="These configurations of the list, anew.")
 ]
-
+PickOption = Annotated[
+    str | None, typer.Option("--only", metavar="WORD[,WORD]", help="Those of the list whose name has such a word.")
+]
 OverridesArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE …]", help="Overrides for the arms that are trained.")
 ]
@@ -58,7 +60,9 @@ def bench() -> None:
 
 
 @app.command("throughput")
-def throughput(words: WordsArgument = None, json_: JsonOption = False, out: OutOption = None) -> None:
+def throughput(
+    words: WordsArgument = None, json_: JsonOption = False, out: OutOption = None, only: PickOption = None
+) -> None:
     """Tokens a second of the real loop, with fp8 too, beside the plain compiled step and transformers' Llama.
 
     Examples:
@@ -73,7 +77,7 @@ def throughput(words: WordsArgument = None, json_: JsonOption = False, out: OutO
     name, overrides = split_words(words)
     setting = choose_setting(name, overrides, DEFAULTS)
     record = _record_of("throughput", setting, out)
-    _collect(record, run_throughput(setting))
+    _collect(record, run_throughput(setting, only))
     record.rows = with_ratios(record.rows)
     _show(record, json_, throughput_line)
     if "error" in record.rows[0]:
@@ -81,21 +85,24 @@ def throughput(words: WordsArgument = None, json_: JsonOption = False, out: OutO
 
 
 @app.command("finetune")
-def finetune(words: WordsArgument = None, json_: JsonOption = False, out: OutOption = None) -> None:
+def finetune(
+    words: WordsArgument = None, json_: JsonOption = False, out: OutOption = None, only: PickOption = None
+) -> None:
     """Tokens a second of QLoRA and LoRA, beside transformers, PEFT, bitsandbytes and Liger at the same work.
 
     Examples:
       redline bench finetune
       redline bench finetune train.steps=40 --out finetune.json
     """
-    from redline.bench.finetune import choose, run_finetune, with_ratios
+    from redline.bench.finetune import CONTENDERS, choose, run_finetune, with_ratios
     from redline.bench.markdown import lines
+    from redline.bench.picked import picked
     from redline.bench.place import check_out
 
     check_out(out)
-    setting = choose(*split_words(words))
+    setting, contenders = choose(*split_words(words)), picked(CONTENDERS, only)
     record = _record_of("finetune", setting, out)
-    _collect(record, run_finetune(setting))
+    _collect(record, run_finetune(setting, contenders))
     record.rows = with_ratios(record.rows)
     _show_lines(record, json_, lines)
     if "error" in record.rows[0]:
@@ -103,21 +110,24 @@ def finetune(words: WordsArgument = None, json_: JsonOption = False, out: OutOpt
 
 
 @app.command("latent")
-def latent(words: WordsArgument = None, json_: JsonOption = False, out: OutOption = None) -> None:
+def latent(
+    words: WordsArgument = None, json_: JsonOption = False, out: OutOption = None, only: PickOption = None
+) -> None:
     """Texts a second of a latent prefix, beside the textbook loop: a forward for each term, the teacher in each step.
 
     Examples:
       redline bench latent
       redline bench latent model.quant=nf4 --out latent.json
     """
-    from redline.bench.latent import choose, run_latent, with_ratios
+    from redline.bench.latent import CONTENDERS, choose, run_latent, with_ratios
     from redline.bench.markdown import lines
+    from redline.bench.picked import picked
     from redline.bench.place import check_out
 
     check_out(out)
-    setting = choose(*split_words(words))
+    setting, contenders = choose(*split_words(words)), picked(CONTENDERS, only)
     record = _record_of("latent", setting, out)
-    _collect(record, run_latent(setting))
+    _collect(record, run_latent(setting, contenders))
     record.rows = with_ratios(record.rows)
     _show_lines(record, json_, lines)
     if "error" in record.rows[0]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from redline.cache import cache_dir
+from redline.models.frozen import FrozenMatrix
 from redline.models.llama import names
-from redline.models.lora import FrozenMatrix, LoraLinear
+from redline.models.lora import LoraLinear
 from redline.models.pretrained import Base
 from redline.objectives.base import OnBase
 from redline.plan.adapters import TARGETS, Adapter, matrix_sides

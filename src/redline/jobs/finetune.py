@@ -55,8 +55,10 @@ def problems(recipe: Any) -> list[Problem]:
     if method == "full" and model.lora != type(model).model_fields["lora"].default:
         fix = "Take it away, or use finetune.method=lora."
         found.append(Problem("model.lora", "does nothing with finetune.method=full.", fix))
-    if recipe.train.precision == "fp8":
-        found.append(Problem("train.precision", "fp8 is not for fine-tuning yet.", "Use bf16."))
+    if recipe.train.precision == "fp8" and method == "full":
+        found.append(Problem("train.precision", "fp8 is for a frozen base.", "Use bf16, or finetune.method=qlora."))
+    if recipe.train.precision == "fp8" and recipe.train.fp8 == "torchao":
+        found.append(Problem("train.fp8", "torchao's is for weights that learn.", "Leave it out."))
     return found
 
 
@@ -79,6 +81,10 @@ class Costs(DecoderCosts):
             return counted
         added = self.adapter.parameters(shape)
         return {**counted, "total": shape.parameters + added, "trainable": added}
+
+    def unmeasured(self, shape: DecoderShape) -> str:
+        """Who asks for fp8 asks for these."""
+        return "" if self.recipe.train.precision == "fp8" else super().unmeasured(shape)
 
     def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
         """A frozen matrix has a gradient of its input, and none of itself."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -46,9 +48,11 @@ class Bound:
 class Attention:
     """The chosen back-end for one mask description."""
 
-    def __init__(self, backend: str, spec: MaskSpec, device: str = "cpu") -> None:
+    def __init__(self, backend: str, spec: MaskSpec, device: str = "cpu", *, grouped: bool = False) -> None:
+        """`grouped`: several heads share their keys and values."""
         self.backend, self.spec, self.device = backend, spec, device
         self.varlen = backend == "flash" and spec.documents and device == "cuda"
+        self.grouped = grouped and device == "cuda" and _reads_groups("varlen" if self.varlen else backend)
         self.own_blocks = spec.own_blocks
         self._static: Bound | None = None
 
@@ -81,12 +85,13 @@ class Attention:
         if self.backend == "split":
             return _split(q, k, v, self.own_blocks, bound)
         if self.varlen:
-            return _varlen(q, k, v, bound)
-        k, v = _repeat_kv(q, k, v)
+            return _varlen(q, k, v, bound, self.grouped)
+        grouped = self.grouped and bound.dense is None
+        if not grouped:
+            k, v = _repeat_kv(q, k, v)
         with sdpa_kernel(_SDPA[self.backend]):
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=bound.dense, is_causal=self.spec.causal and bound.dense is None
-            )
+            causal = self.spec.causal and bound.dense is None
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bound.dense, is_causal=causal, enable_gqa=grouped)
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, start: int, whole: bool = False) -> Tensor:
@@ -102,6 +107,24 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, start: int, whole: bool = Fal
 def _repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
+
+
+@cache
+def _reads_groups(backend: str) -> bool:
+    """Whether the back-end's kernel lets heads share keys and values; where not, each gets a copy."""
+    if backend == "varlen":
+        from torch.nn.attention.varlen import varlen_attn
+
+        return "enable_gqa" in signature(varlen_attn).parameters
+    if backend not in _SDPA:
+        return False
+    q, kv = (torch.zeros(1, heads, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (2, 1))
+    try:
+        with sdpa_kernel(_SDPA[backend]), torch.enable_grad():
+            F.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True).sum().backward()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, spec: MaskSpec, mask: Tensor | None) -> Tensor:
@@ -122,14 +145,17 @@ def _borders(documents_BT: Tensor) -> Tensor:
     return torch.cat([first, first.new_tensor([documents_BT.numel()])]).to(torch.int32)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, bound: Bound, grouped: bool) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     B, H, T, K = q.shape
-    k, v = _repeat_kv(q, k, v)
-    q, k, v = (x.transpose(1, 2).reshape(B * T, H, K) for x in (q, k, v))
+    options: dict[str, Any] = {"enable_gqa": True} if grouped else {}
+    if not grouped:
+        k, v = _repeat_kv(q, k, v)
+    q, k, v = (x.transpose(1, 2).reshape(B * T, -1, K) for x in (q, k, v))
     assert bound.borders is not None
-    out = varlen_attn(q, k, v, bound.borders, bound.borders, bound.longest, bound.longest, window_size=(-1, 0))
+    lengths = (bound.borders, bound.borders, bound.longest, bound.longest)
+    out = varlen_attn(q, k, v, *lengths, window_size=(-1, 0), **options)
     assert isinstance(out, Tensor)
     return out.view(B, T, H, K).transpose(1, 2)
 

@@ -50,6 +50,7 @@ class _LinearCrossEntropy8(torch.autograd.Function):
         normed, gradient = (_fixed(value, x_ND) for value in (normed_factor(x_ND.shape[1]), _GRADIENT))
         x8, w8 = quantise(x_ND, normed), quantise(weight_VD, current_scale(weight_VD))
         assert x8.row is not None
+        assert x8.column is not None
         bias = mean_correction(x8, w8, weight_VD)
         losses = torch.empty(len(x_ND), device=x_ND.device, dtype=torch.float32)
         grad_x = torch.empty_like(x_ND)

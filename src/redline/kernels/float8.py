@@ -27,7 +27,7 @@ class Float8(NamedTuple):
     """value = stored · unscale."""
 
     row: Tensor | None  # [N, K] e4m3, contiguous; None where only the backward still needs it
-    column: Tensor  # [K, N] e4m3, contiguous: the same, transposed
+    column: Tensor | None  # [K, N] e4m3, contiguous: the same, transposed; None where nothing multiplies it
     unscale: Tensor  # float32 scalar on the device
 
 
@@ -39,14 +39,18 @@ class Scale(NamedTuple):
     amax: Tensor | None  # raised by the kernel to the largest finite magnitude it met; None where nobody asks
 
 
-def normed_factor(width: int) -> float:
-    """For rows that were normed: no value lies beyond √width times its weight, which may be up to two."""
-    return float(2.0 ** math.floor(math.log2(LARGEST / (2 * math.sqrt(width)))))
+def normed_factor(width: int, weight: float = 2.0) -> float:
+    """For rows that were normed: no value lies beyond √width times its weight, which may be up to that."""
+    return float(2.0 ** math.floor(math.log2(LARGEST / (weight * math.sqrt(width)))))
 
 
 def current_scale(x: Tensor) -> Scale:
     """From the tensor as it is: one more look at it."""
-    largest = torch.linalg.vector_norm(x.detach(), float("inf"), dtype=torch.float32)
+    return scale_for(torch.linalg.vector_norm(x.detach(), float("inf"), dtype=torch.float32))
+
+
+def scale_for(largest: Tensor) -> Scale:
+    """Of a tensor whose largest magnitude is known."""
     factor = torch.where(largest > 0, torch.exp2(torch.floor(torch.log2(LARGEST / largest))), 1.0)
     return Scale(factor, factor.reciprocal(), None)
 
@@ -58,6 +62,15 @@ def quantise(x_NK: Tensor, scale: Scale) -> Float8:
 
         return float8_triton.quantise(x_NK, scale)
     return reference_quantise(x_NK, scale)
+
+
+def turned(row_NK: Tensor) -> Tensor:
+    """Codes [K, N] of codes [N, K]."""
+    if row_NK.is_cuda:
+        from redline.kernels import float8_triton
+
+        return float8_triton.turned(row_NK)
+    return row_NK.T.contiguous()
 
 
 def add_rms_norm8(
@@ -123,11 +136,14 @@ def linear8(x: Float8, weight: Float8, bias_O: Tensor | None = None) -> Tensor:
 def input_gradient8(grad: Float8, weight: Float8, bias_I: Tensor | None = None) -> Tensor:
     """grad·W in bf16, and a bias in bf16 added to it."""
     assert grad.row is not None
+    assert weight.column is not None
     return _matmul(grad.row, weight.column, grad.unscale, weight.unscale, torch.bfloat16, bias_I)
 
 
 def weight_gradient8(grad: Float8, x: Float8) -> Tensor:
     """gradᵀ·x in float32."""
+    assert grad.column is not None
+    assert x.column is not None
     return _matmul(grad.column, x.column, grad.unscale, x.unscale, torch.float32)
 
 

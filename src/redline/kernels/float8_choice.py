@@ -32,34 +32,45 @@ class Float8Choice:
         return f"{self.backend}: {', '.join(self.linears)}" if self.linears else "none"
 
 
-def choose(asked: str, shapes: Shapes, *, fused: bool) -> Float8Choice:
-    """`native` is for fused blocks, `torchao` for compiled ones; what cannot be in fp8, or loses, stays in bf16."""
-    if not fused and asked == "native":
+def choose(asked: str, shapes: Shapes, *, fused: bool, learns: bool = True) -> Float8Choice:
+    """`native` is for fused blocks, `torchao` for compiled ones; what cannot be in fp8, or loses, stays in bf16.
+
+    A weight that does not learn has no gradient, and its cast costs much the same either way.
+    """
+    if not fused and (asked == "native" or not learns):
         return Float8Choice("none", (), "native fp8 is part of the fused kernels, which are off")
     if not fused and missing():
         return Float8Choice("none", (), missing())
     backend = "native" if fused else "torchao"
     able = {name: shape for name, shape in shapes.items() if all(side % MULTIPLE == 0 for side in shape)}
     odd = [f"{name} is no multiple of {MULTIPLE}" for name in shapes if name not in able]
-    times, date = _recall(backend, able), ""
+    key = _key(backend, able, learns)
+    times, date = _recall(key, able), ""
     if times is None:
-        times = {name: measure(backend, *shape, cast=name in CAST) for name, shape in able.items()}
-        keep(FLOAT8, _key(backend, able), {"ms": times})
+        times = {name: measure(backend, *shape, cast=name in CAST, learns=learns) for name, shape in able.items()}
+        keep(FLOAT8, key, {"ms": times})
         torch.cuda.empty_cache()  # the model wants the room in other pieces
     else:
         date = ", as measured before"
     faster = tuple(name for name, (bf16, fp8) in times.items() if fp8 < bf16)
     told = [f"{name} {bf16:.2f} → {fp8:.2f}" for name, (bf16, fp8) in times.items()]
-    reason = f"ms of a layer's three matmuls in bf16 → fp8{date}: {'; '.join([', '.join(told), *odd])}"
+    which = f"a layer's {'three' if learns else 'two'} matmuls"
+    reason = f"ms of {which} in bf16 → fp8{date}: {'; '.join([', '.join(told), *odd])}"
     return Float8Choice(backend if faster else "none", faster, reason)
 
 
-def measure(backend: str, tokens: int, inner: int, outer: int, *, cast: bool) -> tuple[float, float]:
-    """Milliseconds of forward and both gradients, in bf16 and in fp8, the weight's cast included."""
+def measure(
+    backend: str, tokens: int, inner: int, outer: int, *, cast: bool, learns: bool = True
+) -> tuple[float, float]:
+    """Milliseconds of forward and both gradients, in bf16 and in fp8, the weight's cast included; of a weight that does
+    not learn, of the forward and its input's gradient alone."""
     x, grad = (torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16) for width in (inner, outer))
     weight = torch.randn(outer, inner, device="cuda") / inner**0.5
-    bf16 = _bf16(x, grad, weight)
-    fp8 = _native(x, grad, weight, cast) if backend == "native" else _torchao(x, grad, weight)
+    if not learns:
+        bf16, fp8 = _frozen(x, grad, weight, cast)
+    else:
+        bf16 = _bf16(x, grad, weight)
+        fp8 = _native(x, grad, weight, cast) if backend == "native" else _torchao(x, grad, weight)
     pairs = [(_ms(bf16), _ms(fp8)) for _ in range(3)]  # in turns: the card's clock wanders
     first, second = zip(*pairs, strict=True)
     return round(statistics.median(first), 4), round(statistics.median(second), 4)
@@ -87,6 +98,17 @@ def _native(x: Tensor, grad: Tensor, weight: Tensor, cast: bool) -> Callable[[],
     return work
 
 
+def _frozen(x: Tensor, grad: Tensor, weight: Tensor, cast: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    one = torch.ones((), device="cuda")
+    scale, half = Scale(one, one, None), weight.to(torch.bfloat16)
+    x8, grad8, matrix = (quantise(operand, scale) for operand in (x, grad, half))
+
+    def in_fp8() -> Any:
+        return linear8(quantise(x, scale) if cast else x8, matrix), input_gradient8(grad8, matrix)
+
+    return lambda: (x @ half.T, grad @ half), in_fp8
+
+
 def _torchao(x: Tensor, grad: Tensor, weight: Tensor) -> Callable[[], Any]:
     """Compiled, as in the blocks: uncompiled, each cast would be half a dozen kernels."""
     linear = torch.compile(float8_linear(), dynamic=False)
@@ -108,8 +130,8 @@ def _ms(work: Callable[[], Any]) -> float:
     return statistics.median(times)
 
 
-def _recall(backend: str, shapes: Shapes) -> dict[str, tuple[float, float]] | None:
-    kept = (recall(FLOAT8, _key(backend, shapes)) or {}).get("ms")
+def _recall(key: str, shapes: Shapes) -> dict[str, tuple[float, float]] | None:
+    kept = (recall(FLOAT8, key) or {}).get("ms")
     if not isinstance(kept, dict) or set(kept) != set(shapes):
         return None
     pairs = {name: tuple(pair) for name, pair in kept.items() if isinstance(pair, list) and len(pair) == 2}
@@ -118,7 +140,7 @@ def _recall(backend: str, shapes: Shapes) -> dict[str, tuple[float, float]] | No
     return {name: (pairs[name][0], pairs[name][1]) for name in shapes}
 
 
-def _key(backend: str, shapes: Shapes) -> str:
+def _key(backend: str, shapes: Shapes, learns: bool) -> str:
     machine = gpu_key(torch.cuda.get_device_properties(0).name, driver_version())
     told = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
-    return f"{machine}; {backend}: {told}"
+    return f"{machine}; {backend}{'' if learns else ', frozen'}: {told}"

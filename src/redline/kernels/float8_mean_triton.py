@@ -37,7 +37,7 @@ def mean_gradient_correction(grad: Float8, weight: Float8, exact_OI: Tensor) -> 
         exact_OI.contiguous(), weight.unscale, sums, grad.unscale, found, outputs, sampled,
         INPUTS=inputs, PARTS=len(sums), SOME=some, LONG=long, num_warps=4,
     )  # fmt: skip
-    return found.sum(0, dtype=torch.bfloat16)  # no atomics: the same sum in the same order every time
+    return found.sum(0).to(torch.bfloat16)  # no atomics: the same sum in the same order every time
 
 
 def _sampled_sums(x: Float8) -> tuple[Tensor, int]:

@@ -11,6 +11,7 @@ multiplied by a reciprocal, zeros stay zeros, and the eight-bit codes are read f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -75,21 +76,74 @@ def quantise_nf4(weight: Tensor, *, double: bool = True) -> NF4:
     return NF4(codes, small, (dynamic_levels(scales.device), largest, mean), shape)
 
 
-def dequantise_nf4(matrix: NF4, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """In `out`, if given: of that dtype and the matrix' shape; rows may lie apart, their values may not."""
+def dequantise_nf4(matrix: NF4, dtype: torch.dtype, out: Tensor | None = None, factor: Tensor | None = None) -> Tensor:
+    """In `out`, if given: of that dtype and the matrix' shape; rows may lie apart, their values may not.
+
+    A factor is a power of two.
+    """
     if out is None:
         out = torch.empty(matrix.shape, dtype=dtype, device=matrix.codes.device)
     assert (out.shape, out.dtype) == (matrix.shape, dtype)
     if matrix.codes.is_cuda:
         from redline.kernels import nf4_triton
 
-        return nf4_triton.dequantise_nf4(matrix, dtype, out)
-    return reference_dequantise_nf4(matrix, dtype, out)
+        return nf4_triton.dequantise_nf4(matrix, out, factor)
+    return reference_dequantise_nf4(matrix, out, factor)
 
 
-def reference_dequantise_nf4(matrix: NF4, dtype: torch.dtype, out: Tensor) -> Tensor:
+def dense_nf4(parts: Sequence[NF4], dtype: torch.dtype, factor: Tensor | None = None) -> Tensor:
+    """Matrices of one width, one below the other."""
+    if torch.compiler.is_compiling():
+        nested = [part.nested or (part.scales[:0],) * 3 for part in parts]
+        tables, largest, means = (list(each) for each in zip(*nested, strict=True))
+        codes, scales = [part.codes for part in parts], [part.scales for part in parts]
+        heights, width = [part.shape[0] for part in parts], parts[0].shape[1]
+        double = parts[0].nested is not None
+        return _opaque_dense(codes, scales, tables, largest, means, heights, width, double, dtype)
+    heights = [part.shape[0] for part in parts]
+    out = torch.empty(sum(heights), parts[0].shape[1], dtype=dtype, device=parts[0].codes.device)
+    for part, rows in zip(parts, out.split(heights), strict=True):
+        dequantise_nf4(part, dtype, rows, factor)
+    return out
+
+
+@torch.library.custom_op("redline::dense_nf4", mutates_args=())
+def _opaque_dense(
+    codes: list[Tensor],
+    scales: list[Tensor],
+    tables: list[Tensor],
+    largest: list[Tensor],
+    means: list[Tensor],
+    heights: list[int],
+    width: int,
+    double: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The same for a compiler, which would follow the kernel's tables into the host's memory."""
+    nested = zip(tables, largest, means, strict=True) if double else [None] * len(codes)
+    each = zip(codes, scales, nested, heights, strict=True)
+    return dense_nf4([NF4(code, scale, more, (rows, width)) for code, scale, more, rows in each], dtype)
+
+
+@_opaque_dense.register_fake
+def _(
+    codes: list[Tensor],
+    scales: list[Tensor],
+    tables: list[Tensor],
+    largest: list[Tensor],
+    means: list[Tensor],
+    heights: list[int],
+    width: int,
+    double: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    return codes[0].new_empty((sum(heights), width), dtype=dtype)
+
+
+def reference_dequantise_nf4(matrix: NF4, out: Tensor, factor: Tensor | None = None) -> Tensor:
     scales, n = block_scales(matrix), out.numel()
-    flat = out.view(-1) if out.is_contiguous() else torch.empty(n, dtype=dtype, device=out.device)
+    scales = scales if factor is None else scales * factor
+    flat = out.view(-1) if out.is_contiguous() else torch.empty(n, dtype=out.dtype, device=out.device)
     for start in range(0, n, _CHUNK):
         end = min(start + _CHUNK, n)
         pairs = torch.gather(_pairs(out.device), 0, matrix.codes[start // 2 : (end + 1) // 2].long())
@@ -97,6 +151,11 @@ def reference_dequantise_nf4(matrix: NF4, dtype: torch.dtype, out: Tensor) -> Te
         values *= scales[start // BLOCK : -(-end // BLOCK), None]  # in float32, rounded once
         flat[start:end] = values.view(-1)[: end - start]
     return out if out.is_contiguous() else out.copy_(flat.view(out.shape))
+
+
+def largest_magnitude(matrix: NF4) -> Tensor:
+    """No value is larger: a level is at most one."""
+    return block_scales(matrix).abs().amax()
 
 
 def block_scales(matrix: NF4) -> Tensor:

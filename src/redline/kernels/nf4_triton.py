@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,11 +11,10 @@ from redline.kernels.nf4 import BLOCK, NESTED_BLOCK, NF4, levels
 _BLOCKS, _WARPS = 64, 4  # of one program
 
 
-def dequantise_nf4(matrix: NF4, dtype: torch.dtype, out: Tensor) -> Tensor:
+def dequantise_nf4(matrix: NF4, out: Tensor, factor: Tensor | None = None) -> Tensor:
     n = out.numel()
     contiguous = out.is_contiguous()
     rows = out if contiguous or out.dim() == 2 else out.flatten(0, -2)
-    assert out.dtype == dtype
     assert contiguous or rows.stride(1) == 1, "the values of a row lie side by side"
     table, largest, mean = matrix.nested or (matrix.scales, matrix.scales, matrix.scales)
     _dequantise[(triton.cdiv(n, _BLOCKS * BLOCK),)](
@@ -26,6 +24,7 @@ def dequantise_nf4(matrix: NF4, dtype: torch.dtype, out: Tensor) -> Tensor:
         table,
         largest,
         mean,
+        out if factor is None else factor,
         out,
         n,
         matrix.codes.numel(),
@@ -33,6 +32,7 @@ def dequantise_nf4(matrix: NF4, dtype: torch.dtype, out: Tensor) -> Tensor:
         out.shape[-1],
         out.shape[-1] if contiguous else rows.stride(0),
         DOUBLE=matrix.nested is not None,
+        SCALED=factor is not None,
         CONTIGUOUS=contiguous,
         BLOCKS=_BLOCKS,
         BLOCK=BLOCK,
@@ -51,6 +51,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
     table,
     largest,
     mean,
+    factor,
     out,
     n,
     bytes,
@@ -58,6 +59,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
     width,
     stride,
     DOUBLE: tl.constexpr,
+    SCALED: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -70,6 +72,8 @@ def _dequantise(  # type: ignore[no-untyped-def]
         byte = scale.to(tl.int32)
         above = tl.load(largest + block // NESTED_BLOCK, mask=exists)
         scale = tl.load(table + byte, mask=exists) * above + tl.load(mean)
+    if SCALED:
+        scale *= tl.load(factor)  # a power of two: no further rounding
     place = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
     pair = tl.load(codes + place, mask=place < bytes, other=0).to(tl.int32)
     first = tl.load(levels + (pair >> 4)) * scale[:, None]

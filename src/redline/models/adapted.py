@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from redline.models.frozen import FrozenMatrix
 from redline.models.layers import Linear
-from redline.models.lora import FrozenMatrix, LoraLinear
+from redline.models.lora import LoraLinear
 from redline.models.transformer import Decoder
 from redline.plan.adapters import TARGETS, Adapter
 from redline.recipe.schema import Lora

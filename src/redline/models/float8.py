@@ -7,7 +7,7 @@ looks (Micikevicius et al., arXiv 2209.05433, section 4, on delayed scaling and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,13 +54,23 @@ _NORMED = tuple(_SLOTS[name] for name in ("qkv_input", "up_input"))
 class Scales:
     """All scales of a decoder, on its device."""
 
-    def __init__(self, layers: int, linears: Iterable[str], width: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: int,
+        linears: Iterable[str],
+        width: int,
+        device: torch.device,
+        norms: Sequence[Sequence[float]] = (),
+    ) -> None:
+        """`norms`: of each layer's two norms the largest weight, where they stay as they are."""
         self.linears = frozenset(linears)
         shape = (layers, len(_SLOTS), _APART)
         self.amax, self.peak = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
         self.factor, self.unscale = torch.ones(shape, device=device), torch.ones(shape, device=device)
         self.known = False
-        self._normed = normed_factor(width)  # needs no looking at
+        # needs no looking at
+        bounds = [[normed_factor(width, largest) for largest in layer] for layer in norms or [[2.0] * 2] * layers]
+        self._normed = torch.tensor(bounds, device=device).view(layers, len(_NORMED), 1)
         self._scales = [self._block(layer, self._scale) for layer in range(layers)]
         self._probes = [self._block(layer, self._probe) for layer in range(layers)]
 
@@ -77,8 +87,8 @@ class Scales:
         self.amax.zero_()
         exponent = torch.floor(torch.log2(LARGEST / (HEADROOM * self.peak)))
         torch.exp2(torch.where(self.peak > 0, exponent, 0.0).clamp_(-100, 100), out=self.factor)
-        for slot in _NORMED:  # one by one: a list of places would be a copy from the host, which no graph can hold
-            self.factor[:, slot] = self._normed
+        for place, slot in enumerate(_NORMED):  # one by one: a list of places would be a copy from the host
+            self.factor[:, slot] = self._normed[:, place]
         torch.reciprocal(self.factor, out=self.unscale)
         self.known = True
 

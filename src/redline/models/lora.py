@@ -1,74 +1,21 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen base, which may be kept in NF4 (QLoRA, arXiv 2305.14314).
 
 The backward is written out: it keeps the input and its product with A, and no gradient of the base is ever computed.
-A quantised base is dequantised in the forward and again in the backward, each time into a matrix that is freed as soon
-as it has been multiplied. No buffer is shared between layers: the allocator hands the same memory to the next layer
-anyway, in stream order, and nothing has to be known about who still reads it when a checkpointed block runs again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from redline.errors import UsageError, UserError
-from redline.kernels.matmul import weight_gradient
-from redline.kernels.nf4 import dequantise_nf4, quantise_nf4
-
-
-class FrozenMatrix(nn.Module):
-    """A base weight [out, in], plain or in NF4, whose parts lie one below the other.
-
-    In NF4 each part is a matrix of its own, for the mean of its scales is: merged with another it would not be
-    bitsandbytes' any more. It is moved with its model but never cast, trained or saved.
-    """
-
-    def __init__(
-        self,
-        weight: Tensor,
-        rows: Sequence[int] = (),
-        *,
-        quantise: bool = False,
-        double: bool = True,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Of a weight whose parts have so many rows each; kept in `dtype`, unless it is quantised."""
-        super().__init__()
-        self.shape = (weight.shape[0], weight.shape[1])
-        self.rows = tuple(rows) or (weight.shape[0],)
-        parts = weight.detach().split(self.rows) if quantise else ()
-        self.quantised = [quantise_nf4(part, double=double) for part in parts]
-        self.plain = None if quantise else weight.detach().to(dtype or weight.dtype)
-
-    @property
-    def device(self) -> torch.device:
-        return self.quantised[0].codes.device if self.plain is None else self.plain.device
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """The whole matrix, for reading: the stored one where it has that dtype, a new one otherwise."""
-        if self.plain is not None:
-            return self.plain.to(dtype)
-        out = torch.empty(self.shape, dtype=dtype, device=self.device)
-        for part, rows in zip(self.quantised, out.split(self.rows), strict=True):
-            dequantise_nf4(part, dtype, rows)
-        return out
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenMatrix:
-        device = fn(torch.empty(0, dtype=torch.uint8, device=self.device)).device
-        self.plain = None if self.plain is None else self.plain.to(device)
-        self.quantised = [part.to(device) for part in self.quantised]
-        return self
-
-
-class _Adapted(NamedTuple):
-    """A part that has an adapter: its rows of the output, its columns of x·Aᵀ."""
-
-    rows: slice
-    columns: slice
+from redline.kernels.low_rank import Dropped, keep_probability
+from redline.models.frozen import FrozenMatrix
+from redline.models.low_rank import Adapted, LowRank, low_rank, low_rank_backward
 
 
 class LoraLinear(nn.Module):
@@ -103,12 +50,12 @@ class LoraLinear(nn.Module):
         self.scale = alpha / (r**0.5 if rslora else r)
         self.splits = tuple(parts.values())
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
-        self.adapters: dict[str, _Adapted] = {}
+        self.adapters: dict[str, Adapted] = {}
         above = 0
         for name, rows in parts.items():
             if name in adapted:
                 first = len(self.adapters) * r
-                self.adapters[name] = _Adapted(slice(above, above + rows), slice(first, first + r))
+                self.adapters[name] = Adapted(slice(above, above + rows), slice(first, first + r))
             above += rows
         rank, device = len(self.adapters) * r, base.device
         self.lora_A = nn.Parameter(torch.empty(rank, inputs, device=device)) if rank else None
@@ -127,7 +74,7 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        out: Tensor = _LowRank.apply(rows, self.drawn(), self.lora_A, *self.matrices_b())
+        out = _product(self, rows) if self.lora_A is None else _learning_product(self, rows)
         return out.view(*x.shape[:-1], out.shape[1])
 
     def matrices_b(self) -> tuple[Tensor, ...]:
@@ -136,10 +83,11 @@ class LoraLinear(nn.Module):
 
     def drawn(self) -> LowRank:
         """How one pass multiplies: with a dropout of its own."""
-        p = self.dropout if self.training else 0.0
-        # from the CPU's generator, which a checkpointed block restores: no mask is kept, and no device waited for
-        seed = int(torch.randint(2**62, (), device="cpu")) if p and self.lora_A is not None else 0
-        return LowRank(self.base, self.bias, self.scale / (1 - p), p, seed, tuple(self.adapters.values()))
+        p, dropped = self.dropout if self.training else 0.0, None
+        if p and self.lora_A is not None:
+            # from the CPU's generator, which a checkpointed block restores: no mask is kept, and no device waited for
+            dropped = Dropped(p, int(torch.randint(2**62, (), device="cpu")))
+        return LowRank(self.base, self.bias, self.scale / keep_probability(p), dropped, tuple(self.adapters.values()))
 
     @torch.no_grad()
     def merged_weight(self) -> Tensor:
@@ -183,62 +131,13 @@ def _peft(prefix: str, part: str, which: str) -> str:
     return f"{prefix}.{module}_proj.lora_{which}.weight"
 
 
-class LowRank(NamedTuple):
-    """What the product needs besides tensors that have gradients."""
-
-    base: FrozenMatrix
-    bias: Tensor | None
-    scale: float  # of the adapters, with what dropout leaves out made up for
-    dropout: float
-    seed: int  # of the dropout
-    adapters: tuple[_Adapted, ...]
+def _product(linear: LoraLinear, x_NI: Tensor) -> Tensor:
+    product: Tensor = _LowRank.apply(x_NI, linear.drawn(), linear.lora_A, *linear.matrices_b())
+    return product
 
 
-def low_rank(x_NI: Tensor, how: LowRank, a_RI: Tensor | None, bs_OR: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """The product, and x·Aᵀ for the backward."""
-    dtype, outputs = x_NI.dtype, how.base.shape[0]
-    # the adapters first, the base added to them: one rounding, and nothing a checkpoint kept is written over
-    adapted = sum(adapter.rows.stop - adapter.rows.start for adapter in how.adapters)
-    new = torch.empty if adapted == outputs else torch.zeros
-    y_NO = new(x_NI.shape[0], outputs, dtype=dtype, device=x_NI.device)
-    xa_NR = None
-    if a_RI is not None:
-        dropped = kept(x_NI, how).mul_(x_NI) if how.dropout else x_NI
-        xa_NR = dropped @ a_RI.to(dtype).T
-        for adapter, b in zip(how.adapters, bs_OR, strict=True):
-            torch.mm(xa_NR[:, adapter.columns], _scaled(b, how, dtype).T, out=y_NO[:, adapter.rows])
-    if how.bias is not None:
-        y_NO += how.bias
-    return y_NO.addmm_(x_NI, how.base.dense(dtype).T), xa_NR
-
-
-def low_rank_backward(
-    grad_NO: Tensor,
-    x_NI: Tensor | None,
-    xa_NR: Tensor | None,
-    how: LowRank,
-    a_RI: Tensor | None,
-    bs_OR: Sequence[Tensor],
-    *,
-    of_x: bool = True,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, unless it needs none, of A, and of each B."""
-    dtype = grad_NO.dtype
-    if a_RI is None or x_NI is None or xa_NR is None:
-        return (grad_NO @ how.base.dense(dtype),)
-    grad_x, grad_bs = None, []
-    grad_xa = torch.empty_like(xa_NR)
-    for adapter, b in zip(how.adapters, bs_OR, strict=True):
-        grad = grad_NO[:, adapter.rows]
-        torch.mm(grad, _scaled(b, how, dtype), out=grad_xa[:, adapter.columns])
-        grad_bs.append(weight_gradient(grad, xa_NR[:, adapter.columns]).mul_(how.scale))
-    mask = kept(x_NI, how) if how.dropout else None
-    if of_x:
-        grad_x = grad_xa @ a_RI.to(dtype)
-        grad_x = grad_x if mask is None else grad_x.mul_(mask)
-        grad_x.addmm_(grad_NO, how.base.dense(dtype))
-    grad_a = weight_gradient(grad_xa, x_NI if mask is None else mask.mul_(x_NI))
-    return grad_x, grad_a, *grad_bs
+# each pass has a seed of its own, and a compiler would make a graph for each
+_learning_product = torch.compiler.disable(_product)
 
 
 class _LowRank(torch.autograd.Function):
@@ -256,13 +155,3 @@ class _LowRank(torch.autograd.Function):
         of_x = ctx.needs_input_grad[0]
         grad_x, *grads = low_rank_backward(grad_NO, x_NI, xa_NR, ctx.how, a_RI, bs_OR, of_x=of_x)
         return grad_x, None, *(grads or [None])
-
-
-def _scaled(b_OR: Tensor, how: LowRank, dtype: torch.dtype) -> Tensor:
-    return (b_OR * how.scale).to(dtype)
-
-
-def kept(x: Tensor, how: LowRank) -> Tensor:
-    """Ones where dropout lets x pass, zeros elsewhere: the same for the same seed."""
-    generator = torch.Generator(x.device).manual_seed(how.seed)
-    return torch.empty_like(x).bernoulli_(1 - how.dropout, generator=generator)

@@ -8,9 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from redline.kernels.float8 import Float8
 from redline.models.float8 import How
 from redline.models.layers import Linear
-from redline.models.lora import LoraLinear, LowRank, low_rank, low_rank_backward
+from redline.models.lora import LoraLinear
+from redline.models.low_rank import LowRank, low_rank, low_rank8, low_rank_backward, low_rank_backward8
 from redline.models.operands import Operand, input_gradient, linear, pack, stored, unpack, weight_gradient
 
 Kept = list[Tensor | None]
@@ -63,16 +65,22 @@ class Adapted:
         return () if self.a is None else (self.a, *self.bs)
 
     def forward(self, x: Operand, wide: torch.dtype) -> tuple[Tensor, Kept]:
-        assert isinstance(x, Tensor)
+        if isinstance(x, Float8):
+            y, narrow = low_rank8(x, self.how, self.a, self.bs)
+            return y, [narrow, *((None, None) if self.a is None else (x.row, x.unscale))]
         y, narrow = low_rank(x, self.how, self.a, self.bs)
-        return y, [None if self.a is None else x, narrow]
+        return y, [narrow, None if self.a is None else x]
 
     def backward(self, grad: Operand, kept: Kept) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        assert isinstance(grad, Tensor)
-        x, narrow = kept
-        of_x, *of_parameters = low_rank_backward(grad, x, narrow, self.how, self.a, self.bs)
-        assert of_x is not None
-        return of_x, tuple(of_parameters)
+        found: tuple[Tensor | None, ...]
+        if isinstance(grad, Float8):
+            narrow, x, unscale = kept
+            found = low_rank_backward8(grad, x, unscale, narrow, self.how, self.a, self.bs)
+        else:
+            narrow, x = kept
+            found = low_rank_backward(grad, x, narrow, self.how, self.a, self.bs)
+        assert found[0] is not None
+        return found[0], found[1:]
 
 
 def product(module: nn.Module, how: How, parts: int = 1) -> Product:

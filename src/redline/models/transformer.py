@@ -84,7 +84,8 @@ class Decoder(nn.Module):
     def use_float8(self, linears: Iterable[str], device: torch.device) -> None:
         """Train these linears of every block in fp8: fused blocks by our kernels, plain ones by torchao's."""
         if self.kernels == "fused":
-            self.scales = Scales(self.shape.layers, linears, self.shape.d_model, device)
+            norms = [_frozen_norms(block) for block in self.blocks]
+            self.scales = Scales(self.shape.layers, linears, self.shape.d_model, device, norms if all(norms) else ())
             return
         for block in self.blocks:
             assert isinstance(block, Block)
@@ -178,3 +179,12 @@ class Decoder(nn.Module):
             found = rotary_at(positions_T, self.shape.head_dim, self.rope_theta, self.rope_scaling)
             self._placed[positions_T] = found
         return self._placed[positions_T]
+
+
+def _frozen_norms(block: nn.Module) -> list[float]:
+    """The largest weight of each norm before a matmul; none where they learn."""
+    assert isinstance(block, Block)
+    norms = [block.attention_norm.weight, block.mlp_norm.weight]
+    if any(weight.requires_grad for weight in norms):
+        return []
+    return [max(float(weight.abs().amax()), 1e-3) for weight in norms]

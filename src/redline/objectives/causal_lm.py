@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,20 +21,17 @@ from redline.errors import UserError
 from redline.kernels.attention import Attention
 from redline.kernels.cross_entropy import IGNORE
 from redline.kernels.cross_entropy8 import chunk_tokens, linear_cross_entropy8
-from redline.kernels.float8_choice import Float8Choice, Shapes, choose
+from redline.kernels.float8_choice import Shapes
 from redline.kernels.masks import MaskSpec
 from redline.kernels.precision import DTYPES
 from redline.metrics.likelihood import bits_per_byte, perplexity
-from redline.models.float8 import LINEARS
 from redline.models.generate import generate
 from redline.models.llama import inexact, shape_of, to_config, to_generation, to_llama
 from redline.models.transformer import Decoder
 from redline.objectives.base import Batch, PublicForm, Sample, Sampling
-from redline.objectives.decoder import BEGUN, DecoderObjective
+from redline.objectives.in_float8 import InFloat8
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Model, Recipe
-
-_LOOKED_AT = 8  # sequences
 
 
 @dataclass(frozen=True)
@@ -105,12 +100,10 @@ def _index(recipe: Recipe, corpus: Corpus) -> Index:
     return corpus.index(recipe.data.seq_len, recipe.train.seed, shuffle=recipe.data.shuffle)
 
 
-class CausalLM(DecoderObjective):
+class CausalLM(InFloat8):
     def __init__(self, resolved: Resolved, data: CausalData) -> None:
         super().__init__(resolved)
         self.data = data
-        self.float8: Float8Choice | None = None
-        self.magnitudes: list[list[float]] | None = None  # of the fp8 tensors, from a checkpoint
 
     @cached_property
     def index(self) -> Index:
@@ -123,54 +116,16 @@ class CausalLM(DecoderObjective):
     def build(self, device: torch.device) -> None:
         self.device = device
         self.model = self.decoder().to(device)
-        if self.recipe.train.precision == "fp8":
-            self._use_float8()
+        self.use_float8()
         seed, options = torch.Generator().manual_seed(self.recipe.train.seed), self.recipe.model
         self.model.initialise(seed, options.init, options.embedding_std)
 
-    def _use_float8(self) -> None:
-        """Which matmuls is measured once in a run's life, too."""
-        if self.float8 is None:
-            fused = self.recipe.model.kernels == "fused"
-            self.float8 = choose(self.recipe.train.fp8, self._matmuls(), fused=fused)
-        if in_blocks := [name for name in self.float8.linears if name in LINEARS]:
-            self.model.use_float8(in_blocks, self.device)
-        if self.model.scales is not None:
-            self.model.scales.load(self.magnitudes)
-
-    def _matmuls(self) -> Shapes:
-        """Tokens and widths of everything that fp8 may serve; torchao's is for blocks alone."""
+    def matmuls(self) -> Shapes:
+        """torchao's is for blocks alone."""
+        if self.recipe.model.kernels != "fused":
+            return super().matmuls()
         shape, tokens = self.resolved.shape, self.resolved.batch.micro * self.seq_len
-        found = {
-            "qkv": (tokens, shape.d_model, shape.d_qkv),
-            "out": (tokens, shape.d_attention, shape.d_model),
-            "up": (tokens, shape.d_model, shape.d_up),
-            "down": (tokens, shape.d_ff, shape.d_model),
-        }
-        if self.recipe.model.kernels == "fused":
-            found["head"] = (chunk_tokens(shape.vocab, tokens), shape.d_model, shape.vocab)
-        return found
-
-    def first_looks(self, micro: int) -> list[int]:
-        """fp8 looks at its tensors in bf16 before it first scales them; a few sequences show enough, and fit."""
-        scales = self.model.scales
-        return [] if scales is None or scales.known else [min(micro, _LOOKED_AT)]
-
-    @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        scales = self.model.scales
-        before = None if scales is None else scales.state()
-        try:
-            yield
-        finally:
-            if scales is not None and before is not None:
-                scales.load(before)
-
-    def choices(self) -> list[tuple[str, Any, str]]:
-        found = super().choices()
-        if self.float8 is not None:
-            found.append(("train.fp8", self.float8.text, self.float8.reason))
-        return found
+        return {**super().matmuls(), "head": (chunk_tokens(shape.vocab, tokens), shape.d_model, shape.vocab)}
 
     def save_tokenizer(self, folder: Path) -> None:
         if isinstance(self.data.tokenizer, LibraryTokenizer):
@@ -246,19 +201,6 @@ class CausalLM(DecoderObjective):
         )
         self.model.train()
         return [Sample(prompt, tokenizer.decode(row)) for row in rows]
-
-    def state(self) -> dict[str, Any]:
-        found = super().state()
-        if self.float8 is not None:
-            found |= {"fp8": [self.float8.backend, list(self.float8.linears)]}
-            found |= {"fp8_magnitudes": self.model.scales.state() if self.model.scales else None}
-        return found
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        super().load_state(state)
-        if "fp8" in state:
-            backend, linears = state["fp8"]
-            self.float8, self.magnitudes = Float8Choice(backend, tuple(linears), BEGUN), state["fp8_magnitudes"]
 
 
 create = CausalLM

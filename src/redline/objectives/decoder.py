@@ -45,7 +45,8 @@ class DecoderObjective(Objective):
             fix = "Install triton, or use model.kernels=torch."
             raise UserError("fused kernels need the package triton.", where="model.kernels", fix=fix)
         self.selection = self.selection or self._select_attention()
-        self.attention = Attention(self.selection.backend, self.mask, self.device.type)
+        grouped = self.resolved.shape.kv_heads != self.resolved.shape.heads
+        self.attention = Attention(self.selection.backend, self.mask, self.device.type, grouped=grouped)
         return Decoder(
             self.resolved.shape,
             attention=self.attention,

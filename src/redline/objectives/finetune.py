@@ -25,7 +25,7 @@ from redline.models.adapted import fill_frozen, random_tensors
 from redline.models.generate import answer_each, generate
 from redline.models.pretrained import Base, load_base, open_base
 from redline.objectives.base import Answered, Asked, Batch, OnBase, Sample, Sampling
-from redline.objectives.decoder import DecoderObjective
+from redline.objectives.in_float8 import InFloat8
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Model, Recipe
 
@@ -91,12 +91,13 @@ def tokenizer_alone(facts: DataFacts, folder: Path, recipe: Recipe) -> FinetuneD
     return FinetuneData(facts, open_base(str(recipe.model.base)))
 
 
-class Finetune(DecoderObjective):
+class Finetune(InFloat8):
     can_answer = True
 
     def __init__(self, resolved: Resolved, data: FinetuneData) -> None:
         super().__init__(resolved)
         self.data, self.adapter = data, adapter_of(self.recipe)
+        self.base_learns = self.adapter is None
 
     def identity(self) -> dict[str, str]:
         return {} if self.data.base is None else {"base": self.data.base.fingerprint}
@@ -121,6 +122,7 @@ class Finetune(DecoderObjective):
             device=device,
             generator=torch.Generator().manual_seed(self.recipe.train.seed),
         )
+        self.use_float8()
 
     def _begin_whole(self) -> None:
         if self.data.base is None:

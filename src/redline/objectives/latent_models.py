@@ -112,7 +112,7 @@ def build_frozen(
     with torch.device("meta"):
         decoder = Decoder(
             spec.shape,
-            attention=Attention(backend, CAUSAL, device.type),
+            attention=Attention(backend, CAUSAL, device.type, grouped=spec.shape.kv_heads != spec.shape.heads),
             rope_theta=model["rope_theta"],
             rope_scaling=model["rope_scaling"],
             eps=model["norm_eps"],
