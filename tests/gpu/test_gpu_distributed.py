@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -35,9 +36,15 @@ main()
 """
 
 
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
 def train(world: Any, run: Path, *options: str, words: tuple[str, ...] = ()) -> Path:
     """`redline train` as the only rank of a group."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29547"}
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     begin = ["quickstart", *world.tiny, f"data.source={world.corpus}", *GPU, *options, "--run", str(run)]
     done = subprocess.run(
         [sys.executable, "-c", NCCL, "train", *(words or begin)],

@@ -82,6 +82,22 @@ def test_documents_never_see_each_other(device: str, backend: str) -> None:
         assert (v.grad.float().abs().sum((1, 3)) > 0)[row][own].all()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_rows_of_one_document_need_no_borders(kv_heads: int) -> None:
+    B, H, T, K = 2, 4, 256, 64
+    attention = Attention("flash", MaskSpec(documents=True), "cuda", grouped=kv_heads != H)
+    results = []
+    for ids in (torch.zeros(B, T, dtype=torch.int32, device="cuda"), None):
+        qkv = inputs("cuda", B, H, kv_heads, T, K)
+        out = attention(*qkv, attention.bind(T, ids))
+        out.float().square().sum().backward()
+        results.append([out, *(x.grad for x in qkv)])
+    for got, expected in zip(*results, strict=True):
+        assert relative(got, expected) < 2e-2
+
+
 def test_dense_mask_by_hand() -> None:
     ids = torch.tensor([[0, 0, 1, 1]])
     mask = MaskSpec(documents=True).dense(4, ids)[0, 0]

@@ -52,7 +52,8 @@ class Attention:
         """`grouped`: several heads share their keys and values."""
         self.backend, self.spec, self.device = backend, spec, device
         self.varlen = backend == "flash" and spec.documents and device == "cuda"
-        self.grouped = grouped and device == "cuda" and _reads_groups("varlen" if self.varlen else backend)
+        used = ("varlen", "flash", "cudnn") if self.varlen else (backend,)  # looked at now: a compiler cannot
+        self.sharing = frozenset(name for name in used if grouped and device == "cuda" and _reads_groups(name))
         self.own_blocks = spec.own_blocks
         self._static: Bound | None = None
 
@@ -63,7 +64,7 @@ class Attention:
             return self._static
         if self.backend == "flex":
             return Bound(blocks=_block_mask(self.spec, length, documents_BT, self.device))
-        if not self.spec.documents:
+        if not self.spec.documents or (self.varlen and documents_BT is None):
             return Bound()  # causal is a flag to these kernels, not a tensor
         assert documents_BT is not None, "a document mask needs document ids"
         if self.varlen:
@@ -84,14 +85,21 @@ class Attention:
             return _flex(q, k, v, bound.blocks)
         if self.backend == "split":
             return _split(q, k, v, self.own_blocks, bound)
-        if self.varlen:
-            return _varlen(q, k, v, bound, self.grouped)
-        grouped = self.grouped and bound.dense is None
+        if bound.borders is not None:
+            return _varlen(q, k, v, bound, "varlen" in self.sharing)
+        backend = _for_whole_rows(q) if self.varlen else self.backend
+        grouped = backend in self.sharing and bound.dense is None
         if not grouped:
             k, v = _repeat_kv(q, k, v)
-        with sdpa_kernel(_SDPA[self.backend]):
+        with sdpa_kernel(_SDPA[backend]):
             causal = self.spec.causal and bound.dense is None
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bound.dense, is_causal=causal, enable_gqa=grouped)
+
+
+def _for_whole_rows(q: Tensor) -> str:
+    """By documents is flash's; without borders the fastest may do it, unless it must be the same every time."""
+    same = torch.are_deterministic_algorithms_enabled()
+    return "flash" if same or candidates(MaskSpec(), "cuda", q.dtype, q.shape[-1])["cudnn"] else "cudnn"
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, start: int, whole: bool = False) -> Tensor:

@@ -93,10 +93,12 @@ class DecoderObjective(Objective):
     # --- a batch
 
     def laid_out(self, inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray | None) -> Batch:
-        """With what the attention needs to keep documents apart, where it does."""
+        """With what the attention needs to keep documents apart, where it does and there is more than one in a row."""
         batch = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
         if self.mask.documents:
             assert documents is not None
+            if self.attention.varlen and not self.replayable and (documents == documents[:, :1]).all():
+                return batch  # a recorded step would go on with the documents it was recorded with
             batch["documents"] = torch.from_numpy(documents)
             if self.attention.varlen:
                 batch["borders"] = torch.from_numpy(_padded(cu_seqlens(documents), inputs.size))
