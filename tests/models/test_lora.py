@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -318,3 +320,34 @@ def test_the_same_as_pefts_own_linear(rslora: bool) -> None:
     for name, a in zip(targets, linear.lora_A.grad.split(3), strict=True):  # type: ignore[union-attr]
         close(a, tensors[f"m.{name}.lora_A.weight"].grad, 1e-6)
         close(linear.lora_B[name[0]].grad, tensors[f"m.{name}.lora_B.weight"].grad, 1e-6)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_compiler_begins_once_for_all_passes(dropout: float) -> None:
+    """A seed for each pass is a number of Python's: a compiler that followed it would begin anew each time."""
+    linear, graphs = lora({"gate": 32, "up": 32}, 48, dropout=dropout), []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def twice(x: Tensor) -> Tensor:
+        return linear(2 * x) + 1
+
+    x = torch.randn(6, 48, generator=torch.Generator().manual_seed(4))
+    torch.manual_seed(7)
+    expected = [twice(x) for _ in range(4)]
+    linear.before_compiling()
+    compiled = torch.compile(twice, backend=count)
+    torch.manual_seed(7)
+    assert torch.equal(compiled(x), expected[0])
+    first = len(graphs)
+    assert first > 0
+    assert all(torch.equal(compiled(x), value) for value in expected[1:])
+    assert len(graphs) == first
+
+
+def test_learning_takes_no_compiler_to_import() -> None:
+    """Which takes a second."""
+    code = "import sys, redline.models.lora; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -46,7 +46,7 @@ class LoraLinear(nn.Module):
             raise UsageError(f"LoRA takes a rank of 1 or more and a dropout in [0, 1), not {r} and {dropout}.")
         outputs, inputs = base.shape
         assert sum(parts.values()) == outputs
-        self.base, self.r, self.dropout = base, r, dropout
+        self.base, self.r, self.dropout, self.product = base, r, dropout, _product
         self.scale = alpha / (r**0.5 if rslora else r)
         self.splits = tuple(parts.values())
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
@@ -74,8 +74,13 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        out = _product(self, rows) if self.lora_A is None else _learning_product(self, rows)
+        out = self.product(self, rows)
         return out.view(*x.shape[:-1], out.shape[1])
+
+    def before_compiling(self) -> None:
+        """Where something learns, each pass has a seed of its own, and a compiler would make a graph for each."""
+        if self.lora_A is not None:
+            self.product = torch.compiler.disable(_product)  # not before: it takes a second to import
 
     def matrices_b(self) -> tuple[Tensor, ...]:
         """Those of the adapted parts, in their order."""
@@ -134,10 +139,6 @@ def _peft(prefix: str, part: str, which: str) -> str:
 def _product(linear: LoraLinear, x_NI: Tensor) -> Tensor:
     product: Tensor = _LowRank.apply(x_NI, linear.drawn(), linear.lora_A, *linear.matrices_b())
     return product
-
-
-# each pass has a seed of its own, and a compiler would make a graph for each
-_learning_product = torch.compiler.disable(_product)
 
 
 class _LowRank(torch.autograd.Function):

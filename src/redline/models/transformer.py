@@ -17,6 +17,7 @@ from redline.kernels.torchao_linear import float8_linear
 from redline.models.float8 import Scales
 from redline.models.fused import Skip, run_blocks
 from redline.models.layers import Block, KVCache, Linear, New, RMSNorm, rotary_at, rotary_table
+from redline.models.lora import LoraLinear
 from redline.plan.shapes import DecoderShape
 
 _INIT_STD = 0.02  # of matrices
@@ -96,6 +97,9 @@ class Decoder(nn.Module):
         """One graph for all layers: they are alike, so the first compiles for all. Fused blocks are kernels already."""
         if self.kernels == "fused":
             return
+        for module in self.modules():
+            if isinstance(module, LoraLinear):
+                module.before_compiling()
         for block in self.blocks:
             block.compile(dynamic=False)
 
