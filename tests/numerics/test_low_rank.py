@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from types import ModuleType
 from typing import Any
 
@@ -140,6 +141,27 @@ def test_nothing_is_summed_over_nothing(kernels: Any, device: str) -> None:
     assert kernels.narrow(x, a, Dropped(0.5, 1)).shape == (0, 4)
     assert kernels.narrow_gradient(grad, x, Dropped(0.5, 1)).eq(0).all()
     assert kernels.spread(grad, a, Dropped(0.5, 1)).shape == (0, 20)
+
+
+def test_nothing_is_written_beside_the_result(fused: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Tensor, int]] = []
+
+    def with_room(shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype) -> Tensor:
+        count = math.prod(shape)
+        whole = torch.full((count + 8192,), 7.0, device=device, dtype=dtype)
+        made.append((whole, count))
+        return whole[:count].view(shape)
+
+    x, a, grad = problem(67, 133, 5, device, torch.float32)
+    monkeypatch.setattr(fused.torch, "empty", with_room)
+    for work in (
+        lambda: fused.narrow(x, a, None),
+        lambda: fused.narrow_gradient(grad, x, None),
+        lambda: fused.spread(grad, a, None),
+    ):
+        work()
+        assert all(bool((whole[count:] == 7.0).all()) for whole, count in made)
+    assert len(made) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, EIGHT])

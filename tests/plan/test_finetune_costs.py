@@ -106,3 +106,12 @@ def test_each_target_is_a_matrix_of_a_block() -> None:
 def test_bits_of_nf4() -> None:
     assert 8 * nf4_bytes(1.0, double=True) == pytest.approx(4.127, abs=1e-3)
     assert 8 * nf4_bytes(1.0, double=False) == 4.5
+
+
+def test_what_narrow_matmuls_move_by_hand() -> None:
+    """Queries, keys and values read one input; gate and up another."""
+    shape = DecoderShape(32, 4096, 32, 8, 128, 14336, 128256, tied=False)
+    every = Adapter(16, tuple(TARGETS))
+    assert every.moved_values(shape) == 4 * (3 * 4096 + 14336) + 4 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
+    assert Adapter(16, ("k_proj", "q_proj")).moved_values(shape) == 4 * 4096 + 4 * (4096 + 1024)
+    assert Adapter(64, ("down_proj",)).moved_values(shape) == 4 * 14336 + 4 * 4096

@@ -132,7 +132,7 @@ class Costs(DecoderCosts):
             matmul=4.0 * shape.matmul_parameters + 6.0 * added,
             recomputed=2.0 * (blocks + added) if again else 0.0,
             moved_least=whole.moved_least + 2 * kept,
-            moved=whole.moved + 3 * kept,
+            moved=whole.moved + 3 * kept + self.adapter.moved_values(shape) * shape.layers * wide,
             update=per_update,
             update_flops=0.0,
             gradient_bytes=4.0 * added,

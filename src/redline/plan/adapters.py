@@ -47,6 +47,24 @@ class Adapter:
         dropout are drawn again."""
         return self.r * len(self.targets)
 
+    def moved_values(self, shape: DecoderShape) -> int:
+        """What the narrow matmuls read and write beside the base's, one token, one block.
+
+        Forward: the input in; the wide output out, and in again where the base's product is added. Backward: the
+        output's gradient in twice, the input in, its gradient out, and in again.
+        """
+        return sum(4 * inputs + 4 * outputs for inputs, outputs in _linear_sides(shape, self.targets))
+
+
+def _linear_sides(shape: DecoderShape, targets: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Inputs, and outputs that have adapters, of each of a block's linears: merged matrices read one input."""
+    sides, found = matrix_sides(shape), dict[str, tuple[int, int]]()
+    for name in targets:
+        if name in sides:
+            linear, (inputs, outputs) = TARGETS[name][0], sides[name]
+            found[linear] = (inputs, found.get(linear, (0, 0))[1] + outputs)
+    return list(found.values())
+
 
 def matrix_sides(shape: DecoderShape) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of each matrix of a block."""
