@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 _BANDS = ((0.10, "#f3f1ee"), (0.05, "#e4ebe4"))  # wide one first: the other lies upon it
+_LABEL = 48  # letters beside a row
 _REACH = 0.14  # of the axis of errors
 _NAMES = {
     "redline": "redline",
@@ -104,7 +105,7 @@ def _draw_limits(ax: Axes, rows: Sequence[Row], most: float) -> float:
 
 def _draw_plan_accuracy(canvas: Figure, result: dict[str, Any]) -> None:
     rows: list[Row] = result["rows"]
-    canvas.set_size_inches(9.6, 1.8 + 0.3 * len(rows))
+    canvas.set_size_inches(10.8, 1.8 + 0.3 * len(rows))
     left, right = canvas.subplots(1, 2, sharey=True)
     _draw_errors(left, rows, "memory_gib", 0.05, "{:.1f}".format)
     _draw_errors(right, rows, "tokens_per_s", 0.10, lambda rate: f"{rate / 1e3:,.4g}k")
@@ -153,7 +154,10 @@ def _error(row: Row, key: str) -> float | None:
 
 
 def _short(row: Row) -> str:
-    return str(row.get("name") or row["case"]).replace("pretrain-", "").replace("train.", "").replace("data.", "")[:36]
+    text = str(row.get("name") or row["case"])
+    for section in ("pretrain-", "train.", "data.", "model."):
+        text = text.replace(section, "")
+    return text if len(text) <= _LABEL else text[: _LABEL - 1] + "…"
 
 
 _PICTURES = {
