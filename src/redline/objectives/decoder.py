@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from redline.data.packing import cu_seqlens
@@ -78,6 +79,11 @@ class DecoderObjective(Objective):
         """flex makes its mask anew for each batch, and looks at it."""
         return self.recipe.model.dropout == 0 and self.attention.backend != "flex"
 
+    @property
+    def recorded(self) -> bool:
+        """Whether all batches must be laid out alike."""
+        return self.recipe.train.graph and self.replayable
+
     def choices(self) -> list[tuple[str, Any, str]]:
         assert self.selection is not None
         return [("model.attention", self.selection.backend, self.selection.reason)]
@@ -97,7 +103,7 @@ class DecoderObjective(Objective):
         batch = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
         if self.mask.documents:
             assert documents is not None
-            if self.attention.varlen and not self.replayable and (documents == documents[:, :1]).all():
+            if self.attention.varlen and not self.recorded and (documents == documents[:, :1]).all():
                 return batch  # a recorded step would go on with the documents it was recorded with
             batch["documents"] = torch.from_numpy(documents)
             if self.attention.varlen:
@@ -108,8 +114,10 @@ class DecoderObjective(Objective):
         return {"tokens": float((batch["targets"] != IGNORE).sum())}
 
     def loss(self, batch: Batch) -> dict[str, Term]:
-        hidden = self.model(batch["inputs"], self._bind(batch))
-        total = self.cross_entropy(hidden.flatten(0, 1), batch["targets"].flatten())
+        hidden = self.model(batch["inputs"], self._bind(batch)).flatten(0, 1)
+        if "places" in batch:
+            hidden = hidden.index_select(0, batch["places"])
+        total = self.cross_entropy(hidden, batch["targets"].flatten())
         return {"cross_entropy": Term(total, "tokens")}
 
     def cross_entropy(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
@@ -134,6 +142,21 @@ class DecoderObjective(Objective):
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.selection = Selection(state["attention"], BEGUN)
+
+
+def scored_alone(batch: Batch) -> Batch:
+    """With the targets that are learnt, and their places: no logits are made of the others.
+
+    In steps of a quarter of the batch, so that a compiler meets few sizes.
+    """
+    targets = batch["targets"].flatten()
+    places = (targets != IGNORE).nonzero().flatten()
+    step = max(1, len(targets) // 4)
+    size = max(1, -(-len(places) // step)) * step
+    if size >= len(targets):
+        return batch
+    more = (0, size - len(places))
+    return {**batch, "targets": F.pad(targets[places], more, value=IGNORE), "places": F.pad(places, more)}
 
 
 def _padded(borders: np.ndarray, total: int) -> np.ndarray:

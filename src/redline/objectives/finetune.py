@@ -25,6 +25,7 @@ from redline.models.adapted import fill_frozen, random_tensors
 from redline.models.generate import answer_each, generate
 from redline.models.pretrained import Base, load_base, open_base
 from redline.objectives.base import Answered, Asked, Batch, OnBase, Sample, Sampling
+from redline.objectives.decoder import scored_alone
 from redline.objectives.in_float8 import InFloat8
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Model, Recipe
@@ -142,7 +143,8 @@ class Finetune(InFloat8):
         return self._packed(self.data.answers.batch(samples))
 
     def _packed(self, rows: dict[str, np.ndarray]) -> Batch:
-        return self.laid_out(rows["inputs"], rows["targets"], rows["documents"])
+        batch = self.laid_out(rows["inputs"], rows["targets"], rows["documents"])
+        return batch if self.recorded else scored_alone(batch)
 
     def worst_batch(self, micro: int) -> Batch:
         chance, shape = np.random.default_rng(0), (micro, self.seq_len)
