@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from redline.errors import UsageError, UserError
+from redline.kernels.low_rank import keep_probability
 from redline.models.frozen import FrozenMatrix
 from redline.models.lora import LoraLinear
 from redline.models.recompute import CHECKPOINTING
@@ -46,7 +47,7 @@ def unfused(linear: LoraLinear, x: Tensor, mask: Tensor | None, dtype: torch.dty
     x, *matrices = (leaf.detach().clone().requires_grad_() for leaf in leaves)
     bias = None if linear.bias is None else linear.bias.to(dtype)
     y = F.linear(x, linear.base.dense(torch.float32).to(dtype), bias)
-    dropped = x if mask is None else x * mask.to(dtype) / (1 - linear.dropout)
+    dropped = x if mask is None else x * mask.to(dtype) / keep_probability(linear.dropout)
     added = torch.zeros_like(y)
     for b, (rows, columns) in zip(matrices[1:], linear.adapters.values(), strict=True):
         added[..., rows] += linear.scale * (dropped @ matrices[0][columns].T @ b.T)

@@ -187,12 +187,12 @@ def test_every_length_of_every_model_is_compiled(two: Latents, monkeypatch: pyte
     plain = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **how: plain(module, backend="eager", **how))
     objective = two.objective("latent_prefix.kd_weight=0", "latent_prefix.match_weight=0", teach=False)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)  # whatever it becomes, only for this test
-    objective.compile()
-    batch = objective.worst_batch(2)
-    for length in (2, 4, 8, 16, 32):
-        rows = {key: value[:, :length] if key.startswith("targets") else value for key, value in batch.items()}
-        sum(term.sum for term in objective.loss(rows).values()).backward()
+    with torch._dynamo.config.patch(recompile_limit=8):  # whatever it becomes, only for this test
+        objective.compile()
+        batch = objective.worst_batch(2)
+        for length in (2, 4, 8, 16, 32):
+            rows = {key: value[:, :length] if key.startswith("targets") else value for key, value in batch.items()}
+            sum(term.sum for term in objective.loss(rows).values()).backward()
     assert counters["stats"]["unique_graphs"] == 1 + 5 * 2, "of the encoder, and of both models"
     assert counters["frames"]["ok"] == counters["frames"]["total"]
     torch._dynamo.reset()
