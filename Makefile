@@ -11,7 +11,7 @@ FIND_PYTHON = @command -v $(PYTHON) >/dev/null || \
 	{ echo "There is no $(PYTHON) here: install Python 3.11 or newer, or name one with PYTHON=…" >&2; exit 1; }
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
-.PHONY: help setup tools train test lint soak bench
+.PHONY: help setup tools train test lint soak bench audit
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -42,3 +42,9 @@ soak: tools ## the fault tests at their long size [ARGS=…]
 
 bench: setup ## measure this machine [ARGS="throughput, plan-accuracy or startup, key=value …"]
 	.venv/bin/redline bench $(or $(ARGS),throughput)
+
+# In an environment of its own: none of what it brings is needed here.
+audit: ## known vulnerabilities of the pinned versions; asks public databases
+	$(FIND_PYTHON)
+	@test -x .audit/bin/pip-audit || { $(PYTHON) -m venv .audit && .audit/bin/pip install --quiet pip-audit; }
+	.audit/bin/pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
