@@ -352,3 +352,18 @@ def test_learning_takes_no_compiler_to_import() -> None:
     """Which takes a second."""
     code = "import sys, redline.models.lora; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("base", ["nf4", "plain"])
+def test_where_nothing_learns_a_compiler_sees_all_of_it(base: str) -> None:
+    linear = lora({"gate": 32, "up": 32}, 64, [], base=base)
+    linear.before_compiling()
+    compiled = torch.compile(lambda x: linear(2 * x).sin(), backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (lambda x: linear(2 * x).sin(), compiled):
+        x = torch.randn(6, 64, generator=torch.Generator().manual_seed(4)).requires_grad_()
+        y = run(x)
+        y.sum().backward()
+        results.append((y.detach(), x.grad))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
