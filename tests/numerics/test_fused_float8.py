@@ -322,6 +322,28 @@ def test_what_is_not_finite_is_seen_where_it_was(kernels: Any, device: str, valu
     assert float(scale.amax) < 100.0  # type: ignore[arg-type]
 
 
+def test_rows_alone_are_the_same_rows(kernels: Any, device: str) -> None:
+    """Where no weight learns nothing sums over tokens, and no columns are made."""
+    x, delta, g, past = randoms(3, *[(24, 32)] * 4, device=device)
+    (h,), (s,) = randoms(4, (24, 64), device=device), randoms(5, (24, 32), device=device)
+    weight, rstd = torch.ones(32, device=device), torch.ones(24, device=device)
+    q, k, v = randoms(6, (2, 2, 12, 16), (2, 1, 12, 16), (2, 1, 12, 16), device=device)
+    cos, sin = (table.to(device) for table in rotary_table(12, 16, 10000.0))
+    makers = {
+        "quantise": lambda scale: kernels.quantise(x, scale),
+        "norm": lambda scale: kernels.add_rms_norm8(x, delta, weight, EPS, scale)[1],
+        "norm backward": lambda scale: kernels.rms_norm_backward8(g, x, rstd, weight, past, scale)[1],
+        "swiglu": lambda scale: kernels.swiglu8(h, scale),
+        "swiglu backward": lambda scale: kernels.swiglu_backward8(s, h, scale),
+        "merge": lambda scale: kernels.merge_rotated_gradients8(q, k, v, cos, sin, scale),
+    }
+    for name, make in makers.items():
+        both, alone = make(scale_of(16.0, device)), make(scale_of(16.0, device)._replace(rows_alone=True))
+        assert alone.column is None, name
+        assert both.column is not None, name
+        assert torch.equal(alone.row.view(torch.uint8), both.row.view(torch.uint8)), name
+
+
 def test_the_matmuls(device: str) -> None:
     x, w, g = randoms(9, (32, 48), (64, 48), (32, 64), device=device)
     scales = [scale_of(factor, device) for factor in (16.0, 32.0, 8.0)]

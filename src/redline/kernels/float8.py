@@ -37,6 +37,7 @@ class Scale(NamedTuple):
     factor: Tensor
     unscale: Tensor  # 1 / factor
     amax: Tensor | None  # raised by the kernel to the largest finite magnitude it met; None where nobody asks
+    rows_alone: bool = False  # nothing sums over tokens: no weight learns from it
 
 
 def normed_factor(width: int, weight: float = 2.0) -> float:
@@ -171,7 +172,7 @@ def reference_quantise(x_NK: Tensor, scale: Scale) -> Float8:
         torch.maximum(scale.amax, wide.abs().masked_fill(~finite, 0.0).amax(), out=scale.amax)
     cut = (wide * scale.factor).clamp(-LARGEST, LARGEST)  # casts differ in what they make of more
     row = cut.masked_fill(~finite, float("nan")).to(_E4M3)
-    return Float8(row, row.T.contiguous(), scale.unscale)
+    return Float8(row, None if scale.rows_alone else row.T.contiguous(), scale.unscale)
 
 
 def reference_add_rms_norm8(

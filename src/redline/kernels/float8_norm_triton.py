@@ -19,7 +19,7 @@ def add_rms_norm8(
 ) -> tuple[Tensor, Float8, Tensor]:
     codes = _codes_like(x_ND)
     total, rstd = add_rms_norm_into(codes, x_ND, delta_ND, weight_D, eps, scale)
-    return total, Float8(codes, turned(codes), scale.unscale), rstd
+    return total, _operand(codes, scale), rstd
 
 
 def rms_norm_backward8(
@@ -27,7 +27,11 @@ def rms_norm_backward8(
 ) -> tuple[Tensor, Float8, Tensor]:
     codes = _codes_like(sum_ND)
     grad, grad_weight = rms_norm_backward_into(codes, grad_normed_ND, sum_ND, rstd_N, weight_D, grad_sum_ND, scale)
-    return grad, Float8(codes, turned(codes), scale.unscale), grad_weight
+    return grad, _operand(codes, scale), grad_weight
+
+
+def _operand(codes_ND: Tensor, scale: Scale) -> Float8:
+    return Float8(codes_ND, None if scale.rows_alone else turned(codes_ND), scale.unscale)
 
 
 def _codes_like(x_ND: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ class Made:
     def __init__(self, n: int, width: int, scale: Scale, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
         device, self.scale = scale.factor.device, scale
         self.row = torch.empty((n, width), device=device, dtype=dtype)
-        self.column = torch.empty((width, n), device=device, dtype=dtype) if n and n % WORD.value == 0 else None
+        turning = n and n % WORD.value == 0 and not scale.rows_alone
+        self.column = torch.empty((width, n), device=device, dtype=dtype) if turning else None
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -98,7 +99,9 @@ class Made:
         return {"COLUMN": self.column is not None, "AMAX": self.scale.amax is not None}
 
     def operand(self) -> Float8:
-        return Float8(self.row, turned(self.row) if self.column is None else self.column, self.scale.unscale)
+        if self.column is None and not self.scale.rows_alone:
+            self.column = turned(self.row)
+        return Float8(self.row, self.column, self.scale.unscale)
 
 
 def fitting(size: int, available: int) -> int:

@@ -62,12 +62,12 @@ class Scales:
         device: torch.device,
         norms: Sequence[Sequence[float]] = (),
     ) -> None:
-        """`norms`: of each layer's two norms the largest weight, where they stay as they are."""
+        """`norms`: of each layer's two norms the largest weight, where they and the matrices stay as they are."""
         self.linears = frozenset(linears)
         shape = (layers, len(_SLOTS), _APART)
         self.amax, self.peak = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
         self.factor, self.unscale = torch.ones(shape, device=device), torch.ones(shape, device=device)
-        self.known = False
+        self.known, self._frozen = False, bool(norms)
         # needs no looking at
         bounds = [[normed_factor(width, largest) for largest in layer] for layer in norms or [[2.0] * 2] * layers]
         self._normed = torch.tensor(bounds, device=device).view(layers, len(_NORMED), 1)
@@ -111,7 +111,8 @@ class Scales:
 
     def _scale(self, layer: int, slot: int) -> Scale:
         at = (layer, slot, 0)
-        return Scale(self.factor[at], self.unscale[at], None if slot in _NORMED else self.amax[at])
+        amax = None if slot in _NORMED else self.amax[at]
+        return Scale(self.factor[at], self.unscale[at], amax, rows_alone=self._frozen)
 
     def _probe(self, layer: int, slot: int) -> Probe:
         return Probe(self.amax[layer, slot, 0])
