@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 
@@ -70,12 +69,32 @@ def test_failure_is_raised_at_its_step_as_itself(workers: int) -> None:
         assert time.monotonic() - begun < 1.0
 
 
-def test_killed_worker_is_noticed_and_does_not_end_the_process() -> None:
-    with Prefetcher(lambda step: step, 0, workers=1, depth=1) as loader:
-        wait_until(lambda: 0 in loader._made)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(loader._threads[0].ident or 0), ctypes.py_object(SystemExit)
-        )
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_worker_that_was_ended_is_replaced(workers: int) -> None:
+    """A thread that a library ends, in the middle of its step: another makes it."""
+    ended: set[int] = set()
+
+    def make(step: int) -> int:
+        if step % 2 and step not in ended:
+            ended.add(step)
+            raise SystemExit
+        return step
+
+    with Prefetcher(make, 0, workers=workers, depth=workers) as loader:
+        for step in range(8):
+            begun = time.monotonic()
+            assert loader.next(step) == step
+            assert time.monotonic() - begun < 5.0
+    assert ended >= {1, 3, 5, 7}
+
+
+def test_a_step_that_ends_every_thread_is_a_failure() -> None:
+    def make(step: int) -> int:
+        if step == 1:
+            raise SystemExit(3)
+        return step
+
+    with Prefetcher(make, 0, workers=2) as loader:
         assert loader.next(0) == 0
         begun = time.monotonic()
         with pytest.raises(RuntimeError, match="SystemExit"):
