@@ -119,13 +119,13 @@ def recipe(corpus: Path, tmp_path: Path) -> Callable[[int, int], Path]:
     [
         pytest.param(400, 25, (0.5, 1.5), ("kill", "corrupt"), 2, id="short", marks=pytest.mark.soak),
         pytest.param(
-            100_000,
+            220_000,
             200,
             (20.0, 60.0),
             ("kill", "term", "full", "corrupt", "hang"),
             1000,
             id="an hour",
-            marks=[pytest.mark.soak, pytest.mark.timeout(3 * 3600)],
+            marks=[pytest.mark.soak, pytest.mark.timeout(5 * 3600)],
         ),
     ],
 )
