@@ -28,6 +28,17 @@ def contradictions(recipe: Recipe) -> list[Problem]:
     return [*found, *_optimizer(recipe), *job(recipe.objective).problems(recipe)]
 
 
+def idle_size(model: Model) -> list[Problem]:
+    """Beside a whole shape a size says nothing. In a lock it stands beside what it filled in: not asked there."""
+    sized = dict(zip(("layers", "d_model", "heads", "d_ff"), SIZES.get(model.size or "", ()), strict=False))
+    given = {key: getattr(model, key) for key in sized}
+    if AUTO in given.values() or given == sized:
+        return []
+    told = ", ".join(f"{key} {value}" for key, value in given.items())
+    fix = f"Add {' '.join(f'model.{key}=auto' for key in sized)}, or leave the size out."
+    return [Problem("model.size", f"{model.size} says nothing: the recipe gives {told}.", fix)]
+
+
 def _overlong(recipe: Recipe) -> list[Problem]:
     if recipe.data.overlong is None or hasattr(job(recipe.objective), "OVERLONG"):
         return []
@@ -49,10 +60,6 @@ def _model(model: Model) -> list[Problem]:
     sized = dict(zip(("layers", "d_model", "heads", "d_ff"), SIZES.get(model.size or "", ()), strict=False))
     d_model, heads = number(model.d_model) or sized.get("d_model"), number(model.heads) or sized.get("heads")
     kv_heads, head_dim = number(model.kv_heads), number(model.head_dim)
-    if sized and AUTO not in (given := {key: getattr(model, key) for key in sized}).values() and given != sized:
-        told = ", ".join(f"{key} {value}" for key, value in given.items())
-        fix = f"Add {' '.join(f'model.{key}=auto' for key in sized)}, or leave the size out."
-        problems.append(Problem("model.size", f"{model.size} says nothing: the recipe gives {told}.", fix))
     if model.size is None and model.base is None:
         missing = [k for k in ("layers", "d_model", "heads") if getattr(model, k) == AUTO]
         problems += [Problem(f"model.{key}", "is missing.", "Give it, or model.size: auto.") for key in missing]

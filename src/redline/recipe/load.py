@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from redline.errors import Problem, RecipeError, UsageError, did_you_mean
 from redline.jobs import JOBS, job
 from redline.recipe.aliases import ALIASES, canonical
-from redline.recipe.checks import contradictions
+from redline.recipe.checks import contradictions, idle_size
 from redline.recipe.presets import with_preset
 from redline.recipe.schema import Recipe, recipe_class
 
@@ -244,7 +244,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     given = with_preset(_apart(base, extra), extra)
     own = job(str(objective)).defaults(given) if objective in JOBS else {}
     tree, clashes = nest({**own, **given})
-    recipe = validate(tree, where=name, problems=[*problems, *more, *clashes])
+    recipe = validate(tree, where=name, problems=[*problems, *more, *clashes], written=True)
     return Loaded(path.stem, recipe, notes + more_notes)
 
 
@@ -257,7 +257,8 @@ def _apart(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in base.items() if not replaced(key)}
 
 
-def validate(tree: dict[str, Any], *, where: str, problems: Sequence[Problem] = ()) -> Recipe:
+def validate(tree: dict[str, Any], *, where: str, problems: Sequence[Problem] = (), written: bool = False) -> Recipe:
+    """`written`: by a person, not by a plan that filled in what was left open."""
     found = list(problems)
     schema = recipe_class(tree.get("objective", "causal_lm"))
     try:
@@ -265,7 +266,7 @@ def validate(tree: dict[str, Any], *, where: str, problems: Sequence[Problem] = 
     except ValidationError as error:
         every = (_problem(e, schema, hint=n < _HINTS) for n, e in enumerate(error.errors()))
         raise RecipeError(where, [*found, *every]) from None
-    found += contradictions(recipe)
+    found += [*contradictions(recipe), *(idle_size(recipe.model) if written else ())]
     if found:
         raise RecipeError(where, found)
     return recipe
