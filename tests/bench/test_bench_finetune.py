@@ -129,22 +129,22 @@ def test_every_row_is_asked_for_the_same_work(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(finetune, "ask", ask)
     list(run_finetune(choose(None, [CPU, "model.lora.r=8", "train.steps=7"])))
-    assert [one["module"].rpartition(".")[2] for one in asked] == ["finetune_steps"] * 4 + ["hf_qlora"] * 4
-    assert {one["recipe"]["finetune"]["method"] for one in asked[4:]} == {"qlora"}
-    assert [one["recipe"]["finetune"]["method"] for one in asked[:4]] == ["qlora", "qlora", "qlora", "lora"]
-    assert [one["recipe"]["model"]["quant"] for one in asked[:4]] == ["nf4", "nf4", "nf4", "none"]
+    assert [one["module"].rpartition(".")[2] for one in asked] == ["finetune_steps"] * 3 + ["hf_qlora"] * 4
+    assert {one["recipe"]["finetune"]["method"] for one in asked[3:]} == {"qlora"}
+    assert [one["recipe"]["finetune"]["method"] for one in asked[:3]] == ["qlora", "qlora", "lora"]
+    assert [one["recipe"]["model"]["quant"] for one in asked[:3]] == ["nf4", "nf4", "none"]
     for one in asked:
         assert one["recipe"]["model"]["lora"] == asked[0]["recipe"]["model"]["lora"]
         assert one["recipe"]["model"]["lora"]["r"] == 8
         assert (one["steps"], one["recipe"]["train"]["global_batch"], one["recipe"]["data"]["seq_len"]) == (7, 4, 64)
-    assert [one["sample_tokens"] for one in asked] == [None, 16, 16, *[None] * 5]
-    assert [(one["liger"], one["recompute"]) for one in asked[4:]] == [
+    assert [one["sample_tokens"] for one in asked] == [None, 16, *[None] * 5]
+    assert [(one["liger"], one["recompute"]) for one in asked[3:]] == [
         (False, True),
         (True, True),
         (True, False),
         (True, False),
     ]
-    micros = [one["micro_batch"] for one in asked[4:]]
+    micros = [one["micro_batch"] for one in asked[3:]]
     assert micros == [4, 4, 4, 1], "all at once, unless another was asked for; the last one row by row"
     asked.clear()
     rows = list(run_finetune(choose(None, [CPU, "train.micro_batch=2", "data.pack=false"])))
@@ -315,11 +315,10 @@ def test_who_fails_says_why_and_the_others_go_on(failing: str, code: int, monkey
     monkeypatch.setattr(finetune, "ask", ask)
     answer = CliRunner().invoke(app, ["bench", "finetune", CPU])
     assert answer.exit_code == code, "a peer may be missing, redline itself may not"
-    ours, theirs = len(OURS) + 1, len(CONTENDERS) - len(OURS) - 1
+    ours, theirs = len(OURS), len(CONTENDERS) - len(OURS) - 1  # fp8 is not to be had on a CPU, and not asked for
     failed = ours if failing == "finetune_steps" else theirs
     assert answer.stdout.count("no figure: CUDA out of memory.") == failed
-    told = ours - 1 if failing == "hf_qlora" else theirs  # fp8 is not to be had on a CPU
-    assert answer.stdout.count("1,000") == told
+    assert answer.stdout.count("1,000") == ours + theirs - failed
 
 
 def test_the_table_stands_in_columns() -> None:

@@ -233,7 +233,7 @@ def smollm2(folder: Path) -> ChatTokenizer:
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K is not on this machine")
-@pytest.mark.parametrize("which", ["tiny", "smollm2"])
+@pytest.mark.parametrize("which", ["tiny", pytest.param("smollm2", marks=pytest.mark.soak)])
 def test_every_row_of_gsm8k(which: str, chatml: ChatTokenizer, tmp_path: Path) -> None:
     tokenizer = chatml if which == "tiny" else smollm2(tmp_path)
     conversations = list(read_conversations(str(GSM8K), RowTally("gsm8k")))

@@ -16,6 +16,12 @@ from typing import Any
 
 import pytest
 
+SHAPES = (
+    (131072, 1024, 2688, 1024, 16, 16, 64),
+    (8192, 4096, 14336, 4096, 32, 8, 128),
+    (1001, 769, 2689, 7, 6, 2, 80),  # no vectors anywhere
+    (1, 7, 9, 1, 1, 1, 2),  # what is one becomes a constant
+)
 TYPES = {
     "torch.bfloat16": "*bf16",
     "torch.float16": "*fp16",
@@ -27,13 +33,14 @@ TYPES = {
 }
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=["usual", pytest.param("all", marks=pytest.mark.soak)])
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Facts of each compiled kernel. In a process of its own: Triton interprets or compiles, not both."""
     pytest.importorskip("triton", reason="the kernels need triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, __file__, request.param]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
@@ -235,12 +242,7 @@ def main() -> None:
         return torch.empty(*shape, device="meta", dtype=dtype)
 
     JITFunction.__getitem__ = catch  # type: ignore[method-assign]
-    for n, d, f, length, heads, kv_heads, k in (
-        (131072, 1024, 2688, 1024, 16, 16, 64),
-        (8192, 4096, 14336, 4096, 32, 8, 128),
-        (1001, 769, 2689, 7, 6, 2, 80),  # no vectors anywhere
-        (1, 7, 9, 1, 1, 1, 2),  # what is one becomes a constant
-    ):
+    for n, d, f, length, heads, kv_heads, k in SHAPES if sys.argv[1] == "all" else SHAPES[::2]:
         large, odd = n % 16 == 0, n > 1 and n % 16 > 0
         x, weight, rstd = empty(n, d), empty(d, dtype=torch.float32), empty(n, dtype=torch.float32)
         for other in (x, None):

@@ -116,6 +116,9 @@ def _figures(contender: Contender, setting: Setting) -> Row:
         "steps": recipe.train.steps or 1,
         "sample_tokens": _sample_tokens(recipe) if contender.packed else None,
     }
+    if "train.precision=fp8" in contender.forced and resolved.recipe.train.precision != "fp8":
+        why = not_in_fp8(str(resolved.recipe.train.precision), (), resolved.warnings)
+        raise UserError(str(why))  # known before anything runs
     if contender.peer is None:
         measured = ask("redline.bench.finetune_steps", request)
         if "train.precision=fp8" in contender.forced:
