@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from redline.data.packing import cu_seqlens
@@ -149,14 +148,15 @@ def scored_alone(batch: Batch) -> Batch:
 
     In steps of a quarter of the batch, so that a compiler meets few sizes.
     """
-    targets = batch["targets"].flatten()
-    places = (targets != IGNORE).nonzero().flatten()
+    targets = batch["targets"].numpy().ravel()  # by numpy: a loader's thread has no pool of torch's in a forked process
+    places = np.flatnonzero(targets != IGNORE)
     step = max(1, len(targets) // 4)
     size = max(1, -(-len(places) // step)) * step
     if size >= len(targets):
         return batch
-    more = (0, size - len(places))
-    return {**batch, "targets": F.pad(targets[places], more, value=IGNORE), "places": F.pad(places, more)}
+    learnt, rows = np.full(size, IGNORE, dtype=targets.dtype), np.zeros(size, dtype=np.int64)
+    learnt[: len(places)], rows[: len(places)] = targets[places], places
+    return {**batch, "targets": torch.from_numpy(learnt), "places": torch.from_numpy(rows)}
 
 
 def _padded(borders: np.ndarray, total: int) -> np.ndarray:
