@@ -262,3 +262,11 @@ def test_committed_results_become_one_picture(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "one machine a picture" in done.stderr
     assert not (tmp_path / "no.svg").exists()
+
+
+def test_without_redline_among_them_nobody_is_compared_with_it() -> None:
+    """`--only plain` begins with another row."""
+    rows: list[Any] = [{"name": "plain", "tokens_per_s": 2.0}, {"name": "transformers", "tokens_per_s": 1.0}]
+    assert throughput.with_ratios(rows) == rows
+    ours = {"name": "redline", "tokens_per_s": 3.0}
+    assert [row["redline_is"] for row in throughput.with_ratios([*rows, ours])] == [1.5, 3.0, 1.0]

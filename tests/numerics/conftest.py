@@ -56,3 +56,31 @@ def casts_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_convert_float", convert)
     larger = lambda self, a, b: self.binary_op(a, b, np.fmax)  # noqa: E731
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_maxnumf", larger)
+
+
+@pytest.fixture
+def multiplies_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter would multiply the bits of bf16 values as whole numbers, and read 480 where fp8 holds NaN."""
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def values(handle: Any) -> np.ndarray:
+        if handle.dtype.scalar == tl.bfloat16:
+            return torch.from_numpy(handle.data.view(np.int16).copy()).view(torch.bfloat16).float().numpy()
+        return np.asarray(handle.data, dtype=np.float32)
+
+    def dot(self: Any, a: Any, b: Any, total: Any, *how: Any) -> Any:
+        with np.errstate(invalid="ignore"):  # inf · 0
+            return interpreter.TensorHandle(values(a) @ values(b) + total.data, total.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    plain = interpreter._convert_float
+
+    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source == tl.float8e4nv and target == tl.bfloat16:
+            return torch.from_numpy(data.copy()).view(torch.float8_e4m3fn).to(torch.bfloat16).view(torch.uint16).numpy()
+        return plain(data, source, target, rounding)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)

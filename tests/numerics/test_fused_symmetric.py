@@ -6,7 +6,6 @@ import importlib.util
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -22,25 +21,6 @@ KERNELS = "symmetric"
 ROUNDING = 2**-8
 sizes = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 pytestmark = pytest.mark.usefixtures("casts_as_on_a_gpu", "multiplies_as_a_gpu")
-
-
-@pytest.fixture
-def multiplies_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter would multiply the bits of bf16 values as whole numbers."""
-    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    def values(handle: Any) -> np.ndarray:
-        assert handle.dtype.scalar == tl.bfloat16
-        return torch.from_numpy(handle.data.view(np.int16).copy()).view(torch.bfloat16).float().numpy()
-
-    def dot(self: Any, a: Any, b: Any, total: Any, *how: Any) -> Any:
-        with np.errstate(invalid="ignore"):  # inf · 0
-            return interpreter.TensorHandle(values(a) @ values(b) + total.data, total.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import math
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -25,34 +24,6 @@ sizes = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCh
 seeds = st.integers(0, 2**64 - 1)
 drops = st.one_of(st.none(), st.builds(Dropped, st.floats(0, 0.95), seeds))
 pytestmark = pytest.mark.usefixtures("casts_as_on_a_gpu", "multiplies_as_a_gpu")
-
-
-@pytest.fixture
-def multiplies_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter would multiply the bits of bf16 values as whole numbers, and read 480 where fp8 holds NaN."""
-    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    def values(handle: Any) -> np.ndarray:
-        if handle.dtype.scalar == tl.bfloat16:
-            return torch.from_numpy(handle.data.view(np.int16).copy()).view(torch.bfloat16).float().numpy()
-        return np.asarray(handle.data, dtype=np.float32)
-
-    def dot(self: Any, a: Any, b: Any, total: Any, *how: Any) -> Any:
-        with np.errstate(invalid="ignore"):  # inf · 0
-            return interpreter.TensorHandle(values(a) @ values(b) + total.data, total.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-    plain = interpreter._convert_float
-
-    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if source == tl.float8e4nv and target == tl.bfloat16:
-            return torch.from_numpy(data.copy()).view(EIGHT).to(torch.bfloat16).view(torch.uint16).numpy()
-        return plain(data, source, target, rounding)
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
 @pytest.fixture

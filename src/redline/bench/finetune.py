@@ -121,10 +121,6 @@ def _figures(contender: Contender, setting: Setting) -> Row:
         raise UserError(str(why))  # known before anything runs
     if contender.peer is None:
         measured = ask("redline.bench.finetune_steps", request)
-        if "train.precision=fp8" in contender.forced:
-            choices = [{"key": key, "value": value} for key, value in measured["choices"].items()]
-            if why := not_in_fp8(measured["precision"], choices, measured["warnings"]):
-                raise ChildError(why)
         found = measured | _planned(resolved, measured)
     else:
         micro = _peers_batch(recipe, resolved).micro

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from redline.bench.fp8 import not_in_fp8
 from redline.data.packing import cu_seqlens
 from redline.errors import UserError
 from redline.hardware.detect import detect
@@ -156,6 +157,10 @@ def contend(request: dict[str, Any]) -> Figures:
     ):
         trainer = Trainer(resolved, objective, run, monitor, horizon_steps=None, identity={})
         trainer.build()
+        if recipe.train.precision == "fp8":  # a figure in that name is to be one
+            told = [{"key": key, "value": value, "reason": why} for key, value, why in objective.choices()]
+            if why_not := not_in_fp8("fp8", told, ()):
+                raise UserError(why_not)
         begin = time.perf_counter()
         trainer.warm_up()
         warmup = time.perf_counter() - begin

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.bench.child import ChildError, TrainedRun, ask, train
 from redline.bench.fp8 import not_in_fp8
-from redline.bench.picked import picked
 from redline.bench.readings import card_figures, data_wait_share, median
 from redline.bench.record import Row
 from redline.bench.setting import UNDISTURBED, Setting
@@ -64,13 +63,12 @@ def contenders(recipe: Recipe) -> tuple[Contender, ...]:
     return MASKED if hasattr(job(recipe.objective), "layout") else CONTENDERS[:1]
 
 
-def run_throughput(setting: Setting, only: str | None = None) -> Iterator[Row]:
+def run_throughput(setting: Setting, chosen: Sequence[Contender] | None = None) -> Iterator[Row]:
     """A row for each contender, one after the other; who cannot run says why in `error`."""
-    chosen = picked(contenders(setting.recipe), only)
     with tempfile.TemporaryDirectory(prefix="redline-bench-") as name:
         folder = Path(name)
         setting = setting.with_tokens(folder / "tokens", _tokens_needed(setting))
-        for contender in chosen:
+        for contender in chosen or contenders(setting.recipe):
             own = [*contender.overrides, *contender.forced]
             row: Row = {"name": contender.name, "what": contender.what, "overrides": own}
             words = [setting.name, *UNDISTURBED, *contender.overrides, *setting.overrides, *contender.forced]
@@ -94,8 +92,8 @@ def _ours(contender: Contender, run: TrainedRun) -> dict[str, Any]:
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
-    """How many times as fast as each the first is."""
-    ours = rows[0].get("tokens_per_s") if rows else None
+    """How many times as fast as each redline is, where it is among them."""
+    ours = next((row.get("tokens_per_s") for row in rows if row["name"] == OURS), None)
     return [row | {"redline_is": ours / row["tokens_per_s"]} if ours and "tokens_per_s" in row else row for row in rows]
 
 

@@ -69,15 +69,17 @@ def throughput(
       redline bench throughput
       redline bench throughput data.source=./tokens train.steps=100 --out throughput.json
     """
+    from redline.bench.picked import picked
     from redline.bench.place import check_out
     from redline.bench.setting import choose_setting
-    from redline.bench.throughput import DEFAULTS, run_throughput, with_ratios
+    from redline.bench.throughput import DEFAULTS, contenders, run_throughput, with_ratios
 
     check_out(out)
     name, overrides = split_words(words)
     setting = choose_setting(name, overrides, DEFAULTS)
+    chosen = picked(contenders(setting.recipe), only)
     record = _record_of("throughput", setting, out)
-    _collect(record, run_throughput(setting, only))
+    _collect(record, run_throughput(setting, chosen))
     record.rows = with_ratios(record.rows)
     _show(record, json_, throughput_line)
     if "error" in record.rows[0]:

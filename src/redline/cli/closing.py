@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from redline.errors import UserError
+from redline.jobs import job
 from redline.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ def _next_commands(path: Path, recipe: Recipe) -> list[str]:
 
 
 def answers_kind(recipe: Recipe) -> str:
-    """How its answers are best compared: a prefix's under every condition, by words; numbers as numbers."""
-    if recipe.objective == "latent_prefix":
-        return "f1"
+    """How its answers are best compared: as its job says, else numbers as numbers."""
+    if own := getattr(job(recipe.objective), "ANSWERS", None):
+        return str(own)
     numbers = any(name in str(recipe.data.source).lower() for name in ("gsm8k", "problems:"))
     return "gsm8k" if numbers else "match"

@@ -94,6 +94,7 @@ def dequantise_nf4(matrix: NF4, dtype: torch.dtype, out: Tensor | None = None, f
 def dense_nf4(parts: Sequence[NF4], dtype: torch.dtype, factor: Tensor | None = None) -> Tensor:
     """Matrices of one width, one below the other."""
     if torch.compiler.is_compiling():
+        assert factor is None, "fp8 is for blocks that are not compiled"
         nested = [part.nested or (part.scales[:0],) * 3 for part in parts]
         tables, largest, means = (list(each) for each in zip(*nested, strict=True))
         codes, scales = [part.codes for part in parts], [part.scales for part in parts]
@@ -119,7 +120,7 @@ def _opaque_dense(
     double: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The same for a compiler, which would follow the kernel's tables into the host's memory."""
+    """The same for a compiler, which need not know what is in it."""
     nested = zip(tables, largest, means, strict=True) if double else [None] * len(codes)
     each = zip(codes, scales, nested, heights, strict=True)
     return dense_nf4([NF4(code, scale, more, (rows, width)) for code, scale, more, rows in each], dtype)

@@ -50,20 +50,21 @@ class FrozenMatrix(nn.Module):
         """For x·Wᵀ."""
         if self.plain is not None:
             return quantise(self.plain, self.scale)
-        row = dense_nf4(self.quantised, torch.float8_e4m3fn, self.scale.factor)
-        return Float8(row, None, self.scale.unscale)
+        return Float8(dense_nf4(self.quantised, torch.float8_e4m3fn, self.scale.factor), None, self.scale.unscale)
 
     def columns8(self) -> Float8:
         """For grad·W."""
-        both = self.rows8()
-        return both if both.row is None or both.column is not None else both._replace(row=None, column=turned(both.row))
+        row = self.rows8().row
+        assert row is not None
+        return Float8(None, turned(row), self.scale.unscale)
 
     @property
     def scale(self) -> Scale:
         """In fp8; one for all parts, which one matmul reads. It stays: the weight does."""
         if self._scale is None:
             parts = [largest_magnitude(part) for part in self.quantised]
-            self._scale = scale_for(torch.stack(parts).amax()) if self.plain is None else current_scale(self.plain)
+            found = scale_for(torch.stack(parts).amax()) if self.plain is None else current_scale(self.plain)
+            self._scale = found._replace(rows_alone=True)
         return self._scale
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenMatrix:
