@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from redline.bench.child import ChildError, ask
 from redline.bench.fp8 import not_in_fp8
@@ -105,17 +106,24 @@ def run_finetune(setting: Setting, contenders: Sequence[Contender] = CONTENDERS)
             yield row | {"error": error.message()}
 
 
-def _figures(contender: Contender, setting: Setting) -> Row:
+def asked(contender: Contender, setting: Setting) -> tuple[Resolved, dict[str, Any]]:
+    """What it is asked to do, by the plan and as a request."""
     words = [*setting.overrides, f"finetune.method={contender.method}", *contender.forced]
     recipe = _complete(load(setting.name, words).recipe)
     facts = DataFacts(int(number(recipe.model.vocab) or 0), 10**9, 10**7, "", recipe.data.tokenizer, "")
     resolved = resolve(recipe, setting.machine, facts)
-    request = {
+    theirs = {} if contender.peer is None else {"micro_batch": _peers_batch(recipe, resolved).micro, **contender.peer}
+    return resolved, {
         "recipe": resolved.recipe.model_dump(mode="json"),
         "facts": asdict(facts),
         "steps": recipe.train.steps or 1,
         "sample_tokens": _sample_tokens(recipe) if contender.packed else None,
+        **theirs,
     }
+
+
+def _figures(contender: Contender, setting: Setting) -> Row:
+    resolved, request = asked(contender, setting)
     if "train.precision=fp8" in contender.forced and resolved.recipe.train.precision != "fp8":
         why = not_in_fp8(str(resolved.recipe.train.precision), (), resolved.warnings)
         raise UserError(str(why))  # known before anything runs
@@ -123,8 +131,7 @@ def _figures(contender: Contender, setting: Setting) -> Row:
         measured = ask("redline.bench.finetune_steps", request)
         found = measured | _planned(resolved, measured)
     else:
-        micro = _peers_batch(recipe, resolved).micro
-        found = ask("redline.bench.hf_qlora", {**request, "micro_batch": micro, **contender.peer})
+        found = ask("redline.bench.hf_qlora", request)
     # one formula for all, T being the length of the document that a token lies in
     flops = costs(resolved.recipe).flops(resolved.shape, round(found["document_tokens"]), "none").useful
     return found | {"mfu": mfu(found["tokens_per_s"], flops, setting.machine.peak("bf16"))}

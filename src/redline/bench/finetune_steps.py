@@ -12,32 +12,22 @@ import json
 import math
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from redline.bench.fp8 import not_in_fp8
+from redline.bench.own import Ready, ready
 from redline.data.packing import cu_seqlens
 from redline.errors import UserError
-from redline.hardware.detect import detect
-from redline.monitor.events import Event, EventLog
-from redline.monitor.monitor import Monitor
-from redline.objectives import objective_module
-from redline.recipe.load import validate
-from redline.recipe.resolve import DataFacts, resolve
 from redline.train.feed import step_batch, to_device
 from redline.train.log import peak_memory_gib
-from redline.train.rundir import RunDirectory
-from redline.train.trainer import Trainer
 
 SETTLE_STEPS = 3  # before the timed ones
 PACKAGES = ("torch", "triton", "bitsandbytes")
@@ -127,68 +117,31 @@ def reply(contend: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
 
 
-class Heard:
-    """What is to be known of the figures."""
-
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-
-    def event(self, event: Event) -> None:
-        if event["type"] in ("warning", "recovery"):
-            self.warnings.append(str(event["message"]))
-
-    def tick(self, step: int, progress: float | None = None, eta_s: float | None = None) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
 def contend(request: dict[str, Any]) -> Figures:
-    recipe, facts = validate(request["recipe"], where="bench"), DataFacts(**request["facts"])
-    resolved = resolve(recipe, detect(recipe.train.device), facts)
-    module = objective_module(recipe.objective)
-    objective = module.create(resolved, module.random_data(facts))
-    heard = Heard()
-    with (
-        tempfile.TemporaryDirectory() as name,
-        RunDirectory(Path(name)) as run,
-        Monitor(EventLog(Path(name) / "events.jsonl"), heard) as monitor,
-    ):
-        trainer = Trainer(resolved, objective, run, monitor, horizon_steps=None, identity={})
-        trainer.build()
-        if recipe.train.precision == "fp8":  # a figure in that name is to be one
-            told = [{"key": key, "value": value, "reason": why} for key, value, why in objective.choices()]
-            if why_not := not_in_fp8("fp8", told, ()):
-                raise UserError(why_not)
-        begin = time.perf_counter()
-        trainer.warm_up()
-        warmup = time.perf_counter() - begin
-        micro, total = trainer.batch.micro, trainer.batch.global_batch
-        rows = random_rows(facts.vocab_size, total, recipe.data.seq_len, request["sample_tokens"])
-        micros = [
-            objective.laid_out(*(part[first : first + micro] for part in rows)) for first in range(0, total, micro)
-        ]
-        batch = step_batch(objective, [to_device(one, trainer.device) for one in micros])
+    with ready(request) as own:
+        batch, documents = step_of(own, request["sample_tokens"])
         figures = time_steps(
-            lambda number: trainer.step(number, batch, 1.0).loss,
+            lambda number: own.trainer.step(number, batch, 1.0).loss,
             steps=request["steps"],
-            tokens=resolved.tokens_per_step,
-            device=trainer.device,
+            tokens=own.resolved.tokens_per_step,
+            device=own.trainer.device,
         )
-    chosen = {choice.key: choice.value for choice in resolved.choices}
     return {
         **figures,
-        "micro_batch": micro,
-        "document_tokens": document_tokens(rows[2]),
-        "warmup_s": warmup,
-        "precision": recipe.train.precision,
-        "compiled": recipe.train.compile,
-        "recomputed": recipe.train.grad_checkpointing,
-        "warnings": [*resolved.warnings, *heard.warnings],
-        "choices": chosen | {key: value for key, value, _ in objective.choices()},
+        **own.said(),
+        "document_tokens": document_tokens(documents),
+        "recomputed": own.resolved.recipe.train.grad_checkpointing,
         "versions": installed(*PACKAGES),
     }
+
+
+def step_of(own: Ready, sample_tokens: int | None) -> tuple[Any, np.ndarray]:
+    """One step's batch of random rows, on the device, and which document each token belongs to."""
+    micro, total = own.trainer.batch.micro, own.trainer.batch.global_batch
+    rows = random_rows(own.facts.vocab_size, total, own.resolved.recipe.data.seq_len, sample_tokens)
+    parts = [tuple(part[first : first + micro] for part in rows) for first in range(0, total, micro)]
+    micros = [to_device(own.objective.laid_out(*part), own.trainer.device) for part in parts]
+    return step_batch(own.objective, micros), rows[2]
 
 
 if __name__ == "__main__":

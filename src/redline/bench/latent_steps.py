@@ -9,51 +9,28 @@ and `teacher_ms` is what that takes for the texts of one step.
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from redline.bench.finetune_steps import PACKAGES, Figures, Heard, installed, reply, time_steps
+from redline.bench.finetune_steps import PACKAGES, Figures, installed, reply, time_steps
 from redline.bench.latent_rows import TimedRows, timed_rows
-from redline.hardware.detect import detect
+from redline.bench.own import ready
 from redline.jobs.latent_prefix import taught
-from redline.monitor.events import EventLog
-from redline.monitor.monitor import Monitor
-from redline.objectives import objective_module
-from redline.recipe.load import validate
-from redline.recipe.resolve import DataFacts, resolve
 from redline.train.feed import step_batch, to_device
-from redline.train.rundir import RunDirectory
-from redline.train.trainer import Trainer
 
 
 def contend(request: dict[str, Any]) -> Figures:
-    recipe, facts = validate(request["recipe"], where="bench"), DataFacts(**request["facts"])
-    resolved = resolve(recipe, detect(recipe.train.device), facts)
-    module = objective_module(recipe.objective)
-    objective = module.create(resolved, module.random_data(facts))
-    heard = Heard()
-    with (
-        tempfile.TemporaryDirectory() as name,
-        RunDirectory(Path(name)) as run,
-        Monitor(EventLog(Path(name) / "events.jsonl"), heard) as monitor,
-    ):
-        trainer = Trainer(resolved, objective, run, monitor, horizon_steps=None, identity={})
-        trainer.build()
-        begin = time.perf_counter()
-        trainer.warm_up()
-        warmup = time.perf_counter() - begin
-        micro, total = trainer.batch.micro, trainer.batch.global_batch
+    with ready(request) as own:
+        trainer, objective = own.trainer, own.objective
         vocabularies = {name: one.decoder.shape.vocab for name, one in objective.frozen.items()}
-        rows = timed_rows(recipe, vocabularies, total)
+        rows = timed_rows(own.resolved.recipe, vocabularies, trainer.batch.global_batch)
         teacher_ms = 0.0
         for _ in range(2):  # the first look is slower
             states, teacher_ms = _taught(objective, rows)
-        micros = TimedRows(rows.batch | states, rows.prompts, rows.answers).micros(micro)
+        micros = TimedRows(rows.batch | states, rows.prompts, rows.answers).micros(trainer.batch.micro)
         batch = step_batch(objective, [to_device(one.batch, trainer.device) for one in micros])
         terms: list[dict[str, Tensor]] = []
 
@@ -62,19 +39,14 @@ def contend(request: dict[str, Any]) -> Figures:
             terms.append(result.terms)
             return result.loss
 
+        total = trainer.batch.global_batch
         figures = time_steps(step, steps=request["steps"], tokens=total, device=trainer.device)
-    chosen = {choice.key: choice.value for choice in resolved.choices}
     return {
         **texts_a_second(figures),
+        **own.said(),
         "first_terms": {name: term.item() for name, term in terms[0].items()},
         "teacher_ms": teacher_ms,
         "prompt_tokens": rows.prompt_tokens,
-        "micro_batch": micro,
-        "warmup_s": warmup,
-        "precision": recipe.train.precision,
-        "compiled": recipe.train.compile,
-        "warnings": [*resolved.warnings, *heard.warnings],
-        "choices": chosen | {key: value for key, value, _ in objective.choices()},
         "versions": installed(*PACKAGES),
     }
 

@@ -1,0 +1,86 @@
+"""A trainer of a request's recipe on random weights, ready for its first step: what redline's own rows time."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redline.bench.fp8 import not_in_fp8
+from redline.errors import UserError
+from redline.hardware.detect import detect
+from redline.monitor.events import Event, EventLog
+from redline.monitor.monitor import Monitor
+from redline.objectives import objective_module
+from redline.recipe.load import validate
+from redline.recipe.resolve import DataFacts, Resolved, resolve
+from redline.train.rundir import RunDirectory
+from redline.train.trainer import Trainer
+
+
+class Heard:
+    """What is to be known of the figures."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def event(self, event: Event) -> None:
+        if event["type"] in ("warning", "recovery"):
+            self.warnings.append(str(event["message"]))
+
+    def tick(self, step: int, progress: float | None = None, eta_s: float | None = None) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+@dataclass(frozen=True)
+class Ready:
+    trainer: Trainer
+    objective: Any
+    resolved: Resolved
+    facts: DataFacts
+    warmup_s: float
+    heard: Heard
+
+    def said(self) -> dict[str, Any]:
+        """How it was set up, and what it warned of."""
+        recipe = self.resolved.recipe
+        chosen = {choice.key: choice.value for choice in self.resolved.choices}
+        return {
+            "micro_batch": self.trainer.batch.micro,
+            "warmup_s": self.warmup_s,
+            "precision": recipe.train.precision,
+            "compiled": recipe.train.compile,
+            "warnings": [*self.resolved.warnings, *self.heard.warnings],
+            "choices": chosen | {key: value for key, value, _ in self.objective.choices()},
+        }
+
+
+@contextmanager
+def ready(request: dict[str, Any]) -> Iterator[Ready]:
+    """The request holds a resolved recipe and the facts of its data."""
+    recipe, facts = validate(request["recipe"], where="bench"), DataFacts(**request["facts"])
+    resolved = resolve(recipe, detect(recipe.train.device), facts)
+    module = objective_module(recipe.objective)
+    objective = module.create(resolved, module.random_data(facts))
+    heard = Heard()
+    with (
+        tempfile.TemporaryDirectory() as name,
+        RunDirectory(Path(name)) as run,
+        Monitor(EventLog(Path(name) / "events.jsonl"), heard) as monitor,
+    ):
+        trainer = Trainer(resolved, objective, run, monitor, horizon_steps=None, identity={})
+        trainer.build()
+        if recipe.train.precision == "fp8":  # a figure in that name is to be one
+            told = [{"key": key, "value": value, "reason": why} for key, value, why in objective.choices()]
+            if why_not := not_in_fp8("fp8", told, ()):
+                raise UserError(why_not)
+        begin = time.perf_counter()
+        trainer.warm_up()
+        yield Ready(trainer, objective, resolved, facts, time.perf_counter() - begin, heard)
