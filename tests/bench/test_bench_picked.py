@@ -20,6 +20,7 @@ def test_words_pick_by_name_and_keep_the_order() -> None:
         "hf+peft+bitsandbytes+liger, nothing recomputed",
     ]
     assert all("redline" in name for name in names("redline"))
+    assert names("redline qlora") == ["redline qlora"], "a whole name means that one"
 
 
 @pytest.mark.parametrize("only", ["redlime", "", " , ", "redline,nobody"])

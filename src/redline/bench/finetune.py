@@ -58,8 +58,13 @@ CONTENDERS = (
         "redline qlora packed", "the same, each row filled with short samples that do not see each other", packed=True
     ),
     Contender(
+        "redline qlora fp8",
+        "NF4 base, each row one document, the frozen base's products in fp8",
+        forced=("train.precision=fp8",),
+    ),
+    Contender(
         "redline qlora fp8 packed",
-        "the same, the frozen base's products in fp8",
+        "the same, each row filled with short samples",
         packed=True,
         forced=("train.precision=fp8",),
     ),

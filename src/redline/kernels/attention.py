@@ -9,27 +9,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
-from inspect import signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from redline.errors import UserError
 from redline.hardware.measured import ATTENTION, gpu_key, keep, recall
 from redline.hardware.nvml import driver_version
+from redline.kernels.grouped import SDPA, by_documents, reads_groups, repeat_kv
 from redline.kernels.masks import MaskSpec, sees_block
 
 BACKENDS = ("cudnn", "flash", "efficient", "flex", "split", "dense")
-_SDPA = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
-
 
 Shape = tuple[int, int, int, int]  # B, H, T, K
 _FLEX: dict[str, Any] = {}  # the compiled function, once it was needed
@@ -53,11 +46,17 @@ class Attention:
         self.backend, self.spec, self.device = backend, spec, device
         self.varlen = backend == "flash" and spec.documents and device == "cuda"
         used = ("varlen", "flash", "cudnn") if self.varlen else (backend,)  # looked at now: a compiler cannot
-        self.sharing = frozenset(name for name in used if grouped and device == "cuda" and _reads_groups(name))
+        self.sharing = frozenset(name for name in used if grouped and device == "cuda" and reads_groups(name))
         self.own_blocks = spec.own_blocks
         self._static: Bound | None = None
 
-    def bind(self, length: int, documents_BT: Tensor | None = None, borders: Tensor | None = None) -> Bound:
+    def bind(
+        self,
+        length: int,
+        documents_BT: Tensor | None = None,
+        borders: Tensor | None = None,
+        longest: int | None = None,  # document; where that is known, fewer empty blocks are launched
+    ) -> Bound:
         if self.spec.blocks:
             assert length == self.spec.read, "a row is both copies"
             self._static = self._static or self._bind_blocks()
@@ -68,7 +67,7 @@ class Attention:
             return Bound()  # causal is a flag to these kernels, not a tensor
         assert documents_BT is not None, "a document mask needs document ids"
         if self.varlen:
-            return Bound(borders=borders if borders is not None else _borders(documents_BT), longest=length)
+            return Bound(borders=borders if borders is not None else _borders(documents_BT), longest=longest or length)
         return Bound(dense=self.spec.dense(length, documents_BT))
 
     def _bind_blocks(self) -> Bound:
@@ -90,8 +89,8 @@ class Attention:
         backend = _for_whole_rows(q) if self.varlen else self.backend
         grouped = backend in self.sharing and bound.dense is None
         if not grouped:
-            k, v = _repeat_kv(q, k, v)
-        with sdpa_kernel(_SDPA[backend]):
+            k, v = repeat_kv(q, k, v)
+        with sdpa_kernel(SDPA[backend]):
             causal = self.spec.causal and bound.dense is None
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bound.dense, is_causal=causal, enable_gqa=grouped)
 
@@ -104,7 +103,7 @@ def _for_whole_rows(q: Tensor) -> str:
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, start: int, whole: bool = False) -> Tensor:
     """New queries at positions start… against the keys up to their own (sampling), or against the whole of them."""
-    k, v = _repeat_kv(q, k, v)
+    k, v = repeat_kv(q, k, v)
     if whole or q.shape[2] == 1:
         return F.scaled_dot_product_attention(q, k, v)
     rows = torch.arange(start, start + q.shape[2], device=q.device)
@@ -112,32 +111,9 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, start: int, whole: bool = Fal
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
 
-def _repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    groups = q.shape[1] // k.shape[1]
-    return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
-
-
-@cache
-def _reads_groups(backend: str) -> bool:
-    """Whether the back-end's kernel lets heads share keys and values; where not, each gets a copy."""
-    if backend == "varlen":
-        from torch.nn.attention.varlen import varlen_attn
-
-        return "enable_gqa" in signature(varlen_attn).parameters
-    if backend not in _SDPA:
-        return False
-    q, kv = (torch.zeros(1, heads, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (2, 1))
-    try:
-        with sdpa_kernel(_SDPA[backend]), torch.enable_grad():
-            F.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True).sum().backward()
-    except RuntimeError:
-        return False
-    return True
-
-
 def _dense(q: Tensor, k: Tensor, v: Tensor, spec: MaskSpec, mask: Tensor | None) -> Tensor:
     """The reference: every score in float32, masked, softmax."""
-    k, v = _repeat_kv(q, k, v)
+    k, v = repeat_kv(q, k, v)
     if mask is None:
         mask = spec.dense(q.shape[2], device=q.device)
     scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
@@ -154,18 +130,12 @@ def _borders(documents_BT: Tensor) -> Tensor:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, bound: Bound, grouped: bool) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     B, H, T, K = q.shape
-    options: dict[str, Any] = {"enable_gqa": True} if grouped else {}
     if not grouped:
-        k, v = _repeat_kv(q, k, v)
+        k, v = repeat_kv(q, k, v)
     q, k, v = (x.transpose(1, 2).reshape(B * T, -1, K) for x in (q, k, v))
     assert bound.borders is not None
-    lengths = (bound.borders, bound.borders, bound.longest, bound.longest)
-    out = varlen_attn(q, k, v, *lengths, window_size=(-1, 0), **options)
-    assert isinstance(out, Tensor)
-    return out.view(B, T, H, K).transpose(1, 2)
+    return by_documents(q, k, v, bound.borders, bound.longest, grouped).view(B, T, H, K).transpose(1, 2)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any, **options: Any) -> Any:
@@ -201,7 +171,7 @@ def _split(q: Tensor, k: Tensor, v: Tensor, own_blocks: list[tuple[int, int]], b
     """
     start = sum(count * size for count, size in own_blocks)
     found, lse = _among_clean(q, k[:, :, start:], v[:, :, start:], bound)
-    k, v = _repeat_kv(q, k, v)
+    k, v = repeat_kv(q, k, v)
     joined, start = [], 0
     for count, size in own_blocks:
         end = start + count * size
@@ -220,7 +190,7 @@ def _among_clean(q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> tuple[Tensor,
         out, more = _flex(q, k, v, bound.blocks, return_aux=AuxRequest(lse=True))
         return out, more.lse
     assert bound.dense is not None
-    k, v = _repeat_kv(q, k, v)
+    k, v = repeat_kv(q, k, v)
     scores = _scores(q, k).masked_fill(~bound.dense, float("-inf"))
     highest = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)  # −inf − −inf: a NaN
     terms = (scores - highest).exp()

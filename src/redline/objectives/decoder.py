@@ -75,8 +75,8 @@ class DecoderObjective(Objective):
 
     @property
     def replayable(self) -> bool:
-        """flex makes its mask anew for each batch, and looks at it."""
-        return self.recipe.model.dropout == 0 and self.attention.backend != "flex"
+        """flex makes its mask anew for each batch, and looks at it; documents are other kernels for each batch."""
+        return self.recipe.model.dropout == 0 and self.attention.backend != "flex" and not self.mask.documents
 
     @property
     def recorded(self) -> bool:
@@ -102,12 +102,23 @@ class DecoderObjective(Objective):
         batch = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
         if self.mask.documents:
             assert documents is not None
-            if self.attention.varlen and not self.recorded and (documents == documents[:, :1]).all():
-                return batch  # a recorded step would go on with the documents it was recorded with
+            if self.attention.varlen and (documents == documents[:, :1]).all():
+                return batch
             batch["documents"] = torch.from_numpy(documents)
             if self.attention.varlen:
-                batch["borders"] = torch.from_numpy(_padded(cu_seqlens(documents), inputs.size))
+                batch |= self._borders(documents)
         return batch
+
+    def _borders(self, documents: np.ndarray) -> Batch:
+        """A kernel is launched for as many documents as this says, each as long as the longest: empty ones cost."""
+        borders = cu_seqlens(documents)
+        padded = np.full(_power_of_two(len(borders), 64), documents.size, dtype=borders.dtype)
+        padded[: len(borders)] = borders
+        batch = {"borders": torch.from_numpy(padded)}
+        if self.recipe.train.compile and self.recipe.model.kernels != "fused":
+            return batch  # each other length would be compiled for
+        longest = _power_of_two(int(np.diff(borders).max()), 128)
+        return {**batch, "longest": torch.tensor(min(longest, documents.shape[1]))}
 
     def weights(self, batch: Batch) -> dict[str, float]:
         return {"tokens": float((batch["targets"] != IGNORE).sum())}
@@ -126,7 +137,8 @@ class DecoderObjective(Objective):
         )
 
     def _bind(self, batch: Batch) -> Bound:
-        return self.attention.bind(batch["inputs"].shape[1], batch.get("documents"), batch.get("borders"))
+        longest = int(batch["longest"]) if "longest" in batch else None
+        return self.attention.bind(batch["inputs"].shape[1], batch.get("documents"), batch.get("borders"), longest)
 
     def uncompiled(self) -> AbstractContextManager[Any]:
         """Evaluation is too short to compile a forward of its own for — except flex and split, which need it."""
@@ -159,8 +171,6 @@ def scored_alone(batch: Batch) -> Batch:
     return {**batch, "targets": torch.from_numpy(learnt), "places": torch.from_numpy(rows)}
 
 
-def _padded(borders: np.ndarray, total: int) -> np.ndarray:
-    """Empty documents at the end, so that the compiled step meets few lengths."""
-    room = max(256, total // 32)
-    size = -(-len(borders) // room) * room
-    return np.concatenate([borders, np.full(size - len(borders), total, dtype=borders.dtype)])
+def _power_of_two(count: int, least: int) -> int:
+    """At least so many, so that a compiled step meets few sizes."""
+    return max(least, 1 << (count - 1).bit_length())

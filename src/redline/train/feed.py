@@ -85,4 +85,5 @@ def step_batch(objective: Objective, micros: list[Batch]) -> StepBatch:
 def to_device(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    # one number alone is a size: the host needs it, to launch kernels by
+    return {name: one if one.dim() == 0 else one.to(device, non_blocking=True) for name, one in batch.items()}
