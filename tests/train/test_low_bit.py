@@ -74,6 +74,28 @@ def test_it_is_bitsandbytes_own_adamw() -> None:
     assert reference.state[theirs["small"]]["state1"].dtype == torch.float32
 
 
+def test_together_they_learn_what_each_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, blocks and moments too, where sizes are no multiples of a block."""
+    shapes = {"a": (33, 129), "b": (64, 64), "c": (5, 1001), "d": (71, 83)}
+    found = []
+    for most in (1, 9000, 1 << 26):
+        monkeypatch.setattr("redline.train.low_bit._AT_ONCE", most)
+        torch.manual_seed(0)
+        named = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+        ours = Optimizer([ParamGroup("matrix", named, dict.fromkeys(named, (1,)))], options())
+        for grads in gradients(named, 3):
+            for name, grad in grads.items():
+                named[name].grad = grad
+            ours.step(1.0, (ONE, GOOD))
+        found.append({**ours.tensors(), **named})
+        assert ours.low_bit is not None
+        assert len(ours.low_bit.together) == {1: 4, 9000: 3}.get(most, 1)
+    alone, *others = found
+    for other in others:
+        assert other.keys() == alone.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in alone.items())
+
+
 @pytest.mark.parametrize("optimizer", LOW_BIT)
 def test_a_closed_gate_changes_nothing(optimizer: str) -> None:
     named = weights()

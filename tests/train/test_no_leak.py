@@ -38,18 +38,18 @@ def test_a_free_directory_names_no_holder(tmp_path: Path) -> None:
 
 
 def test_a_signal_within_a_rehearsed_update_leaves_no_step_counted(world: Any, tmp_path: Path) -> None:
-    """torch counts first: what comes between would be saved, and the resumed run would differ."""
+    """It counts first: what comes between would be saved, and the resumed run would differ."""
     with RunDirectory(tmp_path) as run:
         trainer = world.trainer(run)
         adam = trainer.optimizer.adam
-        counts = [state["step"] for state in adam.torch.state.values()]
+        counts = [tensor for name, tensor in adam.tensors().items() if name.endswith(".step")]
 
-        def interrupted() -> None:
+        def interrupted(*given: Any) -> None:
             for count in counts:
                 count += 1
             raise StopRequested
 
-        adam.torch.step = interrupted
+        adam.step = interrupted
         with pytest.raises(StopRequested):
             trainer.warm_up()
         trainer.monitor.log.close()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,9 +127,47 @@ def test_each_role_has_its_rate(optimizer: str) -> None:
 
 
 def test_without_rates_of_their_own_roles_share_one_launch(model: nn.Module) -> None:
-    assert [g["peak"] for g in Adam(groups(model), options()).torch.param_groups] == [3e-3, 3e-3]
-    own = Adam(groups(model), options(scalar_lr=0.1)).torch.param_groups
-    assert [(g["peak"], g["weight_decay"]) for g in own] == [(3e-3, 0.1), (0.1, 0.0)]
+    shared, own = (Adam(groups(model), options(**rates)).alike for rates in ({}, {"scalar_lr": 0.1}))
+    assert list(shared) == [(3e-3, 0.1, torch.float32), (3e-3, 0.0, torch.float32)]
+    assert list(own) == [(3e-3, 0.1, torch.float32), (0.1, 0.0, torch.float32)]
+
+
+def test_adam_is_torchs_fused_one_bit_for_bit(model: nn.Module) -> None:
+    twin = copy.deepcopy(model)
+    ours = Optimizer(groups(model), options())
+    sets = [
+        {"params": [p for p in twin.parameters() if (p.dim() > 1) is matrices], "weight_decay": decay}
+        for matrices, decay in ((True, 0.1), (False, 0.0))
+    ]
+    theirs = torch.optim.AdamW(sets, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    chance = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+            other.grad = torch.randn(mine.shape, generator=chance)
+            mine.grad = other.grad.clone()
+        ours.step(1.0, (ONE, GOOD))
+        theirs.step()
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_run_that_compiles_nothing_imports_no_compiler(tmp_path: Path, corpus: Path) -> None:
+    """Which takes seconds."""
+    words = ["train", "quickstart", f"data.source={corpus}", "data.tokenizer=bytes", "train.steps=2", "eval.samples=1"]
+    shape = ["model.size=null", "model.layers=1", "model.d_model=32", "model.heads=2", "model.d_ff=64"]
+    own = ["data.seq_len=32", "train.global_batch=4", "train.compile=false", "train.device=cpu"]
+    code = f"""
+import sys
+from redline.cli.main import main
+sys.argv = ["redline", *{[*words, *shape, *own, "--run", str(tmp_path / "run")]!r}]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+assert "torch" in sys.modules
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_adam_state_is_live(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -78,8 +79,9 @@ class LoraLinear(nn.Module):
         return out.view(*x.shape[:-1], out.shape[1])
 
     def before_compiling(self) -> None:
-        """Where something learns, each pass has a seed of its own, and a compiler would make a graph for each."""
-        if self.lora_A is not None:
+        """Where something learns, each pass has a seed of its own, and a compiler would make a graph for each; and in
+        NF4 the backward reads the matrix again."""
+        if self.lora_A is not None or self.base.plain is None:
             self.product = torch.compiler.disable(_product)  # not before: it takes a second to import
 
     def matrices_b(self) -> tuple[Tensor, ...]:
@@ -137,6 +139,9 @@ def _peft(prefix: str, part: str, which: str) -> str:
 
 
 def _product(linear: LoraLinear, x_NI: Tensor) -> Tensor:
+    if linear.lora_A is None and linear.base.plain is not None:  # nothing is kept that is not there already
+        bias = None if linear.bias is None else linear.bias.to(x_NI.dtype)
+        return F.linear(x_NI, linear.base.dense(x_NI.dtype), bias)
     product: Tensor = _LowRank.apply(x_NI, linear.drawn(), linear.lora_A, *linear.matrices_b())
     return product
 

@@ -74,9 +74,13 @@ class DecoderObjective(Objective):
         return self.seq_len
 
     @property
+    def compiled(self) -> bool:
+        return bool(self.recipe.train.compile) and self.recipe.model.kernels != "fused"
+
+    @property
     def replayable(self) -> bool:
-        """flex makes its mask anew for each batch, and looks at it; documents are other kernels for each batch."""
-        return self.recipe.model.dropout == 0 and self.attention.backend != "flex" and not self.mask.documents
+        """flex makes its mask anew for each batch, and looks at it."""
+        return self.recipe.model.dropout == 0 and self.attention.backend != "flex"
 
     @property
     def recorded(self) -> bool:
@@ -102,8 +106,8 @@ class DecoderObjective(Objective):
         batch = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
         if self.mask.documents:
             assert documents is not None
-            if self.attention.varlen and (documents == documents[:, :1]).all():
-                return batch
+            if self.attention.varlen and not self.recorded and (documents == documents[:, :1]).all():
+                return batch  # a recorded step would go on with the documents it was recorded with
             batch["documents"] = torch.from_numpy(documents)
             if self.attention.varlen:
                 batch |= self._borders(documents)
@@ -112,12 +116,13 @@ class DecoderObjective(Objective):
     def _borders(self, documents: np.ndarray) -> Batch:
         """A kernel is launched for as many documents as this says, each as long as the longest: empty ones cost."""
         borders = cu_seqlens(documents)
-        padded = np.full(_power_of_two(len(borders), 64), documents.size, dtype=borders.dtype)
+        room = max(256, documents.size // 32) if self.recorded else 64
+        padded = np.full(max(room, _power_of_two(len(borders))), documents.size, dtype=borders.dtype)
         padded[: len(borders)] = borders
         batch = {"borders": torch.from_numpy(padded)}
-        if self.recipe.train.compile and self.recipe.model.kernels != "fused":
-            return batch  # each other length would be compiled for
-        longest = _power_of_two(int(np.diff(borders).max()), 128)
+        if self.recorded or self.compiled:
+            return batch  # each other length would be recorded, or compiled for
+        longest = _power_of_two(int(np.diff(borders).max()))
         return {**batch, "longest": torch.tensor(min(longest, documents.shape[1]))}
 
     def weights(self, batch: Batch) -> dict[str, float]:
@@ -142,8 +147,8 @@ class DecoderObjective(Objective):
 
     def uncompiled(self) -> AbstractContextManager[Any]:
         """Evaluation is too short to compile a forward of its own for — except flex and split, which need it."""
-        if self.attention.backend in ("flex", "split"):
-            return nullcontext()
+        if not self.compiled or self.attention.backend in ("flex", "split"):
+            return nullcontext()  # seconds of imports are saved where nothing is compiled
         return torch.compiler.set_stance("force_eager")
 
     # --- what survives a restart
@@ -171,6 +176,6 @@ def scored_alone(batch: Batch) -> Batch:
     return {**batch, "targets": torch.from_numpy(learnt), "places": torch.from_numpy(rows)}
 
 
-def _power_of_two(count: int, least: int) -> int:
-    """At least so many, so that a compiled step meets few sizes."""
-    return max(least, 1 << (count - 1).bit_length())
+def _power_of_two(least: int) -> int:
+    """So that a compiled step meets few sizes."""
+    return 1 << (least - 1).bit_length()

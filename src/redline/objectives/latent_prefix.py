@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -225,6 +225,8 @@ class LatentPrefix(Objective):
 
     def uncompiled(self) -> AbstractContextManager[Any]:
         """Evaluation meets too many lengths to compile for."""
+        if not self.recipe.train.compile:
+            return nullcontext()
         return torch.compiler.set_stance("force_eager")
 
     @torch.no_grad()

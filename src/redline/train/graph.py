@@ -55,10 +55,12 @@ class GraphedBackward:
         weights = {name: torch.full((), float(weight), device=device) for name, weight in like.weights.items()}
         self.batch = StepBatch([_copied(micro) for micro in like.micros], weights)
         self.graph, (self.loss, self.terms) = record(lambda: backward(0, self.batch))
-        self.parameters = parameters
+        self.parameters, self.plain = parameters, backward
         self.gradients = [parameter.grad for parameter in parameters]
 
     def __call__(self, step: int, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        if _sizes(batch) != _sizes(self.batch):  # more documents than there was room for
+            return self.plain(step, batch)
         for own, other in zip(self.batch.micros, batch.micros, strict=True):
             for name, tensor in other.items():
                 own[name].copy_(tensor, non_blocking=True)
@@ -107,6 +109,10 @@ def _seconds(backward: Backward, batch: StepBatch) -> float:
         backward(0, batch)
     _wait()
     return (time.perf_counter() - begin) / _TIMED
+
+
+def _sizes(batch: StepBatch) -> list[dict[str, torch.Size]]:
+    return [{name: tensor.shape for name, tensor in micro.items()} for micro in batch.micros]
 
 
 def _copied(micro: Batch) -> Batch:

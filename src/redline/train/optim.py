@@ -21,48 +21,72 @@ MakeMuon = Callable[[Sequence[ParamGroup], Train], Muon]
 
 
 class Adam:
-    """torch's fused AdamW with explicit state, so that it can be saved by name before the first step."""
+    """torch's fused AdamW, called as its optimizer calls it: that one imports a compiler, for seconds.
+
+    Its state has names before the first step, so that it can be saved by them.
+    """
 
     def __init__(self, groups: Sequence[ParamGroup], train: Train) -> None:
-        self.names: dict[str, nn.Parameter] = {}
-        sets: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)  # by rate and decay
+        self.betas, self.eps = train.betas, train.eps
+        self.alike: dict[tuple[float, float, torch.dtype], list[_Moments]] = defaultdict(list)  # by rate and decay
         for group in groups:
-            self.names |= group.parameters
-            decay = 0.0 if group.role == "scalar" else train.weight_decay
-            sets[role_rate(train, group.role), decay].extend(group.parameters.values())
-        self.torch = torch.optim.AdamW(
-            [{"params": members, "peak": peak, "weight_decay": decay} for (peak, decay), members in sets.items()],
-            lr=1.0,
-            betas=train.betas,
-            eps=train.eps,
-            fused=True,
-        )
-        for parameter in self.names.values():
-            self.torch.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+            rate, decay = role_rate(train, group.role), 0.0 if group.role == "scalar" else train.weight_decay
+            for name, parameter in group.parameters.items():
+                self.alike[rate, decay, parameter.dtype].append(_Moments(name, parameter))
 
+    @torch.no_grad()
     def step(self, factor: float, gate: Gate) -> None:
-        for group in self.torch.param_groups:
-            group["lr"] = group["peak"] * factor
-        # the fused kernel reads both on the device (this is how torch's GradScaler speaks to it)
-        self.torch.grad_scale, self.torch.found_inf = gate  # type: ignore[attr-defined]
-        self.torch.step()
+        divisor, bad = gate
+        for (rate, decay, _), moments in self.alike.items():
+            there = [one for one in moments if one.parameter.grad is not None]
+            if not there:
+                continue
+            steps = [one.step for one in there]
+            torch._foreach_add_(steps, 1)
+            torch._fused_adamw_(
+                [one.parameter for one in there],
+                [one.parameter.grad for one in there],  # type: ignore[misc]
+                [one.first for one in there],
+                [one.second for one in there],
+                [],
+                steps,
+                lr=rate * factor,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                weight_decay=decay,
+                eps=self.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=divisor,  # both are read on the device
+                found_inf=bad,
+            )
+            torch._foreach_sub_(steps, [bad] * len(steps))
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """torch counts a step before it is taken, and takes that back after a bad one: a signal may come in between."""
-        counts = {name: self.torch.state[p]["step"].clone() for name, p in self.names.items()}
+        """A step is counted before it is taken, and that taken back after a bad one: a signal may come in between."""
+        counts = [(one.step, one.step.clone()) for moments in self.alike.values() for one in moments]
         try:
             yield
         finally:
-            for name, parameter in self.names.items():
-                self.torch.state[parameter]["step"].copy_(counts[name])
+            for step, before in counts:
+                step.copy_(before)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {f"{name}.{key}": value for name, p in self.names.items() for key, value in self.torch.state[p].items()}
+        every = (one for moments in self.alike.values() for one in moments)
+        return {f"{one.name}.{key}": value for one in every for key, value in one.tensors().items()}
+
+
+class _Moments:
+    """Of one parameter."""
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name, self.parameter = name, parameter
+        self.step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        self.first, self.second = torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"step": self.step, "exp_avg": self.first, "exp_avg_sq": self.second}
 
 
 class Optimizer:
