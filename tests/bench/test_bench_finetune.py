@@ -295,12 +295,12 @@ def test_ratios_are_to_the_plain_peer_and_to_the_best_of_those_that_ran(found: l
         {"name": one.name, "error": "no"} if rate is None else {"name": one.name, "tokens_per_s": rate}
         for one, rate in zip(CONTENDERS, found, strict=True)
     ]
-    theirs = [rate for rate in found[4:] if rate is not None]
+    theirs = [rate for rate in found[5:] if rate is not None]
     for before, after, rate in zip(rows, with_ratios(rows), found, strict=True):
         if rate is None:
             assert after == before
             continue
-        assert after["times_plain"] == (None if found[4] is None else rate / found[4])
+        assert after["times_plain"] == (None if found[5] is None else rate / found[5])
         assert after["times_best"] == (rate / max(theirs) if theirs else None)
         assert not after["best_of_theirs"] or rate == max(theirs)
     assert sum(row.get("best_of_theirs", False) for row in with_ratios(rows)) == bool(theirs)

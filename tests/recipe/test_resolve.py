@@ -176,3 +176,7 @@ def test_what_has_not_run_on_a_gpu_is_not_chosen_there(name: str, words: tuple[s
     assert plan.recipe.model.kernels == "torch"
     assert reasons(plan)["model.kernels"].reason.startswith(said)
     assert resolved(*words, "model.kernels=fused", name=name, data=data).recipe.model.kernels == "fused", "but may be"
+
+
+def test_on_a_base_in_nf4_the_fused_blocks_are_chosen() -> None:
+    assert resolved(name="qlora-8b", data=replace(DATA, vocab_size=50257)).recipe.model.kernels == "fused"

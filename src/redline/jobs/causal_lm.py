@@ -51,17 +51,18 @@ class Costs:
 
     def unmeasured(self, shape: DecoderShape) -> str:
         """What the hand-written blocks can compute, but have not on a GPU yet: they are not chosen for it."""
-        model = self.recipe.model
-        parts = {
+        found = " and ".join(part for part, there in self.not_timed(shape).items() if there)
+        return f"with {found} the fused ones are not measured yet" if found else ""
+
+    def not_timed(self, shape: DecoderShape) -> dict[str, bool]:
+        return {
             "QK norm": shape.qk_norm,
             "squared ReLU": shape.mlp != "swiglu",
             "value embeddings": shape.value_embeddings > 0,
             "skips": shape.skips != "none",
             "a bias": shape.qkv_bias,
-            "a base": model.base is not None,
+            "a base": self.recipe.model.base is not None,
         }
-        found = " and ".join(part for part, there in parts.items() if there)
-        return f"with {found} the fused ones are not measured yet" if found else ""
 
     def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
         return decoder_flops(shape, seq_len, checkpointing)

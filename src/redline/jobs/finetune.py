@@ -86,6 +86,10 @@ class Costs(DecoderCosts):
         """Who asks for fp8 asks for these."""
         return "" if self.recipe.train.precision == "fp8" else super().unmeasured(shape)
 
+    def not_timed(self, shape: DecoderShape) -> dict[str, bool]:
+        """On a base in NF4 they were."""
+        return super().not_timed(shape) | {"a base": self.adapter is None or not self.adapter.quantised}
+
     def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
         """A frozen matrix has a gradient of its input, and none of itself."""
         if self.adapter is None:
