@@ -76,13 +76,14 @@ def test_a_group_of_one_learns_what_one_process_does(
     options = ("train.precision=fp32", f"train.optimizer={optimizer}", "train.ema=0.9")
     world.run(tmp_path / "one", *GPU, *options, machine=machine)
     run = train(world, tmp_path / "group", *options, f"parallel.mode={mode}")
-    assert losses(run) == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+    apart = 2e-3 if optimizer == "muon" else 1e-4  # it multiplies in bf16, and each process by kernels of its choice
+    assert losses(run) == pytest.approx(losses(tmp_path / "one"), abs=apart)
     newest = newest_valid(run / "checkpoints")
     assert newest is not None
     assert (newest / "model.index.json").exists() == (mode == "fsdp")
     expected = read_tensors(tmp_path / "one/checkpoints" / newest.name, "model")
     for name, tensor in read_tensors(newest, "model").items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=apart)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])

@@ -28,7 +28,8 @@ SHAPE = (
 
 def test_a_step_by_its_kernels(corpus: Path, tmp_path: Path) -> None:
     words = [*SHAPE, f"data.source={corpus}", "data.tokenizer=bytes", "train.global_batch=32", "train.micro_batch=32"]
-    path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
+    there = [str(Path(one).absolute()) for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    path = os.pathsep.join([str(SOURCE), *there])
     done = subprocess.run(
         [sys.executable, "-m", "redline", "profile", "quickstart", *words, "--json"],
         cwd=tmp_path,
