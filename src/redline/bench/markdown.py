@@ -172,6 +172,7 @@ _COLUMNS: dict[str, Sequence[Column]] = {
         ("× plain", _shown("times_plain", "{:.2f}")),
         ("× their best", _shown("times_best", "{:.2f}")),
         ("first loss", _shown("first_loss", "{:.4f}")),
+        ("last", _shown("last_loss", "{:.4f}")),  # the same gradients lead to the same one
     ),
     "latent": (
         ("", lambda row: f"{row['name']}: {row['what']}"),
@@ -184,6 +185,7 @@ _COLUMNS: dict[str, Sequence[Column]] = {
         ("× textbook", _shown("times_textbook", "{:.2f}")),
         ("of one epoch", _shown("times_textbook_one_epoch", "{:.2f}")),
         ("first loss", _shown("first_loss", "{:.4f}")),
+        ("last", _shown("last_loss", "{:.4f}")),  # the same gradients lead to the same one
         ("terms apart", _shown("terms_apart", "{:.1e}")),
     ),
     "plan-accuracy": (
