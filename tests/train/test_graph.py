@@ -93,6 +93,16 @@ def test_gradients_come_back_after_they_were_cleared() -> None:
     assert work.parameter.grad is recorded
 
 
+def test_a_batch_of_another_size_is_not_replayed() -> None:
+    """As where more documents came than there was room for."""
+    work = Sum()
+    graphed = GraphedBackward(work, [work.parameter], batch_of(1.0), record=again)
+    larger = StepBatch([{"x": torch.full((1,), 4.0)}], {"tokens": 2.0})
+    loss, _ = graphed(1, larger)
+    assert torch.equal(loss, Sum()(1, larger)[0])
+    assert torch.equal(graphed(2, batch_of(5.0))[0], Sum()(2, batch_of(5.0))[0])
+
+
 @pytest.mark.parametrize(
     ("plain_s", "graph_s", "taken"), [(0.02, 0.01, True), (0.02, 0.0199, False), (0.2, 0.1, False)]
 )

@@ -1,0 +1,97 @@
+"""What attention by documents is told of them: where they begin, and how long they may be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from redline.data.packing import cu_seqlens
+from redline.kernels.masks import MaskSpec
+from redline.objectives.causal_lm import CausalLM
+from redline.train.feed import to_device
+
+
+def objective(*, kernels: str = "fused", compiled: bool = True, graph: bool = False) -> Any:
+    """As it is on a GPU, where documents are flash's."""
+    made = CausalLM.__new__(CausalLM)
+    made.recipe = SimpleNamespace(  # type: ignore[assignment]
+        train=SimpleNamespace(compile=compiled, graph=graph), model=SimpleNamespace(kernels=kernels, dropout=0.0)
+    )
+    made.attention = SimpleNamespace(varlen=True, backend="flash")  # type: ignore[assignment]
+    made.mask = MaskSpec(documents=True)
+    return made
+
+
+def rows(lengths: list[list[int]]) -> np.ndarray:
+    return np.stack([np.repeat(np.arange(len(row)), row) for row in lengths]).astype(np.int32)
+
+
+def laid_out(made: Any, documents: np.ndarray) -> Any:
+    tokens = np.zeros(documents.shape, dtype=np.int64)
+    return made.laid_out(tokens, tokens, documents)
+
+
+@given(st.integers(1, 5), st.integers(1, 300), st.floats(0, 0.5), st.integers(0, 99))
+def test_all_documents_are_there_and_none_is_longer(count: int, length: int, share: float, seed: int) -> None:
+    begins = np.random.default_rng(seed).random((count, length)) < share
+    documents = np.cumsum(begins, 1, dtype=np.int32)
+    batch = laid_out(objective(), documents)
+    if "borders" not in batch:
+        assert (documents == documents[:, :1]).all(), "rows of one document need none"
+        return
+    borders, expected = batch["borders"].numpy(), cu_seqlens(documents)
+    assert (borders[: len(expected)] == expected).all()
+    assert (borders[len(expected) :] == documents.size).all(), "the rest is empty"
+    assert len(expected) <= len(borders) <= max(64, 2 * len(expected))
+    longest = np.diff(expected).max()
+    assert longest <= int(batch["longest"]) <= min(length, 2 * longest)
+
+
+def test_a_compiled_step_meets_one_longest_and_few_counts() -> None:
+    made = objective(kernels="torch")
+    batches = [laid_out(made, rows([[4, size, 124 - size]] * 16)) for size in range(1, 100, 7)]
+    assert not any("longest" in batch for batch in batches)
+    assert len({len(batch["borders"]) for batch in batches}) == 1
+    assert "longest" in laid_out(objective(kernels="torch", compiled=False), rows([[4, 60, 64]]))
+
+
+def test_a_recorded_step_meets_one_size_alone() -> None:
+    made = objective(graph=True)
+    batches = [laid_out(made, rows(lengths)) for lengths in ([[128]], [[1] * 128], [[64, 64]])]
+    assert {tuple(batch["borders"].shape) for batch in batches} == {(256,)}
+    assert not any("longest" in batch for batch in batches)
+
+
+def test_a_size_stays_on_the_host() -> None:
+    batch = laid_out(objective(), rows([[4, 60, 64]]))
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["borders"].device.type == "meta"
+    assert int(moved["longest"]) == 64
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("heads", [4, 2])
+def test_told_more_or_less_attention_is_the_same(heads: int) -> None:
+    from redline.kernels.attention import Attention
+
+    documents = rows([[100, 28, 300, 84], [1, 255, 256, 0]])
+    batch = {name: tensor.cuda() for name, tensor in laid_out(objective(), documents).items()}
+    attention = Attention("flash", MaskSpec(documents=True), "cuda", grouped=heads != 4)
+    found = []
+    for told in ({}, {"borders": batch["borders"], "longest": int(batch["longest"])}):
+        q, k, v = (
+            torch.randn(2, H, 512, 64, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda"))
+            for H in (4, heads, heads)
+        )
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, attention.bind(512, batch["documents"], **told))
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
