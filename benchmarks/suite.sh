@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# The figures of the docs that need a GPU, part by part, each with a limit in seconds; what a part finds lies in OUT.
+#
+#   benchmarks/suite.sh OUT PART …
+#
+# tests      every test that needs a GPU, by name
+# startup    from the command to the first step, bf16 and fp8
+# diffusion  tokens/s of block diffusion and plans, fused and compiled
+# latent     a latent prefix beside the textbook loop
+# finetune   an 8B shape beside the usual stack
+# packed     pretraining on rows of several documents
+# base       BASE=model.gguf GSM8K=train.jsonl: a real model fine-tuned in bf16 and in fp8, side by side
+# problems   word problems: plans and plain blocks side by side, and how many are answered rightly
+set -uo pipefail
+out=${1:?folder}; shift
+mkdir -p "$out"
+export PYTHONUNBUFFERED=1
+began=$SECONDS
+
+limited() { # NAME SECONDS COMMAND …
+    local name=$1 limit=$2; shift 2
+    timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1
+    echo "== $name: exit $? after $((SECONDS - began)) s"
+}
+redline() { python3 -m redline "$@"; }
+export -f redline
+bench() { # NAME SECONDS WORDS …
+    local name=$1 limit=$2; shift 2
+    limited "$name" "$limit" python3 -m redline bench "$@" --out "$out/$name.json"
+    tail -n 8 "$out/$name.log" | cut -c1-200
+}
+last_losses() { # RUN: of the evaluations
+    grep '"type": *"eval"' "$1/events.jsonl" | tail -n 3 | cut -c1-240
+}
+
+for part in "$@"; do
+    case $part in
+    tests)
+        limited tests 280 python3 -m pytest tests/gpu tests/numerics tests/objectives -m gpu -n 8 -o addopts= -v \
+            -p no:cacheprovider --timeout=150 --tb=short
+        grep -E "FAILED|ERROR|passed|failed" "$out/tests.log" | sort -u | cut -c1-160
+        ;;
+    startup)
+        bench startup 90 startup
+        bench startup-fp8 110 startup train.precision=fp8
+        ;;
+    diffusion)
+        bench diffusion-fused 160 throughput owt-bd3lm train.steps=20 train.global_batch=128 model.kernels=fused --only redline
+        bench diffusion 200 throughput owt-bd3lm train.steps=20 train.global_batch=128 --only redline
+        bench plans 200 throughput gsm8k-hdp train.steps=20 train.global_batch=128
+        ;;
+    latent) bench latent 240 latent train.steps=10 ;;
+    finetune) bench finetune 420 finetune train.steps=8 ;;
+    packed) bench packed 120 throughput data.pack=true train.steps=20 --only redline ;;
+    base)
+        for precision in bf16 fp8; do
+            limited "base-$precision" 240 python3 -m redline train qlora-smollm2 model.base="$BASE" data.source="$GSM8K" \
+                train.device=cuda train.precision=$precision train.steps=200 train.global_batch=32 eval.every=50 \
+                eval.samples=0 --run "$out/base-$precision" &
+        done
+        wait
+        for precision in bf16 fp8; do last_losses "$out/base-$precision"; done
+        ;;
+    problems)
+        for recipe in problems-hdp problems-bd3lm; do
+            limited "$recipe" 300 bash -c "redline train $recipe train.device=cuda data.source=problems:easy:200000 \
+                model.layers=6 model.d_model=256 train.global_batch=256 train.steps=6000 eval.every=2000 \
+                --run $out/$recipe && redline eval $out/$recipe --answers gsm8k --data problems:easy:400@test --questions 300" &
+        done
+        wait
+        tail -n 4 "$out"/problems-*.log
+        ;;
+    *) echo "no part is called $part" >&2; exit 2 ;;
+    esac
+done
