@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from redline.kernels.attention import Attention, Bound
 from redline.kernels.torchao_linear import float8_linear
+from redline.models.drawing import draw_normal
 from redline.models.float8 import Scales
 from redline.models.fused import Skip, run_blocks
 from redline.models.layers import Block, KVCache, Linear, New, RMSNorm, rotary_at, rotary_table
@@ -71,16 +72,15 @@ class Decoder(nn.Module):
             "head.weight": 0.0 if zero else _INIT_STD,
             **dict.fromkeys(_ADDING, 0.0 if zero else _INIT_STD / (2 * self.shape.layers) ** 0.5),
         }
+        wanted = []
         for name, parameter in self.named_parameters():
             if name.startswith(("value_embeddings.", "skip_weights")) or name.endswith(".bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 1:
                 nn.init.ones_(parameter)
             else:
-                # drawn on the CPU so that the same seed gives the same model on every device, and zeros are drawn too:
-                # the rest of the model is the same with them
-                std = stds.get(re.sub(r"^blocks\.\d+\.", "", name), _INIT_STD)
-                parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+                wanted.append((parameter.data, stds.get(re.sub(r"^blocks\.\d+\.", "", name), _INIT_STD)))
+        draw_normal(wanted, generator)
 
     def use_float8(self, linears: Iterable[str], device: torch.device) -> None:
         """Train these linears of every block in fp8: fused blocks by our kernels, plain ones by torchao's."""
