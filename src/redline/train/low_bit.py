@@ -138,8 +138,10 @@ class _Together:
         return [gradient for gradient in found if gradient is not None]
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A copy, unless there is one alone in whole blocks."""
         parts = (part for tensor, fill in zip(tensors, self.fill, strict=True) for part in (tensor.flatten(), fill))
-        return torch.cat([part for part in parts if len(part)])
+        filled = [part for part in parts if len(part)]
+        return filled[0] if len(filled) == 1 else torch.cat(filled)
 
     def write(self, values: Tensor) -> None:
         torch._foreach_copy_(self.parameters, [self._of(place, values) for place in range(len(self.parameters))])
