@@ -1,4 +1,4 @@
-"""Putting a run together: recipe → data → plan → lock → trainer → report."""
+"""Putting a run together: recipe → data → plan, and then `OneRun`."""
 
 from __future__ import annotations
 
@@ -6,29 +6,24 @@ import os
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from redline.cache import sync
-from redline.cli.closing import closing
+from redline.cli.one_run import Leaving, OneRun, refuse_run
 from redline.cli.paths import RUNS
-from redline.cli.together import Quiet, after_trouble, held, join_ranks, resolved_alike, where_to_begin
-from redline.errors import EXIT_PREEMPTED, UsageError
+from redline.cli.together import Quiet, join_ranks, resolved_alike
+from redline.errors import UsageError
 from redline.monitor.console import Console
-from redline.monitor.events import SCHEMA, EventLog
-from redline.monitor.monitor import Monitor, View, price_of
-from redline.monitor.runs import LOCK_FILE, resolve_run
-from redline.monitor.sinks import require_packages, sinks_for
+from redline.monitor.monitor import View, price_of
+from redline.monitor.runs import resolve_run
+from redline.monitor.sinks import require_packages
 from redline.recipe.load import Loaded
-from redline.recipe.lock import LOCK, locked_recipe, make_lock, read_lock, write_lock
-from redline.recipe.resolve import Choice, Resolved, resolve
+from redline.recipe.lock import locked_recipe, read_lock
+from redline.recipe.resolve import Resolved, resolve
 from redline.recipe.schema import Recipe
-from redline.train.supervise import RECOVERY, SUPERVISED
 from redline.units import format_count
 
 if TYPE_CHECKING:
@@ -45,7 +40,7 @@ def new_run(loaded: Loaded, directory: Path | None, overrides: list[str], *, dry
 def fresh_run(loaded: Loaded, directory: Path | None) -> Path:
     """Where it goes; what cannot be is refused."""
     path = directory or fresh_name(loaded.name)
-    _refuse_run(path)
+    refuse_run(path)
     if path.exists() and not path.is_dir():
         raise UsageError("is a file, not a directory.", where=str(path), fix="Choose another --run.")
     return path
@@ -81,18 +76,8 @@ def _start(loaded: Loaded, path: Path, *, dry_run: bool, resumed: bool, override
             console.event({"type": "plan", **resolved.plan_event(price=price_of(loaded.recipe.monitor.price_per_hour))})
             console.close()
             return 0
-        return _train(
-            loaded.name,
-            path,
-            resolved,
-            data,
-            console,
-            resumed=resumed,
-            overrides=overrides,
-            initial=initial,
-            ranks=ranks,
-            leaving=leaving,
-        )
+        run = OneRun(loaded.name, path, resolved, data, ranks, overrides, resumed, initial)
+        return run.train(console, leaving)
 
 
 def _initial(recipe: Recipe, console: View) -> Initial | None:
@@ -106,17 +91,10 @@ def _initial(recipe: Recipe, console: View) -> Initial | None:
     return found
 
 
-@dataclass
-class _Leaving:
-    """What a signal that comes now ends with."""
-
-    code: int = EXIT_PREEMPTED
-
-
 @contextmanager
-def _preemptible() -> Iterator[_Leaving]:
+def _preemptible() -> Iterator[Leaving]:
     """Where the trainer does not listen itself, a scheduler's signal leaves at once, and says "resume me" too."""
-    leaving = _Leaving()
+    leaving = Leaving()
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(leaving.code)
@@ -127,12 +105,6 @@ def _preemptible() -> Iterator[_Leaving]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _refuse_run(path: Path) -> None:
-    if (path / LOCK).exists():
-        fix = f"Go on with it: redline train --resume {path}; or choose another --run."
-        raise UsageError("this directory holds a run.", where=str(path), fix=fix)
 
 
 def fresh_name(recipe: str, suffix: str = "") -> Path:
@@ -194,113 +166,3 @@ def environment(recipe: Recipe) -> None:
     keep_freed_memory()
     if recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def _train(
-    name: str,
-    path: Path,
-    resolved: Resolved,
-    data: Any,
-    console: View,
-    *,
-    resumed: bool,
-    overrides: list[str],
-    initial: Initial | None,
-    ranks: Ranks,
-    leaving: _Leaving,
-) -> int:
-    from redline.objectives import objective_module
-    from redline.train.trainer import Trainer
-
-    resolved, smaller = after_trouble(resolved, data.facts, path, ranks) if resumed else (resolved, None)
-    recipe = resolved.recipe
-    objective = objective_module(recipe.objective).create(resolved, data)
-    with held(path, ranks) as run:
-        if not resumed and ranks.first:
-            _refuse_run(path)  # another process may have begun one, and ended it, while this one prepared its data
-
-        def warn(text: str) -> None:
-            console.event({"type": "warning", "message": text})
-
-        log = EventLog(path / "events.jsonl" if ranks.first else Path(os.devnull), on_error=warn)
-        sinks = sinks_for(recipe.monitor, path, recipe.model_dump(mode="json"), warn) if ranks.first else []
-        with Monitor(log, console, price_per_hour=recipe.monitor.price_per_hour, sinks=sinks) as monitor:
-            monitor.price = monitor.price and monitor.price * ranks.size
-            begin = where_to_begin(run, ranks, monitor, resumed=resumed)
-            checkpoint, facts = begin.checkpoint, data.facts
-            identity = {"data": facts.fingerprint, "tokenizer": facts.tokenizer_fingerprint, **objective.identity()}
-            trainer = Trainer(
-                resolved,
-                objective,
-                run,
-                monitor,
-                horizon_steps=resolved.horizon_steps,
-                identity=identity,
-                ranks=ranks,
-                supervised=SUPERVISED in os.environ,
-                skipped=begin.skipped,
-            )
-            if resumed and checkpoint is None and recipe.model.init_from is not None:
-                from redline.evaluate.initial import reopen_initial
-
-                initial = reopen_initial(read_lock(path)["init_from"], RUNS, monitor.warn)
-            monitor.say("building the model")
-            try:
-                trainer.build(checkpoint, initial.tensors() if initial else None)
-            except BaseException:
-                if not resumed and ranks.first:
-                    _leave_no_trace(path)
-                raise
-            if not resumed and ranks.first:  # only now, so that what cannot be built leaves no run behind
-                objective.save_tokenizer(path)
-                if (tokenizer := path / "tokenizer.json").exists():
-                    sync(tokenizer)  # before there is a checkpoint that cannot be read without it
-                origin = initial.record() if initial else None
-                write_lock(path, make_lock(name, uuid.uuid4().hex[:12], resolved, data.facts, origin))
-                _point_latest(path)
-            monitor.emit(
-                "start",
-                schema=SCHEMA,
-                run_id=read_lock(path)["run_id"] if ranks.first else None,
-                resumed_from=trainer.state.step if resumed else None,
-                run_dir=path,
-                recipe=name,
-                device=resolved.machine.name,
-                overrides=overrides,
-            )
-            measured = [Choice(*choice) for choice in objective.choices()]
-            plan = replace(resolved, choices=[*resolved.choices, *measured])
-            monitor.emit("plan", **plan.plan_event(price=price_of(recipe.monitor.price_per_hour)))
-            for what in (os.environ.get(RECOVERY), begin.changed, smaller):
-                if what:
-                    monitor.emit("recovery", message=what)
-            outcome = trainer.run()
-            leaving.code = outcome.exit_code  # what is done stays done, whoever wants this process gone now
-    if ranks.first:
-        closing(path, outcome, recipe)
-    ranks.wait()  # whoever leaves first may not have the others ended: the first still writes its report
-    ranks.leave()
-    return outcome.exit_code
-
-
-def _leave_no_trace(path: Path) -> None:
-    """What could not be built never was a run; a directory that holds anything else stays."""
-    with suppress(OSError):
-        if not (path / "events.jsonl").read_bytes():
-            (path / "events.jsonl").unlink()
-        (path / LOCK_FILE).unlink()
-        path.rmdir()
-
-
-def _point_latest(path: Path) -> None:
-    """runs/latest → the newest run, when it lies there."""
-    root = RUNS
-    if path.resolve().parent != root.resolve():
-        return
-    temporary = root / f".latest-{os.getpid()}"
-    try:
-        temporary.unlink(missing_ok=True)
-        temporary.symlink_to(path.name)
-        temporary.replace(root / "latest")
-    except OSError:  # a file system without links: `latest` then means the newest run
-        temporary.unlink(missing_ok=True)

@@ -1,0 +1,175 @@
+"""A run whose data and plan are there, from its directory to its last words."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from redline.cache import sync
+from redline.cli.closing import closing
+from redline.cli.paths import RUNS
+from redline.cli.together import after_trouble, held, where_to_begin
+from redline.errors import EXIT_PREEMPTED, UsageError
+from redline.monitor.events import SCHEMA, EventLog
+from redline.monitor.monitor import Monitor, View, price_of
+from redline.monitor.runs import LOCK_FILE
+from redline.monitor.sinks import sinks_for
+from redline.recipe.lock import LOCK, make_lock, read_lock, write_lock
+from redline.recipe.resolve import Choice, Resolved
+from redline.train.supervise import RECOVERY, SUPERVISED
+
+if TYPE_CHECKING:
+    from redline.cli.together import Beginning
+    from redline.evaluate.initial import Initial
+    from redline.train.ranks import Ranks
+    from redline.train.rundir import RunDirectory
+    from redline.train.trainer import Trainer
+
+
+@dataclass
+class Leaving:
+    """What a signal that comes now ends with."""
+
+    code: int = EXIT_PREEMPTED
+
+
+@dataclass
+class OneRun:
+    name: str  # of its recipe
+    path: Path
+    resolved: Resolved
+    data: Any
+    ranks: Ranks
+    overrides: list[str]
+    resumed: bool
+    initial: Initial | None  # weights to begin with
+
+    def train(self, console: View, leaving: Leaving) -> int:
+        from redline.objectives import objective_module
+
+        smaller = None
+        if self.resumed:
+            self.resolved, smaller = after_trouble(self.resolved, self.data.facts, self.path, self.ranks)
+        recipe = self.resolved.recipe
+        objective = objective_module(recipe.objective).create(self.resolved, self.data)
+        with held(self.path, self.ranks) as run:
+            if self._founds:
+                refuse_run(self.path)  # another process may have begun one, and ended it, while data were prepared
+            with self._monitor(console) as monitor:
+                begin = where_to_begin(run, self.ranks, monitor, resumed=self.resumed)
+                trainer = self._trainer(objective, run, monitor, begin)
+                self._build(trainer, begin, monitor)
+                self._introduce(trainer, monitor)
+                for what in (os.environ.get(RECOVERY), begin.changed, smaller):
+                    if what:
+                        monitor.emit("recovery", message=what)
+                outcome = trainer.run()
+                leaving.code = outcome.exit_code  # what is done stays done, whoever wants this process gone now
+        if self.ranks.first:
+            closing(self.path, outcome, recipe)
+        self.ranks.wait()  # whoever leaves first may not have the others ended: the first still writes its report
+        self.ranks.leave()
+        return outcome.exit_code
+
+    @property
+    def _founds(self) -> bool:
+        """Whether it is this process that makes the run what it is."""
+        return self.ranks.first and not self.resumed
+
+    def _monitor(self, console: View) -> Monitor:
+        def warn(text: str) -> None:
+            console.event({"type": "warning", "message": text})
+
+        recipe, first = self.resolved.recipe, self.ranks.first
+        log = EventLog(self.path / "events.jsonl" if first else Path(os.devnull), on_error=warn)
+        sinks = sinks_for(recipe.monitor, self.path, recipe.model_dump(mode="json"), warn) if first else []
+        monitor = Monitor(log, console, price_per_hour=recipe.monitor.price_per_hour, sinks=sinks)
+        monitor.price = monitor.price and monitor.price * self.ranks.size
+        return monitor
+
+    def _trainer(self, objective: Any, run: RunDirectory, monitor: Monitor, begin: Beginning) -> Trainer:
+        from redline.train.trainer import Trainer
+
+        facts = self.data.facts
+        identity = {"data": facts.fingerprint, "tokenizer": facts.tokenizer_fingerprint, **objective.identity()}
+        return Trainer(
+            self.resolved,
+            objective,
+            run,
+            monitor,
+            horizon_steps=self.resolved.horizon_steps,
+            identity=identity,
+            ranks=self.ranks,
+            supervised=SUPERVISED in os.environ,
+            skipped=begin.skipped,
+        )
+
+    def _build(self, trainer: Trainer, begin: Beginning, monitor: Monitor) -> None:
+        """The model, and then the run: what cannot be built leaves none behind."""
+        if self.resumed and begin.checkpoint is None and self.resolved.recipe.model.init_from is not None:
+            from redline.evaluate.initial import reopen_initial
+
+            self.initial = reopen_initial(read_lock(self.path)["init_from"], RUNS, monitor.warn)
+        monitor.say("building the model")
+        try:
+            trainer.build(begin.checkpoint, self.initial.tensors() if self.initial else None)
+        except BaseException:
+            if self._founds:
+                _leave_no_trace(self.path)
+            raise
+        if not self._founds:
+            return
+        trainer.objective.save_tokenizer(self.path)
+        if (tokenizer := self.path / "tokenizer.json").exists():
+            sync(tokenizer)  # before there is a checkpoint that cannot be read without it
+        origin = self.initial.record() if self.initial else None
+        write_lock(self.path, make_lock(self.name, uuid.uuid4().hex[:12], self.resolved, self.data.facts, origin))
+        _point_latest(self.path)
+
+    def _introduce(self, trainer: Trainer, monitor: Monitor) -> None:
+        monitor.emit(
+            "start",
+            schema=SCHEMA,
+            run_id=read_lock(self.path)["run_id"] if self.ranks.first else None,
+            resumed_from=trainer.state.step if self.resumed else None,
+            run_dir=self.path,
+            recipe=self.name,
+            device=self.resolved.machine.name,
+            overrides=self.overrides,
+        )
+        measured = [Choice(*choice) for choice in trainer.objective.choices()]
+        plan = replace(self.resolved, choices=[*self.resolved.choices, *measured])
+        monitor.emit("plan", **plan.plan_event(price=price_of(self.resolved.recipe.monitor.price_per_hour)))
+
+
+def refuse_run(path: Path) -> None:
+    if (path / LOCK).exists():
+        fix = f"Go on with it: redline train --resume {path}; or choose another --run."
+        raise UsageError("this directory holds a run.", where=str(path), fix=fix)
+
+
+def _leave_no_trace(path: Path) -> None:
+    """What could not be built never was a run; a directory that holds anything else stays."""
+    with suppress(OSError):
+        if not (path / "events.jsonl").read_bytes():
+            (path / "events.jsonl").unlink()
+        (path / LOCK_FILE).unlink()
+        path.rmdir()
+
+
+def _point_latest(path: Path) -> None:
+    """runs/latest → the newest run, when it lies there."""
+    root = RUNS
+    if path.resolve().parent != root.resolve():
+        return
+    temporary = root / f".latest-{os.getpid()}"
+    try:
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(path.name)
+        temporary.replace(root / "latest")
+    except OSError:  # a file system without links: `latest` then means the newest run
+        temporary.unlink(missing_ok=True)
