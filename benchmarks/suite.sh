@@ -6,6 +6,7 @@
 # tests      every test that needs a GPU, by name
 # startup    from the command to the first step, bf16 and fp8
 # diffusion  tokens/s of block diffusion and plans, fused and compiled
+# memory     the H200 guide's presets: planned and measured
 # latent     a latent prefix beside the textbook loop
 # finetune   an 8B shape beside the usual stack
 # packed     pretraining on rows of several documents
@@ -48,6 +49,11 @@ for part in "$@"; do
         bench diffusion-fused 160 throughput owt-bd3lm train.steps=20 train.global_batch=128 model.kernels=fused --only redline
         bench diffusion 200 throughput owt-bd3lm train.steps=20 train.global_batch=128 --only redline
         bench plans 200 throughput gsm8k-hdp train.steps=20 train.global_batch=128
+        ;;
+    memory)
+        for micro in 64 128 192 256; do
+            bench "memory-$micro" 70 plan-accuracy gsm8k-hdp train.micro_batch=$micro train.global_batch=$((4 * micro))
+        done
         ;;
     latent) bench latent 240 latent train.steps=10 ;;
     finetune) bench finetune 420 finetune train.steps=8 ;;
