@@ -162,7 +162,7 @@ def test_stopping_from_elsewhere(
 
 def test_what_is_done_stays_done(recipe: str, inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is asked to leave while it writes its report has nothing left to resume."""
-    from redline.cli import running
+    from redline.cli import one_run
 
-    monkeypatch.setattr(running, "closing", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(one_run, "closing", lambda *_: signal.raise_signal(signal.SIGTERM))
     assert inside("train", recipe, "train.steps=1").code == 0

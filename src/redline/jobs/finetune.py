@@ -119,7 +119,7 @@ class Costs(DecoderCosts):
             optimizer=adapter_moments(added, how["optimizer"]),
             activations=activations + tokens * kept * wide,
             logits=logits,
-            workspace=float(dequantised + wide * added) + workspace(kernels),
+            workspace=float(dequantised + wide * added) + workspace(kernels, imported=True),
         )
 
     def work(self, shape: DecoderShape, seq_len: int, **how: Any) -> Work:

@@ -26,7 +26,7 @@ from redline.fields import (
 from redline.jobs.causal_lm import Costs as DecoderCosts
 from redline.plan.adapters import nf4_bytes
 from redline.plan.flops import FlopsPerToken
-from redline.plan.memory import PROCESS, WORKSPACE, MemoryParts, adapter_moments, training_memory
+from redline.plan.memory import WORKSPACE, MemoryParts, adapter_moments, training_memory, workspace
 from redline.plan.shapes import DecoderShape
 from redline.plan.wire import WireShape
 from redline.plan.work import Work, decoder_work
@@ -229,7 +229,7 @@ class Costs(DecoderCosts):
             activations=sum(whole.activations for whole in wholes) + rows * self.wire.activation_bytes(wide),
             # logits, their logarithms, both at the teacher's temperature, and gradients, in float32
             logits=float(sum(rows * self.answer * one.vocab * 4 * 6 for one in every)),
-            workspace=float(wide * learnt + (WORKSPACE if kernels.gpu else PROCESS)),
+            workspace=float(wide * learnt + (WORKSPACE if kernels.gpu else workspace(kernels, imported=True))),
         )
 
     def work(self, shape: DecoderShape, seq_len: int, **how: Any) -> Work:

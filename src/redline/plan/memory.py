@@ -10,7 +10,8 @@ from redline.units import GIB
 LOGITS_PER_CHUNK = 1 << 29  # the head runs over this many logits at once (never 2^31: kernels index in int32)
 WORKSPACE = 1.0 * GIB  # buffers of cuBLAS, cuDNN and compiled kernels, by measurement
 WORKSPACE_FUSED = 0.1 * GIB
-PROCESS = 0.38 * GIB  # Python and torch themselves, which share the memory of a CPU
+PROCESS = 0.26 * GIB  # Python and torch themselves, which share the memory of a CPU
+COMPILER = 0.12 * GIB  # torch's, once it is imported
 LOW_BIT = ("adamw_8bit", "paged_adamw_8bit")
 MUON = ("muon", "normuon")  # of the hidden matrices, with AdamW for the rest
 LOW_BIT_BLOCK = 256  # values that share one fp32 scale
@@ -195,9 +196,10 @@ def _head_bytes(shape: DecoderShape, tokens: int, bytes_per_value: int, kernels:
     return float(logits * (2 * bytes_per_value + copies) + (6 * weights if learns else 0))
 
 
-def workspace(kernels: Kernels) -> float:
+def workspace(kernels: Kernels, *, imported: bool = False) -> float:
+    """`imported`: the compiler, whether or not anything is compiled."""
     if not kernels.gpu:
-        return PROCESS
+        return PROCESS + (COMPILER if imported or kernels.compiled else 0.0)
     return WORKSPACE_FUSED if kernels.fused else WORKSPACE
 
 
