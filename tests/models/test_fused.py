@@ -83,7 +83,8 @@ def test_values_and_gradients_are_the_plain_ones(
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     for name, gradient in gradients.items():
         scale = float(gradient.abs().max()) + 1e-6
-        torch.testing.assert_close(own[name] / scale, gradient / scale, rtol=1e-4, atol=1e-4, msg=name)
+        near = 1e-3 if name == "skip_weights" else 1e-4  # a skip's is one sum over all, of which little may be left
+        torch.testing.assert_close(own[name] / scale, gradient / scale, rtol=near, atol=near, msg=name)
 
 
 def test_documents_are_kept_apart() -> None:

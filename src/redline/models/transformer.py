@@ -25,6 +25,11 @@ _INIT_STD = 0.02  # of matrices
 _ADDING = ("attention.out.weight", "mlp.down.weight")  # to the stream
 
 
+def _table(rows: int, width: int) -> nn.Embedding:
+    """Not drawn yet: torch's own would be, and without memory imports a compiler for it."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+
+
 class Decoder(nn.Module):
     def __init__(
         self,
@@ -44,11 +49,11 @@ class Decoder(nn.Module):
         self.shape, self.softcap, self.dtype = shape, softcap, dtype
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.dropout, self.kernels, self.attention = dropout, kernels, attention
-        self.embedding = nn.Embedding(shape.vocab, shape.d_model)
+        self.embedding = _table(shape.vocab, shape.d_model)
         self.blocks = nn.ModuleList(Block(shape, eps, dropout, attention, checkpointing) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.d_model, eps)
         self.head = None if shape.tied else Linear(shape.d_model, shape.vocab)
-        tables = (nn.Embedding(shape.vocab, shape.d_kv) for _ in range(shape.value_embeddings))
+        tables = (_table(shape.vocab, shape.d_kv) for _ in range(shape.value_embeddings))
         self.value_embeddings = nn.ModuleList(tables)
         self.skip_weights = nn.Parameter(torch.empty(shape.skip_count)) if shape.skip_count else None
         self.scales: Scales | None = None  # of what trains in fp8
