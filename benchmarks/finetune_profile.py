@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from redline.bench.finetune import CONTENDERS, asked, choose
 from redline.bench.finetune_steps import step_of, time_steps
-from redline.bench.own import ready
+from redline.bench.place import check_out
+from redline.errors import UserError
+from redline.recipe.resolve import DataFacts
+from redline.train.ready import ready
 
 STEPS = 2  # under the profiler
 
@@ -44,9 +48,12 @@ def main() -> None:
     parser.add_argument("contender", choices=[one.name for one in CONTENDERS if one.peer is None])
     parser.add_argument("--top", type=int, default=30)
     given, overrides = parser.parse_known_args()
+    check_out(given.out)
+    if not torch.cuda.is_available():
+        raise UserError("kernels are timed on a GPU, and there is none here.")
     contender = next(one for one in CONTENDERS if one.name == given.contender)
     _, request = asked(contender, choose(None, ["train.steps=5", *overrides]))
-    with ready(request) as own:
+    with ready(request["recipe"], DataFacts(**request["facts"]), where="bench") as own:
         batch, _ = step_of(own, request["sample_tokens"])
 
         def step(number: int) -> torch.Tensor:
@@ -65,4 +72,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(error.message())

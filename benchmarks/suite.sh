@@ -60,7 +60,7 @@ for part in "$@"; do
     packed) bench packed 120 throughput data.pack=true train.steps=20 --only redline ;;
     base)
         for precision in bf16 fp8; do
-            limited "base-$precision" 240 python3 -m redline train qlora-smollm2 model.base="$BASE" data.source="$GSM8K" \
+            limited "base-$precision" 240 python3 -m redline train qlora-smollm2 model.base="${BASE:?a model.gguf}" data.source="${GSM8K:?a train.jsonl}" \
                 train.device=cuda train.precision=$precision train.steps=200 train.global_batch=32 eval.every=50 \
                 eval.samples=0 --run "$out/base-$precision" &
         done

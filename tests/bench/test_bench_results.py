@@ -136,7 +136,7 @@ def a_run(precision: str, chosen: str) -> TrainedRun:
         {"type": "recovery", "message": "out of memory: micro-batch 128 → 64"},
         *({"type": "step", "memory_gib": 90.0, **step, **reading(n)} for n in (10, 20, 30)),
     ]
-    recipe = {"train": {"precision": precision, "compile": True}}
+    recipe = {"train": {"precision": precision, "compile": True}, "model": {"kernels": "fused"}}
     batch = {"micro": 128, "tokens_per_step": 131_072}
     lock = {"recipe": recipe, "batch": batch, "machine": {"device": "cuda"}, "data": {"vocab_size": 5}}
     return TrainedRun(0.0, events, lock)
@@ -151,6 +151,7 @@ def test_a_row_on_a_gpu_has_energy_clock_and_kernels(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(throughput, "ask", ask)
     row = throughput._ours(throughput.CONTENDERS[1], a_run("fp8", "native: qkv"))
+    assert throughput._figures(a_run("bf16", "none"))["kernels"] == "fused", "not what torch compiled"
     assert (row["joules_per_step"], row["sm_clock_mhz"], row["kernel_share"]) == (pytest.approx(400), 1500, 0.98)
     assert row["data_wait_share"] == pytest.approx(0.0005)
     assert row["tokens_per_s"] == 1e5, "the trial's speed is not the loop's"

@@ -23,11 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redline.bench.own import Ready, ready
+from redline.bench.fp8 import not_in_fp8
 from redline.data.packing import cu_seqlens
 from redline.errors import UserError
+from redline.recipe.resolve import DataFacts
 from redline.train.feed import step_batch, to_device
 from redline.train.log import peak_memory_gib
+from redline.train.ready import Ready, ready
 
 SETTLE_STEPS = 3  # before the timed ones
 PACKAGES = ("torch", "triton", "bitsandbytes")
@@ -118,7 +120,11 @@ def reply(contend: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 def contend(request: dict[str, Any]) -> Figures:
-    with ready(request) as own:
+    with ready(request["recipe"], DataFacts(**request["facts"]), where="bench") as own:
+        if own.resolved.recipe.train.precision == "fp8":  # a figure in that name is to be one
+            told = [{"key": key, "value": value, "reason": why} for key, value, why in own.objective.choices()]
+            if why_not := not_in_fp8("fp8", told, ()):
+                raise UserError(why_not)
         batch, documents = step_of(own, request["sample_tokens"])
         figures = time_steps(
             lambda number: own.trainer.step(number, batch, 1.0).loss,

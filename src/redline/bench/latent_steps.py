@@ -17,13 +17,14 @@ from torch import Tensor
 
 from redline.bench.finetune_steps import PACKAGES, Figures, installed, reply, time_steps
 from redline.bench.latent_rows import TimedRows, timed_rows
-from redline.bench.own import ready
 from redline.jobs.latent_prefix import taught
+from redline.recipe.resolve import DataFacts
 from redline.train.feed import step_batch, to_device
+from redline.train.ready import ready
 
 
 def contend(request: dict[str, Any]) -> Figures:
-    with ready(request) as own:
+    with ready(request["recipe"], DataFacts(**request["facts"]), where="bench") as own:
         trainer, objective = own.trainer, own.objective
         vocabularies = {name: one.decoder.shape.vocab for name, one in objective.frozen.items()}
         rows = timed_rows(own.resolved.recipe, vocabularies, trainer.batch.global_batch)

@@ -141,10 +141,14 @@ def _compared(key: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
     return show
 
 
+def _blocks(row: Row) -> str:
+    return "fused" if row.get("kernels") == "fused" else "compiled" if row["compiled"] else "not compiled"
+
+
 _COLUMNS: dict[str, Sequence[Column]] = {
     "throughput": (
         ("", lambda row: f"{row['name']}: {row['what']}"),
-        ("ran", lambda row: f"{row['precision']}, {'compiled' if row['compiled'] else 'not compiled'}"),
+        ("ran", lambda row: f"{row['precision']}, {_blocks(row)}"),
         ("tok/s", _shown("tokens_per_s", "{:,.0f}")),
         ("MFU", _shown("mfu", "{:.1%}")),
         ("ms a step", _shown("step_ms", "{:,.1f}")),
@@ -159,7 +163,7 @@ _COLUMNS: dict[str, Sequence[Column]] = {
     ),
     "finetune": (
         ("", lambda row: f"{row['name']}: {row['what']}"),
-        ("ran", lambda row: f"{row['precision']}, {'compiled' if row['compiled'] else 'not compiled'}"),
+        ("ran", lambda row: f"{row['precision']}, {_blocks(row)}"),
         ("recomputed", lambda row: str(row["recomputed"])),
         ("micro-batch", _shown("micro_batch", "{:.0f}")),
         ("a document", _shown("document_tokens", "{:,.0f}")),
@@ -176,7 +180,7 @@ _COLUMNS: dict[str, Sequence[Column]] = {
     ),
     "latent": (
         ("", lambda row: f"{row['name']}: {row['what']}"),
-        ("ran", lambda row: f"{row['precision']}, {'compiled' if row['compiled'] else 'not compiled'}"),
+        ("ran", lambda row: f"{row['precision']}, {_blocks(row)}"),
         ("micro-batch", _shown("micro_batch", "{:.0f}")),
         ("texts/s", _shown("texts_per_s", "{:,.1f}")),
         ("ms a step", _shown("step_ms", "{:,.1f}")),

@@ -121,6 +121,7 @@ def _figures(run: TrainedRun) -> dict[str, Any]:
         "last_loss": steps[-1]["loss"],
         "warmup_s": sum(event.get("seconds", 0.0) for event in run.of_type("warmup")),
         "compiled": run.lock["recipe"]["train"]["compile"],
+        "kernels": run.lock["recipe"]["model"]["kernels"],
         "precision": run.lock["recipe"]["train"]["precision"],
         "ceiling_tokens_per_s": plan["ceiling"]["tokens_per_s"],
         "warnings": _warnings(run),

@@ -107,9 +107,9 @@ def _profile(loaded: Loaded, steps: int, folder: Path) -> _Found:
     from redline.recipe.resolve import resolve
     from redline.train.log import peak_memory_gib
     from redline.train.profiling import SETTLE_STEPS, memory_recorded, profiled
+    from redline.train.ready import Silent
     from redline.train.rundir import RunDirectory
     from redline.train.trainer import Trainer
-    from redline.train.trial import Silent
 
     def say(text: str) -> None:
         typer.echo(text, err=True)

@@ -11,25 +11,18 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from redline.errors import UserError
-from redline.hardware.detect import detect
-from redline.monitor.events import Event, EventLog
-from redline.monitor.monitor import Monitor
-from redline.objectives import objective_module
-from redline.recipe.load import validate
-from redline.recipe.resolve import DataFacts, resolve
+from redline.recipe.resolve import DataFacts
 from redline.train.feed import step_batch, to_device
 from redline.train.kernel_time import kernel_time
 from redline.train.log import peak_memory_gib
-from redline.train.rundir import RunDirectory
+from redline.train.ready import ready
 from redline.train.trainer import Trainer
 
 SETTLE_STEPS = 2
@@ -37,43 +30,20 @@ LEAST_STEPS, LEAST_SECONDS = 3, 3.0
 MOST_STEPS, MOST_SECONDS = 30, 10.0
 
 
-class Silent:
-    """A view that shows nothing."""
-
-    def event(self, event: Event) -> None:
-        return
-
-    def tick(self, step: int, progress: float | None = None, eta_s: float | None = None) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-def trial(
-    tree: dict[str, Any], facts: DataFacts, folder: Path, least_steps: int = LEAST_STEPS, profile: int = 0
-) -> dict[str, Any]:
-    recipe = validate(tree, where="trial")
-    resolved = resolve(recipe, detect(recipe.train.device), facts)
-    module = objective_module(recipe.objective)
-    objective = module.create(resolved, module.random_data(facts))
-    with RunDirectory(folder) as run, Monitor(EventLog(folder / "events.jsonl"), Silent()) as monitor:
-        trainer = Trainer(resolved, objective, run, monitor, horizon_steps=None, identity={})
-        trainer.build()
-        begin = time.perf_counter()
-        trainer.warm_up()
-        compile_s = time.perf_counter() - begin
+def trial(tree: dict[str, Any], facts: DataFacts, least_steps: int = LEAST_STEPS, profile: int = 0) -> dict[str, Any]:
+    with ready(tree, facts, where="trial") as own:
+        trainer = own.trainer
         steps = _steps(trainer)
         seconds = _seconds_per_step(steps, least_steps)
         memory = peak_memory_gib(trainer.device)
         busy = kernel_time(lambda: steps(0, profile), trainer.device) if profile else None
     return {
-        "tokens_per_s": resolved.tokens_per_step / seconds,
+        "tokens_per_s": own.resolved.tokens_per_step / seconds,
         "step_ms": 1e3 * seconds,
         "memory_gib": memory,
-        "compile_s": compile_s,
+        "compile_s": own.warmup_s,
         "micro": trainer.batch.micro,
-        "choices": [{"key": key, "value": value, "reason": reason} for key, value, reason in objective.choices()],
+        "choices": [{"key": key, "value": value, "reason": reason} for key, value, reason in own.objective.choices()],
         **({} if busy is None else {"kernel_ms": 1e3 * busy.kernels / profile, "kernel_share": busy.share}),
     }
 
@@ -104,9 +74,8 @@ def _seconds_per_step(steps: Callable[[int, int], float], least: int) -> float:
 def main() -> None:
     request = json.load(sys.stdin)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            options = {key: request[key] for key in ("least_steps", "profile") if key in request}
-            answer = trial(request["recipe"], DataFacts(**request["facts"]), Path(folder), **options)
+        options = {key: request[key] for key in ("least_steps", "profile") if key in request}
+        answer = trial(request["recipe"], DataFacts(**request["facts"]), **options)
     except UserError as error:
         answer = {"error": error.message()}
     sys.stdout.write(json.dumps(answer) + "\n")

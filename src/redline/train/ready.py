@@ -1,4 +1,4 @@
-"""A trainer of a request's recipe on random weights, ready for its first step: what redline's own rows time."""
+"""A trainer on random weights and tokens, ready for its first step: what is tried, timed and held against a plan."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redline.bench.fp8 import not_in_fp8
-from redline.errors import UserError
 from redline.hardware.detect import detect
 from redline.monitor.events import Event, EventLog
 from redline.monitor.monitor import Monitor
@@ -22,8 +20,21 @@ from redline.train.rundir import RunDirectory
 from redline.train.trainer import Trainer
 
 
-class Heard:
-    """What is to be known of the figures."""
+class Silent:
+    """A view that shows nothing."""
+
+    def event(self, event: Event) -> None:
+        return
+
+    def tick(self, step: int, progress: float | None = None, eta_s: float | None = None) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class Heard(Silent):
+    """What is to be known of figures."""
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
@@ -31,12 +42,6 @@ class Heard:
     def event(self, event: Event) -> None:
         if event["type"] in ("warning", "recovery"):
             self.warnings.append(str(event["message"]))
-
-    def tick(self, step: int, progress: float | None = None, eta_s: float | None = None) -> None:
-        return
-
-    def close(self) -> None:
-        return
 
 
 @dataclass(frozen=True)
@@ -57,15 +62,16 @@ class Ready:
             "warmup_s": self.warmup_s,
             "precision": recipe.train.precision,
             "compiled": recipe.train.compile,
+            "kernels": recipe.model.kernels,
             "warnings": [*self.resolved.warnings, *self.heard.warnings],
             "choices": chosen | {key: value for key, value, _ in self.objective.choices()},
         }
 
 
 @contextmanager
-def ready(request: dict[str, Any]) -> Iterator[Ready]:
-    """The request holds a resolved recipe and the facts of its data."""
-    recipe, facts = validate(request["recipe"], where="bench"), DataFacts(**request["facts"])
+def ready(tree: dict[str, Any], facts: DataFacts, *, where: str) -> Iterator[Ready]:
+    """Of a resolved recipe and the facts of its data."""
+    recipe = validate(tree, where=where)
     resolved = resolve(recipe, detect(recipe.train.device), facts)
     module = objective_module(recipe.objective)
     objective = module.create(resolved, module.random_data(facts))
@@ -77,10 +83,6 @@ def ready(request: dict[str, Any]) -> Iterator[Ready]:
     ):
         trainer = Trainer(resolved, objective, run, monitor, horizon_steps=None, identity={})
         trainer.build()
-        if recipe.train.precision == "fp8":  # a figure in that name is to be one
-            told = [{"key": key, "value": value, "reason": why} for key, value, why in objective.choices()]
-            if why_not := not_in_fp8("fp8", told, ()):
-                raise UserError(why_not)
         begin = time.perf_counter()
         trainer.warm_up()
         yield Ready(trainer, objective, resolved, facts, time.perf_counter() - begin, heard)
