@@ -57,8 +57,9 @@ def test_fine_tuning(world: Any, tiny_base: Path, answers: Path, tmp_path: Path,
     def train(path: Path, *options: str) -> Any:
         return tuning.run(path, *options, machine=machine)
 
-    dropout = ("model.lora.dropout=0",) if method != "full" else ()
-    compare(train, tmp_path, f"finetune.method={method}", *dropout)
+    # all weights at the adapters' rate is at the edge of stability, where noise grows
+    own = ("train.lr=1e-3",) if method == "full" else ("model.lora.dropout=0",)
+    compare(train, tmp_path, f"finetune.method={method}", *own)
 
 
 @pytest.mark.parametrize("backend", ["flex", "split", "efficient"])

@@ -54,6 +54,11 @@ MASKED = (
     CONTENDERS[0],
     Contender("masked", "the same, a dense mask given to torch's attention", forced=("model.attention=efficient",)),
     Contender("dense", "the same, every score made and masked", forced=("model.attention=dense",)),
+    Contender(
+        "textbook",
+        "every score made and masked, not compiled",
+        forced=("model.attention=dense", "model.kernels=torch", "train.compile=false"),
+    ),
 )
 
 

@@ -67,17 +67,14 @@ def block_problems(key: str, block: int, length: int, what: str, longer: str) ->
 class DiffusionCosts(causal_lm.Costs):
     """Of a decoder that reads a noisy and a clean copy of what it learns, and scores what is hidden."""
 
-    # no such mask has been measured; the plan's prior is of causal attention
-    assumed = ", causal attention's among them"
-
     def __init__(self, recipe: Any, layout: Layout) -> None:
         super().__init__(recipe)
         self.layout = layout
         options = getattr(recipe, recipe.objective)
         self.hidden = (options.clip_low + options.clip_high) / 2  # on average, of what may be
 
-    def unmeasured(self, shape: DecoderShape) -> str:
-        return f"with {self.recipe.objective} the fused ones are not measured yet"
+    def not_timed(self, shape: DecoderShape) -> dict[str, bool]:
+        return super().not_timed(shape) | {"a question": self.layout.denoised < self.layout.length}
 
     def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
         return layout_flops(shape, self.layout, self.hidden, checkpointing)

@@ -34,6 +34,7 @@ class Passes:
     read: float  # positions that go through the blocks
     scored: float  # positions whose logits are formed
     seen: float  # keys, by the queries of all those positions together
+    mask: str = "causal"  # who sees whom: the kind that attention was timed with
 
 
 def causal_passes(seq_len: int) -> Passes:
@@ -42,8 +43,8 @@ def causal_passes(seq_len: int) -> Passes:
 
 def layout_passes(layout: Layout, hidden: float = 1.0) -> Passes:
     """`hidden` is the share of the positions that may be hidden which are, on average."""
-    length = layout.length
-    return Passes(layout.read / length, hidden * layout.denoised / length, layout.pairs / length)
+    length, mask = layout.length, "blocks" if layout.read > layout.denoised else "causal"
+    return Passes(layout.read / length, hidden * layout.denoised / length, layout.pairs / length, mask)
 
 
 def decoder_flops(shape: DecoderShape, seq_len: int, checkpointing: str = "none") -> FlopsPerToken:

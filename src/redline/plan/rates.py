@@ -26,8 +26,14 @@ class AttentionRate:
     passes: float
 
 
-ATTENTION = {64: AttentionRate(0.394, 31.0), 128: AttentionRate(0.50, 26.0)}  # cuDNN
-PACKED = {64: AttentionRate(0.253, 85.0), 128: AttentionRate(0.287, 84.0)}  # flash by documents, its copies included
+# By mask and head dimension. Blocks were timed at 64 alone; the other is as much slower than causal attention.
+ATTENTION = {
+    "causal": {64: AttentionRate(0.394, 31.0), 128: AttentionRate(0.50, 26.0)},  # cuDNN
+    # flash by documents, its copies included: throughput-350m-packed-h200-20261116.json
+    "documents": {64: AttentionRate(0.371, 58.0), 128: AttentionRate(0.42, 57.0)},
+    # flex, or cuDNN with a mask: throughput-bd3lm-h200-20261116.json
+    "blocks": {64: AttentionRate(0.394, 88.0), 128: AttentionRate(0.50, 74.0)},
+}
 LAUNCH_SECONDS = 6e-6  # the host needs this long to start a kernel
 
 
@@ -48,5 +54,5 @@ def _share_of_bf16(width: int) -> float:
     return MATMUL_SHARE[low] * (1 - part) + MATMUL_SHARE[high] * part
 
 
-def attention_rate(head_dim: int, packed: bool = False) -> AttentionRate:
-    return (PACKED if packed else ATTENTION)[128 if head_dim >= 96 else 64]
+def attention_rate(head_dim: int, mask: str = "causal") -> AttentionRate:
+    return ATTENTION[mask][128 if head_dim >= 96 else 64]

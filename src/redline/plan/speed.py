@@ -70,7 +70,7 @@ class StepTime:
 def expected(work: Work, peaks: Peaks, *, micro_tokens: int, accumulation: int, shards: int = 1) -> StepTime:
     """Of one card as redline runs it today, by prior; `shards` is how many share the update."""
     matmul_rate = matmul_share(work.width, peaks.precision) * peaks.matmul
-    rate, bandwidth = attention_rate(work.head_dim, work.packed), COPY_SHARE * peaks.bandwidth
+    rate, bandwidth = attention_rate(work.head_dim, work.mask), COPY_SHARE * peaks.bandwidth
     again = work.attention_again / work.attention if work.attention else 0.0
     attention = work.attention / (rate.share * peaks.attention) + rate.passes * work.touched / bandwidth
     per_token = (work.matmul + work.recomputed) / matmul_rate + attention * (1 + again) + work.moved / bandwidth

@@ -25,7 +25,7 @@ class Work:
     update_flops: float  # of one optimizer step, as executed
     gradient_bytes: float  # of one step
     kernels: int  # launched for one micro-batch
-    packed: bool  # attention by documents
+    mask: str  # causal, by documents, or by blocks of a noisy and a clean copy
     width: int
     head_dim: int
     seq_len: int
@@ -73,7 +73,7 @@ def decoder_work(
         gradient_bytes=4.0 * shape.parameters,
         kernels=(KERNELS_PER_LAYER if kernels.compiled else KERNELS_UNCOMPILED) * layers,
         update_flops=_orthogonalisation(shape) if optimizer in MUON else 0.0,
-        packed=kernels.packed,
+        mask="documents" if kernels.packed else passes.mask,
         width=d,
         head_dim=shape.head_dim,
         seq_len=seq_len,
