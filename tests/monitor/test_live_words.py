@@ -91,7 +91,7 @@ def test_compiling_may_take_minutes(running: Any) -> None:
     ("reason", "status", "mood", "far"),
     [
         ("steps", "finished", "over", "Finished: 100 steps, 100k tokens, 1m40s (all its steps are done)"),
-        ("preempted", "preempted", "careful", "Preempted: 100 steps, 100k tokens, 1m40s (preempted)"),
+        ("preempted", "preempted", "careful", "Preempted: 100 steps, 100k tokens, 1m40s"),
         ("nonfinite", "failed", "bad", "Failed: 100 steps"),
     ],
 )

@@ -65,7 +65,7 @@ def _ended(state: RunState, status: Status) -> str:
         "" if hours is None else format_seconds(3600 * hours),
     ]
     reason = one_line(stop.get("reason"))
-    why = _REASONS.get(reason, reason)
+    why = "" if reason == status else _REASONS.get(reason, reason)
     return f"{status.capitalize()}: {', '.join(filter(None, parts))}" + (f" ({why})" if why else "")
 
 

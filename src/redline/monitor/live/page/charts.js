@@ -18,13 +18,15 @@ const duration = (h) => {
 };
 export const format = { count, percent, small, duration };
 
-// `lines` are levels to compare with, from the plan; `zero` begins the axis there.
+// `lines` are levels to compare with, from the plan; `zero` begins the axis there; `whole` has ticks at whole numbers.
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000];
 export const CHARTS = [
   { key: "loss", title: "Loss", points: true, show: (v) => v.toFixed(3), note: "line: training, dots: validation" },
   { key: "tokens_per_s", title: "Tokens per second", zero: true, show: count, lines: (plan) => plan.tokens_per_s },
   {
     key: "mfu", title: "MFU", zero: true, show: percent,
-    lines: (plan) => ({ "the plan": plan.mfu, "the ceiling": plan.mfu_ceiling }),
+    // a share of the bf16 peak, whatever multiplies: fp8 may pass it
+    lines: (plan) => ({ "the plan": plan.mfu, [plan.mfu_ceiling > 1 ? "fp8's ceiling" : "the ceiling"]: plan.mfu_ceiling }),
   },
   { key: "step_ms", title: "Time of a step", zero: true, show: (v) => `${count(v)} ms` },
   { key: "data_wait", title: "Waiting for data", zero: true, show: percent, note: "share of a step" },
@@ -32,8 +34,8 @@ export const CHARTS = [
   { key: "lr", title: "Learning rate", zero: true, show: small },
   { key: "gpu_util", title: "GPU utilisation", zero: true, top: 100, show: (v) => `${+v.toPrecision(3)} %` },
   { key: "power_w", title: "Power", zero: true, show: (v) => `${count(v)} W` },
-  { key: "sm_clock_mhz", title: "Clock", show: (v) => `${Math.round(v)} MHz`, held: true },
-  { key: "temperature_c", title: "Temperature", show: (v) => `${Math.round(v)} °C` },
+  { key: "sm_clock_mhz", title: "Clock", whole: true, show: (v) => `${Math.round(v)} MHz`, held: true },
+  { key: "temperature_c", title: "Temperature", whole: true, show: (v) => `${Math.round(v)} °C` },
   {
     key: "memory_gib", title: "Peak memory so far", zero: true, show: (v) => `${v.toFixed(v < 10 ? 2 : 1)} GiB`,
     lines: (plan, run) => (run.held_lines.all ? { "the plan": plan.memory_peak } : {}),
@@ -153,7 +155,7 @@ export class Charts {
       },
       axes: [
         { ...axis, size: 26, values: (_, ticks) => ticks.map((v) => (v === null ? "" : along(v))) },
-        { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => (v === null ? "" : kind.show(v))), space: 34 },
+        { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => (v === null ? "" : kind.show(v))), space: 34, ...(kind.whole ? { incrs: WHOLE } : {}) },
       ],
       series: [{}, ...chart.series.map(({ run, points }) => ({
         stroke: runColour(run.place),
