@@ -5,13 +5,20 @@
 #
 # tests      every test that needs a GPU, by name
 # startup    from the command to the first step, bf16 and fp8
-# diffusion  tokens/s of block diffusion and plans, fused and compiled
-# memory     the H200 guide's presets: planned and measured
+# diffusion  tokens/s of block diffusion, fused and compiled
+# plans      SOCRATIC=train_socratic.jsonl: of plans, beside masks that are dense; fused and compiled
+# band       TOKENS=folder: whether hand-written blocks learn what compiled ones do
+# memory     SOCRATIC: the H200 guide's presets, planned and measured
 # latent     a latent prefix beside the textbook loop
 # finetune   an 8B shape beside the usual stack
 # packed     pretraining on rows of several documents
 # base       BASE=model.gguf GSM8K=train.jsonl: a real model fine-tuned in bf16 and in fp8, side by side
 # problems   word problems: plans and plain blocks side by side, and how many are answered rightly
+# gsm8k      SOCRATIC, TEST=test.jsonl: plans learnt for a few minutes, and how many problems are answered rightly
+# squad      BASE, SQUAD=squad.json: a latent prefix on real questions
+# bounds     TOKENS: −log p by block size; goes on from OUT/bounds.json
+#
+# GPT-2's tokenizer, where a part needs it: REDLINE_GPT2=folder of its tokenizer.json.
 set -uo pipefail
 out=${1:?folder}; shift
 mkdir -p "$out"
@@ -48,11 +55,24 @@ for part in "$@"; do
     diffusion)
         bench diffusion-fused 160 throughput owt-bd3lm train.steps=20 train.global_batch=128 model.kernels=fused --only redline
         bench diffusion 200 throughput owt-bd3lm train.steps=20 train.global_batch=128 --only redline
-        bench plans 200 throughput gsm8k-hdp train.steps=20 train.global_batch=128
+        ;;
+    plans)
+        words=(gsm8k-hdp train.steps=20 train.global_batch=128 data.source="${SOCRATIC:?a train_socratic.jsonl}")
+        bench plans-fused 80 throughput "${words[@]}" model.kernels=fused --only redline
+        bench plans 220 throughput "${words[@]}"
+        ;;
+    band)
+        compiled=(model.kernels=torch train.compile=true)
+        for arm in "reference ${compiled[*]} model.attention=cudnn" "reference-2 ${compiled[*]} model.attention=flash" "fused model.kernels=fused"; do
+            limited band 130 python3 benchmarks/curves.py "$out/band.json" "${TOKENS:?a folder of tokens}" $arm \
+                train.tokens=null train.steps=200 train.global_batch=48 train.warmup_steps=100 eval.every=100
+        done
+        tail -n 4 "$out/band.log"
         ;;
     memory)
         for micro in 64 128 192 256; do
-            bench "memory-$micro" 70 plan-accuracy gsm8k-hdp train.micro_batch=$micro train.global_batch=$((4 * micro))
+            bench "memory-$micro" 70 plan-accuracy gsm8k-hdp train.micro_batch=$micro train.global_batch=$((4 * micro)) \
+                data.source="${SOCRATIC:?a train_socratic.jsonl}"
         done
         ;;
     latent) bench latent 240 latent train.steps=10 ;;
@@ -70,11 +90,25 @@ for part in "$@"; do
     problems)
         for recipe in problems-hdp problems-bd3lm; do
             limited "$recipe" 300 bash -c "redline train $recipe train.device=cuda data.source=problems:easy:200000 \
-                model.layers=6 model.d_model=256 train.global_batch=256 train.steps=6000 eval.every=2000 \
+                model.layers=6 model.d_model=256 train.global_batch=256 train.steps=2000 eval.every=500 \
                 --run $out/$recipe && redline eval $out/$recipe --answers gsm8k --data problems:easy:400@test --questions 300" &
         done
         wait
         tail -n 4 "$out"/problems-*.log
+        ;;
+    gsm8k)
+        limited gsm8k 420 bash -c "redline train gsm8k-hdp train.device=cuda data.source=${SOCRATIC:?} train.steps=null train.hours=4m \
+            train.global_batch=128 train.warmup_steps=100 train.schedule=wsd train.min_lr_ratio=0.0 train.ema=0.999 eval.every=300 \
+            checkpoint.every=100000 --run $out/gsm8k && redline eval $out/gsm8k@best --answers gsm8k --data ${TEST:?a test.jsonl} --questions 500"
+        tail -n 6 "$out/gsm8k.log"
+        ;;
+    squad)
+        limited squad 420 python3 benchmarks/latent_squad.py "$out/squad.json" "${SQUAD:?a squad.json}" "${BASE:?a model.gguf}"
+        tail -n 8 "$out/squad.log"
+        ;;
+    bounds)
+        limited bounds 500 python3 benchmarks/bounds.py "$out/bounds.json" "${TOKENS:?a folder of tokens}" --at-once 4
+        tail -n 8 "$out/bounds.log"
         ;;
     *) echo "no part is called $part" >&2; exit 2 ;;
     esac
