@@ -178,5 +178,5 @@ def test_a_benchmark_knows_what_to_compare_it_with() -> None:
     from redline.recipe.load import load
 
     names = {recipe: [one.name for one in contenders(load(recipe).recipe)] for recipe in ("owt-bd3lm", "pretrain-350m")}
-    assert names["owt-bd3lm"] == ["redline", "masked", "dense"]
+    assert names["owt-bd3lm"] == ["redline", "redline-fp8", "masked", "dense", "textbook"]
     assert names["pretrain-350m"] == ["redline", "redline-fp8", "plain", "transformers"]

@@ -112,7 +112,6 @@ def test_baseline_and_hierarchy_have_one_budget() -> None:
         ("gsm8k-hdp", f"{PLAN}.question=long", f"{PLAN}.question", "'long' is not a count"),
         ("gsm8k-hdp", f"{PLAN}.plan_weight=-1", f"{PLAN}.plan_weight", "at least 0"),
         ("gsm8k-hdp", f"{PLAN}.block_size=16", f"{PLAN}.block_size", "is not a key redline knows"),
-        ("owt-bd3lm", "train.precision=fp8", "train.precision", "fp8 is not for block_diffusion yet."),
         ("owt-bd3lm", "data.pack=true", "data.pack", "no masks between documents"),
         ("gsm8k-hdp", "data.stream=true", "data.stream", "is for text"),
         ("gsm8k-bd3lm", "data.stream=true", "data.stream", "is for text"),
@@ -133,14 +132,15 @@ def test_both_weights_may_not_be_nothing() -> None:
 
 
 def test_all_problems_at_once() -> None:
-    words = ("data.seq_len=400", f"{PLAN}.plan_block=48", f"{PLAN}.clip_high=0.0001", "train.precision=fp8")
+    words = ("data.seq_len=400", f"{PLAN}.plan_block=48", f"{PLAN}.clip_high=0.0001", "data.pack=true")
     assert set(problems("gsm8k-hdp", *words)) == {word.partition("=")[0] for word in words} - {f"{PLAN}.clip_high"} | {
         f"{PLAN}.clip_low"
     }
 
 
 @pytest.mark.parametrize(
-    "override", ["model.value_embeddings=2", "model.skips=unet", "model.softcap=15", "data.stream=1"]
+    "override",
+    ["train.precision=fp8", "model.value_embeddings=2", "model.skips=unet", "model.softcap=15", "data.stream=1"],
 )
 def test_what_works_here_is_let_through(override: str) -> None:
     override = override.replace("=1", "=true") if override.startswith("data") else override

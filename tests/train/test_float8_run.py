@@ -11,6 +11,7 @@ import torch
 from redline.hardware.machine import Machine
 from redline.kernels import float8_choice
 from redline.monitor.events import read_events
+from redline.objectives.base import Sampling
 from redline.recipe.resolve import DataFacts, resolve
 
 EIGHT = ("train.precision=fp8", "model.kernels=fused", "model.qk_norm=false", "data.seq_len=32", "train.micro_batch=8")
@@ -45,6 +46,27 @@ def test_it_learns_as_bf16_does(world: Any, tmp_path: Path) -> None:
     assert found != expected
     assert found[-1] < found[0] - 0.3
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 0.1
+
+
+BLOCKS = (*EIGHT, "objective=block_diffusion", "block_diffusion.block_size=8", "data.pack=false", "model.d_ff=64")
+
+
+def test_blocks_are_denoised_in_fp8(world: Any, tmp_path: Path, measured: list[Any]) -> None:
+    """The head, whose rows are those that are hidden, stays in bf16."""
+    options = (*BLOCKS, "train.steps=20", "train.lr=5e-3", "train.warmup_steps=2")
+    eight = world.run(tmp_path / "fp8", *options, machine=ABLE)
+    assert eight.objective.float8.linears == ("qkv", "out", "up")
+    assert {tokens for _, tokens, *_ in measured} == {8 * 2 * 32}, "both copies"
+    world.run(tmp_path / "bf16", *options, "train.precision=bf16", machine=ABLE)
+    found, expected = losses(tmp_path / "fp8"), losses(tmp_path / "bf16")
+    assert found != expected
+    assert sum(found[-5:]) < sum(found[:5]) - 1
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 0.1
+    world.run(tmp_path / "parts", *options, machine=ABLE, stop_at=10)
+    world.run(tmp_path / "parts", *options, machine=ABLE, resume=True)
+    assert losses(tmp_path / "parts") == found
+    (sample,) = eight.objective.sample("def ", Sampling(tokens=16))
+    assert sample.text
 
 
 def test_what_was_chosen_is_said_and_why(world: Any, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ CONTENDERS = (
 
 # Of a job that reads a mask of blocks: what such a mask costs by itself.
 MASKED = (
-    CONTENDERS[0],
+    *CONTENDERS[:2],
     Contender("masked", "the same, a dense mask given to torch's attention", forced=("model.attention=efficient",)),
     Contender("dense", "the same, every score made and masked", forced=("model.attention=dense",)),
     Contender(

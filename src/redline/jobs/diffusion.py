@@ -40,8 +40,6 @@ def shared_problems(recipe: Any) -> list[Problem]:
     if options.sampler_steps and options.sampler != "ancestral":
         fix = f"Take it away, or use {name}.sampler=ancestral."
         found.append(Problem(f"{name}.sampler_steps", f"does nothing with {name}.sampler={options.sampler}.", fix))
-    if recipe.train.precision == "fp8":
-        found.append(Problem("train.precision", f"fp8 is not for {name} yet.", "Use bf16."))
     if recipe.data.pack:
         what = f"{name} has no masks between documents: the blocks of a sequence see those before them."
         found.append(Problem("data.pack", what, "Take it away."))

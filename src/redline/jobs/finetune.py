@@ -82,10 +82,6 @@ class Costs(DecoderCosts):
         added = self.adapter.parameters(shape)
         return {**counted, "total": shape.parameters + added, "trainable": added}
 
-    def unmeasured(self, shape: DecoderShape) -> str:
-        """Who asks for fp8 asks for these."""
-        return "" if self.recipe.train.precision == "fp8" else super().unmeasured(shape)
-
     def not_timed(self, shape: DecoderShape) -> dict[str, bool]:
         """On a base in NF4 they were."""
         return super().not_timed(shape) | {"a base": self.adapter is None or not self.adapter.quantised}

@@ -24,7 +24,7 @@ from redline.kernels.masks import MaskSpec
 from redline.metrics.likelihood import bits_per_byte, perplexity
 from redline.models.denoise import Denoising, Vocabulary
 from redline.objectives.base import Batch, Sampling, Term
-from redline.objectives.decoder import DecoderObjective
+from redline.objectives.in_float8 import InFloat8
 from redline.plan.layout import Layout
 from redline.recipe.resolve import DataFacts, Resolved
 
@@ -67,7 +67,7 @@ class Sequences(Protocol):
     def evaluation(self, numbers: Ids) -> Rows: ...
 
 
-class DiffusionObjective(DecoderObjective):
+class DiffusionObjective(InFloat8):
     def __init__(self, resolved: Resolved, data: Sequences) -> None:
         super().__init__(resolved)
         self.data = data
@@ -83,6 +83,7 @@ class DiffusionObjective(DecoderObjective):
     def build(self, device: torch.device) -> None:
         self.device = device
         self.model = self.decoder().to(device)
+        self.use_float8()
         seed, options = torch.Generator().manual_seed(self.recipe.train.seed), self.recipe.model
         self.model.initialise(seed, options.init, options.embedding_std)
         self.positions = torch.from_numpy(np.concatenate((self._noisy, self._clean))).to(device)

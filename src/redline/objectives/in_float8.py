@@ -36,7 +36,7 @@ class InFloat8(DecoderObjective):
 
     def matmuls(self) -> Shapes:
         """Tokens and widths of everything that fp8 may serve."""
-        shape, tokens = self.resolved.shape, self.resolved.batch.micro * self.seq_len
+        shape, tokens = self.resolved.shape, self.resolved.batch.micro * self.read_length
         return {
             "qkv": (tokens, shape.d_model, shape.d_qkv),
             "out": (tokens, shape.d_attention, shape.d_model),
