@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -101,15 +100,11 @@ def _profile(loaded: Loaded, steps: int, folder: Path) -> _Found:
     from redline.cli.progress import PreparationBar
     from redline.hardware.detect import detect
     from redline.monitor.breakdown import breakdown
-    from redline.monitor.events import EventLog
-    from redline.monitor.monitor import Monitor
     from redline.objectives import objective_module
     from redline.recipe.resolve import resolve
     from redline.train.log import peak_memory_gib
     from redline.train.profiling import SETTLE_STEPS, memory_recorded, profiled
-    from redline.train.ready import Silent
-    from redline.train.rundir import RunDirectory
-    from redline.train.trainer import Trainer
+    from redline.train.ready import Silent, trainer_alone
 
     def say(text: str) -> None:
         typer.echo(text, err=True)
@@ -121,18 +116,15 @@ def _profile(loaded: Loaded, steps: int, folder: Path) -> _Found:
     resolved = resolve(recipe, detect(recipe.train.device), data.facts)
     objective = module.create(resolved, data)
     trace = folder / f"{loaded.name}.pt.trace.json.gz"
-    with tempfile.TemporaryDirectory() as place:
-        log = EventLog(Path(place) / "events.jsonl")
-        with RunDirectory(Path(place)) as run, Monitor(log, Silent()) as monitor:
-            trainer = Trainer(resolved, objective, run, monitor, horizon_steps=None, identity={})
-            with memory_recorded(trainer.device) as recorded:
-                say("building and warming up")
-                trainer.build()
-                trainer.warm_up()
-                folder.mkdir(parents=True, exist_ok=True)
-                told = profiled(trainer, steps, trace, lambda done: _tell(done, steps + SETTLE_STEPS))
-                memory = recorded()
-            peak = peak_memory_gib(trainer.device)
+    with trainer_alone(resolved, objective, Silent()) as trainer:
+        with memory_recorded(trainer.device) as recorded:
+            say("building and warming up")
+            trainer.build()
+            trainer.warm_up()
+            folder.mkdir(parents=True, exist_ok=True)
+            told = profiled(trainer, steps, trace, lambda done: _tell(done, steps + SETTLE_STEPS))
+            memory = recorded()
+        peak = peak_memory_gib(trainer.device)
     parts = breakdown(
         told.spans,
         steps=steps,

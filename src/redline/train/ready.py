@@ -12,7 +12,7 @@ from typing import Any
 
 from redline.hardware.detect import detect
 from redline.monitor.events import Event, EventLog
-from redline.monitor.monitor import Monitor
+from redline.monitor.monitor import Monitor, View
 from redline.objectives import objective_module
 from redline.recipe.load import validate
 from redline.recipe.resolve import DataFacts, Resolved, resolve
@@ -76,13 +76,19 @@ def ready(tree: dict[str, Any], facts: DataFacts, *, where: str) -> Iterator[Rea
     module = objective_module(recipe.objective)
     objective = module.create(resolved, module.random_data(facts))
     heard = Heard()
-    with (
-        tempfile.TemporaryDirectory() as name,
-        RunDirectory(Path(name)) as run,
-        Monitor(EventLog(Path(name) / "events.jsonl"), heard) as monitor,
-    ):
-        trainer = Trainer(resolved, objective, run, monitor, horizon_steps=None, identity={})
+    with trainer_alone(resolved, objective, heard) as trainer:
         trainer.build()
         begin = time.perf_counter()
         trainer.warm_up()
         yield Ready(trainer, objective, resolved, facts, time.perf_counter() - begin, heard)
+
+
+@contextmanager
+def trainer_alone(resolved: Resolved, objective: Any, view: View) -> Iterator[Trainer]:
+    """Not built yet; of its run nothing stays."""
+    with (
+        tempfile.TemporaryDirectory() as name,
+        RunDirectory(Path(name)) as run,
+        Monitor(EventLog(Path(name) / "events.jsonl"), view) as monitor,
+    ):
+        yield Trainer(resolved, objective, run, monitor, horizon_steps=None, identity={})
