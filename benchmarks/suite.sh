@@ -16,6 +16,8 @@
 # problems   word problems: plans and plain blocks side by side, and how many are answered rightly
 # gsm8k      SOCRATIC, TEST=test.jsonl: plans learnt for a few minutes, and how many problems are answered rightly
 # squad      BASE, SQUAD=squad.json: a latent prefix on real questions
+# wire       BASE: a latent prefix on word problems
+# muon       one update of Muon, by parts
 # bounds     TOKENS: −log p by block size; goes on from OUT/bounds.json
 #
 # GPT-2's tokenizer, where a part needs it: REDLINE_GPT2=folder of its tokenizer.json.
@@ -37,6 +39,7 @@ bench() { # NAME SECONDS WORDS …
     limited "$name" "$limit" python3 -m redline bench "$@" --out "$out/$name.json"
     tail -n 8 "$out/$name.log" | cut -c1-200
 }
+NORMUON=(train.optimizer=normuon train.muon_lr=0.02 train.lr=2e-3 train.schedule=wsd train.min_lr_ratio=0.0)
 last_losses() { # RUN: of the evaluations
     grep '"type": *"eval"' "$1/events.jsonl" | tail -n 3 | cut -c1-240
 }
@@ -103,9 +106,19 @@ for part in "$@"; do
         tail -n 6 "$out/gsm8k.log"
         ;;
     squad)
-        limited squad 420 python3 benchmarks/latent_squad.py "$out/squad.json" "${SQUAD:?a squad.json}" "${BASE:?a model.gguf}"
+        limited squad 420 python3 benchmarks/latent_squad.py "$out/squad.json" "${SQUAD:?a squad.json}" "${BASE:?a model.gguf}" "${NORMUON[@]}"
         tail -n 8 "$out/squad.log"
         ;;
+    wire)
+        words="latent_prefix.d_z=256 latent_prefix.slots=16 latent_prefix.layers=4 latent_prefix.heads=8 latent_prefix.patch=2 \
+            latent_prefix.bytes=256 latent_prefix.kd_weight=0 train.steps=null train.hours=4m train.global_batch=128 \
+            train.warmup_steps=100 eval.every=500 eval.sequences=256 eval.samples=0 checkpoint.every=100000"
+        limited wire 400 bash -c "redline train latentwire-smollm2 model.base=${BASE:?a model.gguf} train.device=cuda \
+            data.source=problems:easy:200000 $words ${NORMUON[*]} --run $out/wire &&
+            redline eval $out/wire@best --answers f1 --data problems:easy:400@test --questions 300"
+        tail -n 18 "$out/wire.log"
+        ;;
+    muon) limited muon 60 python3 benchmarks/muon.py "$out/muon.json"; tail -n 20 "$out/muon.log" ;;
     bounds)
         limited bounds 500 python3 benchmarks/bounds.py "$out/bounds.json" "${TOKENS:?a folder of tokens}" --at-once 4
         tail -n 8 "$out/bounds.log"
