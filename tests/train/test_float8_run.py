@@ -136,3 +136,15 @@ def test_a_choice_is_measured_once_per_machine(measured: list[Any]) -> None:
     assert first.linears == again.linears == ("up",)
     assert "odd is no multiple of 16" in first.reason
     assert "as measured before" in again.reason
+
+
+def test_what_begins_at_zero_is_scaled_too(world: Any, tmp_path: Path) -> None:
+    """Zero has no magnitude to scale by; a step later there is one."""
+    words = ("model.init=zero", "model.tied=false", "model.mlp=relu2", "model.qk_norm=true", "train.optimizer=normuon")
+    options = (*EIGHT, *words, "train.steps=30")
+    eight = world.run(tmp_path / "fp8", *options, machine=ABLE)
+    world.run(tmp_path / "bf16", *options, "train.precision=bf16", machine=ABLE)
+    assert "out" in eight.objective.float8.linears
+    found, expected = losses(tmp_path / "fp8"), losses(tmp_path / "bf16")
+    assert found[-1] < found[0] - 0.3
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 0.1
