@@ -113,6 +113,23 @@ def test_fp8_follows_bf16(world: Any, tmp_path: Path, machine: Any, backend: str
 
 
 @pytest.mark.usefixtures("eight_bits_win")
+def test_blocks_are_denoised_in_fp8(world: Any, tmp_path: Path, machine: Any) -> None:
+    blocks = ("objective=block_diffusion", "block_diffusion.block_size=16", "data.pack=false", "data.seq_len=128")
+    curves = []
+    for precision in ("bf16", "fp8"):
+        options = (*GPU, *PLAIN, *blocks, "train.steps=40", "train.lr=3e-3", f"train.precision={precision}")
+        trainer = world.run(tmp_path / precision, *options, machine=machine)
+        events = list(read_events(tmp_path / precision / "events.jsonl"))
+        curves.append([e["loss"] for e in events if e["type"] == "step"])
+    assert trainer.objective.float8.linears == ("qkv", "out", "up", "down")
+    assert trainer.recipe.model.kernels == "fused"
+    bf16, fp8 = curves
+    assert bf16 != fp8
+    assert max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) < 0.1
+    assert sum(fp8[-5:]) < sum(fp8[:5]) - 1
+
+
+@pytest.mark.usefixtures("eight_bits_win")
 def test_fp8_resumes_bitwise(
     world: Any, tmp_path: Path, tensors_of: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
