@@ -1,0 +1,84 @@
+"""What each part of a model or its optimizer is worth to a small one on a CPU: a first look, before a GPU is asked.
+
+    OMP_NUM_THREADS=1 python benchmarks/parts.py OUT.json SOURCE [NAME …]
+
+SOURCE is text or prepared tokens (`redline prepare TEXT --out SOURCE --tokenizer train:4096`). Each arm learns 614,400
+tokens, 300 steps of 16 × 128, in about three minutes of one core; those in OUT.json already are not trained again.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+COMMON = (
+    *("data.tokenizer=train:4096", "data.seq_len=128", "data.workers=1"),
+    *("model.layers=4", "model.d_model=192", "model.heads=4", "model.d_ff=512"),
+    *("train.tokens=null", "train.steps=300", "train.global_batch=16", "train.warmup_steps=5", "train.schedule=wsd"),
+    *("train.min_lr_ratio=0.0", "train.device=cpu", "train.precision=fp32", "train.compile=false"),
+    *("eval.every=150", "eval.sequences=128", "eval.samples=0", "checkpoint.every=100000", "checkpoint.best=false"),
+)
+NORMUON = ("train.optimizer=normuon", "train.muon_lr=0.02", "train.lr=6e-3")
+BASE = (*NORMUON, "model.qk_norm=true", "model.init=zero")
+MANY = (*BASE, "model.mlp=relu2", "model.d_ff=768", "model.heads=2", "model.value_embeddings=1")
+ARMS: dict[str, tuple[str, ...]] = {
+    **{f"adamw {lr}": (f"train.lr={lr}",) for lr in ("1.5e-3", "3e-3", "6e-3")},
+    "muon": ("train.optimizer=muon", *NORMUON[1:]),
+    "normuon": NORMUON,
+    "normuon, QK norm": (*NORMUON, "model.qk_norm=true"),
+    "base": BASE,
+    "base, seed 1": (*BASE, "train.seed=1"),
+    "base, squared ReLU": (*BASE, "model.mlp=relu2", "model.d_ff=768"),
+    "base, 2 heads": (*BASE, "model.heads=2"),
+    "base, 2 value embeddings": (*BASE, "model.value_embeddings=2"),
+    "base, x0": (*BASE, "model.skips=x0"),
+    "base, unet": (*BASE, "model.skips=unet"),
+    "base, untied": (*BASE, "model.tied=false"),
+    "base, untied, softcap 15": (*BASE, "model.tied=false", "model.softcap=15"),
+    "base, muon 0.04": (*BASE, "train.muon_lr=0.04"),
+    "base, muon 0.01": (*BASE, "train.muon_lr=0.01"),
+    "base, muon 0.01, seed 1": (*BASE, "train.muon_lr=0.01", "train.seed=1"),
+    "base, embedding 1.0": (*BASE, "model.embedding_std=1.0"),
+    "base, cautious": (*BASE, "train.cautious=true"),
+    "base, no decay": (*BASE, "train.weight_decay=0"),
+    "many": MANY,
+    "many, seed 1": (*MANY, "train.seed=1"),
+    "many, rate 3e-3": (*MANY, "train.lr=3e-3"),
+    "many, rate 1.2e-2": (*MANY, "train.lr=1.2e-2"),
+    "many, rate 1.2e-2, muon 0.01": (*MANY, "train.lr=1.2e-2", "train.muon_lr=0.01"),
+    "many, falling from the start": (*MANY, "train.decay_fraction=1.0"),
+}
+
+
+def train(source: str, words: tuple[str, ...]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        given = [*COMMON, *words, f"data.source={source}"]
+        command = [sys.executable, "-m", "redline", "train", "pretrain-350m", *given, "--run", str(run)]
+        if (failed := subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode) != 0:
+            sys.exit(failed)  # redline has said why
+        events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    looks = [event for event in events if event["type"] == "eval"]
+    return {"words": list(words), "loss": round(looks[-1]["loss"], 4), "tokens": looks[-1]["tokens"]}
+
+
+def main() -> None:
+    if len(sys.argv) < 3:
+        sys.exit("usage: python benchmarks/parts.py OUT.json SOURCE [NAME …]")
+    out, source, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:] or list(ARMS)
+    if strange := [name for name in names if name not in ARMS]:
+        sys.exit(f"{strange[0]!r} is none of: {'; '.join(ARMS)}")
+    found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"arms": {}}
+    for name in names:
+        if name not in found["arms"]:
+            found["arms"][name] = train(source, ARMS[name])
+            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        print(f"{found['arms'][name]['loss']:.4f}  {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
