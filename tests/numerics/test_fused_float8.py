@@ -1,9 +1,8 @@
-"""fp8 operands: their rounding to the last code, both layouts, what each kernel stores, and the matmuls."""
+"""fp8 operands: their rounding to the last code, both layouts, and what each kernel stores."""
 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from redline.kernels import float8, float8_mean
+from eight_bits import in_triton, kernels, randoms, scale_of
 from redline.kernels.float8 import LARGEST, Float8, Scale
 from redline.models.layers import rotary_table
 
+__all__ = ["kernels"]  # a fixture
 pytestmark = pytest.mark.usefixtures("casts_as_on_a_gpu")
 E4M3 = torch.float8_e4m3fn
 EPS = 1e-5
@@ -23,33 +23,6 @@ POSITIVE = torch.arange(127, dtype=torch.uint8).view(E4M3).double()  # every val
 BORDERS = (POSITIVE[1:] + POSITIVE[:-1]) / 2
 sizes = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 Shape = tuple[int, int, int, int, int]  # B, T, heads, kv_heads, head_dim
-
-
-@pytest.fixture(scope="module", params=["torch", "triton"])
-def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
-    """All that makes operands, in either form, under the public names."""
-    if request.param == "torch":
-        found, mark = vars(float8) | vars(float8_mean), "reference_"
-        return SimpleNamespace(**{name.removeprefix(mark): found[name] for name in found if name.startswith(mark)})
-    pytest.importorskip("triton", reason="the kernels need triton")
-    return in_triton()
-
-
-def in_triton() -> SimpleNamespace:
-    from redline.kernels import float8_mean_triton, float8_norm_triton, float8_rotary_triton, float8_triton
-
-    modules = (float8_triton, float8_norm_triton, float8_rotary_triton, float8_mean_triton)
-    return SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})
-
-
-def scale_of(factor: float, device: str, amax: float | None = 0.0) -> Scale:
-    values = [torch.tensor(value, device=device) for value in (factor, 1.0 / factor)]
-    return Scale(values[0], values[1], None if amax is None else torch.tensor(amax, device=device))
-
-
-def randoms(seed: int, *shapes: tuple[int, ...], device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(*shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
 def codes(values: Tensor) -> Tensor:
@@ -342,72 +315,6 @@ def test_rows_alone_are_the_same_rows(kernels: Any, device: str) -> None:
         assert alone.column is None, name
         assert both.column is not None, name
         assert torch.equal(alone.row.view(torch.uint8), both.row.view(torch.uint8)), name
-
-
-def test_the_matmuls(device: str) -> None:
-    x, w, g = randoms(9, (32, 48), (64, 48), (32, 64), device=device)
-    scales = [scale_of(factor, device) for factor in (16.0, 32.0, 8.0)]
-    x8, w8, g8 = (float8.quantise(t, scale) for t, scale in zip((x, w, g), scales, strict=True))
-    x, w, g = (t.row.double() * t.unscale.double() for t in (x8, w8, g8))  # type: ignore[union-attr]
-    bias = torch.arange(64, device=device).bfloat16()
-    for got, exact, dtype in (
-        (float8.linear8(x8, w8), x @ w.T, torch.bfloat16),
-        (float8.linear8(x8, w8, bias), x @ w.T + bias.double(), torch.bfloat16),
-        (float8.input_gradient8(g8, w8), g @ w, torch.bfloat16),
-        (float8.input_gradient8(g8, w8, bias[:48]), g @ w + bias[:48].double(), torch.bfloat16),
-        (float8.weight_gradient8(g8, x8), g.T @ x, torch.float32),
-        (float8.weight_gradient8(g8, Float8(None, x8.column, x8.unscale)), g.T @ x, torch.float32),
-    ):
-        assert got.dtype == dtype
-        slack = 2**-8 if dtype == torch.bfloat16 or device == "cuda" else 1e-5
-        torch.testing.assert_close(got.double(), exact, rtol=slack, atol=slack * float(exact.abs().max()))
-
-
-def lost_and_mean(rows8: Float8, w8: Float8, w: Tensor) -> tuple[Tensor, Tensor]:
-    assert rows8.row is not None
-    assert w8.row is not None
-    rows = rows8.row.double()[:: len(rows8.row) // 2048 | 1] * rows8.unscale.double()
-    return w.double() - w8.row.double() * w8.unscale.double(), rows.mean(0)
-
-
-def check_corrections(kernels: Any, device: str, n: int, inner: int, outer: int) -> None:
-    x, g, w = randoms(n + 7 * inner, (n, inner), (n, outer), (outer, inner), device=device)
-    x8, g8, w8 = (float8.quantise(t, scale_of(16.0, device)) for t in (x + 1.0, g - 1.0, w))
-    for found, expected, terms in (
-        (kernels.mean_correction(x8, w8, w), torch.mv(*lost_and_mean(x8, w8, w)), inner),
-        (kernels.mean_gradient_correction(g8, w8, w), torch.mv(*_turned(*lost_and_mean(g8, w8, w))), outer),
-    ):
-        assert found.dtype == torch.bfloat16
-        torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=1e-5 * terms)
-
-
-def _turned(matrix: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-    return matrix.T, vector
-
-
-@sizes
-@given(n=st.integers(1, 300), inner=st.integers(1, 300), outer=st.integers(1, 70))
-def test_corrections_any_size(kernels: Any, device: str, n: int, inner: int, outer: int) -> None:
-    check_corrections(kernels, device, n, inner, outer)
-
-
-@pytest.mark.parametrize(("n", "inner", "outer"), [(9000, 16, 16), (600, 16, 1100), (600, 520, 16)])
-def test_corrections_of_more_than_one_program(kernels: Any, device: str, n: int, inner: int, outer: int) -> None:
-    check_corrections(kernels, device, n, inner, outer)
-
-
-def test_what_rows_share_is_multiplied_as_if_the_weight_were_exact(device: str) -> None:
-    shared, own, w = randoms(4, (1, 256), (512, 256), (256, 256), device=device)
-    x = (shared + 0.3 * own).to(torch.bfloat16)
-    x8, w8 = (float8.quantise(t, scale_of(16.0, device)) for t in (x, w))
-    rows = x8.row.double() * x8.unscale.double()  # type: ignore[union-attr]
-    for matmul, correction, exact in (
-        (float8.linear8, float8_mean.mean_correction, rows @ w.double().T),
-        (float8.input_gradient8, float8_mean.mean_gradient_correction, rows @ w.double()),
-    ):
-        plain = matmul(x8, w8).double() - exact
-        mended = matmul(x8, w8, correction(x8, w8, w)).double() - exact
-        assert mended.norm() < 0.5 * plain.norm()
 
 
 def test_tiles_may_be_chosen_otherwise(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
