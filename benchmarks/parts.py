@@ -66,13 +66,23 @@ def train(source: str, words: tuple[str, ...]) -> dict[str, Any]:
     return {"words": list(words), "loss": round(looks[-1]["loss"], 4), "tokens": looks[-1]["tokens"]}
 
 
+def read(out: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"arms": {}}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("arms"), dict):
+        sys.exit(f"{out} holds no arms. Choose another OUT.json, or remove it.")
+    return found
+
+
 def main() -> None:
     if len(sys.argv) < 3:
         sys.exit("usage: python benchmarks/parts.py OUT.json SOURCE [NAME …]")
     out, source, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:] or list(ARMS)
     if strange := [name for name in names if name not in ARMS]:
         sys.exit(f"{strange[0]!r} is none of: {'; '.join(ARMS)}")
-    found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"arms": {}}
+    found = read(out)
     for name in names:
         if name not in found["arms"]:
             found["arms"][name] = train(source, ARMS[name])

@@ -10,11 +10,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 SHAPES = (
     (131072, 1024, 2688, 1024, 16, 16, 64),
@@ -197,26 +199,88 @@ def unwritten(code: str) -> list[str]:
     return found
 
 
-def main() -> None:
-    import torch
-    from triton.runtime.jit import JITFunction
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, device="meta", dtype=dtype)
 
+
+def launch_blocks(n: int, d: int, f: int, length: int, heads: int, kv_heads: int, k: int) -> None:
+    """What a fused block runs in half precision."""
+    from redline.kernels import mix_triton, qk_norm_triton, relu2_triton, rms_norm_triton, rotary_triton, swiglu_triton
+
+    x, weight, rstd = empty(n, d), empty(d, dtype=torch.float32), empty(n, dtype=torch.float32)
+    for other in (x, None):
+        rms_norm_triton.add_rms_norm(x, other, weight, 1e-5)
+        rms_norm_triton.rms_norm_backward(x, x, rstd, weight, other)
+    swiglu_triton.swiglu(empty(n, 2 * f))
+    swiglu_triton.swiglu_backward_(empty(n, f), empty(n, 2 * f))
+    relu2_triton.relu2(empty(n, f))
+    relu2_triton.relu2_backward_(empty(n, f), empty(n, f))
+    weight_of_state = empty(dtype=torch.float32)
+    mix_triton.mix(x, x, x, weight_of_state)
+    mix_triton.mix_backward(x, x, weight_of_state)
+    table, batch = empty(length, k // 2, dtype=torch.float32), n // length
+    rotary_triton.rotate_qkv_(empty(batch, length, (heads + 2 * kv_heads) * k), table, table, heads, kv_heads, k)
+    q, kv = empty(batch, heads, length, k), empty(batch, kv_heads, length, k)
+    rotary_triton.merge_rotated_gradients(q, kv, kv, table, table)
+    qkv, gain = empty(batch, length, (heads + 2 * kv_heads) * k), empty(k, dtype=torch.float32)
+    _, head_rstd = qk_norm_triton.norm_rotate_qkv(qkv, gain, gain, table, table, heads, kv_heads, 1e-5)
+    qk_norm_triton.norm_rotate_backward(q, kv, kv, qkv, head_rstd, gain, gain, table, table)
+
+
+def launch_eight_bits(
+    n: int, d: int, f: int, length: int, heads: int, kv_heads: int, k: int, *, measured: bool
+) -> None:
+    """What makes fp8 operands; `measured`: with their magnitude."""
     from redline.kernels import (
         float8_mean_triton,
         float8_norm_triton,
         float8_rotary_triton,
         float8_triton,
-        mix_triton,
-        muon_triton,
-        qk_norm_triton,
         relu2_triton,
-        rms_norm_triton,
-        rotary_triton,
         softmax_loss8_triton,
-        swiglu_triton,
-        symmetric_triton,
     )
     from redline.kernels.float8 import Scale
+
+    x, weight, one = empty(n, d), empty(d, dtype=torch.float32), empty(dtype=torch.float32)
+    scale = Scale(one, one, one if measured else None)
+    float8_triton.quantise(x, scale)
+    float8_triton.quantise(x.float(), scale)
+    operand, matrix = (float8_triton.quantise(empty(rows, d), scale) for rows in (n, f))
+    float8_mean_triton.mean_correction(operand, matrix, empty(f, d, dtype=torch.float32))
+    gradient = float8_triton.quantise(empty(n, f), scale)
+    float8_mean_triton.mean_gradient_correction(gradient, matrix, empty(f, d, dtype=torch.float32))
+    float8_triton.swiglu8(empty(n, 2 * f), scale)
+    float8_triton.swiglu_backward8(empty(n, f), empty(n, 2 * f), scale)
+    relu2_triton.relu2_8(empty(n, f), scale)
+    relu2_triton.relu2_backward8(empty(n, f), empty(n, f), scale)
+    table, batch = empty(length, k // 2, dtype=torch.float32), n // length
+    q, kv = empty(batch, heads, length, k), empty(batch, kv_heads, length, k)
+    float8_rotary_triton.merge_rotated_gradients8(q, kv, kv, table, table, scale)
+    for other in (x, None) if d == 1024 else (x,):
+        float8_norm_triton.add_rms_norm8(x, other, weight, 1e-5, scale)
+    softmax_loss8_triton.softmax_loss8(empty(n, f), empty(n, dtype=torch.int64), scale)
+
+
+def launch_muon(d: int, f: int) -> None:
+    from redline.kernels import muon_triton
+
+    one, matrices = empty(dtype=torch.float32), [empty(f, d, dtype=torch.float32)] * 3
+    muon_triton.nesterov_(matrices, empty(3, f, d, dtype=torch.float32), one, one, 0.95)
+    for scales in (empty(3, f, dtype=torch.float32), None):
+        muon_triton.descend_(matrices, empty(3, f, d), scales, one, rate=0.02, decay=0.1, cautious=scales is None)
+
+
+def launch_symmetric(d: int, f: int, spans: Sequence[int]) -> None:
+    from redline.kernels import symmetric_triton
+
+    for tall in (False, True):
+        for span in spans:
+            tile = replace(symmetric_triton.TILE, span=span)
+            symmetric_triton.gram(empty(3, f, d), tall=tall, diagonal=0.5, tile=tile)
+
+
+def main() -> None:
+    from triton.runtime.jit import JITFunction
 
     found = []
     large, odd = True, False
@@ -226,71 +290,20 @@ def main() -> None:
             ptx = compile_launch(self, arguments, options).asm["ptx"]
             module = self.__module__.rsplit(".", 1)[1].removesuffix("_triton")
             float8 = any("float8" in str(getattr(argument, "dtype", "")) for argument in arguments)
-            facts = {
-                "module": module,
-                "kernel": self.__name__,
-                "large": large,
-                "odd": odd,
-                "float8": float8,
-                "ptx": ptx,
-            }
-            found.append(facts | assembled(ptx))
+            facts = {"module": module, "kernel": self.__name__, "large": large, "odd": odd, "float8": float8}
+            found.append(facts | {"ptx": ptx} | assembled(ptx))
 
         return launch
 
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(*shape, device="meta", dtype=dtype)
-
     JITFunction.__getitem__ = catch  # type: ignore[method-assign]
-    for n, d, f, length, heads, kv_heads, k in SHAPES if sys.argv[1] == "all" else SHAPES[::2]:
+    for n, d, f, *heads in SHAPES if sys.argv[1] == "all" else SHAPES[::2]:
         large, odd = n % 16 == 0, n > 1 and n % 16 > 0
-        x, weight, rstd = empty(n, d), empty(d, dtype=torch.float32), empty(n, dtype=torch.float32)
-        for other in (x, None):
-            rms_norm_triton.add_rms_norm(x, other, weight, 1e-5)
-            rms_norm_triton.rms_norm_backward(x, x, rstd, weight, other)
-        swiglu_triton.swiglu(empty(n, 2 * f))
-        swiglu_triton.swiglu_backward_(empty(n, f), empty(n, 2 * f))
-        relu2_triton.relu2(empty(n, f))
-        relu2_triton.relu2_backward_(empty(n, f), empty(n, f))
-        weight_of_state = torch.empty((), device="meta")
-        mix_triton.mix(x, x, x, weight_of_state)
-        mix_triton.mix_backward(x, x, weight_of_state)
-        table = empty(length, k // 2, dtype=torch.float32)
-        batch = n // length
-        rotary_triton.rotate_qkv_(empty(batch, length, (heads + 2 * kv_heads) * k), table, table, heads, kv_heads, k)
-        q, kv = empty(batch, heads, length, k), empty(batch, kv_heads, length, k)
-        rotary_triton.merge_rotated_gradients(q, kv, kv, table, table)
-        qkv, gain = empty(batch, length, (heads + 2 * kv_heads) * k), empty(k, dtype=torch.float32)
-        _, head_rstd = qk_norm_triton.norm_rotate_qkv(qkv, gain, gain, table, table, heads, kv_heads, 1e-5)
-        qk_norm_triton.norm_rotate_backward(q, kv, kv, qkv, head_rstd, gain, gain, table, table)
-
-        one = torch.empty((), device="meta")
-        scale = Scale(one, one, one if large else None)
-        float8_triton.quantise(x, scale)
-        float8_triton.quantise(x.float(), scale)
-        operand, matrix = (float8_triton.quantise(empty(rows, d), scale) for rows in (n, f))
-        float8_mean_triton.mean_correction(operand, matrix, empty(f, d, dtype=torch.float32))
-        gradient = float8_triton.quantise(empty(n, f), scale)
-        float8_mean_triton.mean_gradient_correction(gradient, matrix, empty(f, d, dtype=torch.float32))
-        float8_triton.swiglu8(empty(n, 2 * f), scale)
-        float8_triton.swiglu_backward8(empty(n, f), empty(n, 2 * f), scale)
-        relu2_triton.relu2_8(empty(n, f), scale)
-        relu2_triton.relu2_backward8(empty(n, f), empty(n, f), scale)
-        float8_rotary_triton.merge_rotated_gradients8(q, kv, kv, table, table, scale)
-        for other in (x, None) if d == 1024 else (x,):
-            float8_norm_triton.add_rms_norm8(x, other, weight, 1e-5, scale)
-        softmax_loss8_triton.softmax_loss8(empty(n, f), empty(n, dtype=torch.int64), scale)
-        matrices = [empty(f, d, dtype=torch.float32)] * 3
-        muon_triton.nesterov_(matrices, empty(3, f, d, dtype=torch.float32), one, one, 0.95)
-        for scales in (empty(3, f, dtype=torch.float32), None):
-            muon_triton.descend_(matrices, empty(3, f, d), scales, one, rate=0.02, decay=0.1, cautious=scales is None)
-        if d == 4096:  # the code of 1024
-            continue
-        odd = d % 16 > 0  # values one by one, at addresses of their own
-        for tall in (False, True):
-            for span in (1, 2) if large else (1,):
-                tile = replace(symmetric_triton.TILE, span=span)
-                symmetric_triton.gram(empty(3, f, d), tall=tall, diagonal=0.5, tile=tile)
+        launch_blocks(n, d, f, *heads)
+        launch_eight_bits(n, d, f, *heads, measured=large)
+        launch_muon(d, f)
+        if d != 4096:  # whose code is that of 1024
+            odd = d % 16 > 0  # values one by one, at addresses of their own
+            launch_symmetric(d, f, (1, 2) if large else (1,))
     print(json.dumps(found))
 
 
