@@ -27,6 +27,8 @@ class Case:
     now: float = 1000.0
     factors: list[float] = field(default_factory=list)
     progress: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)  # of the budget, after each step
+    reserved: float = 0.0
 
     def __post_init__(self) -> None:
         draw = self.chance
@@ -37,7 +39,8 @@ class Case:
         self.save = draw.choice((0.0, draw.uniform(0, 0.05))) * training
         self.eval_every, self.save_every = draw.randint(steps // 20, steps), draw.randint(2, steps)
         self.warm_up = draw.uniform(0, 0.1) * training
-        self.budget = training + self.warm_up + self.evaluation + 2 * self.save
+        self.first = draw.choice((0.0, draw.uniform(0, 0.1))) * training  # what the first step pays for alone
+        self.budget = self.first + training + self.warm_up + self.evaluation + 2 * self.save
         self.saved = self.now
 
     def spend(self, seconds: float, jitter: float = 0.1) -> float:
@@ -64,9 +67,12 @@ class Case:
             self.progress.append(horizon.progress(step))
             self.factors.append(lr_factor("cosine", step=step, warmup=WARMUP, progress=self.progress[-1]))
             self.spend(self.step_time, self.jitter)
+            self.spend(self.first if step == 0 else 0.0)
             step += 1
             seconds = pace.seconds
-            if horizon.due(seconds):
+            pace.after(step)
+            self.shares.append(seconds / self.budget)
+            if horizon.due(step, seconds):
                 horizon.replan(step, seconds, pace.seconds_per_step(step), pace.reserve)
             if step % self.eval_every == 0:
                 pace.timed("evaluation", lambda: self._evaluate())
@@ -76,6 +82,7 @@ class Case:
         if evaluated != step:
             self._evaluate()
         self.begin_save(pace)
+        self.reserved = pace.reserve / self.budget
         return self.budget - (max(self.now, self.saved) - 1000.0)
 
     def _evaluate(self) -> None:
@@ -91,6 +98,9 @@ def test_simulated(cases: int, say: Callable[[str], None]) -> None:
         last.append(case.factors[-1])
         assert left[-1] >= 0, f"case {seed} was late"
         assert all(a <= b for a, b in zip(case.progress, case.progress[1:], strict=False)), seed
+        # the rate decays with the clock: the end's reserve is all that progress may be ahead of it
+        ahead = max(p - share for p, share in zip(case.progress[1:], case.shares, strict=False))
+        assert ahead <= 0.03 + case.reserved, f"progress was {ahead:.2f} ahead of the clock in case {seed}"
         falls = [a - b for a, b in zip(case.factors[WARMUP:], case.factors[WARMUP + 1 :], strict=False)]
         assert min(falls) >= 0, f"the learning rate rose in case {seed}"
         assert max(falls) < 0.1, f"the learning rate jumped in case {seed}"

@@ -93,7 +93,7 @@ def test_the_first_look_is_at_few_sequences_and_at_gradients_of_their_true_size(
     """A step's gradients are means over its global batch, whatever part of it is looked at."""
     options = (*EIGHT, "train.steps=1", "train.micro_batch=16", "train.global_batch=64")
     trainer = world.run(tmp_path / "run", *options, machine=ABLE)
-    assert trainer.objective.first_looks(16) == []
+    assert [rows for rows, _ in trainer.objective.rehearsals(16)] == [16]
     scales = trainer.objective.model.scales
     factor = scales.factor[..., 0].clone()
     trainer.step.backward(1, next_batch(trainer))

@@ -191,8 +191,27 @@ def test_every_length_of_every_model_is_compiled(two: Latents, monkeypatch: pyte
         objective.compile()
         batch = objective.worst_batch(2)
         for length in (2, 4, 8, 16, 32):
-            rows = {key: value[:, :length] if key.startswith("targets") else value for key, value in batch.items()}
+            rows = {k: v[:, :1].repeat(1, length) if k.startswith("targets") else v for k, v in batch.items()}
             sum(term.sum for term in objective.loss(rows).values()).backward()
     assert counters["stats"]["unique_graphs"] == 1 + 5 * 2, "of the encoder, and of both models"
     assert counters["frames"]["ok"] == counters["frames"]["total"]
     torch._dynamo.reset()
+
+
+def test_the_warm_up_has_met_the_first_step(two: Latents) -> None:
+    """Compiling in the first step instead would take its time from the run's own."""
+    objective = two.objective("train.compile=true", teach=False)
+    (_, worst), (rows, usual) = objective.rehearsals(4)
+    assert rows == 4
+    first = objective.batch(np.arange(4))
+    assert {name: tensor.shape for name, tensor in usual.items()} == {name: t.shape for name, t in first.items()}
+    assert all(worst[name].shape >= tensor.shape for name, tensor in usual.items())
+
+
+def test_the_longest_batch_is_one_that_can_come(two: Latents) -> None:
+    objective = two.objective(teach=False)
+    pairs = objective.data.pairs
+    worst = objective.worst_batch(2)
+    for number, longest in enumerate(pairs.train.lengths.answers):
+        assert worst[f"targets.{number}"].shape[1] == longest
+        assert longest == max(len(one) for rows in (pairs.train, pairs.val) for one in rows.answers[number])

@@ -218,7 +218,7 @@ def test_counted_steps_are_a_line() -> None:
     horizon = Horizon(8, None)
     assert [horizon.progress(step) for step in range(10)] == [0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 1]
     assert horizon.end == 8
-    assert not horizon.due(1e9)
+    assert not horizon.due(8, 1e9)
 
 
 @st.composite
@@ -230,7 +230,7 @@ def clocked(draw: st.DrawFn) -> tuple[Horizon, list[float], list[float]]:
     for step, duration in enumerate(draw(st.lists(st.floats(1.0, 400.0), min_size=5, max_size=60))):
         used.append(horizon.progress(step))
         seconds += duration
-        if horizon.due(seconds):
+        if horizon.due(step + 1, seconds):
             horizon.replan(step + 1, seconds, seconds / (step + 1), 20.0)
         seen_later.append(horizon.progress(step))
     return horizon, used, seen_later
@@ -256,7 +256,7 @@ def test_the_state_survives(case: tuple[Horizon, list[float], list[float]], late
     new.load_state(json.loads(json.dumps(old.state())), len(used), 0.0)
     assert new.state() == old.state()
     assert new.progress(later) == old.progress(later)
-    assert [new.due(s) for s in range(0, 3600, 60)] == [old.due(s) for s in range(0, 3600, 60)]
+    assert [new.due(later, s) for s in range(0, 3600, 60)] == [old.due(later, s) for s in range(0, 3600, 60)]
 
 
 @given(st.integers(2, 1000), st.data())
@@ -278,8 +278,8 @@ def test_a_new_budget_is_planned_at_once() -> None:
     new = Horizon(None, 2.0)
     new.load_state(old.state(), 400, 400.0)
     assert new.progress(400) == 400.0 / 7200.0
-    assert new.due(400.0)
+    assert new.due(400, 400.0)
     piece = new.replan(400, 400.0, 1.0, 0.0)
     assert piece.length == 6800
-    assert not new.due(400.0)
-    assert new.due(REPLAN_AT[3] * 7200)
+    assert not new.due(400, 400.0)
+    assert new.due(401, REPLAN_AT[3] * 7200)

@@ -10,7 +10,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,14 @@ class Lengths:
     patch: int  # that a row's bytes are a multiple of
     answers: tuple[int, ...]  # with their end, for each model
     words: bool
+
+    def of(self, some: Sequence[Rows], longest: int) -> Lengths:
+        """No more than those of what there is: a length that never comes need not be compiled."""
+        texts = -(-max(longest, 1) // self.patch) * self.patch
+        answers = [
+            max((len(one) for rows in some for one in rows.answers[n]), default=1) for n in range(len(self.answers))
+        ]
+        return replace(self, bytes=min(self.bytes, texts), answers=tuple(answers))
 
 
 @dataclass(frozen=True)
@@ -217,10 +225,12 @@ def load_pairs(
     if not all(len(rows) for rows in each):
         fix = "Raise data.seq_len or latent_prefix.bytes, or give more rows."
         raise UserError("nothing of it is left to train on.", where=names, fix=fix)
+    lengths = tell.lengths.of([*each, val], told.longest)
+    val = replace(val, lengths=lengths)
     train = Rows(
         [pair for rows in each for pair in rows.pairs],
         [[one for rows in each for one in rows.answers[n]] for n in range(len(readers))],
-        tell.lengths,
+        lengths,
     )
     told.train, told.val = len(train), len(val)
     sizes, weights = [len(rows) for rows in each], [part.weight for part in data.parts]

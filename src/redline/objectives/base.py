@@ -173,9 +173,10 @@ class Objective(ABC):
         """Whether `batch` now gives others than it did: asked after each step, and true once for each change."""
         return False
 
-    def first_looks(self, micro: int) -> list[int]:
-        """Sizes of micro-batches that the warm-up runs before its own: until a step is what it will be."""
-        return []
+    def rehearsals(self, micro: int) -> list[tuple[int, Batch]]:
+        """Rows and batches of the warm-up: the largest that can come, and whatever else a step must have met before it
+        is as fast as the next."""
+        return [(micro, self.worst_batch(micro))]
 
     def rehearsing(self) -> AbstractContextManager[Any]:
         """Around the warm-up: what a pass leaves behind besides gradients is undone here."""

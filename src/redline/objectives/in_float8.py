@@ -8,6 +8,7 @@ from typing import Any
 
 from redline.kernels.float8_choice import Float8Choice, Shapes, choose
 from redline.models.float8 import LINEARS
+from redline.objectives.base import Batch
 from redline.objectives.decoder import BEGUN, DecoderObjective
 from redline.recipe.resolve import Resolved
 
@@ -44,10 +45,12 @@ class InFloat8(DecoderObjective):
             "down": (tokens, shape.d_ff, shape.d_model),
         }
 
-    def first_looks(self, micro: int) -> list[int]:
+    def rehearsals(self, micro: int) -> list[tuple[int, Batch]]:
         """fp8 looks at its tensors in bf16 before it first scales them; a few sequences show enough, and fit."""
-        scales = self.model.scales
-        return [] if scales is None or scales.known else [min(micro, _LOOKED_AT)]
+        scales, found = self.model.scales, super().rehearsals(micro)
+        if scales is None or scales.known:
+            return found
+        return [(few := min(micro, _LOOKED_AT), self.worst_batch(few)), *found]
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:

@@ -167,6 +167,12 @@ class LatentPrefix(Objective):
             batch["fade"] = np.ones(micro, dtype=np.float32)
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
+    def rehearsals(self, micro: int) -> list[tuple[int, Batch]]:
+        """The run's first batch too: most are as long, and shorter than the longest; each length is compiled."""
+        found = super().rehearsals(micro)
+        usual = self.recipe.train.compile and self.data.pairs is not None
+        return [*found, (micro, self.batch(np.arange(micro)))] if usual else found
+
     def _lengths(self) -> Lengths:
         if self.data.pairs is not None:
             return self.data.pairs.train.lengths

@@ -13,6 +13,7 @@ class Pace:
         self.clock = clock
         self._zero = clock()
         self._began: tuple[int, float] | None = None
+        self._settled: tuple[int, float] | None = None
         self.closing: dict[str, float] = {}  # seconds that the last step, evaluation, sample and save will take
 
     def resume(self, seconds: float) -> None:
@@ -25,13 +26,19 @@ class Pace:
 
     def begin(self, step: int) -> None:
         """The loop begins; compiling lies behind."""
-        self._began = (step, self.seconds)
+        self._began, self._settled = (step, self.seconds), None
+
+    def after(self, step: int) -> None:
+        """A step was made. What only the first one pays for (a kernel not met before) is not the loop's pace."""
+        if self._settled is None:
+            self._settled = (step, self.seconds)
 
     def seconds_per_step(self, step: int) -> float:
         """Measured over the loop, with its evaluations and saves: what the clock on the wall will see."""
-        if self._began is None or step <= self._began[0]:
+        since = self._settled if self._settled and step > self._settled[0] else self._began
+        if since is None or step <= since[0]:
             return 0.0
-        self.closing["step"] = (self.seconds - self._began[1]) / (step - self._began[0])
+        self.closing["step"] = (self.seconds - since[1]) / (step - since[0])
         return self.closing["step"]
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 REPLAN_AT = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97)  # shares of the time budget
 
 WITHIN = 0.02  # of the steps that are left: a change below this is not worth a new plan
+AHEAD = 0.01  # of the whole run: so far may progress run ahead of what was planned for the time
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Horizon:
         # before anything is measured a clocked run is at its beginning, however long it will be
         self.pieces = [Piece(0, 0.0, steps or 1 << 62)]
         self._next = 0
+        self._planned = (0.0, 0.0, self.seconds or 0.0)  # when last, at which progress, and when it shall be 1
 
     def progress(self, step: int) -> float:
         piece = next((p for p in reversed(self.pieces) if p.step <= step), self.pieces[0])
@@ -40,17 +42,26 @@ class Horizon:
         """The step at which progress is 1."""
         return self.pieces[-1].step + self.pieces[-1].length
 
-    def due(self, seconds: float) -> bool:
-        if self.seconds is None or self._next >= len(REPLAN_AT):
+    def due(self, step: int, seconds: float) -> bool:
+        """At certain shares of the budget; and as soon as steps turn out faster than they were planned (the first may
+        have been slow for reasons of its own): their learning rate would have decayed long before time is up."""
+        if self.seconds is None:
             return False
-        return seconds >= REPLAN_AT[self._next] * self.seconds
+        then, progress, end = self._planned
+        by_now = min(1.0, progress + (1.0 - progress) * (seconds - then) / max(end - then, 1e-9))
+        return self._at_share(seconds) or self.progress(step) > by_now + AHEAD
+
+    def _at_share(self, seconds: float) -> bool:
+        assert self.seconds is not None
+        return self._next < len(REPLAN_AT) and seconds >= REPLAN_AT[self._next] * self.seconds
 
     def replan(self, step: int, seconds: float, seconds_per_step: float, reserve: float) -> Piece | None:
         """Lay the rest of the run out from measured speed; `reserve` is kept for the last evaluation and save.
         None when that is what was planned anyway."""
         assert self.seconds is not None
-        while self.due(seconds):
+        while self._at_share(seconds):
             self._next += 1
+        self._planned = (seconds, self.progress(step), self.seconds - reserve)
         left = math.floor((self.seconds - seconds - reserve) / seconds_per_step)
         if self.steps is not None:
             left = min(left, self.steps - step)
@@ -66,6 +77,7 @@ class Horizon:
             "seconds": self.seconds,
             "pieces": [[p.step, p.progress, p.length] for p in self.pieces],
             "next": self._next,
+            "planned": list(self._planned),
         }
 
     def load_state(self, state: dict[str, Any], step: int, seconds: float) -> None:
@@ -74,6 +86,7 @@ class Horizon:
         if state["steps"] == self.steps and state["seconds"] == self.seconds:
             self.pieces = [Piece(int(s), float(progress), int(length)) for s, progress, length in state["pieces"]]
             self._next = int(state["next"])
+            self._planned = tuple(state.get("planned", self._planned))
         elif self.seconds is not None:
             left = 1 << 62 if self.steps is None else max(1, self.steps - step)
             self.pieces = [Piece(step, min(1.0, seconds / self.seconds), left)]

@@ -184,6 +184,7 @@ class Trainer:
                 batch = feed.next(self.state.step)
                 result = self.step(self.state.step, batch, self._lr_factor(self.state.step))
                 self.state = self.state.after(self.resolved.tokens_per_step, self.pace.seconds)
+                self.pace.after(self.state.step)
                 self.log.note(result, self.resolved.tokens_per_step, batch.seconds)
                 self.replan_if_due()
                 self.log_if_due()
@@ -211,8 +212,8 @@ class Trainer:
     def _rehearse(self, plan: BatchPlan) -> None:
         self.step.clear()
         with self.objective.rehearsing():
-            for micro in (*self.objective.first_looks(plan.micro), plan.micro):
-                rows = to_device(self.objective.worst_batch(micro), self.device)
+            for micro, batch in self.objective.rehearsals(plan.micro):
+                rows = to_device(batch, self.device)
                 # as one of the step's: gradients of the size they will have
                 self.step.rehearse(step_batch(self.objective, [rows]).part_of(plan.global_batch / micro))
         if self.device.type == "cuda":
@@ -240,7 +241,7 @@ class Trainer:
         )
 
     def replan_if_due(self) -> None:
-        if self.horizon.due(self.state.seconds if self.ranks.size == 1 else self._agreed_s):
+        if self.horizon.due(self.state.step, self.state.seconds if self.ranks.size == 1 else self._agreed_s):
             self.log.wait()  # steps that are only queued have not been paid for
             per_step = self.pace.seconds_per_step(self.state.step)
             seconds, per_step, reserve = self.ranks.from_first([self.state.seconds, per_step, self.pace.reserve])
