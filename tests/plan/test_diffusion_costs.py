@@ -125,18 +125,27 @@ def test_a_plan_stays_below_the_best_kernels_and_those_below_the_peak(name: str,
     assert ahead.physical == pytest.approx(peak / plan.flops.causal)
 
 
-def test_the_fused_blocks_are_chosen_where_they_were_timed() -> None:
-    assert planned("owt-bd3lm").recipe.model.kernels == "fused"
-    plan = planned("gsm8k-hdp")
-    assert plan.recipe.model.kernels == "torch"
-    (reason,) = [choice.reason for choice in plan.choices if choice.key == "model.kernels"]
-    assert reason == "with a question the fused ones are not measured yet"
+@pytest.mark.parametrize("name", ["owt-bd3lm", "gsm8k-bd3lm", "gsm8k-hdp"])
+def test_the_fused_blocks_are_chosen_where_they_were_timed(name: str) -> None:
+    assert planned(name).recipe.model.kernels == "fused"
 
 
-# benchmarks/results/throughput-bd3lm-h200-20261116.json: kernels, GiB, tok/s
-@pytest.mark.parametrize(("kernels", "gib", "tokens_per_s"), [("fused", 79.9, 314_603), ("torch", 92.8, 289_813)])
-def test_the_plan_is_near_what_was_measured(kernels: str, gib: float, tokens_per_s: float) -> None:
-    plan = planned("owt-bd3lm", "train.micro_batch=128", "train.global_batch=128", f"model.kernels={kernels}")
+# benchmarks/results/throughput-bd3lm-h200-20261116.json and throughput-hdp-h200-20261116.json
+@pytest.mark.parametrize(
+    ("name", "kernels", "precision", "gib", "tokens_per_s"),
+    [
+        ("owt-bd3lm", "fused", "bf16", 79.9, 314_603),
+        ("owt-bd3lm", "torch", "bf16", 92.8, 289_813),
+        ("gsm8k-hdp", "fused", "bf16", 36.2, 369_919),
+        ("gsm8k-hdp", "torch", "bf16", 43.5, 339_742),
+        ("gsm8k-hdp", "fused", "fp8", 33.9, 451_684),
+    ],
+)
+def test_the_plan_is_near_what_was_measured(
+    name: str, kernels: str, precision: str, gib: float, tokens_per_s: float
+) -> None:
+    how = (f"model.kernels={kernels}", f"train.precision={precision}")
+    plan = planned(name, "train.micro_batch=128", "train.global_batch=128", *how)
     assert plan.memory.gib()["peak"] == pytest.approx(gib, rel=0.05)
     assert forecast(plan).tokens_per_s == pytest.approx(tokens_per_s, rel=0.05)
 

@@ -167,7 +167,7 @@ def test_three_that_agree_for_other_cards_only_are_refused() -> None:
         ("pretrain-350m", ("model.qk_norm=true",), "with QK norm the fused ones are not measured yet"),
         ("pretrain-350m", ("model.skips=x0", "model.mlp=relu2"), "with squared ReLU and skips the fused ones"),
         ("pretrain-350m", ("model.value_embeddings=2",), "with value embeddings the fused ones"),
-        ("lora-8b", (), "with a base the fused ones"),
+        ("lora-8b", ("finetune.method=full",), "with a base the fused ones"),
     ],
 )
 def test_what_has_not_run_on_a_gpu_is_not_chosen_there(name: str, words: tuple[str, ...], said: str) -> None:

@@ -71,9 +71,6 @@ class DiffusionCosts(causal_lm.Costs):
         options = getattr(recipe, recipe.objective)
         self.hidden = (options.clip_low + options.clip_high) / 2  # on average, of what may be
 
-    def not_timed(self, shape: DecoderShape) -> dict[str, bool]:
-        return super().not_timed(shape) | {"a question": self.layout.denoised < self.layout.length}
-
     def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
         return layout_flops(shape, self.layout, self.hidden, checkpointing)
 

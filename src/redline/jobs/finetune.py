@@ -83,8 +83,8 @@ class Costs(DecoderCosts):
         return {**counted, "total": shape.parameters + added, "trainable": added}
 
     def not_timed(self, shape: DecoderShape) -> dict[str, bool]:
-        """On a base in NF4 they were."""
-        return super().not_timed(shape) | {"a base": self.adapter is None or not self.adapter.quantised}
+        """Beside an adapter they were."""
+        return super().not_timed(shape) | {"a base": self.adapter is None}
 
     def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
         """A frozen matrix has a gradient of its input, and none of itself."""

@@ -14,14 +14,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-ON_A_GPU = False  # the Triton kernels, of this and of `symmetric`, are right on one; until they are timed, torch serves
-
 
 @cache
 def by_triton(device: torch.device) -> bool:
     """Cards before Ampere have no bf16 units, and Triton does not compile for all of them."""
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and bool(find_spec("triton"))
-    return ON_A_GPU and able
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and bool(find_spec("triton"))
 
 
 def nesterov_(
