@@ -13,13 +13,14 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
-import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+from runs import looks, trained
+
+from redline.bench.child import ChildError
 
 LENGTH = 512
 # A small decoder, so that fifteen runs take minutes; EMA over the last hundred steps or so.
@@ -47,17 +48,20 @@ def words_of(arm: str, overrides: list[str]) -> list[str]:
 
 
 def train(arm: str, seed: int, source: str, overrides: list[str]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        words = [*words_of(arm, overrides), f"data.source={source}", f"train.seed={seed}"]
-        command = [sys.executable, "-m", "redline", "train", *words, "--run", str(run)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return {"arm": arm, "seed": seed, "error": done.stderr.strip().splitlines()[-1:]}
-        events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-        lock = json.loads((run / "lock.json").read_text(encoding="utf-8"))
-    found = [{key: event[key] for key in ("step", "tokens", "loss")} for event in events if event["type"] == "eval"]
-    return {"arm": arm, "seed": seed, "bound": found[-1]["loss"], "evaluations": found, "words": words, "lock": lock}
+    words = [*words_of(arm, overrides), f"data.source={source}", f"train.seed={seed}"]
+    try:
+        run = trained(words)
+    except ChildError as error:
+        return {"arm": arm, "seed": seed, "error": str(error)}
+    found = looks(run)
+    return {
+        "arm": arm,
+        "seed": seed,
+        "bound": found[-1]["loss"],
+        "evaluations": found,
+        "words": words,
+        "lock": run.lock,
+    }
 
 
 def told(rows: list[dict[str, Any]]) -> list[str]:

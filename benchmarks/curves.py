@@ -12,33 +12,32 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from runs import looks, trained
+
+from redline.bench.child import ChildError
 
 LAST = 50
 
 
 def train(source: str, overrides: list[str]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        options = ["monitor.log_every=1", "eval.samples=0", "checkpoint.best=false", f"data.source={source}"]
-        command = [sys.executable, "-m", "redline", "train", "pretrain-350m", "--run", str(run)]
-        if (failed := subprocess.run([*command, *options, *overrides], check=False).returncode) != 0:
-            sys.exit(failed)  # redline has said why
-        events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-        lock = json.loads((run / "lock.json").read_text(encoding="utf-8"))
-    steps = [event for event in events if event["type"] == "step"]
+    options = ["monitor.log_every=1", "eval.samples=0", "checkpoint.best=false", f"data.source={source}"]
+    try:
+        run = trained(["pretrain-350m", *options, *overrides])
+    except ChildError as error:
+        sys.exit(str(error))
+    steps = run.of_type("step")
     return {
         "overrides": overrides,
         "losses": [round(event["loss"], 5) for event in steps],
-        "evaluations": [{k: e[k] for k in ("step", "tokens", "loss")} for e in events if e["type"] == "eval"],
+        "evaluations": looks(run),
         "tokens_per_s": statistics.median(event["tokens_per_s"] for event in steps[len(steps) // 4 :]),
         "tokens": steps[-1]["tokens"],
         "skipped": sum(event.get("skipped", 0) for event in steps[-1:]),
-        "lock": lock,
+        "lock": run.lock,
     }
 
 

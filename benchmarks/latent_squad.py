@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from runs import redline
 
 HELD_ARTICLES, HELD_QUESTIONS = 4, 400
 PER_PARAGRAPH = 24  # rows without a label
@@ -63,15 +64,6 @@ def told(article: dict[str, Any], chance: random.Random) -> list[dict[str, str]]
             about = {"title": article["title"], "context": paragraph["context"]}
             found.append({**about, "question": asked, "answer": " ".join(answer)})
     return found
-
-
-def redline(*words: str) -> str:
-    """What it wrote on stdout; it has said itself why it failed."""
-    done = subprocess.run([sys.executable, "-m", "redline", *words], stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        sys.stderr.write(done.stdout)
-        sys.exit(done.returncode)
-    return done.stdout
 
 
 def best(run: Path, events: list[dict[str, Any]]) -> str:

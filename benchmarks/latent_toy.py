@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from runs import redline
 
 THINGS = ("stone", "river", "king", "light", "token", "block", "mask", "line", "step", "train")
 COLOURS = ("red", "blue", "green", "grey", "black", "white")
@@ -66,14 +67,6 @@ def write_data(folder: Path) -> None:
 
 def write(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
-
-
-def redline(*words: str) -> str:
-    """What it wrote on stdout; it has said itself why it failed."""
-    done = subprocess.run([sys.executable, "-m", "redline", *words], stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.returncode)
-    return done.stdout
 
 
 def make_base(folder: Path) -> dict[str, Any]:

@@ -9,11 +9,13 @@ tokens, 300 steps of 16 × 128, in about three minutes of one core; those in OUT
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from runs import looks, trained
+
+from redline.bench.child import ChildError
 
 COMMON = (
     *("data.tokenizer=train:4096", "data.seq_len=128", "data.workers=1"),
@@ -55,15 +57,11 @@ ARMS: dict[str, tuple[str, ...]] = {
 
 
 def train(source: str, words: tuple[str, ...]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        given = [*COMMON, *words, f"data.source={source}"]
-        command = [sys.executable, "-m", "redline", "train", "pretrain-350m", *given, "--run", str(run)]
-        if (failed := subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode) != 0:
-            sys.exit(failed)  # redline has said why
-        events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-    looks = [event for event in events if event["type"] == "eval"]
-    return {"words": list(words), "loss": round(looks[-1]["loss"], 4), "tokens": looks[-1]["tokens"]}
+    try:
+        last = looks(trained(["pretrain-350m", *COMMON, *words, f"data.source={source}"]))[-1]
+    except ChildError as error:
+        sys.exit(str(error))
+    return {"words": list(words), "loss": round(last["loss"], 4), "tokens": last["tokens"]}
 
 
 def read(out: Path) -> dict[str, Any]:

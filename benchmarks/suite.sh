@@ -12,13 +12,14 @@
 # latent     a latent prefix beside the textbook loop
 # finetune   an 8B shape beside the usual stack
 # packed     pretraining on rows of several documents
-# base       BASE=model.gguf GSM8K=train.jsonl: a real model fine-tuned in bf16 and in fp8, side by side
+# base       BASE=model.gguf GSM8K=train.jsonl TEST=test.jsonl: a real model fine-tuned in bf16 and in fp8, and what it answers
 # problems   word problems: plans and plain blocks side by side, and how many are answered rightly
-# gsm8k      SOCRATIC, TEST=test.jsonl: plans learnt for a few minutes, and how many problems are answered rightly
+# gsm8k      SOCRATIC, TEST: plans learnt for MINUTES (5), alone and with hard problems, and how many are answered rightly
 # squad      BASE, SQUAD=squad.json: a latent prefix on real questions
 # wire       BASE: a latent prefix on word problems
 # muon       one update of Muon, by parts
 # bounds     TOKENS: −log p by block size; goes on from OUT/bounds.json
+# tune       TOKENS: trials of the race to a loss; goes on from OUT/tune.json
 #
 # GPT-2's tokenizer, where a part needs it: REDLINE_GPT2=folder of its tokenizer.json.
 set -uo pipefail
@@ -68,7 +69,7 @@ for part in "$@"; do
         compiled=(model.kernels=torch train.compile=true)
         for arm in "reference ${compiled[*]} model.attention=cudnn" "reference-2 ${compiled[*]} model.attention=flash" "fused model.kernels=fused"; do
             limited band 130 python3 benchmarks/curves.py "$out/band.json" "${TOKENS:?a folder of tokens}" $arm \
-                train.tokens=null train.steps=200 train.global_batch=48 train.warmup_steps=100 eval.every=100
+                train.tokens=null train.steps=200 train.global_batch=48 train.lr=1e-4 train.warmup_steps=50 eval.every=100
         done
         tail -n 4 "$out/band.log"
         ;;
@@ -89,6 +90,11 @@ for part in "$@"; do
         done
         wait
         for precision in bf16 fp8; do last_losses "$out/base-$precision"; done
+        for model in "$BASE" "$out/base-bf16"; do
+            limited "answers-$(basename "$model")" 120 python3 -m redline eval "$model" --answers gsm8k --data "${TEST:?a test.jsonl}" --questions 200 &
+        done
+        wait
+        grep -hE "exact_match|right" "$out"/answers-*.log
         ;;
     problems)
         for recipe in problems-hdp problems-bd3lm; do
@@ -100,10 +106,15 @@ for part in "$@"; do
         tail -n 4 "$out"/problems-*.log
         ;;
     gsm8k)
-        limited gsm8k 420 bash -c "redline train gsm8k-hdp train.device=cuda data.source=${SOCRATIC:?} train.steps=null train.hours=4m \
-            train.global_batch=128 train.warmup_steps=100 train.schedule=wsd train.min_lr_ratio=0.0 train.ema=0.999 eval.every=300 \
-            checkpoint.every=100000 --run $out/gsm8k && redline eval $out/gsm8k@best --answers gsm8k --data ${TEST:?a test.jsonl} --questions 500"
-        tail -n 6 "$out/gsm8k.log"
+        words="train.device=cuda train.steps=null train.hours=${MINUTES:-5}m train.global_batch=128 train.warmup_steps=100 \
+            train.ema=0.999 model.init=zero eval.every=500 checkpoint.every=100000 ${NORMUON[*]}"
+        for arm in "gsm8k ${SOCRATIC:?}" "gsm8k-and-problems [$SOCRATIC,problems:hard:100000]"; do
+            read -r name source <<<"$arm"
+            limited "$name" 560 bash -c "redline train gsm8k-hdp data.source='$source' $words --run $out/$name && \
+                redline eval $out/$name@best --answers gsm8k --data ${TEST:?a test.jsonl} --questions 300" &
+        done
+        wait
+        grep -hE "^after|exact_match|forwards_per|  loss" "$out"/gsm8k*.log
         ;;
     squad)
         limited squad 420 python3 benchmarks/latent_squad.py "$out/squad.json" "${SQUAD:?a squad.json}" "${BASE:?a model.gguf}" "${NORMUON[@]}"
@@ -122,6 +133,10 @@ for part in "$@"; do
     bounds)
         limited bounds 500 python3 benchmarks/bounds.py "$out/bounds.json" "${TOKENS:?a folder of tokens}" --at-once 4
         tail -n 8 "$out/bounds.log"
+        ;;
+    tune)
+        limited tune "${LIMIT:-560}" python3 benchmarks/tune_race.py "$out/tune.json" "${TOKENS:?a folder of tokens}" --at-once 3
+        cat "$out/tune.log"
         ;;
     *) echo "no part is called $part" >&2; exit 2 ;;
     esac

@@ -1,0 +1,124 @@
+"""Rates and batches for `redline bench time-to-loss`: each trial learns as many tokens as its budget allows alone.
+
+    python benchmarks/tune_race.py OUT.json TOKENS_DIR [--at-once 3] [--share 1] [NAME …]
+
+Several share the card, so that compiling hides behind training: seconds mean nothing here, losses do. The tokens of a
+trial are its arm's seconds times what `redline bench throughput` and the plan give for it. Trials in OUT.json are not
+made again. Without a GPU the models are tiny: a look at the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from runs import looks, trained
+
+from redline.bench.arms import BASELINE, words_for
+from redline.bench.child import ChildError, ask
+from redline.bench.curve import LOOKS
+from redline.bench.setting import UNDISTURBED
+
+LENGTH = 1024  # tokens of a sequence
+LIMIT_S = 900
+NO_OTHER_STOP = tuple(f"train.{key}=null" for key in ("tokens", "epochs", "hours", "target_loss"))
+DECAYED = ("train.schedule=wsd", "train.min_lr_ratio=0.0", "train.decay_fraction=0.6")
+NORMUON = ("train.optimizer=normuon", "train.precision=fp8", "model.init=zero", *DECAYED)
+
+
+@dataclass(frozen=True)
+class Trial:
+    arm: str
+    tokens: int  # that fit into its budget
+    batch: int
+    words: tuple[str, ...]
+
+    def steps(self, share: float) -> int:
+        return max(1, round(share * self.tokens / (self.batch * LENGTH)))
+
+
+def baseline(lr: str, batch: int) -> Trial:
+    """Two minutes at 205k tokens/s."""
+    return Trial(BASELINE, 24_600_000, batch, (f"train.lr={lr}",))
+
+
+def pretrain(muon_lr: str, lr: str, batch: int) -> Trial:
+    """A third of that at 280k tokens/s."""
+    return Trial("pretrain-350m", 11_200_000, batch, (*NORMUON, f"train.muon_lr={muon_lr}", f"train.lr={lr}"))
+
+
+def speedrun(muon_lr: str, lr: str, batch: int, *words: str, thousands: int = 700) -> Trial:
+    """A fifth of it, at so many thousand tokens a second."""
+    return Trial("speedrun-350m", 24_000 * thousands, batch, (f"train.muon_lr={muon_lr}", f"train.lr={lr}", *words))
+
+
+TRIALS: dict[str, Trial] = {
+    "nanogpt 6e-4 128": baseline("6e-4", 128),
+    "nanogpt 1e-3 64": baseline("1e-3", 64),
+    "nanogpt 1e-3 32": baseline("1e-3", 32),
+    "nanogpt 2e-3 32": baseline("2e-3", 32),
+    "nanogpt 6e-4 16": baseline("6e-4", 16),
+    "pretrain 0.02 3e-3 32": pretrain("0.02", "3e-3", 32),
+    "pretrain 0.01 3e-3 32": pretrain("0.01", "3e-3", 32),
+    "pretrain 0.02 3e-3 16": pretrain("0.02", "3e-3", 16),
+    "pretrain 0.01 1e-3 16": pretrain("0.01", "1e-3", 16),
+    "pretrain 0.02 6e-3 64": pretrain("0.02", "6e-3", 64),
+    "speedrun 0.02 3e-3 32": speedrun("0.02", "3e-3", 32),
+    "speedrun 0.02 6e-3 16": speedrun("0.02", "6e-3", 16),
+    "speedrun 0.01 6e-3 32": speedrun("0.01", "6e-3", 32),
+    "speedrun 0.02 6e-3 32": speedrun("0.02", "6e-3", 32),
+    "speedrun 0.02 6e-3 32, 8 layers": speedrun("0.02", "6e-3", 32, "model.layers=8", thousands=950),
+}
+
+
+def tried(trial: Trial, source: str, share: float) -> dict[str, Any]:
+    device, steps = "cuda" if torch.cuda.is_available() else "cpu", trial.steps(share)
+    words = words_for(trial.arm, [*trial.words, f"train.global_batch={trial.batch}", f"data.source={source}"], device)
+    try:
+        if trial.arm == BASELINE:
+            budget = {"budget_s": float(steps), "step_ms": 1e3}  # so many steps, whatever one takes
+            found = ask("redline.bench.nanogpt", {"words": words, **budget}, LIMIT_S)
+            curve, lock = found["evaluations"], found["lock"]
+        else:
+            apart, warm_up = max(1, steps // LOOKS), max(1, steps // 20)
+            last = (f"train.steps={steps}", f"train.warmup_steps={warm_up}", f"eval.every={apart}")
+            run = trained([trial.arm, *UNDISTURBED, *words, *NO_OTHER_STOP, *last], LIMIT_S)
+            curve, lock = looks(run), run.lock
+    except ChildError as error:
+        return {"error": str(error)}
+    return {"loss": curve[-1]["loss"], "evaluations": curve, "words": words, "lock": lock}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Tuning trials of the race to a loss.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("source")
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--at-once", type=int, default=3)
+    parser.add_argument("--share", type=float, default=1.0, help="of each trial's tokens, for a look at the script")
+    options = parser.parse_intermixed_args()
+    if strange := [name for name in options.names if name not in TRIALS]:
+        sys.exit(f"{strange[0]!r} is none of: {'; '.join(TRIALS)}")
+    rows = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
+    keeping = Lock()
+
+    def one(name: str) -> None:
+        row = tried(TRIALS[name], options.source, options.share)
+        with keeping:
+            rows[name] = row
+            options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            print(f"{name}: {row.get('loss', row.get('error'))}", flush=True)
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        list(pool.map(one, [name for name in options.names or TRIALS if "loss" not in rows.get(name, {})]))
+
+
+if __name__ == "__main__":
+    main()
