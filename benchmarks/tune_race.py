@@ -54,9 +54,12 @@ def pretrain(muon_lr: str, lr: str, batch: int) -> Trial:
     return Trial("pretrain-350m", 11_200_000, batch, (*NORMUON, f"train.muon_lr={muon_lr}", f"train.lr={lr}"))
 
 
-def speedrun(muon_lr: str, lr: str, batch: int, *words: str, thousands: int = 700) -> Trial:
-    """A fifth of it, at so many thousand tokens a second."""
-    return Trial("speedrun-350m", 24_000 * thousands, batch, (f"train.muon_lr={muon_lr}", f"train.lr={lr}", *words))
+def speedrun(muon_lr: str, lr: str, batch: int, layers: int, d_model: int, *, thousands: int) -> Trial:
+    """A fifth of it, at so many thousand tokens a second. Heads are 128 wide."""
+    shape = (f"model.layers={layers}", f"model.d_model={d_model}")
+    heads = (f"model.heads={d_model // 128}", f"model.d_ff={4 * d_model}")
+    words = (f"train.muon_lr={muon_lr}", f"train.lr={lr}", *shape, *heads)
+    return Trial("speedrun-350m", 24_000 * thousands, batch, words)
 
 
 TRIALS: dict[str, Trial] = {
@@ -70,11 +73,11 @@ TRIALS: dict[str, Trial] = {
     "pretrain 0.02 3e-3 16": pretrain("0.02", "3e-3", 16),
     "pretrain 0.01 1e-3 16": pretrain("0.01", "1e-3", 16),
     "pretrain 0.02 6e-3 64": pretrain("0.02", "6e-3", 64),
-    "speedrun 0.02 3e-3 32": speedrun("0.02", "3e-3", 32),
-    "speedrun 0.02 6e-3 16": speedrun("0.02", "6e-3", 16),
-    "speedrun 0.01 6e-3 32": speedrun("0.01", "6e-3", 32),
-    "speedrun 0.02 6e-3 32": speedrun("0.02", "6e-3", 32),
-    "speedrun 0.02 6e-3 32, 8 layers": speedrun("0.02", "6e-3", 32, "model.layers=8", thousands=950),
+    "speedrun 12 × 768": speedrun("0.02", "6e-3", 32, 12, 768, thousands=700),
+    "speedrun 8 × 768": speedrun("0.02", "6e-3", 32, 8, 768, thousands=900),
+    "speedrun 8 × 512": speedrun("0.02", "6e-3", 32, 8, 512, thousands=1300),
+    "speedrun 8 × 512, 16": speedrun("0.02", "6e-3", 16, 8, 512, thousands=1000),
+    "speedrun 6 × 512": speedrun("0.02", "6e-3", 32, 6, 512, thousands=1500),
 }
 
 
