@@ -39,8 +39,10 @@ class Case:
         self.save = draw.choice((0.0, draw.uniform(0, 0.05))) * training
         self.eval_every, self.save_every = draw.randint(steps // 20, steps), draw.randint(2, steps)
         self.warm_up = draw.uniform(0, 0.1) * training
-        self.first = draw.choice((0.0, draw.uniform(0, 0.1))) * training  # what the first step pays for alone
-        self.budget = self.first + training + self.warm_up + self.evaluation + 2 * self.save
+        # what some of the first steps pay for alone, and how much longer those of the second half take
+        self.slow = {step: draw.uniform(0, 0.05) * training for step in draw.sample(range(12), draw.randint(0, 4))}
+        self.slower = draw.choice((1.0, draw.uniform(1, 3)))
+        self.budget = sum(self.slow.values()) + training + self.warm_up + self.evaluation + 2 * self.save
         self.saved = self.now
 
     def spend(self, seconds: float, jitter: float = 0.1) -> float:
@@ -61,19 +63,20 @@ class Case:
         pace.resume(0.0)
         self.spend(self.warm_up)
         pace.timed("evaluation", lambda: self._evaluate())
-        pace.begin(0)
+        pace.begin()
         step = evaluated = 0
-        while pace.seconds + pace.seconds_per_step(step) + pace.reserve < self.budget:
+        while pace.seconds + pace.seconds_per_step() + pace.reserve < self.budget:
             self.progress.append(horizon.progress(step))
             self.factors.append(lr_factor("cosine", step=step, warmup=WARMUP, progress=self.progress[-1]))
-            self.spend(self.step_time, self.jitter)
-            self.spend(self.first if step == 0 else 0.0)
+            late = pace.seconds > self.budget / 2
+            self.spend(self.step_time * (self.slower if late else 1.0), self.jitter)
+            self.spend(self.slow.get(step, 0.0))
             step += 1
             seconds = pace.seconds
-            pace.after(step)
+            pace.after()
             self.shares.append(seconds / self.budget)
             if horizon.due(step, seconds):
-                horizon.replan(step, seconds, pace.seconds_per_step(step), pace.reserve)
+                horizon.replan(step, seconds, pace.seconds_per_step(), pace.reserve)
             if step % self.eval_every == 0:
                 pace.timed("evaluation", lambda: self._evaluate())
                 evaluated = step
@@ -104,7 +107,7 @@ def test_simulated(cases: int, say: Callable[[str], None]) -> None:
         falls = [a - b for a, b in zip(case.factors[WARMUP:], case.factors[WARMUP + 1 :], strict=False)]
         assert min(falls) >= 0, f"the learning rate rose in case {seed}"
         assert max(falls) < 0.1, f"the learning rate jumped in case {seed}"
-        assert last[-1] <= 0.05, f"case {seed} ended at {last[-1]:.3f} of the peak"
+        assert last[-1] <= (0.05 if case.slower < 2 else 0.15), f"case {seed} ended at {last[-1]:.3f} of the peak"
     say(f"R11: {cases} budgets, none exceeded; {min(left):.1%} to {max(left):.1%} unused, LR ends ≤ {max(last):.3f}")
 
 

@@ -68,6 +68,7 @@ class Keeper:
         begin = self.pace.clock()
         snapshot = Snapshot(step, self._host.take(files), record, places or {})
         self._stall = self.pace.clock() - begin
+        self.pace.paused += self._stall
         self._saver.save(snapshot, protect=(best,) if self.options.best and best is not None else ())
 
     def settle(self) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import fmean
 
 Clock = Callable[[], float]
+
+RECENT = 32  # steps that tell what the next will take
+_OUTLIERS = 3  # of the slowest among them, at least: a new shape was compiled, a disk was busy
 
 
 class Pace:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.clock = clock
         self._zero = clock()
-        self._began: tuple[int, float] | None = None
-        self._settled: tuple[int, float] | None = None
         self.closing: dict[str, float] = {}  # seconds that the last step, evaluation, sample and save will take
+        self.paused = 0.0  # seconds that were none of a step's
+        self.begin()
 
     def resume(self, seconds: float) -> None:
         """Count on from what earlier parts of the run have used."""
@@ -24,22 +29,38 @@ class Pace:
     def seconds(self) -> float:
         return self.clock() - self._zero
 
-    def begin(self, step: int) -> None:
+    def begin(self) -> None:
         """The loop begins; compiling lies behind."""
-        self._began, self._settled = (step, self.seconds), None
+        self._steps = 0
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._first: float | None = None
+        self._paused_before = self.paused
+        self._last = self._stepping
 
-    def after(self, step: int) -> None:
+    @property
+    def _stepping(self) -> float:
+        return self.clock() - self.paused
+
+    def after(self) -> None:
         """A step was made. What only the first one pays for (a kernel not met before) is not the loop's pace."""
-        if self._settled is None:
-            self._settled = (step, self.seconds)
+        now = self._stepping
+        if self._steps:
+            self._recent.append(now - self._last)
+            self.closing["step"] = self._usual()
+        else:
+            self._first = now - self._last
+        self._steps, self._last = self._steps + 1, now
 
-    def seconds_per_step(self, step: int) -> float:
-        """Measured over the loop, with its evaluations and saves: what the clock on the wall will see."""
-        since = self._settled if self._settled and step > self._settled[0] else self._began
-        if since is None or step <= since[0]:
-            return 0.0
-        self.closing["step"] = (self.seconds - since[1]) / (step - since[0])
-        return self.closing["step"]
+    def seconds_per_step(self) -> float:
+        """As the last ones were, with what evaluations and saves add to each: what the clock on the wall will see.
+        0 before the first."""
+        if not self._recent:
+            return self._first or 0.0
+        return self._usual() + (self.paused - self._paused_before) / self._steps
+
+    def _usual(self) -> float:
+        slow = min((len(self._recent) - 1) // 2, max(_OUTLIERS, len(self._recent) // 20))
+        return fmean(sorted(self._recent)[: len(self._recent) - slow])
 
     @property
     def reserve(self) -> float:
@@ -50,4 +71,6 @@ class Pace:
     def timed(self, what: str, action: Callable[[], None]) -> None:
         begin = self.clock()
         action()
-        self.closing[what] = max(self.closing.get(what, 0.0), self.clock() - begin)
+        spent = self.clock() - begin
+        self.closing[what] = max(self.closing.get(what, 0.0), spent)
+        self.paused += spent

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-REPLAN_AT = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97)  # shares of the time budget
+REPLAN_AT = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97)  # shares of the time that is to train in
 
 WITHIN = 0.02  # of the steps that are left: a change below this is not worth a new plan
 AHEAD = 0.01  # of the whole run: so far may progress run ahead of what was planned for the time
@@ -47,13 +47,16 @@ class Horizon:
         have been slow for reasons of its own): their learning rate would have decayed long before time is up."""
         if self.seconds is None:
             return False
+        if self._at_share(seconds):
+            return True
+        if self.steps is not None and self.end >= self.steps:  # the clock does not bind
+            return False
         then, progress, end = self._planned
         by_now = min(1.0, progress + (1.0 - progress) * (seconds - then) / max(end - then, 1e-9))
-        return self._at_share(seconds) or self.progress(step) > by_now + AHEAD
+        return self.progress(step) > by_now + AHEAD
 
     def _at_share(self, seconds: float) -> bool:
-        assert self.seconds is not None
-        return self._next < len(REPLAN_AT) and seconds >= REPLAN_AT[self._next] * self.seconds
+        return self._next < len(REPLAN_AT) and seconds >= REPLAN_AT[self._next] * self._planned[2]
 
     def replan(self, step: int, seconds: float, seconds_per_step: float, reserve: float) -> Piece | None:
         """Lay the rest of the run out from measured speed; `reserve` is kept for the last evaluation and save.
@@ -65,6 +68,8 @@ class Horizon:
         left = math.floor((self.seconds - seconds - reserve) / seconds_per_step)
         if self.steps is not None:
             left = min(left, self.steps - step)
+            if self.steps <= step:
+                return None
         left = max(1, left)
         if abs(self.end - step - left) <= WITHIN * left:
             return None
@@ -89,4 +94,5 @@ class Horizon:
             self._planned = tuple(state.get("planned", self._planned))
         elif self.seconds is not None:
             left = 1 << 62 if self.steps is None else max(1, self.steps - step)
-            self.pieces = [Piece(step, min(1.0, seconds / self.seconds), left)]
+            by_steps = step / self.steps if self.steps else 0.0
+            self.pieces = [Piece(step, min(1.0, max(seconds / self.seconds, by_steps)), left)]

@@ -177,14 +177,14 @@ class Trainer:
     def _loop(self) -> str:
         where = (self.objective, self.batch, self.device, self.recipe.data.workers, self.state.step)
         with Feed(*where, ranks=self.ranks, skipped=self.skipped) as feed:
-            self.pace.begin(self.state.step)
+            self.pace.begin()
             self.throughput.begin()
             while not (stop := self.should_stop()):
                 PULSE.at("step", self.state.step)
                 batch = feed.next(self.state.step)
                 result = self.step(self.state.step, batch, self._lr_factor(self.state.step))
                 self.state = self.state.after(self.resolved.tokens_per_step, self.pace.seconds)
-                self.pace.after(self.state.step)
+                self.pace.after()
                 self.log.note(result, self.resolved.tokens_per_step, batch.seconds)
                 self.replan_if_due()
                 self.log_if_due()
@@ -243,7 +243,7 @@ class Trainer:
     def replan_if_due(self) -> None:
         if self.horizon.due(self.state.step, self.state.seconds if self.ranks.size == 1 else self._agreed_s):
             self.log.wait()  # steps that are only queued have not been paid for
-            per_step = self.pace.seconds_per_step(self.state.step)
+            per_step = self.pace.seconds_per_step()
             seconds, per_step, reserve = self.ranks.from_first([self.state.seconds, per_step, self.pace.reserve])
             if self.horizon.replan(self.state.step, seconds, per_step, reserve) is None:
                 return
@@ -265,7 +265,7 @@ class Trainer:
         return min(1.0, max(self.horizon.progress(self.state.step), by_clock))
 
     def _eta(self) -> float | None:
-        per_step = self.pace.seconds_per_step(self.state.step)
+        per_step = self.pace.seconds_per_step()
         ends = []
         if self.horizon.steps is not None and per_step:
             ends.append((self.horizon.steps - self.state.step) * per_step)
@@ -342,7 +342,7 @@ class Trainer:
             return "target_loss"
         if self.horizon.steps is not None and self.state.step >= self.horizon.steps:
             return "steps"
-        one_more = self.pace.seconds_per_step(self.state.step) + self.pace.reserve
+        one_more = self.pace.seconds_per_step() + self.pace.reserve
         if self.horizon.seconds is not None and self.pace.seconds + one_more >= self.horizon.seconds:
             return "hours"
         return "preempted" if self.deadline.within(one_more) else None
