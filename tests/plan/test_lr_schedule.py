@@ -106,3 +106,11 @@ def test_the_horizon_is_the_earliest(
 ) -> None:
     got = horizon_steps(steps=steps, tokens=tokens, epochs=epochs, train_tokens=5000, tokens_per_step=100)
     assert got == expected
+
+
+@pytest.mark.parametrize("warmup", [5, 12, 16, 40])
+def test_a_stable_phase_that_a_long_warm_up_leaves_no_room_for_does_not_jump(warmup: int) -> None:
+    factors = [lr_factor("wsd", step=step, warmup=warmup, progress=step / 20) for step in range(21)]
+    steepest = max(1 / warmup, 1 / (20 * 0.4)) + 1e-9
+    assert all(abs(b - a) <= steepest for a, b in itertools.pairwise(factors))
+    assert factors[-1] == 0.0

@@ -161,6 +161,14 @@ def test_three_that_agree_for_other_cards_only_are_refused() -> None:
     assert resolve(recipe, H200, DATA, gpus=2).batch.global_batch == 32
 
 
+def test_a_warm_up_longer_than_the_run_is_told() -> None:
+    said = "train.warmup_steps=1000 is more than half of an expected"
+    data = replace(DATA, vocab_size=50257)
+    assert any(w.startswith(said) for w in resolved("train.hours=5m", name="pretrain-350m", data=data).warnings)
+    assert not any(w.startswith(said) for w in resolved("train.hours=1.5", name="pretrain-350m", data=data).warnings)
+    assert any(w.startswith(said) for w in resolved("train.steps=1500", name="pretrain-350m", data=data).warnings)
+
+
 @pytest.mark.parametrize(
     ("name", "words", "said"),
     [

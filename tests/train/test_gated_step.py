@@ -60,6 +60,18 @@ def test_many_in_a_row_stop_the_run(world: Any, tmp_path: Path) -> None:
     assert outcome.state.step == 5
 
 
+@pytest.mark.parametrize("bad", [range(2, 100), range(3, 26)])
+def test_a_row_that_no_line_of_the_log_sees_stops_it_too(world: Any, tmp_path: Path, bad: range) -> None:
+    """Looked for every `max_nonfinite` steps, and found also when it is over by then."""
+    with RunDirectory(tmp_path / "run") as run:
+        trainer = world.trainer(run, "train.steps=200", "train.max_nonfinite=20", "monitor.log_every=100")
+        poison(trainer, set(bad), float("nan"))
+        outcome = trainer.run()
+    assert outcome.reason == "nonfinite"
+    assert outcome.state.step == 40
+    assert trainer.log.storm[:20] == list(bad)[:20]
+
+
 def test_fp16_scaling_backs_off_and_recovers() -> None:
     from redline.train.precision import LossScale
 

@@ -192,15 +192,15 @@ def test_the_moving_average() -> None:
     weight = nn.Parameter(torch.tensor([1.0, -2.0]))
     ema = Ema({"w": weight}, 0.9)
     expected = weight.detach().clone()
-    for value in (3.0, 5.0, -4.0):
+    for step, value in ((100, 3.0), (101, 5.0), (102, -4.0)):
         with torch.no_grad():
             weight.fill_(value)
-        ema.update(GOOD)
+        ema.update(GOOD, step)
         expected = 0.9 * expected + 0.1 * value
         torch.testing.assert_close(ema.average["w"], expected)
     with torch.no_grad():
         weight.fill_(float("nan"))
-    ema.update(BAD)
+    ema.update(BAD, 103)
     torch.testing.assert_close(ema.average["w"], expected)
     with torch.no_grad():
         weight.fill_(7.0)
@@ -209,6 +209,17 @@ def test_the_moving_average() -> None:
     ema.swap()
     assert weight.tolist() == [7.0, 7.0]
     torch.testing.assert_close(ema.average["w"], expected)
+
+
+def test_a_young_average_forgets_where_it_began() -> None:
+    """Else a short run's average would be the weights it began with."""
+    weight = nn.Parameter(torch.zeros(1))
+    ema = Ema({"w": weight}, 0.9999)
+    with torch.no_grad():
+        weight.fill_(1.0)
+    for step in range(50):
+        ema.update(GOOD, step)
+    assert ema.average["w"].item() > 0.999
 
 
 # --- the horizon
@@ -269,6 +280,20 @@ def test_more_or_fewer_steps_on_resume(steps: int, data: st.DataObject) -> None:
     assert new.progress(changed) == pytest.approx(1.0)
     assert new.end == changed
     assert all(new.progress(s) <= new.progress(s + 1) for s in range(changed))
+
+
+def test_more_steps_on_resume_beside_a_clock_that_does_not_bind() -> None:
+    old, new = Horizon(100, 10.0), Horizon(200, 10.0)
+    new.load_state(old.state(), 100, 60.0)
+    assert new.progress(100) == 0.5
+    assert new.progress(200) == 1.0
+
+
+def test_the_last_step_is_not_planned_anew() -> None:
+    horizon = Horizon(25, 10.0)
+    assert not any(horizon.due(step, 0.006 * step) for step in range(26)), "steps bind, not the clock"
+    assert horizon.replan(25, 7200.0, 0.006, 1.0) is None
+    assert horizon.end == 25
 
 
 def test_a_new_budget_is_planned_at_once() -> None:

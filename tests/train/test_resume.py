@@ -11,6 +11,7 @@ import torch
 
 from redline.errors import EXIT_PREEMPTED, UserError
 from redline.monitor.events import read_events
+from redline.train.checkpoint import best_step
 
 EVERYTHING = (
     "model.dropout=0.1",
@@ -83,3 +84,11 @@ def test_a_damaged_newest_checkpoint_falls_back(world: Any, tmp_path: Path) -> N
     starts = json.loads((run / "checkpoints/step-00000004/state.json").read_text())
     assert trainer.state.step == 4
     assert starts["step"] == 4, "the damaged one was replaced by a valid one"
+
+
+def test_the_last_evaluation_is_in_the_last_checkpoint(world: Any, tmp_path: Path) -> None:
+    """Also where a checkpoint was due at the step that turned out to be the last."""
+    trainer = world.run(tmp_path / "run", "train.steps=20", "eval.every=7", "checkpoint.every=20", "train.lr=1e-2")
+    losses = {e["step"]: e["loss"] for e in read_events(tmp_path / "run/events.jsonl") if e["type"] == "eval"}
+    assert min(losses, key=losses.__getitem__) == 20
+    assert best_step(tmp_path / "run/checkpoints") == trainer.state.best_step == 20

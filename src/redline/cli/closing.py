@@ -34,10 +34,19 @@ def _next_commands(path: Path, recipe: Recipe) -> list[str]:
     module = objective_module(recipe.objective)
     answers = f" --answers {answers_kind(recipe)}" if module.can_answer(recipe) else ""
     prompt = recipe.eval.prompt or ("a question" if answers else "import ")
-    commands = [f"redline sample {path} --prompt {shlex.quote(prompt)}", f"redline eval {path}@best{answers}"]
+    commands = [f"redline sample {path} --prompt {shlex.quote(prompt)}", f"redline eval {_best(path)}{answers}"]
     if hasattr(module, "export"):
         commands.append(f"redline export {path} --out {path.name}-model")
     return commands
+
+
+def _best(path: Path) -> str:
+    """Its best weights, where they were kept: none are when nothing was learnt."""
+    from redline.train.checkpoint import best_step, step_name
+
+    folder = path / "checkpoints"
+    step = best_step(folder)
+    return f"{path}@best" if step is not None and (folder / step_name(step)).is_dir() else str(path)
 
 
 def answers_kind(recipe: Recipe) -> str:

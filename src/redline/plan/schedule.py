@@ -12,12 +12,11 @@ def lr_factor(
 ) -> float:
     """What the peak LR is multiplied by at `step` (0-based)."""
     progress = min(1.0, max(0.0, progress))
-    if step < warmup:
-        return _rise(schedule, (step + 1) / warmup)
-    if schedule == "constant":
-        return 1.0
-    if schedule == "wsd":  # warm-up, stable, decay
-        return floor + (1.0 - floor) * min(1.0, (1.0 - progress) / decay_fraction)
+    rise = _rise(schedule, (step + 1) / warmup) if step < warmup else 1.0
+    if schedule == "wsd":  # warm-up, stable, decay: which may begin before the peak in a short run
+        return min(rise, floor + (1.0 - floor) * min(1.0, (1.0 - progress) / decay_fraction))
+    if step < warmup or schedule == "constant":
+        return rise
     fallen = _since_warmup(step, warmup, progress)
     if schedule == "linear":
         return floor + (1.0 - floor) * (1.0 - fallen)

@@ -342,12 +342,17 @@ class _Resolver:
         return float(self.choose("train.lr", float(f"{value:.6g}"), reason))
 
     def warmup(self, steps: int | None, flops: FlopsPerToken, tokens_per_step: int) -> int:
-        if self.recipe.train.warmup_steps != AUTO:
-            return int(self.recipe.train.warmup_steps)
         expected = steps or math.inf
         if self.recipe.train.hours:
             speed = self.rate() / flops.causal / tokens_per_step
             expected = min(expected, self.recipe.train.hours * 3600 * speed)
+        if self.recipe.train.warmup_steps != AUTO:
+            asked = int(self.recipe.train.warmup_steps)
+            if asked > expected / 2:
+                what = f"train.warmup_steps={asked} is more than half of an expected {expected:.0f} steps"
+                tenth = f"{max(1, expected // 10):.0f} would be a tenth."
+                self.warnings.append(f"{what}: the learning rate hardly reaches its peak. {tenth}")
+            return asked
         if math.isinf(expected):
             return int(self.choose("train.warmup_steps", UNKNOWN_WARMUP, "the length of the run is not known yet"))
         value = int(min(1000, max(5, expected // 50)))

@@ -20,12 +20,14 @@ _STEPS_AHEAD = 2  # the host may queue this many steps before it waits for the G
 
 
 class StepLog:
-    def __init__(self, monitor: Monitor, throughput: Throughput, device: torch.device) -> None:
-        self.monitor, self.throughput, self.device = monitor, throughput, device
+    def __init__(self, monitor: Monitor, throughput: Throughput, device: torch.device, most_bad: int) -> None:
+        self.monitor, self.throughput, self.device, self.most_bad = monitor, throughput, device, most_bad
         self.skipped = 0
-        self.bad_in_a_row = 0
         self.bad_steps: list[int] = []  # the last of them: which data to look at
+        self.storm: list[int] = []  # the first row of them that is longer than it may be
+        self._row: list[int] = []
         self._bad: list[torch.Tensor] = []
+        self._unsaid = 0  # bad steps that no event has counted yet
         self._last: StepResult | None = None
         self._queued: deque[torch.cuda.Event] = deque()
         self._nvml = Nvml() if device.type == "cuda" else None
@@ -48,7 +50,8 @@ class StepLog:
         result = self._last
         if result is None:
             return
-        bad = self._count_bad(state.step)
+        self.look(state.step)
+        bad, self._unsaid = self._unsaid, 0
         rates = self.throughput.read()
         hours = state.seconds / 3600
         card = self._nvml.read() if self._nvml else Reading()
@@ -77,19 +80,22 @@ class StepLog:
         while self._queued:
             self._queued.popleft().synchronize()
 
-    def _count_bad(self, step: int) -> int:
-        """How many steps since the last look changed nothing."""
+    def look(self, step: int) -> None:
+        """Which steps since the last look changed nothing."""
         bad = [value > 0 for value in torch.stack(self._bad).tolist()]  # waits for the GPU
         self._bad.clear()
-        for is_bad in bad:
-            self.bad_in_a_row = self.bad_in_a_row + 1 if is_bad else 0
-        self.skipped += sum(bad)
-        if any(bad):
-            steps = [step - len(bad) + i for i, is_bad in enumerate(bad) if is_bad]  # counted from 0, as data are
+        steps = []
+        for number, is_bad in enumerate(bad, start=step - len(bad)):  # counted from 0, as data are
+            self._row = [*self._row, number] if is_bad else []
+            steps += [number] if is_bad else []
+            if len(self._row) >= self.most_bad:
+                self.storm = self._row
+        self.skipped += len(steps)
+        self._unsaid += len(steps)
+        if steps:
             self.bad_steps = [*self.bad_steps, *steps][-100:]
             which = ", ".join(map(str, steps[:10])) + (" …" if len(steps) > 10 else "")
             self.monitor.warn(f"loss or gradient not finite in the batches of step {which}; they changed nothing")
-        return sum(bad)
 
 
 def peak_memory_gib(device: torch.device) -> float | None:

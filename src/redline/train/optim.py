@@ -127,7 +127,8 @@ def _part(groups: Sequence[ParamGroup], wanted: Callable[[nn.Parameter], bool]) 
 
 
 class Ema:
-    """A moving average of the weights that skips bad steps too."""
+    """A moving average of the weights that skips bad steps too. It looks back over a share of a young run, and not over
+    more steps than there were: else it would keep the weights that the run began with."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], decay: float, in_place: bool = False) -> None:
         self.decay, self.in_place = decay, in_place  # in place: others see the parameters' memory too
@@ -135,11 +136,11 @@ class Ema:
         self.average = {name: p.detach().clone() for name, p in parameters.items()}
 
     @torch.no_grad()
-    def update(self, bad: Tensor) -> None:
-        stop = bad > 0
+    def update(self, bad: Tensor, step: int) -> None:
+        stop, decay = bad > 0, min(self.decay, (1 + step) / (10 + step))
         for name, parameter in self.parameters.items():
             average = self.average[name]
-            average.copy_(torch.where(stop, average, average.lerp(parameter, 1.0 - self.decay)))
+            average.copy_(torch.where(stop, average, average.lerp(parameter, 1.0 - decay)))
 
     @torch.no_grad()
     def swap(self) -> None:

@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-REPLAN_AT = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97)  # shares of the time that is to train in
+# shares of the time that there is to train in
+REPLAN_AT = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97)
 
 WITHIN = 0.02  # of the steps that are left: a change below this is not worth a new plan
 AHEAD = 0.01  # of the whole run: so far may progress run ahead of what was planned for the time

@@ -105,7 +105,7 @@ class Step:
         divisor = torch.where(bad > 0, 1.0, divisor)
         self.optimizer.step(lr_factor, (divisor, bad), step)
         if self.ema is not None:
-            self.ema.update(bad)
+            self.ema.update(bad, step)
 
     def rehearse(self, batch: StepBatch) -> None:
         """Everything a step does except to change anything: compiles, allocates, meets an OOM early."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class Trainer:
         self.deadline = Deadline()
         peak = resolved.machine.peak("bf16")
         self.throughput = Throughput(resolved.flops, peak and peak * ranks.size, clock)
-        self.log = StepLog(monitor, self.throughput, self.device)
+        self.log = StepLog(monitor, self.throughput, self.device, self.train.max_nonfinite)
         shared = ranks.joined and self.recipe.parallel.mode == "fsdp"
         together = SharedCommit(ranks) if shared else None
         self.keeper = Keeper(run, monitor, self.pace, self.recipe.checkpoint, first=ranks.first, together=together)
@@ -179,7 +179,8 @@ class Trainer:
         with Feed(*where, ranks=self.ranks, skipped=self.skipped) as feed:
             self.pace.begin()
             self.throughput.begin()
-            while not (stop := self.should_stop()):
+            stop = self.should_stop()
+            while not stop:
                 PULSE.at("step", self.state.step)
                 batch = feed.next(self.state.step)
                 result = self.step(self.state.step, batch, self._lr_factor(self.state.step))
@@ -191,7 +192,10 @@ class Trainer:
                 self.evaluate_if_due()
                 if self.objective.batches_changed():
                     feed.restart(self.state.step)
-                self.checkpoint_if_due()
+                stop = self.should_stop()
+                # not at the last step: the save that follows then knows what the last evaluation found
+                if not stop and self.checkpoint_if_due():
+                    stop = self.should_stop()
         return stop
 
     def warm_up(self) -> None:
@@ -257,6 +261,8 @@ class Trainer:
         self.monitor.tick(step, self.progress, eta)
         if step % self.recipe.monitor.log_every == 0 or step == self.horizon.end:
             self.log.emit(self.state, lr=self.train.lr * self._lr_factor(step - 1), progress=self.progress, eta_s=eta)
+        elif step % self.train.max_nonfinite == 0:
+            self.log.look(step)
 
     @property
     def progress(self) -> float:
@@ -288,9 +294,11 @@ class Trainer:
             self.evaluate()
         self.looking.sample(self.state, label, self.recipe.eval)
 
-    def checkpoint_if_due(self) -> None:
-        if self.state.step % self.recipe.checkpoint.every == 0:
+    def checkpoint_if_due(self) -> bool:
+        due = self.state.step % self.recipe.checkpoint.every == 0
+        if due:
             self.save()
+        return due
 
     def save(self) -> None:
         PULSE.at("saving", self.state.step)
@@ -303,7 +311,7 @@ class Trainer:
         plan = self.batch
         return {
             "schema": 1,
-            **self.state.to_json(),
+            **replace(self.state, seconds=self.pace.seconds).to_json(),
             "seed": self.train.seed,
             "skipped": self.log.skipped,
             "identity": self.identity,
@@ -335,7 +343,7 @@ class Trainer:
             return self.signals.reason
         if self._stop_requested():
             return "requested"
-        if self.log.bad_in_a_row >= self.train.max_nonfinite:
+        if self.log.storm:
             return "nonfinite"
         target, best = self.train.target_loss, self.state.best_loss
         if target is not None and best is not None and best <= target:
@@ -349,7 +357,7 @@ class Trainer:
 
     def _rolls_back(self) -> bool:
         """Whether to go on from before the bad batches, without them: that is for a supervisor, and not for ever."""
-        steps = self.log.bad_steps[-self.log.bad_in_a_row :]
+        steps = self.log.storm
         batches = [unskipped(step, self.skipped) for step in steps]
         path = self.run_directory.path
         noted = self.supervised and self.ranks.first and trouble.note_storm(path, self._facts(), steps[0], batches)
@@ -390,6 +398,6 @@ class Trainer:
         )
         if abandoned:
             self.keeper.settle()
-            what = f"the batches of {self.log.bad_in_a_row} steps in a row are not finite."
+            what = f"the batches of {len(self.log.storm)} steps in a row are not finite."
             raise trouble.Storm(what, fix="Going on from the last checkpoint before them, without them.")
         return Outcome(reason, self.state, saved)
