@@ -20,3 +20,12 @@ def resolved_rates(recipe: Recipe, lr: float) -> dict[str, float]:
     if recipe.model.tied:
         rates["head"] = rates["embedding"]
     return {"lr": lr, **{f"{role}_lr": rate for role, rate in rates.items()}}
+
+
+def long_warmup(asked: int, expected_steps: float) -> list[str]:
+    """What is to be said of a warm-up that was asked for, in a run of so many steps."""
+    if asked <= expected_steps / 2:
+        return []
+    what = f"train.warmup_steps={asked} is more than half of an expected {expected_steps:.0f} steps"
+    tenth = f"{max(1, expected_steps // 10):.0f} would be a tenth."
+    return [f"{what}: the learning rate hardly reaches its peak. {tenth}"]

@@ -22,7 +22,7 @@ from redline.recipe.forecast import CPU_SHARE, Measured, forecast, kernels_of
 from redline.recipe.fused import not_fused
 from redline.recipe.parallel import FSDP, choose_mode
 from redline.recipe.presets import preset_factor, preset_text
-from redline.recipe.rates import resolved_rates
+from redline.recipe.rates import long_warmup, resolved_rates
 from redline.recipe.schema import Recipe
 from redline.units import GIB, format_count
 
@@ -348,10 +348,7 @@ class _Resolver:
             expected = min(expected, self.recipe.train.hours * 3600 * speed)
         if self.recipe.train.warmup_steps != AUTO:
             asked = int(self.recipe.train.warmup_steps)
-            if asked > expected / 2:
-                what = f"train.warmup_steps={asked} is more than half of an expected {expected:.0f} steps"
-                tenth = f"{max(1, expected // 10):.0f} would be a tenth."
-                self.warnings.append(f"{what}: the learning rate hardly reaches its peak. {tenth}")
+            self.warnings += long_warmup(asked, expected)
             return asked
         if math.isinf(expected):
             return int(self.choose("train.warmup_steps", UNKNOWN_WARMUP, "the length of the run is not known yet"))

@@ -14,6 +14,7 @@ from typing import IO
 
 from redline.cache import make_folder
 from redline.errors import UserError
+from redline.monitor.runs import stop_request_path
 
 LOCK_FILE = ".lock"
 _TRIES, _PAUSE_S = 6, 0.05
@@ -30,10 +31,22 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[str] | None = None
+        self._looked = float("-inf")
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def stop_requested(self) -> bool:
+        """Whether `redline stop` has asked, since this was asked last."""
+        now = time.monotonic()
+        if now - self._looked < 1.0:  # a directory on a network should not be asked at every step
+            return False
+        self._looked = now
+        path = stop_request_path(self.path)
+        found = path.exists()
+        path.unlink(missing_ok=True)
+        return found
 
     def __enter__(self) -> RunDirectory:
         try:

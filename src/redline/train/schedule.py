@@ -10,10 +10,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from redline.units import format_seconds
+
 # shares of the time that there is to train in
 REPLAN_AT = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97)
 
 WITHIN = 0.02  # of the steps that are left: a change below this is not worth a new plan
+SPENT = 0.05  # of the time: less is hardly worth going on with
 AHEAD = 0.01  # of the whole run: so far may progress run ahead of what was planned for the time
 
 
@@ -76,6 +79,13 @@ class Horizon:
             return None
         self.pieces.append(Piece(step, self.progress(step), left))
         return self.pieces[-1]
+
+    def spent(self, seconds: float) -> str:
+        """What to tell who goes on with a run whose clock has all but run out."""
+        if self.seconds is None or seconds < (1 - SPENT) * self.seconds:
+            return ""
+        left = format_seconds(max(0.0, self.seconds - seconds))
+        return f"train.hours leaves {left} of {format_seconds(self.seconds)}; more, or train.hours=null, goes on longer"
 
     def state(self) -> dict[str, Any]:
         return {

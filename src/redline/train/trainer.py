@@ -13,7 +13,6 @@ import torch
 
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, UserError
 from redline.monitor.monitor import Monitor
-from redline.monitor.runs import stop_request_path
 from redline.monitor.throughput import Throughput
 from redline.objectives.base import Objective
 from redline.plan.batch import BatchPlan
@@ -93,7 +92,6 @@ class Trainer:
         together = SharedCommit(ranks) if shared else None
         self.keeper = Keeper(run, monitor, self.pace, self.recipe.checkpoint, first=ranks.first, together=together)
         self._agreed_s = 0.0  # the first rank's clock, as all know it
-        self._stop_checked = float("-inf")
 
     # --- assembling
 
@@ -153,6 +151,8 @@ class Trainer:
         self.batch = as_decided(BatchPlan(*state["decisions"]["batch"]), self.batch)
         self.log.skipped = int(state["skipped"])
         self.keeper.saved_at = self.state.step
+        if warning := self.horizon.spent(self.state.seconds):
+            self.monitor.warn(warning)
 
     # --- the run
 
@@ -295,8 +295,7 @@ class Trainer:
         self.looking.sample(self.state, label, self.recipe.eval)
 
     def checkpoint_if_due(self) -> bool:
-        due = self.state.step % self.recipe.checkpoint.every == 0
-        if due:
+        if due := self.state.step % self.recipe.checkpoint.every == 0:
             self.save()
         return due
 
@@ -341,7 +340,7 @@ class Trainer:
     def _wish(self) -> str | None:
         if self.signals.reason:
             return self.signals.reason
-        if self._stop_requested():
+        if self.run_directory.stop_requested():
             return "requested"
         if self.log.storm:
             return "nonfinite"
@@ -366,16 +365,6 @@ class Trainer:
     def _facts(self) -> trouble.Facts:
         micro, checkpointing = self.batch.micro, self.train.grad_checkpointing
         return trouble.Facts(self.ranks.rank, self.state.step, micro, self.ranks.size, checkpointing)
-
-    def _stop_requested(self) -> bool:
-        now = time.monotonic()
-        if now - self._stop_checked < 1.0:  # a directory on a network should not be asked at every step
-            return False
-        self._stop_checked = now
-        path = stop_request_path(self.run_directory.path)
-        found = path.exists()
-        path.unlink(missing_ok=True)
-        return found
 
     def finish(self, reason: str) -> Outcome:
         """The last look and the last save. Who was asked to leave saves first and looks at nothing."""
