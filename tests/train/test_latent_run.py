@@ -215,3 +215,15 @@ def test_the_longest_batch_is_one_that_can_come(two: Latents) -> None:
     for number, longest in enumerate(pairs.train.lengths.answers):
         assert worst[f"targets.{number}"].shape[1] == longest
         assert longest == max(len(one) for rows in (pairs.train, pairs.val) for one in rows.answers[number])
+
+
+def test_the_teacher_reads_in_place_of_what_is_left_out(one: Latents) -> None:
+    """A run that passes over two bad batches sees two more, which have to be taught as well."""
+    objective = one.objective("train.steps=2", "train.global_batch=4", teach=False)
+    objective.left_out = 2
+    with objective.rehearsing():
+        pass
+    assert objective.batch(np.arange(12, 16))["teacher.0"].shape[0] == 4
+    assert len(objective.data.pairs.index) > 16, "not all of the data"
+    with pytest.raises(AssertionError):
+        objective.batch(np.arange(16, len(objective.data.pairs.index)))

@@ -127,7 +127,7 @@ class LatentPrefix(Objective):
         if pairs is None or not taught(self.options):
             return
         steps = self.resolved.horizon_steps
-        seen = None if steps is None else steps * self.resolved.batch.global_batch
+        seen = None if steps is None else (steps + self.left_out) * self.resolved.batch.global_batch
         with self.uncompiled():
             for place, (name, one) in enumerate(self.frozen.items()):
                 self.teachers[name] = read_all(one, pairs, place, seen, self.options, self.dtype, self.tell)

@@ -78,6 +78,7 @@ class Trainer:
         self.identity = identity  # what must be equal on resume: data and tokenizer fingerprints
         self.ranks, self.supervised = ranks, supervised  # supervised: someone will go on after a failure
         self.skipped = list(skipped)  # steps whose data are left out
+        objective.left_out = len(self.skipped)
         self.device = torch.device(self.train.device)
         self.batch = resolved.batch
         self.state = TrainState()
