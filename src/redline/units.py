@@ -57,14 +57,15 @@ def format_count(number: float) -> str:
 def format_seconds(seconds: float) -> str:
     """4210 → 1h10m"""
     seconds = max(0.0, seconds)
-    if seconds < 60:
+    if seconds < 59.5:
         return f"{seconds:.1f}s" if seconds < 10 else f"{seconds:.0f}s"
-    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    seconds = round(seconds)
+    minutes, hours = seconds // 60, seconds // 3600
     if hours >= 24:
         return f"{hours // 24}d{hours % 24:02d}h"
     if hours:
         return f"{hours}h{minutes % 60:02d}m"
-    return f"{minutes}m{int(seconds % 60):02d}s"
+    return f"{minutes}m{seconds % 60:02d}s"
 
 
 def format_bytes(number: float) -> str:

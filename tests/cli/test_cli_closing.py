@@ -36,6 +36,32 @@ def test_the_commands_it_names_are_those_of_the_job(recipe: str, inside: Any) ->
     ]
 
 
+def test_names_with_spaces_can_be_pasted_back(recipe: str, inside: Any) -> None:
+    said = inside("train", recipe, "data.val_fraction=0", "--run", "runs/my run").err.splitlines()
+    assert [line for line in said if line.startswith("next")] == [
+        "next    redline sample 'runs/my run' --prompt 'import '",
+        "next    redline eval 'runs/my run'",
+        "next    redline export 'runs/my run' --out 'my run-model'",
+    ]
+
+
+def test_who_diverged_is_not_told_to_go_on(recipe: str, inside: Any) -> None:
+    words = ("train.lr=1e30", "train.clip=null", "train.max_nonfinite=2", "train.steps=60")
+    done = inside("train", recipe, *words, "--run", "runs/toy")
+    assert done.code == 1
+    assert "--resume" not in done.err
+    assert "next    train anew with a lower train.lr; model.init_from=runs/toy" in done.err
+
+
+def test_what_a_resume_changed_holds_for_the_next(recipe: str, inside: Any, tmp_path: Path) -> None:
+    inside("train", recipe, "--run", "runs/toy")
+    assert "step 9" in inside("train", "--resume", "toy", "train.steps=9", "monitor.price_per_hour=36").err
+    assert "finished   steps" in inside("train", "--resume", "toy").err
+    events = [json.loads(line) for line in (tmp_path / "runs/toy/events.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["type"] == "stop"] == [6, 9, 9]
+    assert [e["cost_usd"] is None for e in events if e["type"] == "stop"] == [True, False, False]
+
+
 def test_a_report_that_cannot_be_written_takes_nothing_from_the_run(recipe: str, inside: Any, tmp_path: Path) -> None:
     (tmp_path / "runs/toy/report.html/in-the-way").mkdir(parents=True)
     done = inside("train", recipe, "--run", "runs/toy")

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -168,3 +170,14 @@ def test_unreadable_definition_is_refused(tmp_path: Path) -> None:
         load_tokenizer(str(path))
     with pytest.raises(UserError, match="trained on text"):
         load_tokenizer("train:300")
+
+
+@pytest.mark.parametrize("letters", ["a", "ACGT", "的一是不了人我在有他"])
+def test_one_endless_word_does_not_take_for_ever(letters: str) -> None:
+    """Learning takes the square of a word's length: half a megabyte of DNA took more than a minute."""
+    chance = random.Random(0)
+    text = "".join(chance.choice(letters) for _ in range(200_000))
+    begun = time.monotonic()
+    tokenizer = load_tokenizer("train:300", lambda: [text])
+    assert time.monotonic() - begun < 20
+    assert tokenizer.decode(tokenizer.encode(text[:5000])) == text[:5000]

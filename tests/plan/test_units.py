@@ -82,6 +82,8 @@ def test_printed_seconds_are_within_their_last_digit(seconds: float) -> None:
         (format_seconds(4210), "1h10m"),
         (format_seconds(3.21), "3.2s"),
         (format_seconds(90), "1m30s"),
+        (format_seconds(119.9), "2m00s"),
+        (format_seconds(59.7), "1m00s"),
         (format_seconds(90_000), "1d01h"),
         (format_bytes(512), "512 B"),
         (format_bytes(3 << 29), "1.5 GiB"),

@@ -122,6 +122,9 @@ def test_compile_by_machine() -> None:
     assert resolved().recipe.train.compile is True
     assert resolved(machine=CPU).recipe.train.compile is False, "no clock says that the run is long"
     assert resolved("train.hours=1", machine=CPU).recipe.train.compile is True
+    brief = ("train.hours=1", "train.steps=3", "train.tokens=null", "data.seq_len=32", "model.layers=1")
+    small = resolved(*brief, "model.d_model=64", "model.heads=2", machine=CPU)
+    assert small.recipe.train.compile is False, "three steps are no hour"
     bare = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11, compiler=False)
     assert "compiler" in reasons(resolved("train.hours=1", machine=bare))["train.compile"].reason
 
@@ -188,3 +191,10 @@ def test_what_has_not_run_on_a_gpu_is_not_chosen_there(name: str, words: tuple[s
 
 def test_on_a_base_in_nf4_the_fused_blocks_are_chosen() -> None:
     assert resolved(name="qlora-8b", data=replace(DATA, vocab_size=50257)).recipe.model.kernels == "fused"
+
+
+def test_the_model_of_a_counted_run_is_sized_by_its_real_batch() -> None:
+    words = ("train.hours=null", "train.epochs=null", "train.steps=1000")
+    parts = resolved(*words, "train.micro_batch=64", "train.accumulation=4", name="quickstart")
+    whole = resolved(*words, "train.global_batch=256", name="quickstart")
+    assert parts.shape == whole.shape

@@ -227,3 +227,11 @@ def test_the_teacher_reads_in_place_of_what_is_left_out(one: Latents) -> None:
     assert len(objective.data.pairs.index) > 16, "not all of the data"
     with pytest.raises(AssertionError):
         objective.batch(np.arange(16, len(objective.data.pairs.index)))
+
+
+def test_a_wire_is_no_model_to_export(one: Latents, tmp_path: Path) -> None:
+    from redline.export.folder import How, Trained, _contents
+
+    trained = Trained(tmp_path, {}, one.recipe(), None)
+    with pytest.raises(UserError, match="transformers knows no model of objective=latent_prefix"):
+        _contents(trained, How(), print)

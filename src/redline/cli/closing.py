@@ -24,7 +24,12 @@ def closing(path: Path, outcome: Outcome, recipe: Recipe) -> None:
             typer.echo(f"report  {write_report(path)}", err=True)
         except UserError as error:  # the run itself is safe
             typer.echo(f"report  not written: {error.what} Later: redline report {path}", err=True)
-    for command in [f"redline train --resume {path}"] if outcome.exit_code else _next_commands(path, recipe):
+    if outcome.reason == "nonfinite":  # going on from here would end here again
+        anew = f"train anew with a lower train.lr; model.init_from={_best(path)} begins with what was learnt"
+        typer.echo(f"next    {anew}", err=True)
+        return
+    again = f"redline train --resume {shlex.quote(str(path))}"
+    for command in [again] if outcome.exit_code else _next_commands(path, recipe):
         typer.echo(f"next    {command}", err=True)
 
 
@@ -34,9 +39,10 @@ def _next_commands(path: Path, recipe: Recipe) -> list[str]:
     module = objective_module(recipe.objective)
     answers = f" --answers {answers_kind(recipe)}" if module.can_answer(recipe) else ""
     prompt = recipe.eval.prompt or ("a question" if answers else "import ")
-    commands = [f"redline sample {path} --prompt {shlex.quote(prompt)}", f"redline eval {_best(path)}{answers}"]
+    run, best, model = (shlex.quote(str(word)) for word in (path, _best(path), f"{path.name}-model"))
+    commands = [f"redline sample {run} --prompt {shlex.quote(prompt)}", f"redline eval {best}{answers}"]
     if hasattr(module, "export"):
-        commands.append(f"redline export {path} --out {path.name}-model")
+        commands.append(f"redline export {run} --out {model}")
     return commands
 
 

@@ -24,7 +24,7 @@ def plan(
     gpu: Annotated[str, typer.Option(help="auto (this machine), cpu, or a card: h100, h200, a100-80gb, …")] = "auto",
     gpus: Annotated[int, typer.Option(min=1, help="Cards in a node.")] = 1,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
-    price: Annotated[float | None, typer.Option(min=0.0, help="Dollars an hour for one card.")] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, max=1e6, help="Dollars an hour for one card.")] = None,
     target: Annotated[
         float | None, typer.Option("--target-tokens-per-s", min=1.0, help="Refused if no hardware could do it.")
     ] = None,
@@ -90,7 +90,7 @@ def plan(
     if json_:
         import json
 
-        typer.echo(json.dumps(event))
+        typer.echo(json.dumps(event, allow_nan=False))
         raise typer.Exit(refusal.exit_code if refusal else 0)
     if refusal:
         raise refusal

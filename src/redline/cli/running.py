@@ -17,8 +17,9 @@ from redline.cli.paths import RUNS
 from redline.cli.together import Quiet, join_ranks, resolved_alike
 from redline.errors import UsageError
 from redline.monitor.console import Console
+from redline.monitor.events import read_events
 from redline.monitor.monitor import View, price_of
-from redline.monitor.runs import resolve_run
+from redline.monitor.runs import EVENTS, resolve_run
 from redline.monitor.sinks import require_packages
 from redline.recipe.load import Loaded
 from redline.recipe.lock import locked_recipe, read_lock
@@ -56,7 +57,14 @@ def resumable(name: str, overrides: list[str]) -> tuple[Path, Loaded]:
     if selector is not None:
         fix = f"redline train --resume {path}"
         raise UsageError("a run goes on from its newest checkpoint.", where=name, fix=f"Leave out @{selector}: {fix}")
-    return path, locked_recipe(path, read_lock(path), overrides)
+    return path, locked_recipe(path, read_lock(path), [*_changed_before(path), *overrides])
+
+
+def _changed_before(run: Path) -> list[str]:
+    """What earlier resumes have changed: whoever goes on need not say it again."""
+    starts = [event for event in read_events(run / EVENTS) if event["type"] == "start"]
+    resumes = [event for event in starts if event.get("resumed_from") is not None]
+    return [str(word) for event in resumes for word in event.get("overrides") or ()]
 
 
 def _start(loaded: Loaded, path: Path, *, dry_run: bool, resumed: bool, overrides: list[str], gpus: int) -> int:

@@ -106,7 +106,7 @@ def _with_settings(recipe: Recipe, settings: Sequence[str]) -> Recipe:
         changed = type(own).model_validate({**own.model_dump(), **changes})
     except ValidationError as error:
         said = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
-        raise UsageError(f"{said}.", where="--set", fix="See docs/keys.md.") from None
+        raise UsageError(f"{said.rstrip('.')}.", where=f"--set {' '.join(given)}", fix="See docs/keys.md.") from None
     recipe = recipe.model_copy(update={recipe.objective: changed})
     for problem in job(recipe.objective).problems(recipe):
         raise UsageError(problem.line(), where="--set")

@@ -18,6 +18,7 @@ from redline.errors import UserError
 from redline.export.card import CARD
 from redline.export.contents import MODEL, Contents, How, Say, Trained, model_contents
 from redline.export.tensors import write_json, write_tensors
+from redline.objectives import objective_module
 from redline.recipe.lock import locked_recipe, read_lock
 from redline.train.weights import find_weights
 
@@ -87,7 +88,7 @@ def _write_tokenizer(contents: Contents, folder: Path) -> None:
 
 
 def _contents(trained: Trained, how: How, say: Say) -> Contents:
-    if trained.recipe.model.base is None:
+    if trained.recipe.model.base is None or not hasattr(objective_module(trained.recipe.objective), "export"):
         return model_contents(trained, how, say)
     from redline.export.tuned import tuned_contents
 

@@ -152,7 +152,7 @@ def ability(name: str, facts: Facts) -> Check:
             return _cpu_compile(facts)
         if facts.gpus:
             return Check(shown, "warn", "not tried: torch cannot use the GPU", "Mend that first.")
-        return Check(shown, "warn", "no NVIDIA GPU; a run on the CPU does without")
+        return Check(shown, "warn", "no NVIDIA GPU to try it on")
     capability = next((card.capability for card in facts.gpus if card.capability), None)
     if trial.works:
         return Check(shown, "ok", "works")

@@ -65,7 +65,7 @@ def summarise(run: Path, events: Sequence[Event] | None = None) -> RunSummary:
         val_loss=last_number([e for e in events if e["type"] == "eval"], "loss"),
         tokens=_whole(last_number(counted, "tokens")),
         hours=last_number(counted, "hours"),
-        cost_usd=last_number(counted, "cost_usd"),
+        cost_usd=last_number(counted[-1:], "cost_usd"),  # of the same moment
         disk_bytes=disk_bytes(run),
     )
 

@@ -73,7 +73,7 @@ class Forecast:
                 ],
             },
             "communication": self._communication() if self.fabric.world > 1 else None,
-            "hours": None if self.hours is None else round(self.hours, 4),
+            "hours": None if self.hours is None else round(self.hours, 6),
             "cost_usd": None if self.cost_usd is None else round(self.cost_usd, 2),
         }
 

@@ -1,9 +1,13 @@
-"""AdamW's peak learning rate by the role of what it trains."""
+"""AdamW's peak learning rate by the role of what it trains, and how long it rises."""
 
 from __future__ import annotations
 
+import math
+
 from redline.fields import AUTO
 from redline.recipe.schema import Recipe, Train
+
+UNKNOWN_WARMUP = 100
 
 
 def role_rate(train: Train, role: str) -> float:
@@ -20,6 +24,15 @@ def resolved_rates(recipe: Recipe, lr: float) -> dict[str, float]:
     if recipe.model.tied:
         rates["head"] = rates["embedding"]
     return {"lr": lr, **{f"{role}_lr": rate for role, rate in rates.items()}}
+
+
+def usual_warmup(expected_steps: float) -> tuple[int, str]:
+    """Steps, and why so many."""
+    if math.isinf(expected_steps):
+        return UNKNOWN_WARMUP, "the length of the run is not known yet"
+    value = min(1000, max(min(5, expected_steps // 2), expected_steps // 50, 1))
+    least = ", at least 5" if 10 <= expected_steps < 250 else ""
+    return int(value), f"about 2 % of an expected {expected_steps:.0f} steps{least}"
 
 
 def long_warmup(asked: int, expected_steps: float) -> list[str]:

@@ -15,14 +15,15 @@ from redline.plan.batch import BatchPlan, given_batch, largest_micro
 from redline.plan.flops import FlopsPerToken
 from redline.plan.memory import MemoryParts
 from redline.plan.parallel import share_of, undivided
-from redline.plan.schedule import horizon_steps, sqrt_scaled_lr
+from redline.plan.schedule import sqrt_scaled_lr
 from redline.plan.shapes import SHAPE_KEYS, SIZES, DecoderShape, padded_vocab
 from redline.recipe.checks import number
 from redline.recipe.forecast import CPU_SHARE, Measured, forecast, kernels_of
 from redline.recipe.fused import not_fused
+from redline.recipe.horizon import asked_batch, steps_of, token_limit
 from redline.recipe.parallel import FSDP, choose_mode
 from redline.recipe.presets import preset_factor, preset_text
-from redline.recipe.rates import long_warmup, resolved_rates
+from redline.recipe.rates import long_warmup, resolved_rates, usual_warmup
 from redline.recipe.schema import Recipe
 from redline.units import GIB, format_count
 
@@ -31,7 +32,7 @@ PRIOR_SHARE = {"cuda": 0.35, "cpu": CPU_SHARE}
 # quickstart: a larger model learns more from each token, until it is too large for the tokens it will see.
 TOKENS_PER_PARAMETER = {"cuda": 0.3, "cpu": 0.6}
 CPU_MICRO_TOKENS = 2048
-ENOUGH_STEPS, UNKNOWN_WARMUP = 1000, 100
+ENOUGH_STEPS = 1000
 WORTH_COMPILING = 600.0  # seconds of a CPU run: compiling takes 20 and then saves about a tenth
 UNKNOWN_GPU_FLOPS = 20e12  # only to size the demonstration model on a card without a spec
 
@@ -177,17 +178,6 @@ class _Resolver:
         peak = machine.cpu_flops if machine.device == "cpu" else machine.peak("bf16") or UNKNOWN_GPU_FLOPS
         return (peak or 1e11) * PRIOR_SHARE[machine.device]
 
-    def token_limit(self) -> float:
-        train = self.recipe.train
-        limits = [math.inf]
-        if train.epochs and self.data.train_tokens:
-            limits.append(train.epochs * self.data.train_tokens)
-        if train.tokens:
-            limits.append(train.tokens)
-        if train.steps:
-            limits.append(train.steps * (number(train.global_batch) or train.batch_base) * self.recipe.data.seq_len)
-        return min(limits)
-
     # --- training
 
     def precision(self) -> str:
@@ -207,17 +197,20 @@ class _Resolver:
             raise RecipeError("recipe", [Problem("train.precision", "fp16 is for GPUs; CPUs emulate it.", fix)])
         return asked
 
-    def compile(self) -> bool:
+    def compile(self, shape: DecoderShape) -> bool:
         if self.recipe.train.compile != AUTO:
             return bool(self.recipe.train.compile)
+        against = self._against_compiling(shape) if self.machine.device != "cuda" else ""
         fuses = "fuses the memory-bound work; cached after the first run"
-        if self.machine.device == "cuda":
-            return bool(self.choose("train.compile", True, fuses))
+        return bool(self.choose("train.compile", not against, against or fuses))
+
+    def _against_compiling(self, shape: DecoderShape) -> str:
         if not self.machine.compiler:
-            return bool(self.choose("train.compile", False, "no C++ compiler (g++ or clang++) on this machine"))
-        if self.recipe.train.hours is None or self.recipe.train.hours * 3600 < WORTH_COMPILING:
-            return bool(self.choose("train.compile", False, "on a CPU it pays only in runs of over ten minutes"))
-        return bool(self.choose("train.compile", True, fuses))
+            return "no C++ compiler (g++ or clang++) on this machine"
+        tokens = token_limit(self.recipe, self.data.train_tokens, self.world)
+        by_tokens = 6.0 * shape.matmul_parameters * tokens / self.rate()
+        short = 3600 * (self.recipe.train.hours or 0.0) < WORTH_COMPILING or by_tokens < WORTH_COMPILING
+        return "on a CPU it pays only where train.hours gives over ten minutes" if short else ""
 
     def batch(self, shape: DecoderShape, precision: str, compiled: bool) -> tuple[BatchPlan, str, MemoryParts]:
         """Micro-batch and checkpointing: no recomputation if the batch can be split instead."""
@@ -261,8 +254,7 @@ class _Resolver:
             reason = "one sequence fits without recomputation" if checkpointing == "none" else "less would not fit"
             self.choose("train.grad_checkpointing", checkpointing, reason if fits else "nothing fits by estimate")
 
-        asked_batch = (number(train.global_batch), number(train.micro_batch), number(train.accumulation))
-        batch = given_batch(*asked_batch, self.world)
+        batch = given_batch(*asked_batch(self.recipe), self.world)
         if isinstance(batch, Problem):
             raise RecipeError("recipe", [batch])
         if batch is None:
@@ -300,7 +292,7 @@ class _Resolver:
         """How many tokens the run will see: by its limits, or by the clock at the speed one may expect."""
         hours = self.recipe.train.hours
         by_clock = hours * 3600 * self.rate() / (6.0 * shape.matmul_parameters) if hours else math.inf
-        return min(self.token_limit(), by_clock)
+        return min(token_limit(self.recipe, self.data.train_tokens, self.world), by_clock)
 
     def _choose_global_batch(self, shape: DecoderShape, multiple: int) -> int:
         """A short run learns by its number of updates: as large as leaves about a thousand of them."""
@@ -350,21 +342,7 @@ class _Resolver:
             asked = int(self.recipe.train.warmup_steps)
             self.warnings += long_warmup(asked, expected)
             return asked
-        if math.isinf(expected):
-            return int(self.choose("train.warmup_steps", UNKNOWN_WARMUP, "the length of the run is not known yet"))
-        value = int(min(1000, max(5, expected // 50)))
-        return int(self.choose("train.warmup_steps", value, f"about 2 % of an expected {expected:.0f} steps"))
-
-
-def steps_of(recipe: Recipe, train_tokens: int, tokens_per_step: int) -> int | None:
-    train = recipe.train
-    return horizon_steps(
-        steps=train.steps,
-        tokens=train.tokens,
-        epochs=train.epochs if train_tokens else None,  # unknown before they are prepared
-        train_tokens=train_tokens,
-        tokens_per_step=tokens_per_step,
-    )
+        return int(self.choose("train.warmup_steps", *usual_warmup(expected)))
 
 
 def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1, nodes: int = 1) -> Resolved:
@@ -375,7 +353,7 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
         r.choices.append(Choice("train.preset", recipe.train.preset, preset_text(recipe.train.preset)))
     shape = r.shape()
     precision = r.precision()
-    compiled = r.compile()
+    compiled = r.compile(shape)
     batch, checkpointing, memory = r.batch(shape, precision, compiled)
     r.kernels(shape, precision, checkpointing)
     flops: FlopsPerToken = costs(recipe).flops(shape, recipe.data.seq_len, checkpointing)

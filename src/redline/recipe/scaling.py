@@ -148,7 +148,7 @@ def _row(resolved: Resolved, alone: float | None, *, price: float | None, measur
         exposed_ms=_rounded(1e3 * time.exposed if time and time.exposed is not None else None),
         tokens_per_s=_rounded(rate, 0),
         efficiency=_rounded(rate / world / (alone or rate / world) if rate else None, 4),
-        hours=_rounded(ahead.hours, 4),
+        hours=_rounded(ahead.hours, 6),
         cost_usd=_rounded(ahead.cost_usd, 2),
         tokens=by_clock if by_clock is not None else counted,
     )

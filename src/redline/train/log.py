@@ -27,6 +27,7 @@ class StepLog:
         self.storm: list[int] = []  # the first row of them that is longer than it may be
         self._row: list[int] = []
         self._bad: list[torch.Tensor] = []
+        self.said = 0  # the last step that an event tells of
         self._unsaid = 0  # bad steps that no event has counted yet
         self._last: StepResult | None = None
         self._queued: deque[torch.cuda.Event] = deque()
@@ -50,6 +51,7 @@ class StepLog:
         result = self._last
         if result is None:
             return
+        self.said = state.step
         self.look(state.step)
         bad, self._unsaid = self._unsaid, 0
         rates = self.throughput.read()
@@ -82,7 +84,7 @@ class StepLog:
 
     def look(self, step: int) -> None:
         """Which steps since the last look changed nothing."""
-        bad = [value > 0 for value in torch.stack(self._bad).tolist()]  # waits for the GPU
+        bad = [value > 0 for value in torch.stack(self._bad).tolist()] if self._bad else []  # waits for the GPU
         self._bad.clear()
         steps = []
         for number, is_bad in enumerate(bad, start=step - len(bad)):  # counted from 0, as data are

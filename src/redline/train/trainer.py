@@ -261,9 +261,13 @@ class Trainer:
         eta = self._eta()
         self.monitor.tick(step, self.progress, eta)
         if step % self.recipe.monitor.log_every == 0 or step == self.horizon.end:
-            self.log.emit(self.state, lr=self.train.lr * self._lr_factor(step - 1), progress=self.progress, eta_s=eta)
+            self._log(eta)
         elif step % self.train.max_nonfinite == 0:
             self.log.look(step)
+
+    def _log(self, eta_s: float | None) -> None:
+        rate = self.train.lr * self._lr_factor(self.state.step - 1)
+        self.log.emit(self.state, lr=rate, progress=self.progress, eta_s=eta_s)
 
     @property
     def progress(self) -> float:
@@ -370,6 +374,8 @@ class Trainer:
     def finish(self, reason: str) -> Outcome:
         """The last look and the last save. Who was asked to leave saves first and looks at nothing."""
         abandoned = reason == "nonfinite" and self._rolls_back()
+        if self.log.said < self.state.step:  # where it ended was not known in advance
+            self._log(None)
         if reason not in ("preempted", "nonfinite"):
             self.look("after")
         if not abandoned:

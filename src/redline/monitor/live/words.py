@@ -135,6 +135,8 @@ def _health(state: RunState, status: Status, now: float, name: str) -> tuple[Moo
     skipped = f" {state.skipped} updates were skipped." if state.skipped else ""
     if status == "finished":
         return "over", f"It ended well.{skipped}"
+    if state.stop.get("reason") == "nonfinite":
+        return "bad", f"It failed.{skipped} Going on would fail again: train anew with a lower train.lr."
     words = {"failed": "It failed.", "preempted": "It had to make room.", "stopped": "It was stopped."}[str(status)]
     return "bad" if status == "failed" else "careful", f"{words}{skipped} Go on with: redline train --resume {name}"
 
