@@ -232,6 +232,6 @@ def test_the_teacher_reads_in_place_of_what_is_left_out(one: Latents) -> None:
 def test_a_wire_is_no_model_to_export(one: Latents, tmp_path: Path) -> None:
     from redline.export.folder import How, Trained, _contents
 
-    trained = Trained(tmp_path, {}, one.recipe(), None)
+    trained = Trained(tmp_path, {"data": {}}, one.recipe(), None)
     with pytest.raises(UserError, match="transformers knows no model of objective=latent_prefix"):
         _contents(trained, How(), print)
