@@ -136,3 +136,19 @@ def test_trained(attempt: Any, world: Any, tmp_path: Path, step_time: float, eva
     assert len(rates) == trainer.state.step
     assert rates[-1] <= 0.05
     assert all(0 <= a - b < 0.1 for a, b in zip(rates[WARMUP:], rates[WARMUP + 1 :], strict=False))
+
+
+def test_a_budget_that_is_spent_stays_spent(attempt: Any, world: Any, tmp_path: Path) -> None:
+    """A resume knows what the end takes, and makes no step that there is no time for."""
+    now = [50.0]
+
+    def slow_down(trainer: Any) -> None:
+        world.around(trainer, after=lambda _: now.__setitem__(0, now[0] + 1.0))
+        plain = trainer.objective.evaluate
+        trainer.objective.evaluate = lambda micro: (now.__setitem__(0, now[0] + 8.0), plain(micro))[1]
+
+    options = ("train.hours=60s", "train.steps=null", "eval.every=1000", "checkpoint.every=1000")
+    first = attempt(tmp_path, *options, prepare=slow_down, clock=lambda: now[0])
+    assert first.outcome.reason == "hours"
+    again = attempt(tmp_path, *options, prepare=slow_down, clock=lambda: now[0])
+    assert again.state.step == first.state.step > 20

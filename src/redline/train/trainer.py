@@ -121,8 +121,7 @@ class Trainer:
             clip=self.train.clip,
             seed=self.train.seed,
         )
-        seed = self.train.seed
-        self.looking = Looking(self.parallel, self.ema, self.monitor, self.throughput, self.pace, seed)
+        self.looking = Looking(self.parallel, self.ema, self.monitor, self.throughput, self.pace, self.train.seed)
         if self.train.compile:
             self.objective.compile()
         if checkpoint is not None:
@@ -149,6 +148,7 @@ class Trainer:
                 copy_weights(tensors, saved, str(checkpoint))
         self.state = TrainState.from_json(state)
         self.horizon.load_state(state["decisions"]["horizon"], self.state.step, self.state.seconds)
+        self.pace.closing |= state["decisions"].get("closing", {})
         self.batch = as_decided(BatchPlan(*state["decisions"]["batch"]), self.batch)
         self.log.skipped = int(state["skipped"])
         self.keeper.saved_at = self.state.step
@@ -323,6 +323,7 @@ class Trainer:
             "decisions": {
                 "batch": [plan.micro, plan.accumulation, plan.world],
                 "horizon": self.horizon.state(),
+                "closing": dict(self.pace.closing),
                 **({"skipped": self.skipped} if self.skipped else {}),
             },
         }
