@@ -19,7 +19,7 @@ from torch.nn.attention import sdpa_kernel
 from redline.errors import UserError
 from redline.hardware.measured import ATTENTION, gpu_key, keep, recall
 from redline.hardware.nvml import driver_version
-from redline.kernels.grouped import SDPA, by_documents, reads_groups, repeat_kv
+from redline.kernels.grouped import SDPA, by_documents, reads_groups, repeat_kv, unheard
 from redline.kernels.masks import MaskSpec, sees_block
 
 BACKENDS = ("cudnn", "flash", "efficient", "flex", "split", "dense")
@@ -300,7 +300,8 @@ def _measure_ranking(names: list[str], spec: MaskSpec, dtype: torch.dtype, shape
     times, failed, lasting = {}, {}, True
     for name in names:
         try:
-            times[name] = measure(name, spec, dtype=dtype, shape=shape)
+            with unheard():
+                times[name] = measure(name, spec, dtype=dtype, shape=shape)
         except Exception as error:  # a kernel may refuse a shape in many ways; the others still serve
             failed[name] = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
             lasting &= not isinstance(error, torch.OutOfMemoryError)  # another time there may be room
