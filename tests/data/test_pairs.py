@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.data.latent import cut_bytes
-from redline.data.pairs import Pair, divided, read_pairs
+from redline.data.pairs import Pair, divided, read_pairs, strangers
 from redline.errors import UserError
 
 SQUAD = Path(__file__).parents[3] / "shared/data/squad/squad-v1.1-40-articles.json"
@@ -136,3 +136,18 @@ def test_real_articles() -> None:
     assert (len(found), report.bad) == (8231, 0)
     train, val = divided(found, 1337, 0.1, "squad")
     assert {pair.group for pair in train}.isdisjoint(pair.group for pair in val)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=30))
+def test_a_stranger_is_about_something_else(made: list[tuple[int, int]]) -> None:
+    pairs = [Pair(f"text {text}", "", ("a",), f"group {group}") for group, text in made]
+    found = strangers(pairs)
+    groups, texts = {pair.group for pair in pairs}, {pair.text for pair in pairs}
+    if len(groups) > 1:
+        assert found is not None
+        assert all(pairs[other].group != pair.group for pair, other in zip(pairs, found, strict=True))
+    elif len(texts) > 1:
+        assert found is not None
+        assert all(pairs[other].text != pair.text for pair, other in zip(pairs, found, strict=True))
+    else:
+        assert found is None

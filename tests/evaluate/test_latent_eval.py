@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 
 from latents import Latents, other_base, piece_base
 from redline.cli.main import app
-from redline.evaluate.latent import compare
+from redline.data.pairs import Pair
+from redline.evaluate.latent import _all_slots, _marks, compare
 from redline.evaluate.trained import open_trained
+from redline.objectives.base import Answered
 from redline.objectives.latent_writing import from_latents, from_prompts
 
 pytest.importorskip("transformers", reason="bases are made by transformers")
@@ -77,8 +79,8 @@ def test_every_condition_beside_the_others(run: Path, typed: Typed) -> None:
         assert abs(latent - int8) < abs(latent - int4) + 1e-3 < 1.0
     wire = found["wire"]
     assert (wire["fp16"], wire["int8"], wire["int4"]) == (128, 68, 36)
-    assert wire["larger_than_text"] == {"fp16": True, "int8": False, "int4": False}
-    assert wire["utf8"] > wire["int8"]
+    assert wire["larger_than_text"] == {"fp16": True, "int8": True, "int4": False}
+    assert wire["int8"] > wire["utf8"] == 64 > wire["int4"], "as much as the encoder reads"
     assert -1 <= found["latent_cosine"] <= 1
     shown = typed("eval", str(run), "--answers", "match", "--questions", "2", "--tokens", "2")
     assert "larger than the text" in shown
@@ -151,3 +153,22 @@ def test_rows_can_be_looked_at_before(run: Path, typed: Typed) -> None:
     assert shown.count("text 1: ") == 1
     assert "→ name " in shown
     assert "rows to train on" in shown
+
+
+def test_a_wire_is_held_against_what_it_carries(run: Path) -> None:
+    """Not against the rest of a text, which the encoder has not read; and with every model's own slots."""
+    objective: Any = open_trained(run, device="cpu").objective
+    objective.options = objective.options.model_copy(update={"bytes": 16})
+    found = compare(objective, count=3, tokens=2, where="a run")
+    whole = sum(len(pair.text.encode()) for pair in objective.examples()[:3]) / 3
+    assert found.wire["utf8"] == 16
+    assert found.wire["unread"] == pytest.approx(whole - 16)
+    assert any("more were cut off unread" in line for line in found.lines())
+    shared, private = torch.zeros(2, 3, 8), torch.ones(2, 5, 8)
+    assert _all_slots({"0": shared, "1": private}, 2).shape == (3 + 2, 8)
+
+
+def test_numbers_are_compared_as_numbers_when_asked_for() -> None:
+    said, pairs = [Answered("5", True, 1)], [Pair("two minus seven", "", ("-5",), "a group")]
+    assert _marks(said, pairs, numbers=False)["exact_match"] == 1.0, "by words, without punctuation"
+    assert _marks(said, pairs, numbers=True)["exact_match"] == 0.0

@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.metrics.answers import RULE, exact_match, f1, final_answer, gsm8k_answer, gsm8k_exact_match, normalised
+from redline.metrics.answers import (
+    RULE,
+    behind_mark,
+    exact_match,
+    f1,
+    final_answer,
+    gsm8k_answer,
+    gsm8k_exact_match,
+    normalised,
+    number_match,
+)
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k/test.jsonl"
 
@@ -138,3 +148,18 @@ def test_f1_is_symmetric_and_never_below_exact_match(one: str, other: str) -> No
     assert f1([one], [other]) == f1([other], [one])
     assert 0.0 <= exact_match([one], [other]) <= f1([one], [other]) <= 1.0
     assert exact_match([one], [one]) == f1([one], [one]) == 1.0
+
+
+@pytest.mark.parametrize("answer", ["1/2", "16 m2", "5 of 9", "2:30", "3 hours 20 minutes", "12 km", "-4", "$1,250.50"])
+def test_an_answer_behind_its_mark_is_right(answer: str) -> None:
+    """Also with several numbers: both sides are read by one rule."""
+    said = f"So it is 7 + 5.<|answer|>{answer}<|pad|>"
+    assert gsm8k_exact_match([said], [answer]) == 1.0
+    assert number_match([said], [["99", answer]]) == 1.0
+    assert exact_match([behind_mark(said)], [answer]) == 1.0
+    assert gsm8k_exact_match([said], ["77"]) == 0.0
+
+
+def test_numbers_are_not_words() -> None:
+    assert exact_match(["5"], [["-5"]]) == 1.0, "by SQuAD's rules"
+    assert number_match(["5"], [["-5"]]) == 0.0

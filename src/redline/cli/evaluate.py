@@ -95,7 +95,7 @@ def evaluate(
         settings=settings or (),
     )
     if answers is not None and hasattr(trained.objective, "encoded"):
-        _show_comparison(trained, _compare(trained, questions, tokens or _LATENT_TOKENS), json_)
+        _show_comparison(trained, _compare(trained, answers, questions, tokens or _LATENT_TOKENS), json_)
         return
     exam = None if answers is None else _examine(trained, answers, questions, tokens or _TOKENS)
     if under is not None:
@@ -137,12 +137,13 @@ def _written(trained: Trained, under: str, count: int, tokens: int, device: str)
         return generative_perplexity(trained.objective, score, count=count, tokens=tokens, where=trained.name, told=bar)
 
 
-def _compare(trained: Trained, count: int | None, tokens: int) -> Comparison:
+def _compare(trained: Trained, kind: str, count: int | None, tokens: int) -> Comparison:
     from redline.evaluate.latent import compare
 
     objective: Any = trained.objective
     with _AnswerBar() as bar:
-        return compare(objective, count=count, tokens=tokens, where=trained.name, told=bar)
+        numbers = kind == "gsm8k"
+        return compare(objective, count=count, tokens=tokens, numbers=numbers, where=trained.name, told=bar)
 
 
 def _show_comparison(trained: Trained, found: Comparison, json_: bool) -> None:

@@ -218,6 +218,8 @@ def load_pairs(
         kept, out = divided(pairs, seed, val_fraction, part.source)
         trained.append(kept)
         held.append(out)
+    read = {pair.text for some in held for pair in some}  # in one source to train on, in another held out
+    trained = [[pair for pair in some if pair.text not in read] for some in trained]
     told = PairsReport(reports, 0, 0)
     tell = _Fitting(told, readers, Lengths(most_bytes, patch, tuple(room), words), data.overlong, names)
     each = [tell.rows(list(dict.fromkeys(some)) if data.dedup else some) for some in trained]

@@ -141,6 +141,20 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
+def strangers(pairs: Sequence[Pair]) -> list[int] | None:
+    """For each the next one, around, of another group: about something else. Of another text, where all are of one
+    group; None where there is but one text."""
+    kinds: list[list[str]] = [[pair.group for pair in pairs], [pair.text for pair in pairs]]
+    for names in kinds:
+        if len(set(names)) > 1:
+            around = [*names, *names]
+            return [
+                next(other for other in range(place + 1, len(around)) if around[other] != names[place]) % len(names)
+                for place in range(len(names))
+            ]
+    return None
+
+
 def divided(pairs: Sequence[Pair], seed: int, fraction: float, where: str) -> tuple[list[Pair], list[Pair]]:
     """Those to train on, and those held out: groups whose seeded hash falls below `fraction`, so no order matters.
 

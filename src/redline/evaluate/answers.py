@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from redline.errors import UserError
-from redline.metrics.answers import RULE, exact_match, f1, final_answer, gsm8k_exact_match
+from redline.metrics.answers import RULE, behind_mark, exact_match, f1, final_answer, gsm8k_exact_match
 
 if TYPE_CHECKING:
     from redline.objectives.base import Answered, Asked, Objective
@@ -101,5 +101,6 @@ def examine(
 
 
 def _marked(kind: str, asked: Asked, answer: Answered) -> Marked:
-    marks = {name: score([answer.text], [asked.reference]) for name, score in METRICS[kind].items()}
+    said = answer.text if kind == "gsm8k" else behind_mark(answer.text)
+    marks = {name: score([said], [asked.reference]) for name, score in METRICS[kind].items()}
     return Marked(asked.question, asked.reference, answer.text, answer.ended, marks, answer.looks)

@@ -4,7 +4,8 @@ text        the whole text in front of the question: what the latents are to sta
 latent      their latents
 budget      the first M tokens of the text: as long a prompt as the prefix
 no_context  the question without its context (or nothing, where it cannot be told apart)
-other       the latents of another text: what the prefix teaches without saying anything about this one
+other       the latents of a text of another group (article, problem): what the prefix teaches without saying
+            anything about this one
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from redline.data.pairs import Pair
+from redline.data.latent import cut_bytes
+from redline.data.pairs import Pair, strangers
 from redline.data.wire import from_wire, to_wire
 from redline.errors import UserError
-from redline.metrics.answers import exact_match, f1
+from redline.metrics.answers import exact_match, f1, number_match
 from redline.metrics.wire import text_bytes, verdict
 from redline.models.latent import cosine
 from redline.objectives.base import Answered
@@ -70,7 +73,8 @@ class Comparison:
         shown = "unknown" if self.latent_cosine is None else f"{self.latent_cosine:.3f} (1 is collapse)"
         told.append(f"cosine between latents of different texts {shown}")
         wire = self.wire
-        told.append(f"text {wire['utf8']:.0f} bytes, gzip {wire['gzip']:.0f}")
+        unread = f"; {wire['unread']:.0f} more were cut off unread" if wire["unread"] >= 0.5 else ""
+        told.append(f"text {wire['utf8']:.0f} bytes, gzip {wire['gzip']:.0f}{unread}")
         told += [f"wire {kind} {wire[kind]} bytes: {verdict(wire[kind], wire['utf8'])}" for kind in BITS]
         return told
 
@@ -82,9 +86,11 @@ def compare(
     count: int | None,
     tokens: int,
     where: str,
+    numbers: bool = False,
     told: Told = lambda done, total: None,
 ) -> Comparison:
-    """The first `count` of what is held out, by each model and in each condition; greedy, of at most `tokens`."""
+    """The first `count` of what is held out, by each model and in each condition; greedy, of at most `tokens`. With
+    `numbers` an answer matches by its number, else by its words."""
     objective.narrow(count)
     pairs = objective.examples()
     if not pairs:
@@ -95,15 +101,24 @@ def compare(
     latents = _latents(objective, pairs)
     models: dict[str, dict[str, Any]] = {}
     for name, one in objective.frozen.items():
-        models[name] = _examined(objective, one, pairs, latents[name], tokens)
+        models[name] = _examined(objective, one, pairs, latents[name], tokens, numbers)
         told(len(models) * len(pairs), len(objective.frozen) * len(pairs))
-    sizes = [text_bytes(pair.text) for pair in pairs]
-    first = next(iter(latents.values()))
-    sent = {kind: len(to_wire(first[0].float().cpu().numpy(), kind)) for kind in BITS}
+    whole = [pair.text.encode("utf-8", "replace") for pair in pairs]
+    read = [cut_bytes(pair.text, objective.options.bytes) for pair in pairs]  # what the wire stands for
+    sizes = [text_bytes(one.decode("utf-8")) for one in read]
+    slots = _all_slots(latents, objective.options.private_slots)
+    sent = {kind: len(to_wire(slots, kind)) for kind in BITS}
     text = {key: float(np.mean([one[key] for one in sizes])) for key in ("utf8", "gzip")}
+    text["unread"] = float(np.mean([len(all_) - len(some) for all_, some in zip(whole, read, strict=True)]))
     wire = {**text, **sent, "larger_than_text": {kind: size > text["utf8"] for kind, size in sent.items()}}
     meter = cosine([torch.cat(list(latents.values()), 1).float()])
     return Comparison(models, wire, meter, len(pairs), max(1e-9, time.monotonic() - begun))
+
+
+def _all_slots(latents: dict[str, Tensor], private: int) -> npt.NDArray[np.float32]:
+    """One text's: those that all models read, and each one's own."""
+    first, *others = (z[0].float().cpu().numpy() for z in latents.values())
+    return np.concatenate([first, *(z[len(z) - private :] for z in others)])
 
 
 def _latents(objective: LatentPrefix, pairs: Sequence[Pair]) -> dict[str, Tensor]:
@@ -114,7 +129,9 @@ def _latents(objective: LatentPrefix, pairs: Sequence[Pair]) -> dict[str, Tensor
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _examined(job: LatentPrefix, one: Frozen, pairs: Sequence[Pair], z: Tensor, tokens: int) -> dict[str, Any]:
+def _examined(
+    job: LatentPrefix, one: Frozen, pairs: Sequence[Pair], z: Tensor, tokens: int, numbers: bool
+) -> dict[str, Any]:
     reader, slots, room = one.reader, z.shape[1], context_of(one) - tokens - 1
     assert reader is not None
     answers = [reader.answer(pair.answers[0]) for pair in pairs]
@@ -123,18 +140,19 @@ def _examined(job: LatentPrefix, one: Frozen, pairs: Sequence[Pair], z: Tensor, 
         "budget": [text_prompt(one, pair.text, room, slots) for pair in pairs],
         "no_context": [text_prompt(one, pair.question, room) for pair in pairs],
     }
-    sent = {"latent": z, "other": z.roll(1, 0)} | {kind: _sent(z, kind) for kind in QUANTISED}
+    other = strangers(pairs)
+    sent = {"latent": z} | ({"other": z[other]} if other else {}) | {kind: _sent(z, kind) for kind in QUANTISED}
     found: dict[str, dict[str, float | None]] = {}
     for name in (*CONDITIONS, *QUANTISED):
         if name in prompts:
             said, scores = from_prompts(one, prompts[name], tokens), _of_prompts(one, prompts[name], answers)
-        elif name == "other" and len(pairs) < 2:
+        elif name not in sent:  # there is but one text
             continue
         else:
             said = from_latents(job, one.name, sent[name], tokens)
             scores = _of_latents(job, one, sent[name], answers)
         shown = f"latent {name}" if name in QUANTISED else name
-        found[shown] = {**_marks(said, pairs), **scores.figures()}
+        found[shown] = {**_marks(said, pairs, numbers), **scores.figures()}
     whole = float(np.mean([reader.count(pair.text) for pair in pairs]))
     return {"title": one.spec.title, "conditions": found, "prompt_tokens": whole, "prefix": slots}
 
@@ -145,9 +163,10 @@ def _sent(z_BMD: Tensor, kind: str) -> Tensor:
     return torch.from_numpy(np.stack([from_wire(to_wire(one, kind), one.shape, kind) for one in raw])).to(z_BMD.device)
 
 
-def _marks(said: Sequence[Answered], pairs: Sequence[Pair]) -> dict[str, float]:
+def _marks(said: Sequence[Answered], pairs: Sequence[Pair], numbers: bool) -> dict[str, float]:
     texts, right = [one.text for one in said], [pair.answers for pair in pairs]
-    return {"exact_match": exact_match(texts, right), "f1": f1(texts, right)}
+    equal = number_match if numbers else exact_match
+    return {"exact_match": equal(texts, right), "f1": f1(texts, right)}
 
 
 def _of_prompts(one: Frozen, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Scores:

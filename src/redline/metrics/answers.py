@@ -56,12 +56,25 @@ def final_answer(text: str) -> str | None:
 
 def gsm8k_exact_match(predictions: Sequence[str], references: Sequence[str]) -> float:
     """The share of predictions whose number is the reference's."""
+    return _mean(predictions, references, _same_number)
 
-    def same(prediction: str, reference: str) -> float:
-        answer = final_answer(prediction)
-        return float(answer is not None and answer == final_answer(reference))
 
-    return _mean(predictions, references, same)
+def number_match(predictions: Sequence[str], references: References) -> float:
+    """The same, where any of several references is right."""
+    return _mean(predictions, references, lambda said, true: _best(said, true, _same_number))
+
+
+def _same_number(prediction: str, reference: str) -> float:
+    """A bare reference is what would stand behind the prediction's mark: of “1/2” both have their first number."""
+    bare = _ANSWER in prediction and _ANSWER not in reference and "####" not in reference
+    answer = final_answer(prediction)
+    return float(answer is not None and answer == final_answer(_ANSWER + reference if bare else reference))
+
+
+def behind_mark(text: str) -> str:
+    """What is the answer in words: all that stands behind the last mark, or the whole text where there is none."""
+    _, mark, behind = text.rpartition(_ANSWER)
+    return behind.partition(_SPECIAL)[0] if mark else text
 
 
 def normalised(text: str) -> str:

@@ -15,6 +15,7 @@ from redline.data.index import Index
 from redline.data.progress import ProgressCallback
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.data.tokens import TokenSplit
+from redline.errors import UserError
 from redline.models.denoise import Vocabulary, denoise
 from redline.objectives import causal_lm, records
 from redline.objectives.base import Sample, Sampling
@@ -119,7 +120,10 @@ class TextDiffusion(DiffusionObjective):
             return []
         vocabulary, block = self.data.vocabulary, self.options.block_size
         start = [self.data.text.tokens.eot, *self.tokenizer.encode(prompt)]
-        length = -(-(len(start) + how.tokens) // block) * block
+        if block == self.recipe.data.seq_len and len(start) >= block:
+            what = f"a prompt of {len(start)} tokens leaves nothing of the run's one block of {block} to write."
+            raise UserError(what, where="--prompt", fix="Give a shorter one.")
+        length = block if block == self.recipe.data.seq_len else -(-(len(start) + how.tokens) // block) * block
         row = start + [vocabulary.mask] * (length - len(start))
         self.model.eval()
         with self.uncompiled():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from redline.data.latent import PAD, Lengths, Rows, byte_rows, cut_bytes
-from redline.data.pairs import Pair
+from redline.data.pairs import Pair, strangers
 from redline.fields import AUTO
 from redline.jobs.latent_prefix import slots_read, taught
 from redline.kernels.attention import Selection
@@ -237,33 +237,38 @@ class LatentPrefix(Objective):
 
     @torch.no_grad()
     def evaluate(self, micro: int) -> dict[str, float | None]:
-        """`loss` is the answers' −log p per token, averaged over the models; `other` the same with another text's
-        latents: where the two are equal, nothing came over the wire."""
+        """`loss` is the answers' −log p per token, averaged over the models; `other` the same with the latents of a
+        text of another group: where the two are equal, nothing came over the wire."""
         rows = self.data.held_out
         if rows is None or not len(rows):
             return {"loss": None, "perplexity": None, "latent_cosine": None}
         count, size = min(len(rows), self.recipe.eval.sequences), max(_AT_ONCE, micro)
-        scores, others = ({name: Scores() for name in self.frozen} for _ in range(2))
-        latents: list[Tensor] = []
+        batches = [np.arange(first, min(first + size, count)) for first in range(0, count, size)]
         self.model.eval()
         with self.uncompiled():
-            for first in range(0, count, size):
-                batch = self._tensors(rows, np.arange(first, min(first + size, count)))
-                batch = {key: tensor.to(self.device) for key, tensor in batch.items()}
-                made = self.model.latents(batch["bytes"])
-                latents.append(torch.cat(list(made.values()), 1).float())
-                for name, one in self.frozen.items():
-                    targets = batch[f"targets.{name}"]
-                    for sums, z in ((scores, made[name]), (others, made[name].roll(1, 0))):
-                        if sums is scores or len(z) > 1:
-                            sums[name] += score(one.decoder, one.states(self.model.prefix(name, z), targets), targets)
+            made = [self.model.latents(self._tensors(rows, some)["bytes"].to(self.device)) for some in batches]
+            latents = {name: torch.cat([part[name] for part in made]) for name in self.frozen}
+            scores = self._scores(rows, batches, latents)
+            other = strangers(rows.pairs[:count])
+            others = None if other is None else self._scores(rows, batches, {n: z[other] for n, z in latents.items()})
         self.model.train()
         found: dict[str, float | None] = {}
-        for name in self.frozen:
-            found |= {f"{key}_{name}": value for key, value in scores[name].figures().items()}
-            found[f"other_nll_{name}"] = others[name].figures()["nll"] if others[name].rows else None
+        for name, sums in scores.items():
+            found |= {f"{key}_{name}": value for key, value in sums.figures().items()}
+            found[f"other_nll_{name}"] = None if others is None else others[name].figures()["nll"]
         loss = sum(one.figures()["nll"] for one in scores.values()) / len(scores)
-        return {"loss": loss, "perplexity": perplexity(loss), "latent_cosine": cosine(latents), **found}
+        meter = cosine([torch.cat(list(latents.values()), 1).float()])
+        return {"loss": loss, "perplexity": perplexity(loss), "latent_cosine": meter, **found}
+
+    def _scores(self, rows: Rows, batches: list[np.ndarray], latents: dict[str, Tensor]) -> dict[str, Scores]:
+        """Of each model's answers to these rows, from such latents."""
+        found = {name: Scores() for name in self.frozen}
+        for some in batches:
+            batch = self._tensors(rows, some)
+            for name, one in self.frozen.items():
+                targets, prefix = batch[f"targets.{name}"].to(self.device), self.model.prefix(name, latents[name][some])
+                found[name] += score(one.decoder, one.states(prefix, targets), targets)
+        return found
 
     @torch.no_grad()
     def encoded(self, texts: list[str]) -> dict[str, Tensor]:
