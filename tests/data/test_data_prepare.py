@@ -40,8 +40,8 @@ def test_no_token_is_lost(
 ) -> None:
     tokenizer = trained if spec == "train" else load_tokenizer("bytes")
     data = prepare(documents, tokenizer, tmp_path / "out", val_fraction=0.2, shard_tokens=shard_tokens)
-    held_out = [d.text for d in documents if is_validation(d.name, 0.2)]
-    trained_on = [d.text for d in documents if not is_validation(d.name, 0.2)]
+    held_out = [d.text for d in documents if is_validation(d.digest(), 0.2)]
+    trained_on = [d.text for d in documents if not is_validation(d.digest(), 0.2)]
     assert data.val is not None
     assert texts_of(data.train, tokenizer) == trained_on
     assert texts_of(data.val, tokenizer) == held_out

@@ -221,7 +221,7 @@ def test_pieces_follow_from_the_text_alone(text: str, cuts: list[int]) -> None:
 
 
 def test_a_stream_holds_out_only_at_its_beginning() -> None:
-    documents = [Document(f"{i}", "x" * 100) for i in range(400)]
+    documents = [Document(f"{i}", f"{i:03d}" + "x" * 97) for i in range(400)]
     found = [split for split, _ in split_documents(documents, 0.2, val_within=10_000)]
     assert found[:100].count(VAL) > 5
     assert set(found[100:]) == {REST}

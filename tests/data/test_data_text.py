@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from redline.data.sources import source_documents
+from redline.data.splits import split_documents
 from redline.data.tally import Tally
 from redline.data.text import Document, embedded_documents, embedded_files, is_validation
 from redline.errors import UserError
@@ -68,11 +69,23 @@ def test_nothing_to_read_is_refused(tmp_path: Path) -> None:
             read(tmp_path / name)
 
 
-def test_split_follows_the_name_and_the_fraction() -> None:
-    names = [f"document {i}" for i in range(4000)]
-    held_out = {name for name in names if is_validation(name, 0.05)}
-    assert held_out == {name for name in reversed(names) if is_validation(name, 0.05)}
+def test_split_follows_the_text_and_the_fraction() -> None:
+    texts = [Document(f"row {i}", f"document {i}").digest() for i in range(4000)]
+    held_out = {text for text in texts if is_validation(text, 0.05)}
+    assert held_out == {text for text in reversed(texts) if is_validation(text, 0.05)}
     assert 120 < len(held_out) < 280
-    assert held_out < {name for name in names if is_validation(name, 0.2)}
-    assert not any(is_validation(name, 0.0) for name in names)
-    assert all(is_validation(name, 1.0) for name in names)
+    assert held_out < {text for text in texts if is_validation(text, 0.2)}
+    assert not any(is_validation(text, 0.0) for text in texts)
+    assert all(is_validation(text, 1.0) for text in texts)
+
+
+def test_copies_are_on_one_side() -> None:
+    """Whatever they are called, and whichever source they are in."""
+    texts = [f"text {number}" for number in range(300)]
+    one, other = ([Document(f"{name}:{n}", text) for n, text in enumerate(texts)] for name in ("a.jsonl", "b.jsonl"))
+    sides: dict[str, set[str]] = {"train": set(), "val": set()}
+    for documents in (one, [*other, *one]):
+        for split, document in split_documents(documents, 0.2):
+            sides[split].add(document.text)
+    assert len(sides["val"]) > 30
+    assert not sides["train"] & sides["val"]

@@ -45,7 +45,7 @@ def split_documents(
 ) -> Iterator[tuple[str, AnyDocument]]:
     """Each document with its split, `train` or `val`.
 
-    In a large collection the hash of its name decides. Of a small one (a single file is one document) that could
+    In a large collection the hash of its text decides. Of a small one (a single file is one document) that could
     hold out nothing, or nearly all: there the end of every document is held out, cut at a line.
     With `val_within` only documents that begin within so many characters are held out; later ones are the `rest`.
     """
@@ -63,7 +63,7 @@ def split_documents(
         if val_within is not None and met >= val_within:
             yield REST, document
             continue
-        yield VAL if is_validation(document.name, val_fraction) else TRAIN, document
+        yield VAL if is_validation(document.digest(), val_fraction) else TRAIN, document
         met += len(document.text) if isinstance(document, Document) else document.stop - document.start
 
 

@@ -139,7 +139,7 @@ def _text_files(path: Path) -> list[SourceFile]:
     return files
 
 
-def is_validation(name: str, fraction: float) -> bool:
-    """Whether the document of this name is held out: by the name alone, so that no order or neighbour matters."""
-    digest = hashlib.sha256(name.encode("utf-8")).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
+def is_validation(digest: bytes, fraction: float) -> bool:
+    """Whether a document is held out: by its text alone, so that no order, name or neighbour matters, and no copy of it
+    in this source or another is on the other side."""
+    return int.from_bytes(digest, "big") < fraction * 2.0**64
