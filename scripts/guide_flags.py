@@ -126,14 +126,18 @@ def remarks(given: argparse.Namespace) -> list[str]:
     return said
 
 
+def resumes(words: Sequence[str]) -> bool:
+    return any(word.split("=")[0] == "--resume" for word in words)
+
+
 def run(description: str, defaults: Defaults, words: Sequence[str] | None = None) -> None:
     """Translate, say what became of each flag, and hand over to the `redline` command."""
     given, rest = parser(description, defaults).parse_known_args(words)
     for remark in remarks(given):
         print(remark, file=sys.stderr)
     theirs = {canonical(word.removeprefix("+").split("=")[0], None)[0] for word in rest if "=" in word}
-    mine = [] if "--resume" in rest else overrides(given, defaults, theirs)
-    recipe = [] if "--resume" in rest else [RECIPE]
+    mine = [] if resumes(rest) else overrides(given, defaults, theirs)
+    recipe = [] if resumes(rest) else [RECIPE]
     if f"train.target_loss={TARGET_LOSS}" in mine:
         print(f"train.target_loss: {TARGET}", file=sys.stderr)
     if recipe and "data.source" not in theirs:

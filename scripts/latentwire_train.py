@@ -61,7 +61,7 @@ def run(words: Sequence[str] | None = None) -> None:
         if getattr(given, flag):
             print(f"--{flag}: {meaning}", file=sys.stderr)
     theirs = {canonical(word.removeprefix("+").split("=")[0], None)[0] for word in rest if "=" in word}
-    mine = [] if "--resume" in rest else [RECIPE, *overrides(given, theirs)]
+    mine = [] if any(word.split("=")[0] == "--resume" for word in rest) else [RECIPE, *overrides(given, theirs)]
     print("redline train", *mine, *rest, file=sys.stderr)
     sys.argv = ["redline", "train", *mine, *rest]
     main()

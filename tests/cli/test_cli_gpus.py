@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,21 @@ def test_two_processes(words: list[str], world: Any, tmp_path: Path) -> None:
     ]
     exported = redline("export", str(run), "--out", str(tmp_path / "model"))
     assert exported.returncode == 0, exported.stderr
+    for words in (("eval", str(run)), ("sample", str(run), "--prompt", "a", "--tokens", "2")):
+        read = redline(*words)
+        assert read.returncode == 0, read.stderr
+    planned = redline("train", "--resume", str(run), "train.steps=8", "--dry-run", "--gpus", "4")
+    assert planned.returncode == 0, planned.stderr
+
+
+def test_what_is_missing_is_named_before_ranks_begin(words: list[str], tmp_path: Path) -> None:
+    if find_spec("wandb"):
+        pytest.skip("it is there")
+    done = redline("train", *words, "monitor.wandb=true", "--run", str(tmp_path / "run"), "--gpus", "2")
+    assert done.returncode == 2
+    assert "wandb" in done.stderr
+    assert "torch" not in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_batch_that_two_cannot_share(words: list[str], tmp_path: Path) -> None:

@@ -155,6 +155,13 @@ def test_preempted_goes_back_into_the_queue_and_on(node: Any, job: Any) -> None:
     assert node.trained() == [["--resume", "runs/toy-7"]], "the same directory, with the run's own recipe"
 
 
+def test_a_run_that_is_there_goes_on_with_what_is_changed(node: Any, job: Any) -> None:
+    script = job("toy", "train.steps=9", run="runs/mine", changes=("train.steps=9",)).script()
+    node.run(script, {"code": 75, "makes": ["lock.json"]})
+    node.run(script, {"code": 0})
+    assert node.trained()[-1] == ["--resume", "runs/mine", "train.steps=9"]
+
+
 def test_the_notice_is_handed_on(node: Any, job: Any) -> None:
     """Even ranks that die of it, before they listen, are requeued."""
     for code in (75, 138):

@@ -6,7 +6,7 @@ import pytest
 
 from redline.errors import UserError
 from redline.monitor.events import EventLog
-from redline.monitor.runs import find_runs, is_locked, resolve_run, stop_request_path, summarise
+from redline.monitor.runs import find_runs, is_locked, resolve_run, run_status, stop_request_path, summarise
 
 
 def make_run(path, *events, age=0):
@@ -192,3 +192,9 @@ def test_without_any_run_the_advice_is_to_train(tmp_path, name):
 
 def test_the_stop_request_lies_in_the_run(tmp_path):
     assert stop_request_path(tmp_path) == tmp_path / "stop-requested"
+
+
+def test_who_could_not_save_has_not_finished(tmp_path):
+    stop = {"type": "stop", "reason": "steps"}
+    assert run_status(tmp_path, [{"type": "start"}, stop]) == "finished"
+    assert run_status(tmp_path, [{"type": "start"}, {**stop, "saved": False}]) == "failed"

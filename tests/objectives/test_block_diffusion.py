@@ -124,7 +124,7 @@ def test_the_estimate_is_right_on_average(world: Any, tmp_path: Path) -> None:
                 hidden, shown = len(places), len(free) - len(places)
                 chance = gamma(hidden) * gamma(shown + 1) / gamma(hidden + shown + 1)
                 exact -= chance * float(found[masked].sum())
-        draws = 4096
+        draws = 16384
         many = Rows(*(None if x is None else np.repeat(x, draws, 0) for x in one))
         batch = objective._noised(many, SEED, np.arange(draws), draws, WHOLE)
         estimate = float(objective.loss(batch)["bound"].sum) / draws

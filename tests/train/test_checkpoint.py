@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from redline.errors import UserError
+from redline.monitor.runs import stop_request_path
 from redline.train import checkpoint, saving
 from redline.train.checkpoint import (
     Committed,
@@ -28,6 +30,7 @@ from redline.train.checkpoint import (
     step_name,
     verify,
 )
+from redline.train.rundir import RunDirectory
 from redline.train.saving import HostCopy, Saver
 from redline.train.state import TrainState
 
@@ -259,3 +262,30 @@ def test_a_defect_in_the_background_surfaces(tmp_path: Path, monkeypatch: pytest
     saver.save(snapshot(1))
     with pytest.raises(RuntimeError, match="a defect"):
         saver.wait()
+
+
+def test_a_colleague_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
+    """safetensors writes files that only their owner can open."""
+    before = os.umask(0o002)
+    try:
+        done = commit(tmp_path, snapshot(1))
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in done.path.iterdir()} == {0o664}
+
+
+def test_a_stop_that_came_too_late_is_not_for_the_next(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "run"):
+        stop_request_path(tmp_path / "run").touch()
+    with RunDirectory(tmp_path / "run") as again:
+        assert not again.stop_requested()
+
+    def fails() -> None:
+        with RunDirectory(tmp_path / "run"):
+            stop_request_path(tmp_path / "run").touch()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()  # who begins again after that still hears it
+    with RunDirectory(tmp_path / "run") as again:
+        assert again.stop_requested()

@@ -69,12 +69,23 @@ def launch(
         cpus=cpus_per_gpu,
         seconds=None if time is None else parse_time(time),
         run=None if run is None else str(run),
+        changes=_changes(run, overrides),
         sbatch=options,
     )
     if submit:
         _submit(job)
     else:
         typer.echo(job.script(), nl=False)
+
+
+def _changes(run: Path | None, overrides: list[str]) -> tuple[str, ...]:
+    """What a run that is there already is to go on with; what it cannot is refused."""
+    from redline.recipe.lock import LOCK, locked_recipe, read_lock
+
+    if run is None or not (run / LOCK).is_file():
+        return ()
+    locked_recipe(run, read_lock(run), overrides)
+    return tuple(overrides)
 
 
 def _check_batch(loaded: Loaded, world: int) -> None:

@@ -23,6 +23,7 @@ from redline.monitor.runs import EVENTS, resolve_run
 from redline.monitor.sinks import require_packages
 from redline.recipe.load import Loaded
 from redline.recipe.lock import locked_recipe, read_lock
+from redline.recipe.parallel import for_world
 from redline.recipe.resolve import Resolved, resolve
 from redline.recipe.schema import Recipe
 from redline.units import format_count
@@ -64,7 +65,8 @@ def _changed_before(run: Path) -> list[str]:
     """What earlier resumes have changed: whoever goes on need not say it again."""
     starts = [event for event in read_events(run / EVENTS) if event["type"] == "start"]
     resumes = [event for event in starts if event.get("resumed_from") is not None]
-    return [str(word) for event in resumes for word in event.get("overrides") or ()]
+    words = [event.get("overrides") for event in resumes]
+    return [str(word) for some in words if isinstance(some, list) for word in some]
 
 
 def _start(loaded: Loaded, path: Path, *, dry_run: bool, resumed: bool, overrides: list[str], gpus: int) -> int:
@@ -143,7 +145,7 @@ def _plan(recipe: Recipe, console: View, ranks: Ranks, *, resumed: bool, gpus: i
     console.event({"type": "warmup", "message": "looking at the machine"})
     machine = detect(recipe.train.device)
     if gpus > 1 and not ranks.joined:  # a dry run of several
-        return resolve(recipe, machine, data.facts, gpus=gpus), data
+        return resolve(for_world(recipe, gpus) if resumed else recipe, machine, data.facts, gpus=gpus), data
     return resolved_alike(recipe, machine, data.facts, ranks, resumed=resumed), data
 
 

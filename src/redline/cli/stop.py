@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import typer
 
 from redline.cli.options import RunArgument
@@ -21,5 +23,9 @@ def stop(run: RunArgument = "latest") -> None:
     path, _ = resolve_run(run, RUNS)
     if not is_locked(path):
         raise UserError("is not running.", where=str(path), fix="`redline runs` shows what is.")
-    stop_request_path(path).touch()
-    typer.echo(f"asked {path} to save and stop; go on later with: redline train --resume {path}")
+    try:
+        stop_request_path(path).touch()
+    except OSError as error:
+        fix = "Ask its owner to stop it."
+        raise UserError(f"cannot be written ({error.strerror}).", where=str(path), fix=fix) from None
+    typer.echo(f"asked {path} to save and stop; go on later with: redline train --resume {shlex.quote(str(path))}")

@@ -16,10 +16,11 @@ import typer
 
 from redline.cache import make_folder
 from redline.cli.together import CONSOLE
-from redline.errors import EXIT_FAILED, RecipeError, UsageError
+from redline.errors import EXIT_FAILED, RecipeError, UsageError, UserError
 from redline.hardware.host import available_cores
 from redline.hardware.nvml import open_nvml, visible_handles
 from redline.monitor.runs import LOCK
+from redline.monitor.sinks import require_packages
 from redline.plan.parallel import undivided
 from redline.recipe.checks import number
 from redline.recipe.schema import Recipe
@@ -79,8 +80,12 @@ class Processes:
         except OSError:
             return False
 
+    def _family(self) -> set[int]:
+        """All that was begun here and is alive: ranks that have not told their numbers yet, too."""
+        return {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if self._is_ours(int(entry.name))}
+
     def end(self, pids: Sequence[int]) -> None:
-        for pid in pids:
+        for pid in {*pids, *self._family()} - {self.process.pid}:
             if self._is_ours(pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -100,7 +105,14 @@ def train_supervised(
     several = ["--gpus", str(gpus)] if gpus > 1 else []
     kept = overrides if resumed else ()
     log = path / LOG
-    make_folder(path)
+    require_packages(recipe.monitor)
+    try:
+        make_folder(path)
+        if gpus > 1:
+            open(log, "ab", opener=unlinked).close()
+    except OSError as error:
+        fix = "Choose another with --run."
+        raise UserError(f"cannot be written ({error.strerror}).", where=str(path), fix=fix) from None
 
     def start(recovery: str | None) -> Processes:
         begun = (path / LOCK).is_file()

@@ -17,6 +17,7 @@ from redline.objectives import objective_module
 from redline.objectives.base import Objective
 from redline.recipe.load import parse_overrides
 from redline.recipe.lock import locked_recipe, read_lock
+from redline.recipe.parallel import for_world
 from redline.recipe.resolve import DataFacts, resolve
 from redline.recipe.schema import Recipe
 from redline.train.weights import copy_weights, find_weights
@@ -79,7 +80,7 @@ def open_trained(
         data = module.load_data(recipe, for_evaluation=source is not None)
         facts = data.facts
     _same_tokenizer(chosen.state, facts.tokenizer_fingerprint, run)
-    resolved = resolve(recipe, machine, facts)
+    resolved = resolve(for_world(recipe, 1), machine, facts)  # whoever trained it, one process reads it
     objective: Objective = module.create(resolved, data)
     _same_base(chosen.state, objective.identity(), run)
     objective.build(torch.device(machine.device))

@@ -77,8 +77,8 @@ def run_status(run: Path, events: Sequence[Event]) -> Status:
     for event in reversed(events):
         if event["type"] == "start":
             break
-        if event["type"] == "stop":
-            return stop_status(str(event.get("reason", "")))
+        if event["type"] == "stop":  # whose last state is not on disk has not finished, however it ended
+            return "failed" if event.get("saved") is False else stop_status(str(event.get("reason", "")))
     return "crashed"
 
 

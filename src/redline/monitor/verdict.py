@@ -135,8 +135,8 @@ def _times(count: int, one: str, many: str) -> str:
 
 def resume_line(data: Mapping[str, Any], run: str) -> str | None:
     """What goes on with a run that ended early."""
-    if data["status"] not in ("crashed", "preempted", "stopped", "failed"):
-        return None
+    if data["status"] not in ("crashed", "preempted", "stopped", "failed") or data.get("reason") == "nonfinite":
+        return None  # what diverged would diverge again
     import shlex
 
     return f"redline train --resume {shlex.quote(one_line(run))}"

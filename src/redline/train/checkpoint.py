@@ -119,9 +119,15 @@ def _write(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
     for stem, tensors in snapshot.tensors.items():
         try:
             save_file(tensors, folder / f"{stem}.safetensors")
+            share(folder / f"{stem}.safetensors")
         except SafetensorError as error:  # how safetensors says that the disk is full
             raise OSError(errno.EIO, str(error)) from None
     return seal(folder, snapshot)
+
+
+def share(path: Path) -> None:
+    """As readable as its folder: safetensors shuts out everyone but the owner, whatever the umask."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def seal(folder: Path, snapshot: Snapshot, known: Mapping[str, dict[str, Any]] | None = None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,6 +77,11 @@ class StepLog:
         )
         if warning := self._throttle.note(card):
             self.monitor.warn(warning)
+
+    def ending(self, reason: str, saved: bool) -> dict[str, Any]:
+        """What a `stop` event says of the updates, and that their last state is not on disk."""
+        bad = {"bad_steps": self.bad_steps} if reason == "nonfinite" else {}
+        return {"skipped": self.skipped, **bad, **({} if saved else {"saved": False})}
 
     def wait(self) -> None:
         """Until the GPU has done what was queued."""

@@ -72,6 +72,8 @@ class RunDirectory:
         if self._file is not None:
             with suppress(OSError):
                 self._file.truncate(0)  # it says who holds it: nobody now
+                if kind is None:  # who asked too late has not asked the next
+                    stop_request_path(self.path).unlink(missing_ok=True)
         self._release()
 
     def _take(self, file: IO[str]) -> bool:

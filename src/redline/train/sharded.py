@@ -92,6 +92,7 @@ def _write_share(folder: Path, snapshot: Snapshot, ranks: Ranks) -> dict[str, An
         path = folder / f"{stem}-{ranks.rank + 1:05d}-of-{ranks.size:05d}.safetensors"
         try:
             save_file(tensors, path)
+            checkpoint.share(path)
         except SafetensorError as error:  # how safetensors says that the disk is full
             raise OSError(errno.EIO, str(error)) from None
         sync(path)

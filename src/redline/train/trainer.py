@@ -390,8 +390,7 @@ class Trainer:
             tokens=self.state.tokens,
             hours=hours,
             cost_usd=self.monitor.cost(hours),
-            skipped=self.log.skipped,
-            **({"bad_steps": self.log.bad_steps} if reason == "nonfinite" else {}),
+            **self.log.ending(reason, saved),
         )
         if abandoned:
             self.keeper.settle()
