@@ -258,7 +258,7 @@ def locked(name: str, *overrides: str, **fields: Any) -> dict[str, Any]:
 def test_a_shipped_recipe_is_repeated_by_name_overrides_and_commit() -> None:
     overrides = ["train.steps=7", "eval.prompt=a  'b'"]
     lock = locked("quickstart", *overrides)
-    found = how_to_repeat(lock, [{"overrides": overrides}], {"gpus": 4}, "runs/r")
+    found = how_to_repeat(lock, [{"overrides": overrides}], [{"gpus": 4}], "runs/r")
     assert found.commands[0] == "git checkout abc"
     assert shlex.split(found.commands[1]) == ["redline", "train", "quickstart", *overrides, "--gpus", "4"]
     assert load("quickstart", shlex.split(found.commands[1])[3:5]).recipe.eval.prompt == "a  'b'"
@@ -268,21 +268,21 @@ def test_a_shipped_recipe_is_repeated_by_name_overrides_and_commit() -> None:
 def test_a_file_of_the_same_name_is_not_taken_for_the_shipped_recipe() -> None:
     lock = locked("quickstart")
     lock["recipe"]["train"]["optimizer"] = "something else"
-    found = how_to_repeat(lock, [{"overrides": ["train.steps=7"]}], {}, "runs/r")
+    found = how_to_repeat(lock, [{"overrides": ["train.steps=7"]}], [], "runs/r")
     assert found.commands[1] == "redline train quickstart.yaml"
     assert "resolved recipe below" in " ".join(found.remarks)
 
 
 def test_what_a_resume_changed_is_repeated_too() -> None:
     starts = [{"overrides": []}, {"overrides": []}, {"overrides": ["train.steps=90"]}]
-    found = how_to_repeat(locked("quickstart"), starts, {}, "runs/a b")
+    found = how_to_repeat(locked("quickstart"), starts, [], "runs/a b")
     assert found.commands[2:] == ["redline train --resume 'runs/a b' train.steps=90"]
 
 
 def test_without_a_recipe_there_is_no_command(tmp_path: Path) -> None:
-    assert how_to_repeat({}, [], {}, "r").commands == []
+    assert how_to_repeat({}, [], [], "r").commands == []
     odd = {"recipe_name": 5, "git": [], "recipe": {"a": []}}
-    assert how_to_repeat(odd, [{"overrides": {"x": 1}}], {}, "r").commands == ["redline train 5.yaml"]
+    assert how_to_repeat(odd, [{"overrides": {"x": 1}}], [], "r").commands == ["redline train 5.yaml"]
 
 
 def test_the_commands_can_be_copied_and_are_escaped(tmp_path: Path) -> None:
@@ -294,3 +294,14 @@ def test_the_commands_can_be_copied_and_are_escaped(tmp_path: Path) -> None:
         in page
     )
     assert "user-select: all" in page
+
+
+def test_a_resume_by_other_ranks_is_repeated_by_them() -> None:
+    starts = [{"overrides": []}, {"overrides": ["train.steps=80"]}, {"overrides": []}, {"overrides": []}]
+    plans = [{"gpus": 2}, {"gpus": 3}, {"gpus": 3}, {"gpus": 1}]
+    found = how_to_repeat(locked("quickstart"), starts, plans, "runs/two").commands
+    assert [line for line in found if line.startswith("redline")] == [
+        "redline train quickstart --gpus 2",
+        "redline train --resume runs/two train.steps=80 --gpus 3",
+        "redline train --resume runs/two",
+    ]

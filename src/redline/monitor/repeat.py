@@ -26,8 +26,8 @@ class Repeat:
         return asdict(self)
 
 
-def how_to_repeat(lock: Mapping[str, Any], starts: Sequence[Event], plan: Event, run: str) -> Repeat:
-    """Empty for a run whose recipe is not known."""
+def how_to_repeat(lock: Mapping[str, Any], starts: Sequence[Event], plans: Sequence[Event], run: str) -> Repeat:
+    """Empty for a run whose recipe is not known. Each start has its plan."""
     first: Event = starts[0] if starts else {}
     name = one_line(lock.get("recipe_name") or first.get("recipe"))
     if not name:
@@ -37,12 +37,22 @@ def how_to_repeat(lock: Mapping[str, Any], starts: Sequence[Event], plan: Event,
     if own:
         remarks.append(f"{name}.yaml is the resolved recipe below: its values hold the overrides, too.")
     words = ["redline", "train", f"{name}.yaml" if own else name, *([] if own else _overrides(first))]
-    cards = number(plan, "gpus")
-    words += ["--gpus", f"{cards:.0f}"] if cards and cards > 1 else []
-    later = [["redline", "train", "--resume", run, *_overrides(start)] for start in starts[1:] if _overrides(start)]
+    cards = [_cards(plan) for plan in plans] or [[]]
+    words += cards[0]
+    cards += [cards[-1]] * (len(starts) - len(cards))
+    later = [
+        ["redline", "train", "--resume", run, *_overrides(start), *now]
+        for start, before, now in zip(starts[1:], cards, cards[1:], strict=False)
+        if _overrides(start) or now != before
+    ]
     if any(word.startswith("data.source=") for word in words):
         remarks.append("data.source is a path of the machine it ran on.")
     return Repeat([*code, *(shlex.join(command) for command in (words, *later))], remarks)
+
+
+def _cards(plan: Event) -> list[str]:
+    count = number(plan, "gpus")
+    return ["--gpus", f"{count:.0f}"] if count and count > 1 else []
 
 
 def _is_shipped(name: str, overrides: list[str], resolved: Mapping[str, Any]) -> bool:

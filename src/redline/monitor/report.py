@@ -84,7 +84,7 @@ def run_data(run: Path, events: EventList, lock: Mapping[str, Any]) -> dict[str,
         "run_id": lock.get("run_id") or start.get("run_id"),
         "recipe": dict(section(lock, "recipe")),
         "timeline": [moment.data() for moment in timeline(events)],
-        "repeat": how_to_repeat(lock, _of(events, "start"), plan, str(run)).data(),
+        "repeat": how_to_repeat(lock, _of(events, "start"), _of(events, "plan"), str(run)).data(),
     }
     data["plan_source"] = section(plan, "throughput").get("source")
     data["planned"] = [row.data() for row in plan_rows_of(plan, data["headline"], against)]

@@ -75,4 +75,5 @@ def _fp8_limit(limit: float, flops: float, cards: str, world: int, forecast: For
 def _ways_out(target: float, limit: float, resolved: Resolved) -> str:
     cards = math.ceil(resolved.batch.world * target / limit)
     parameters = format_count(resolved.shape.matmul_parameters * limit / target)
-    return f"ask for less, plan with --gpus {cards} or more, or take a model below {parameters} parameters."
+    more = f"--gpus {cards} or more" if resolved.nodes == 1 else f"{cards} cards or more in all"
+    return f"ask for less, plan with {more}, or take a model below {parameters} parameters."
