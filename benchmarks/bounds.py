@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from runs import looks, trained
+from runs import kept, looks, trained
 
 from redline.bench.child import ChildError
 
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=3)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_intermixed_args()
-    rows = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else []
+    rows = kept(options.out, [])
     there = {(row["arm"], row["seed"]) for row in rows if "bound" in row}
     wanted = [(arm, int(seed)) for seed in options.seeds.split(",") for arm in options.arms.split(",")]
     keeping = Lock()

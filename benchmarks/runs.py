@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,17 @@ def trained(words: list[str], limit_s: float = LIMIT_S) -> TrainedRun:
     """`redline train WORDS`; ChildError says why it failed."""
     with tempfile.TemporaryDirectory() as folder:
         return train(words, Path(folder) / "run", limit_s=limit_s)
+
+
+def kept(out: Path, empty: Any) -> Any:
+    """What an earlier call has written there, if it is of this kind."""
+    try:
+        found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else empty
+    except (OSError, ValueError):
+        found = None
+    if type(found) is not type(empty):
+        sys.exit(f"{out} holds nothing to go on from. Choose another OUT.json, or remove it.")
+    return found
 
 
 def redline(*words: str) -> str:

@@ -19,7 +19,7 @@ from threading import Lock
 from typing import Any
 
 import torch
-from runs import looks, trained
+from runs import kept, looks, trained
 
 from redline.bench.arms import BASELINE, words_for
 from redline.bench.child import ChildError, ask
@@ -109,7 +109,7 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     if strange := [name for name in options.names if name not in TRIALS]:
         sys.exit(f"{strange[0]!r} is none of: {'; '.join(TRIALS)}")
-    rows = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
+    rows = kept(options.out, {})
     keeping = Lock()
 
     def one(name: str) -> None:
@@ -119,7 +119,7 @@ def main() -> None:
             options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
             print(f"{name}: {row.get('loss', row.get('error'))}", flush=True)
 
-    with ThreadPoolExecutor(options.at_once) as pool:
+    with ThreadPoolExecutor(max(1, options.at_once)) as pool:
         list(pool.map(one, [name for name in options.names or TRIALS if "loss" not in rows.get(name, {})]))
 
 
