@@ -108,7 +108,7 @@ for part in "$@"; do
     gsm8k)
         words="train.device=cuda train.steps=null train.hours=${MINUTES:-5}m train.global_batch=128 train.warmup_steps=100 \
             train.ema=0.999 model.init=zero eval.every=500 checkpoint.every=100000 ${NORMUON[*]}"
-        for arm in "gsm8k ${SOCRATIC:?}" "gsm8k-and-problems [$SOCRATIC,problems:hard:100000]"; do
+        for arm in ${ALONE:+"gsm8k $SOCRATIC"} "gsm8k-and-problems [$SOCRATIC,problems:hard:7500]"; do
             read -r name source <<<"$arm"
             limited "$name" 560 bash -c "redline train gsm8k-hdp data.source='$source' $words --run $out/$name && \
                 redline eval $out/$name@best --answers gsm8k --data ${TEST:?a test.jsonl} --questions 300" &
@@ -121,11 +121,7 @@ for part in "$@"; do
         tail -n 8 "$out/squad.log"
         ;;
     wire)
-        words="latent_prefix.d_z=256 latent_prefix.slots=16 latent_prefix.layers=4 latent_prefix.heads=8 latent_prefix.patch=2 \
-            latent_prefix.bytes=256 latent_prefix.kd_weight=0 train.steps=null train.hours=4m train.global_batch=128 \
-            train.warmup_steps=100 eval.every=500 eval.sequences=256 eval.samples=0 checkpoint.every=100000"
-        limited wire 400 bash -c "redline train latentwire-smollm2 model.base=${BASE:?a model.gguf} train.device=cuda \
-            data.source=problems:easy:200000 $words ${NORMUON[*]} --run $out/wire &&
+        limited wire 400 bash -c "redline train latentwire-problems model.base=${BASE:?a model.gguf} --run $out/wire &&
             redline eval $out/wire@best --answers f1 --data problems:easy:400@test --questions 300"
         tail -n 18 "$out/wire.log"
         ;;

@@ -14,20 +14,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-# The Triton kernels, of this and of `symmetric`, are right on one, and the symmetric products are faster; until a whole
-# update and a training were made with them there, torch serves.
-ON_A_GPU = False
-
 
 @cache
 def by_triton(device: torch.device) -> bool:
     """Cards before Ampere have no bf16 units, and Triton does not compile for all of them."""
-    return (
-        ON_A_GPU
-        and device.type == "cuda"
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-        and bool(find_spec("triton"))
-    )
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) and bool(find_spec("triton"))
 
 
 def nesterov_(
