@@ -7,7 +7,7 @@
 # startup    from the command to the first step, bf16 and fp8
 # diffusion  tokens/s of block diffusion, fused and compiled
 # plans      SOCRATIC=train_socratic.jsonl: of plans, beside masks that are dense; fused and compiled
-# band       TOKENS=folder: whether hand-written blocks learn what compiled ones do
+# band       TOKENS=folder: whether hand-written blocks learn what compiled ones do: gradients beside float32, ten seeds
 # memory     SOCRATIC: the H200 guide's presets, planned and measured
 # latent     a latent prefix beside the textbook loop
 # finetune   an 8B shape beside the usual stack
@@ -66,12 +66,14 @@ for part in "$@"; do
         bench plans 220 throughput "${words[@]}"
         ;;
     band)
-        compiled=(model.kernels=torch train.compile=true)
-        for arm in "reference ${compiled[*]} model.attention=cudnn" "reference-2 ${compiled[*]} model.attention=flash" "fused model.kernels=fused"; do
-            limited band 130 python3 benchmarks/curves.py "$out/band.json" "${TOKENS:?a folder of tokens}" $arm \
-                train.tokens=null train.steps=200 train.global_batch=48 train.lr=1e-4 train.warmup_steps=50 eval.every=100
+        export PYTHONPATH="benchmarks:${PYTHONPATH:-}"
+        limited gradients 150 python3 benchmarks/gradients.py "$out/gradients.json" "${TOKENS:?a folder of tokens}"
+        for way in "compiled, cuDNN" "compiled, flash" fused; do
+            limited "seeds-${way//[ ,]/}" 280 python3 benchmarks/seeds.py "$out/seeds" "$TOKENS" "$way" &
         done
-        tail -n 4 "$out/band.log"
+        wait
+        cat "$out/gradients.log"
+        python3 benchmarks/seeds.py "$out/seeds"
         ;;
     memory)
         for micro in 64 128 192 256; do

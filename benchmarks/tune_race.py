@@ -49,9 +49,10 @@ def baseline(lr: str, batch: int) -> Trial:
     return Trial(BASELINE, 24_600_000, batch, (f"train.lr={lr}",))
 
 
-def pretrain(muon_lr: str, lr: str, batch: int) -> Trial:
-    """A third of that at 280k tokens/s."""
-    return Trial("pretrain-350m", 11_200_000, batch, (*NORMUON, f"train.muon_lr={muon_lr}", f"train.lr={lr}"))
+def pretrain(muon_lr: str, lr: str, batch: int, *more: str, thousands: int = 280) -> Trial:
+    """A third of that, at so many thousand tokens a second."""
+    words = (*NORMUON, f"train.muon_lr={muon_lr}", f"train.lr={lr}", *more)
+    return Trial("pretrain-350m", 40_000 * thousands, batch, words)
 
 
 def speedrun(muon_lr: str, lr: str, batch: int, layers: int, d_model: int, *, thousands: int) -> Trial:
@@ -63,21 +64,23 @@ def speedrun(muon_lr: str, lr: str, batch: int, layers: int, d_model: int, *, th
 
 
 TRIALS: dict[str, Trial] = {
-    "nanogpt 6e-4 128": baseline("6e-4", 128),
-    "nanogpt 1e-3 64": baseline("1e-3", 64),
     "nanogpt 1e-3 32": baseline("1e-3", 32),
-    "nanogpt 2e-3 32": baseline("2e-3", 32),
     "nanogpt 6e-4 16": baseline("6e-4", 16),
+    "nanogpt 1e-3 16": baseline("1e-3", 16),
+    "nanogpt 2e-3 32": baseline("2e-3", 32),
+    "nanogpt 1e-3 64": baseline("1e-3", 64),
     "pretrain 0.02 3e-3 32": pretrain("0.02", "3e-3", 32),
     "pretrain 0.01 3e-3 32": pretrain("0.01", "3e-3", 32),
     "pretrain 0.02 3e-3 16": pretrain("0.02", "3e-3", 16),
-    "pretrain 0.01 1e-3 16": pretrain("0.01", "1e-3", 16),
-    "pretrain 0.02 6e-3 64": pretrain("0.02", "6e-3", 64),
+    "pretrain 0.02 3e-3 16, small embeddings": pretrain(
+        "0.02", "3e-3", 16, "model.embedding_std=0.005", "train.graph=true", thousands=225
+    ),
+    "pretrain 0.02 3e-3 8": pretrain("0.02", "3e-3", 8, "train.graph=true", thousands=190),
     "speedrun 12 × 768": speedrun("0.02", "6e-3", 32, 12, 768, thousands=700),
     "speedrun 8 × 768": speedrun("0.02", "6e-3", 32, 8, 768, thousands=900),
     "speedrun 8 × 512": speedrun("0.02", "6e-3", 32, 8, 512, thousands=1300),
     "speedrun 8 × 512, 16": speedrun("0.02", "6e-3", 16, 8, 512, thousands=1000),
-    "speedrun 6 × 512": speedrun("0.02", "6e-3", 32, 6, 512, thousands=1500),
+    "speedrun 8 × 512, 1.2e-2": speedrun("0.02", "1.2e-2", 32, 8, 512, thousands=1200),
 }
 
 
