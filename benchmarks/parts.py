@@ -61,7 +61,7 @@ def train(source: str, words: tuple[str, ...]) -> dict[str, Any]:
         last = looks(trained(["pretrain-350m", *COMMON, *words, f"data.source={source}"]))[-1]
     except ChildError as error:
         sys.exit(str(error))
-    return {"words": list(words), "loss": round(last["loss"], 4), "tokens": last["tokens"]}
+    return {"words": list(words), "source": source, "loss": round(last["loss"], 4), "tokens": last["tokens"]}
 
 
 def read(out: Path) -> dict[str, Any]:
@@ -82,7 +82,8 @@ def main() -> None:
         sys.exit(f"{strange[0]!r} is none of: {'; '.join(ARMS)}")
     found = read(out)
     for name in names:
-        if name not in found["arms"]:
+        known = found["arms"].get(name, {})
+        if (known.get("words"), known.get("source")) != (list(ARMS[name]), source):
             found["arms"][name] = train(source, ARMS[name])
             out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         print(f"{found['arms'][name]['loss']:.4f}  {name}", flush=True)

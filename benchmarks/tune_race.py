@@ -84,9 +84,14 @@ TRIALS: dict[str, Trial] = {
 }
 
 
-def tried(trial: Trial, source: str, share: float) -> dict[str, Any]:
-    device, steps = "cuda" if torch.cuda.is_available() else "cpu", trial.steps(share)
+def asked_for(trial: Trial, source: str, share: float) -> dict[str, Any]:
+    """What a row is known by: a name may have meant something else."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     words = words_for(trial.arm, [*trial.words, f"train.global_batch={trial.batch}", f"data.source={source}"], device)
+    return {"words": words, "steps": trial.steps(share)}
+
+
+def tried(trial: Trial, words: list[str], steps: int) -> dict[str, Any]:
     try:
         if trial.arm == BASELINE:
             budget = {"budget_s": float(steps), "step_ms": 1e3}  # so many steps, whatever one takes
@@ -98,8 +103,8 @@ def tried(trial: Trial, source: str, share: float) -> dict[str, Any]:
             run = trained([trial.arm, *UNDISTURBED, *words, *NO_OTHER_STOP, *last], LIMIT_S)
             curve, lock = looks(run), run.lock
     except ChildError as error:
-        return {"error": str(error)}
-    return {"loss": curve[-1]["loss"], "evaluations": curve, "words": words, "lock": lock}
+        return {"error": str(error)}  # to be tried again
+    return {"loss": curve[-1]["loss"], "evaluations": curve, "words": words, "steps": steps, "lock": lock}
 
 
 def main() -> None:
@@ -113,17 +118,19 @@ def main() -> None:
     if strange := [name for name in options.names if name not in TRIALS]:
         sys.exit(f"{strange[0]!r} is none of: {'; '.join(TRIALS)}")
     rows = kept(options.out, {})
+    asked = {name: asked_for(TRIALS[name], options.source, options.share) for name in options.names or TRIALS}
+    known = [name for name, row in rows.items() if name in asked and asked[name].items() <= row.items()]
     keeping = Lock()
 
     def one(name: str) -> None:
-        row = tried(TRIALS[name], options.source, options.share)
+        row = tried(TRIALS[name], **asked[name])
         with keeping:
             rows[name] = row
             options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
             print(f"{name}: {row.get('loss', row.get('error'))}", flush=True)
 
     with ThreadPoolExecutor(max(1, options.at_once)) as pool:
-        list(pool.map(one, [name for name in options.names or TRIALS if "loss" not in rows.get(name, {})]))
+        list(pool.map(one, [name for name in asked if name not in known]))
 
 
 if __name__ == "__main__":

@@ -122,6 +122,72 @@ def test_a_trial_that_diverged_is_one() -> None:
     assert table["trials"]["nanogpt"] == {"120": 3}
 
 
+def test_a_seed_without_a_curve_did_not_pass() -> None:
+    good = [row("speedrun-350m", losses=[10.0, 5.0, 4.0], seed=seed) for seed in (1, 2)]
+    diverged = {**good[0], "name": "c", "seed": 3, "error": "it diverged", "diverged": True}
+    failed = {key: good[0][key] for key in ("arm", "overrides", "budget_s")} | {
+        "name": "d",
+        "seed": 4,
+        "error": "no room",
+    }
+    for lost, count in (([diverged], 1), ([failed], 1), ([diverged, failed], 2)):
+        (table,) = compare([*ROWS, *good, *lost])
+        (entry,) = [entry for entry in table["entries"] if entry["arm"] == "speedrun-350m"]
+        assert (entry["passes_s"], entry["lost_seeds"], entry["passed_seeds"]) == (None, count, 2)
+        page = markdown(result([*ROWS, *good, *lost]))
+        assert f"only 2 of {2 + count} seeds" in page
+        assert f"- speedrun-350m: {count} of its seeds have no curve." in page
+
+
+def test_a_baseline_that_diverged_with_one_seed_is_none() -> None:
+    best = ROWS[1]
+    gone = {**best, "name": "gone", "seed": 9, "error": "it diverged", "diverged": True}
+    (table,) = compare([*ROWS, gone])
+    assert table["baseline"]["overrides"] == ["train.lr=6e-4"]
+    assert compare([best, gone]) == [], "and there may be no other"
+
+
+def test_losses_that_are_masked_or_ordered_otherwise_are_not_compared() -> None:
+    def learnt(**data: Any) -> Any:
+        found = row("pretrain-350m", *(f"data.{key}={value}" for key, value in data.items()), losses=[10.0, 3.0, 2.0])
+        found["lock"]["recipe"]["data"] |= data
+        return found
+
+    for data in ({"pack": True}, {"shuffle": False}):
+        (table,) = compare([*ROWS, learnt(**data)])
+        assert len(table["entries"]) == 3, data
+    (table,) = compare([*ROWS, learnt(workers=0)])
+    assert ["data.workers=0"] in [entry["overrides"] for entry in table["entries"]], "a trial of its own"
+
+
+def test_of_two_rows_of_a_seed_the_last_counts() -> None:
+    moved = row("pretrain-350m", "data.source=./b", losses=[10.0, 4.0, 3.0], seed=2)
+    (table,) = compare([*ROWS, moved])
+    (entry,) = [entry for entry in table["entries"] if entry["arm"] == "pretrain-350m" and not entry["overrides"]]
+    assert entry["seeds"] == [1, 2]
+    assert entry["final_loss"] == pytest.approx((4.6 + 3.0) / 2)
+
+
+def test_a_baseline_that_passes_in_less_time_is_said() -> None:
+    quick = row("nanogpt", "train.global_batch=8", losses=[10.0, 6.0, 4.9], budget=60.0)
+    tables = compare([*ROWS, quick])
+    assert [table["budget_s"] for table in tables] == [60, 120]
+    assert tables[1]["entries"][0]["arm"] == "nanogpt"
+    assert "the baseline is not at its best at this budget" in markdown(result([*ROWS, quick]))
+    assert "not at its best" not in markdown(result(ROWS))
+
+
+def test_a_run_off_its_budget_says_so_in_the_table() -> None:
+    late = row("speedrun-350m", losses=[10.0, 5.0, 4.0]) | {"seconds": 131.0}
+    assert "| speedrun-350m, trained 131.0 s |" in markdown(result([*ROWS, late]))
+
+
+def test_the_step_time_of_other_code_is_not_taken() -> None:
+    same = Trial("nanogpt", ("data.source=./a", "train.lr=3e-3"), 480.0, 7)
+    old = [one | {"from": {"git": {"commit": "another"}}} for one in ROWS]
+    assert known_step_ms(same, old, 100.0) is None
+
+
 def test_the_step_time_of_the_same_work_is_known_at_todays_speed() -> None:
     same = Trial("nanogpt", ("data.source=./a", "train.lr=3e-3"), 480.0, 7)
     assert known_step_ms(same, ROWS, 110.0) == pytest.approx(550)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import pytest
 
 from redline.bench import arms, child, nanogpt, time_to_loss
 from redline.bench.anchor import time_anchor
+from redline.errors import UserError
 from redline.recipe.load import load
 
 FIGURES = {"steps", "tokens", "tokens_per_s", "anchor_step_ms", "step_ms", "evaluations", "final_loss", "warmup_s"}
@@ -131,6 +136,60 @@ def test_a_run_that_fails_says_why(inside: Any, here: Here, words: Any, monkeypa
     assert "the baseline" in answer.out, "the other went on"
 
 
+def test_rows_are_gone_on_from_only_where_they_are_whole_and_of_this_text(
+    inside: Any, here: Here, words: Any, tmp_path: Path, corpus: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(file.read_text() for file in sorted(corpus.iterdir())))
+    words = [word if not word.startswith("data.source") else f"data.source={text}" for word in words]
+    inside(*words, "--arm", "nanogpt")
+    kept = (tmp_path / "loss.json").read_text()
+    torn = json.loads(kept)
+    del torn["rows"][0]["lock"]["data"]
+    (tmp_path / "loss.json").write_text(json.dumps(torn))
+    answer = inside(*words, "--arm", "nanogpt", "--seed", "7")
+    assert (answer.code, "its rows are not whole" in answer.said) == (2, True), answer.said
+    (tmp_path / "loss.json").write_text(kept)
+    text.write_text(text.read_text()[::-1])
+    answer = inside(*words, "--arm", "nanogpt", "--seed", "7")
+    assert (answer.code, "has runs on another text" in answer.said) == (2, True), answer.said
+    assert json.loads((tmp_path / "loss.json").read_text()) == json.loads(kept)
+
+
+def test_a_signal_ends_the_run_that_is_timed(words: Any, tmp_path: Path) -> None:
+    asked = [word if word != "0.3s" else "60s" for word in words]
+    command = [sys.executable, "-m", "redline", *asked, "--arm", "nanogpt"]
+    bench = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        timed = _wait_for(lambda: _children(bench.pid, "nanogpt"))
+        bench.terminate()
+        assert bench.wait(30) == 128 + signal.SIGTERM
+        assert _wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in timed))
+    finally:
+        bench.kill()
+
+
+def _children(pid: int, word: str) -> list[int]:
+    told = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(one) for one in told if word in Path(f"/proc/{one}/cmdline").read_text()]
+
+
+def _wait_for(found: Callable[[], Any]) -> Any:
+    for _ in range(600):
+        if result := found():
+            return result
+        time.sleep(0.1)
+    raise AssertionError("it did not come")
+
+
+def test_a_batch_that_would_make_the_baseline_slow_is_refused(corpus: Path) -> None:
+    words = [*arms.words_for("nanogpt", [f"data.source={corpus}", "data.tokenizer=bytes"], "cpu"), "train.device=cpu"]
+    odd = [word for word in words if not word.startswith("train.global_batch")] + ["train.global_batch=37"]
+    with pytest.raises(UserError, match="37 has no divisor from 8 to 32"):
+        nanogpt.contend(odd, 0.01, 10.0)
+    assert nanogpt.contend([*odd, "train.micro_batch=1"], 0.01, 10.0)["steps"] == 1
+
+
 @pytest.mark.parametrize("reason", ["nonfinite", "interrupted"])
 def test_a_recipe_that_stops_being_finite_has_diverged(
     reason: str, inside: Any, words: Any, here: Here, monkeypatch: pytest.MonkeyPatch
@@ -179,6 +238,8 @@ def test_every_arm_has_a_recipe(device: str) -> None:
         (("--arm", "nanogtp"), "Did you mean 'nanogpt'?"),
         (("--arm", ","), "names no arm"),
         (("--budget", "0"), "leaves no time to train"),
+        (("--budget", "0.0001s"), "leaves no time to train"),
+        (("--budget", "1000h"), "is longer than a week"),
         (("--budget", "soon"), "'soon' is no time"),
         (("--budget", ""), "is no time"),
         (("--seed", "x"), "is no list of whole numbers"),

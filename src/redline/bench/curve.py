@@ -14,6 +14,7 @@ Point = dict[str, Any]  # step, tokens, seconds, loss
 
 LOOKS = 12  # evaluations of a run, besides the one before it
 MOST_UNLOGGED = 10  # steps
+OFF_BUDGET = 0.03  # of it: a run that took more or less says so
 
 
 @dataclass(frozen=True)

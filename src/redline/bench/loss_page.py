@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from redline.bench.arms import BASELINE
+from redline.bench.curve import OFF_BUDGET
 from redline.bench.passing import ANCHORS_DIFFER, best_entries
 from redline.units import format_count
 
@@ -40,7 +41,7 @@ def _section(table: dict[str, Any]) -> list[str]:
         f"## {table['budget_s']:g} s of training",
         f"{_about(table)} {_tried(table)}",
         _markdown_table(head, rows),
-        *(["\n".join(f"- {line}" for line in notes)] if (notes := _anchor_notes(table)) else []),
+        *(["\n".join(f"- {line}" for line in notes)] if (notes := _notes(table)) else []),
     ]
 
 
@@ -80,6 +81,8 @@ def _cells(entry: Entry, table: dict[str, Any]) -> list[str]:
 def _titled(entry: Entry, table: dict[str, Any]) -> str:
     """The arm and what sets it apart."""
     within = "" if entry["budget_s"] == table["budget_s"] else f", fitted to {entry['budget_s']:g} s"
+    if abs(entry["seconds"] / entry["budget_s"] - 1) > OFF_BUDGET:
+        within += f", trained {entry['seconds']:.1f} s"
     return " ".join([f"{entry['arm']}{within}", *(f"`{word}`" for word in entry["overrides"])])
 
 
@@ -94,13 +97,35 @@ def _loss(entry: Entry) -> str:
 def _passes(entry: Entry) -> str:
     if entry["passes_s"] is not None:
         return _spread(entry["passes_s"], entry["passes_s_spread"], "{:.1f}") + " s"
-    some = entry["passed_seeds"]
-    return f"only {some} of {len(entry['seeds'])} seeds" if some else "never"
+    some, seeds = entry["passed_seeds"], len(entry["seeds"]) + entry["lost_seeds"]
+    return f"only {some} of {seeds} seeds" if some else "never"
 
 
 def _spread(mean: float, spread: float | None, form: str) -> str:
     """Half of what lies between the lowest and the highest seed."""
     return form.format(mean) + (f" ± {form.format(spread / 2)}" if spread else "")
+
+
+def _notes(table: dict[str, Any]) -> list[str]:
+    return [*_lost_notes(table), *_untuned_notes(table), *_anchor_notes(table)]
+
+
+def _lost_notes(table: dict[str, Any]) -> list[str]:
+    """Seeds that diverged or failed: whoever has one does not pass."""
+    return [
+        f"{' '.join([entry['arm'], *entry['overrides']])}: {entry['lost_seeds']} of its seeds have no curve."
+        for entry in table["entries"]
+        if entry["lost_seeds"]
+    ]
+
+
+def _untuned_notes(table: dict[str, Any]) -> list[str]:
+    """A baseline that does as well in less time was not tuned at this one."""
+    sooner = [entry for entry in table["entries"] if entry["arm"] == BASELINE and entry["budget_s"] < table["budget_s"]]
+    return [
+        f"{_titled(entry, table)} passes, too, after {_passes(entry)}: the baseline is not at its best at this budget."
+        for entry in sooner
+    ]
 
 
 def _anchor_notes(table: dict[str, Any]) -> list[str]:
@@ -161,7 +186,7 @@ def _run_line(row: Row) -> str:
 def _table_lines(table: dict[str, Any]) -> list[str]:
     """Each arm at its best."""
     told = [f"{table['budget_s']:g} s of training. {_about(table)}", _tried(table)]
-    return [*told, *map(_entry_line, best_entries(table)), *_anchor_notes(table)]
+    return [*told, *map(_entry_line, best_entries(table)), *_notes(table)]
 
 
 def _entry_line(entry: Entry) -> str:

@@ -34,6 +34,7 @@ from redline.train.step import StepBatch
 
 NAME = "nanogpt"
 MICRO = 32  # sequences
+LEAST_MICRO = 8  # a smaller one that nobody asked for would be unfair
 WARMUP_SHARE = 0.05
 CLIP = 1.0
 SETTLE_STEPS = 4
@@ -148,7 +149,7 @@ def contend(words: list[str], budget_s: float, known_step_ms: float | None = Non
     recipe = recipe_of(words)
     data = load_data(recipe)
     resolved = resolve(recipe, detect(recipe.train.device), data.facts)
-    _refuse_what_it_cannot(resolved)
+    _refuse_what_it_cannot(resolved, {word.partition("=")[0] for word in words})
     baseline = Baseline(resolved, Gpt2Job(resolved, data), number(recipe.train.warmup_steps))
     begin = time.perf_counter()
     baseline.rehearse()
@@ -183,9 +184,13 @@ def _lock(baseline: Baseline, facts: DataFacts, steps: int) -> dict[str, Any]:
     }
 
 
-def _refuse_what_it_cannot(resolved: Resolved) -> None:
+def _refuse_what_it_cannot(resolved: Resolved, given: set[str]) -> None:
     recipe = resolved.recipe
-    if resolved.batch.micro * recipe.data.seq_len * resolved.shape.vocab >= MOST_LOGITS:
+    micro, batch = resolved.batch.micro, resolved.batch.global_batch
+    if micro < LEAST_MICRO <= batch and "train.micro_batch" not in given:
+        what = f"{batch} has no divisor from {LEAST_MICRO} to {MICRO}: its micro-batch would be {micro}, and slow."
+        raise UserError(what, where="train.global_batch", fix="Use a power of two, or say train.micro_batch, too.")
+    if micro * recipe.data.seq_len * resolved.shape.vocab >= MOST_LOGITS:
         fix = f"Use train.micro_batch={MICRO} or less."
         raise UserError("makes more logits than compiled kernels can count.", where="train.micro_batch", fix=fix)
     if recipe.train.precision not in ("bf16", "fp32"):

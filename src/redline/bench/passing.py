@@ -13,32 +13,46 @@ Row = dict[str, Any]
 Entry = dict[str, Any]
 
 ANCHORS_DIFFER = 0.03
-# said once for the whole table: what all rows of it have in common
-_OF_THE_TABLE = ("data.", "eval.", "train.device")
+# what a table's own key tells of all its rows
+_OF_THE_TABLE = {
+    *(f"data.{key}" for key in ("source", "tokenizer", "val_fraction", "text_key", "dedup", "seq_len")),
+    *(f"data.{key}" for key in ("pack", "shuffle")),
+    "eval.sequences",
+    "train.device",
+}
+Key = tuple[float, str, int, int, bool, bool]
+Lost = dict[tuple[Any, ...], int]
 
 
 def compare(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """A table for each budget, text and way of evaluating that has a baseline; the shortest budget first."""
     tables = {table_of(row): None for row in rows if row["arm"] == BASELINE and "error" not in row}
-    return [_table(key, rows) for key in sorted(tables)]
+    return [table for key in sorted(tables) if (table := _table(key, rows)) is not None]
 
 
-def table_of(row: Row) -> tuple[float, str, int, int]:
-    """Losses are comparable within one of these."""
-    recipe, data = row["lock"]["recipe"], row["lock"]["data"]
-    return row["budget_s"], data["fingerprint"], recipe["data"]["seq_len"], recipe["eval"]["sequences"]
+def table_of(row: Row) -> Key:
+    """Losses are comparable, and learnt in the same order, within one of these."""
+    recipe, facts = row["lock"]["recipe"], row["lock"]["data"]
+    data = recipe["data"]
+    evaluated = data["seq_len"], recipe["eval"]["sequences"]
+    return row["budget_s"], facts["fingerprint"], *evaluated, data.get("pack", False), data.get("shuffle", True)
 
 
-def _table(key: tuple[float, str, int, int], rows: Sequence[Row]) -> dict[str, Any]:
-    budget, _, seq_len, sequences = key
+def _table(key: Key, rows: Sequence[Row]) -> dict[str, Any] | None:
+    """None where no baseline has a curve for each of its seeds."""
+    budget, _, seq_len, sequences, *_ = key
     text = [row for row in rows if "lock" in row and table_of(row)[1:] == key[1:]]
-    whole = [row for row in text if "error" not in row]
-    trials = _by_trial([row for row in whole if row["budget_s"] == budget])
-    baseline = min((t for t in trials if t[0]["arm"] == BASELINE), key=lambda trial: _mean(trial, "final_loss"))
+    lost = _lost(rows, key)
+    trials = _by_trial([row for row in text if "error" not in row and row["budget_s"] <= budget])
+    whole = [trial for trial in trials if trial[0]["budget_s"] == budget]
+    baselines = [trial for trial in whole if trial[0]["arm"] == BASELINE and not lost.get(_trial_key(trial[0]))]
+    if not baselines:
+        return None
+    baseline = min(baselines, key=lambda trial: _mean(trial, "final_loss"))
+    entries = [_entry(trial, baseline, lost) for trial in whole if trial is not baseline]
     # a schedule fitted to less time may pass sooner; what does not pass then says nothing at this budget
-    shorter = _by_trial([row for row in whole if row["budget_s"] < budget and row["arm"] != BASELINE])
-    entries = [_entry(trial, baseline) for trial in trials if trial is not baseline]
-    entries += [entry for trial in shorter if (entry := _entry(trial, baseline))["passes_s"] is not None]
+    shorter = [_entry(trial, baseline, lost) for trial in trials if trial[0]["budget_s"] < budget]
+    entries += [entry for entry in shorter if entry["passes_s"] is not None]
     data = baseline[0]["lock"]["data"]
     return {
         "budget_s": budget,
@@ -46,7 +60,7 @@ def _table(key: tuple[float, str, int, int], rows: Sequence[Row]) -> dict[str, A
         "seq_len": seq_len,
         "eval_sequences": min(sequences, -(-(data["val_tokens"] - 1) // seq_len)),
         "trials": _counted(text),
-        "baseline": _entry(baseline, baseline),
+        "baseline": _entry(baseline, baseline, {}),
         "entries": sorted(entries, key=_rank),
     }
 
@@ -63,13 +77,15 @@ def _rank(entry: Entry) -> tuple[bool, float, float]:
     return passes is None, passes or 0.0, entry["final_loss"]
 
 
-def _entry(trial: Sequence[Row], baseline: Sequence[Row]) -> Entry:
-    """A trial with all its seeds: means, and spreads from the lowest to the highest."""
+def _entry(trial: Sequence[Row], baseline: Sequence[Row], lost: Lost) -> Entry:
+    """A trial with all its seeds: means, and spreads from the lowest to the highest. One that was lost did not pass."""
     target, seconds, anchor = _mean(baseline, "final_loss"), _mean(baseline, "seconds"), _anchor(baseline)
     crossed = [seconds_to(target, row["evaluations"]) for row in trial]
     passed = [when for when in crossed if when is not None]
-    passes = statistics.fmean(passed) if len(passed) == len(trial) else None  # every seed has to
     own, first = _anchor(trial), trial[0]
+    without_curve = lost.get(_trial_key(first), 0)
+    every = len(passed) == len(trial) and not without_curve
+    passes = statistics.fmean(passed) if every else None
     ratio = passes / seconds if passes is not None else None
     return {
         "arm": first["arm"],
@@ -85,6 +101,7 @@ def _entry(trial: Sequence[Row], baseline: Sequence[Row]) -> Entry:
         "passes_s": passes,
         "passes_s_spread": _spread(passed) if passes is not None else None,
         "passed_seeds": len(passed),
+        "lost_seeds": without_curve,
         "ratio": ratio,
         "card_anchor_ms": own,
         "anchor_difference": own / anchor - 1 if own and anchor else None,
@@ -93,16 +110,29 @@ def _entry(trial: Sequence[Row], baseline: Sequence[Row]) -> Entry:
 
 
 def _by_trial(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows that differ in the seed alone, together."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    """Rows that differ in the seed alone, together; of the same seed the last."""
+    found: dict[tuple[Any, ...], dict[int, Row]] = {}
     for row in rows:
-        found.setdefault((row["arm"], row["budget_s"], *_own_words(row)), []).append(row)
-    return list(found.values())
+        found.setdefault(_trial_key(row), {})[row["seed"]] = row
+    return [list(seeds.values()) for seeds in found.values()]
+
+
+def _trial_key(row: Row) -> tuple[Any, ...]:
+    return row["arm"], row["budget_s"], *_own_words(row)
+
+
+def _lost(rows: Sequence[Row], key: Key) -> Lost:
+    """How many seeds of each trial have no curve: they diverged, or failed before anything was known of their text."""
+    found: dict[tuple[Any, ...], set[int]] = {}
+    for row in rows:
+        if "error" in row and ("lock" not in row or table_of(row)[1:] == key[1:]):
+            found.setdefault(_trial_key(row), set()).add(row.get("seed", 0))
+    return {trial: len(seeds) for trial, seeds in found.items()}
 
 
 def _own_words(row: Row) -> list[str]:
     """What sets its trial apart within a table; where the text lies does not."""
-    return [word for word in row["overrides"] if not key_of(word).startswith(_OF_THE_TABLE)]
+    return [word for word in row.get("overrides", ()) if key_of(word) not in _OF_THE_TABLE]
 
 
 def _counted(rows: Sequence[Row]) -> dict[str, dict[str, int]]:

@@ -46,8 +46,9 @@ def read_earlier(
         return None
     try:
         result = json.loads(out.read_text(encoding="utf-8"))
-        ours = result["benchmark"] == benchmark and all(key in row for row in result["rows"] for key in rows_have)
-        name = result["machine"]["name"]
+        rows, name = result["rows"], result["machine"]["name"]
+        whole = isinstance(rows, list) and all(key in row for row in rows for key in rows_have)
+        ours = whole and result["benchmark"] == benchmark
     except (OSError, ValueError, KeyError, TypeError):
         ours, name = False, ""
     if not ours:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from redline.bench.arms import BASELINE, Trial, key_of, words_for
 from redline.bench.child import ChildError, DivergedError, TrainedRun, ask, train
-from redline.bench.curve import Looks, curve_of, figures, fitted_steps, mean_step_ms
+from redline.bench.curve import OFF_BUDGET, Looks, curve_of, figures, fitted_steps, mean_step_ms
+from redline.bench.passing import compare
 from redline.bench.record import Row
 from redline.bench.setting import UNDISTURBED
 from redline.errors import UsageError
 from redline.fields import AUTO
 from redline.recipe.load import load
+from redline.recipe.lock import git_state
 from redline.units import format_count, parse_hours
 
 if TYPE_CHECKING:
@@ -26,9 +28,10 @@ BUDGETS = {"cuda": 120.0, "cpu": 2.0}  # seconds
 ANCHOR_STEPS = {"cuda": (24, 4), "cpu": (6, 1)}  # and of how many each logged window is; the first settles
 MOST_WARMUP = 0.05  # of the steps: a recipe's own warm-up is meant for its own horizon
 UNTIMED_S = 1800  # starting, compiling, evaluating
-OFF_BUDGET = 0.03
+MOST_S = 7 * 24 * 3600.0
 _NO_OTHER_STOP = tuple(f"train.{key}=null" for key in ("tokens", "epochs", "hours", "target_loss"))
 KNOWN_BY = ("name", "arm", "overrides", "budget_s", "seed", "card_anchor_ms")  # in every row, whatever came of it
+_OF_THE_TEXT = {f"data.{key}" for key in ("source", "tokenizer", "val_fraction", "text_key", "dedup")}
 _LOCKED = ("recipe", "parameters", "batch", "data", "machine", "versions", "git")
 
 
@@ -38,8 +41,9 @@ def parse_budget(text: str) -> float:
         seconds = 3600 * parse_hours(f"{text}s" if text.strip()[-1:].isdigit() else text)
     except ValueError:
         raise UsageError(f"{text!r} is no time.", where="--budget", fix="Write for instance 2m or 90s.") from None
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"{text} leaves no time to train.", where="--budget", fix="Write for instance 2m or 90s.")
+    if not 0.001 <= seconds <= MOST_S:
+        what = f"{text} leaves no time to train." if seconds < 1 else f"{text} is longer than a week."
+        raise UsageError(what, where="--budget", fix="Write for instance 2m or 90s.")
     return round(seconds, 3)
 
 
@@ -55,6 +59,32 @@ def check_data(overrides: Sequence[str], machine: Machine) -> None:
     if machine.device == "cuda" and not any(key_of(word) == "data.source" for word in overrides):
         fix = "Name it: data.source=./tokens, with data.tokenizer=… for text."
         raise UsageError("time to loss is measured on a text of yours.", where="data.source", fix=fix)
+
+
+def check_rows(rows: Sequence[Row], out: Path | None, overrides: Sequence[str], machine: Machine) -> None:
+    """That an earlier call's rows can be gone on from: they are whole, and of the text that lies there now."""
+    other = "Choose another --out, or remove it."
+    try:
+        compare(rows)
+        told = {row["lock"]["data"]["fingerprint"] for row in rows if "lock" in row and _same_source(row, overrides)}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UsageError("is there already, and its rows are not whole.", where=str(out), fix=other) from None
+    if told:
+        from redline.objectives.causal_lm import load_data
+
+        words = words_for("pretrain-350m", [word for word in overrides if key_of(word) in _OF_THE_TEXT], machine.device)
+        now = load_data(load("pretrain-350m", words).recipe).facts.fingerprint
+        if told != {now}:
+            what = "has runs on another text than data.source holds now."
+            raise UsageError(what, where=str(out), fix=other)
+
+
+def _same_source(row: Row, overrides: Sequence[str]) -> bool:
+    """The same words for the text, which must be some: what is embedded cannot change."""
+    of_row, asked = (
+        {word for word in words if key_of(word) in _OF_THE_TEXT} for words in (row["overrides"], overrides)
+    )
+    return bool(asked) and of_row == asked
 
 
 def is_there(trial: Trial, rows: Sequence[Row]) -> bool:
@@ -126,9 +156,11 @@ def _trained(trial: Trial, call: Call, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def known_step_ms(trial: Trial, rows: Sequence[Row], card_anchor_ms: float | None) -> float | None:
-    """From the last row whose steps are the same work, at the speed that the card has now."""
+    """From the last row whose steps are the same work by the same code, at the speed that the card has now."""
+    code = git_state()["commit"]
     for row in reversed(rows):
-        same = "error" not in row and _trial_of(row).speed == trial.speed
+        old = "from" in row and (row["from"].get("git") or {}).get("commit") != code
+        same = "error" not in row and not old and _trial_of(row).speed == trial.speed
         if same and card_anchor_ms and row["card_anchor_ms"]:
             return float(row["step_ms"] * card_anchor_ms / row["card_anchor_ms"])
     return None
@@ -142,6 +174,7 @@ def _anchor_step_ms(trial: Trial, words: list[str], call: Call) -> float:
     """A short real run: what a step takes, before it is known how many there will be."""
     steps, window = ANCHOR_STEPS[call.device]
     short = [f"train.steps={steps}", f"monitor.log_every={window}", "eval.sequences=1", "train.warmup_steps=1"]
+    short += ["train.lr=1e-9", "train.muon_lr=1e-9"]  # without a warm-up a rate that is right may diverge
     return mean_step_ms(_redline(trial, words, short, call, UNTIMED_S).events)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -226,6 +229,7 @@ def time_to_loss(
         BUDGETS,
         KNOWN_BY,
         check_data,
+        check_rows,
         is_there,
         parse_budget,
         parse_seeds,
@@ -244,7 +248,9 @@ def time_to_loss(
     check_data(overrides, machine)
     out = file_for(out, "time-to-loss", machine, goes_on=True)
     earlier = read_earlier(out, "time-to-loss", machine, KNOWN_BY)
-    asked = [Trial(a, in_order(overrides), seconds or BUDGETS[machine.device], s) for s in seeds for a in arms]
+    check_rows(earlier["rows"] if earlier else [], out, overrides, machine)
+    seconds = BUDGETS[machine.device] if seconds is None else seconds
+    asked = [Trial(a, in_order(overrides), seconds, s) for s in seeds for a in arms]
     record = _record("time-to-loss", machine, out)
     record.conclude = lambda rows: {"comparison": compare(rows)}
     record.go_on_from(earlier or {"rows": []})
@@ -276,12 +282,28 @@ def _record_of(benchmark: str, setting: Setting, out: Path | None) -> Record:
 
 
 def _collect(record: Record, rows: Iterator[Row]) -> None:
-    for row in rows:
-        record.add(row)
-        why = f": {row['error']}" if "error" in row else ""
-        typer.echo(f"  {'no figure' if why else 'done':10} {row['name']}{why}", err=True)
-        for text in row.get("warnings") or []:
-            typer.echo(f"  {'':10} {text}", err=True)
+    with _told_to_leave():
+        for row in rows:
+            record.add(row)
+            why = f": {row['error']}" if "error" in row else ""
+            typer.echo(f"  {'no figure' if why else 'done':10} {row['name']}{why}", err=True)
+            for text in row.get("warnings") or []:
+                typer.echo(f"  {'':10} {text}", err=True)
+
+
+@contextmanager
+def _told_to_leave() -> Iterator[None]:
+    """A signal as an exception: the process that is being timed ends, too, and its folder goes."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _show(record: Record, json_: bool, line: Callable[[Row], str]) -> None:

@@ -11,6 +11,7 @@ from redline.monitor.roofline import Standing
 from redline.units import format_count, format_seconds, format_usd
 
 _WORSE = 1.002  # of the best loss: below it the last is as good
+_APART = 0.1  # of a speed: the usual step's, and that of the whole run
 _WORTH_NAMING = 0.05  # of a step
 
 _ENDS = {
@@ -67,12 +68,19 @@ def _speed(headline: Mapping[str, Any], plan: Event, standing: Standing) -> str:
     rate, planned = headline["tokens_per_s_median"], number(section(plan, "throughput"), "tokens_per_s")
     if rate is None:
         return ""
-    parts = [f"{100 * rate / planned:.0f} % of the planned speed"] if planned else []
+    parts = [f"{100 * rate / planned:.0f} % of the planned speed{_overall(headline, rate, planned)}"] if planned else []
     ceiling = standing.bars[-1] if standing.bars else None
     if ceiling is not None and ceiling.total and standing.step_ms:
         share = 100 * ceiling.total / standing.step_ms
         parts.append(f"{share:.0f} % of what {_ALLOWED[ceiling.name]}")
     return f"that is {' and '.join(parts)}" if parts else ""
+
+
+def _overall(headline: Mapping[str, Any], rate: float, planned: float) -> str:
+    """Most of its steps were so fast; where all of its time says something else, that too."""
+    hours, tokens = headline["hours"], headline["tokens"]
+    whole = tokens / (3600 * hours) if hours and tokens else rate
+    return f" ({100 * whole / planned:.0f} % over all its time)" if abs(whole / rate - 1) > _APART else ""
 
 
 _ALLOWED = {

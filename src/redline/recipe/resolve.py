@@ -134,7 +134,10 @@ class _Resolver:
     def vocab(self) -> int:
         given, needed = number(self.recipe.model.vocab), self.data.vocab_size
         if given is None:
-            return int(self.choose("model.vocab", padded_vocab(needed), f"{needed:,} entries, to a multiple of 64"))
+            # a tokenizer that is still to be trained finds as many pieces as its text has
+            most = "at most " if self.data.estimated and self.data.tokenizer.startswith("train:") else ""
+            why = f"{most}{needed:,} entries, to a multiple of 64"
+            return int(self.choose("model.vocab", padded_vocab(needed), why))
         if given < needed:
             fix = f"Use at least {needed}, or model.vocab: auto."
             raise RecipeError("recipe", [Problem("model.vocab", f"{given} is below the tokenizer's {needed}.", fix)])
