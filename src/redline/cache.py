@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from redline.errors import UserError
 
 
 def cache_dir() -> Path:
@@ -15,6 +18,18 @@ def cache_dir() -> Path:
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared).expanduser() / "redline"
     return Path.home() / ".cache" / "redline"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What fails while `path` is written is said in a sentence: in the cache, nobody has named that path."""
+    try:
+        yield
+    except OSError as error:
+        what, fix = "cannot be written", "Name another folder with --out."
+        if path.is_relative_to(cache_dir()):
+            what, fix = f"the cache {what}", "Make room there, or name another folder with REDLINE_CACHE."
+        raise UserError(f"{what} ({error.strerror}).", where=str(path), fix=fix) from None
 
 
 def temporary_sibling(path: Path) -> Path:

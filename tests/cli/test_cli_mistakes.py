@@ -75,6 +75,13 @@ def test_prepared_shards_of_another_tokenizer(recipe: str, inside: Any, corpus: 
         (("stop", "nothing"), 2, "nothing: There is no such run."),
         (("sample", "latest", "--weights", "averaged"), 2, "--weights: 'averaged' is not ema or raw."),
         (("eval", "latest", "--device", "tpu"), 2, "--device: 'tpu' is not auto or cuda or cpu."),
+        (("sample", "latest", "--seed", "99999999999999999999999"), 2, "Invalid value for '--seed'"),
+        (("sample", "latest", "--seed", "-1"), 2, "Invalid value for '--seed'"),
+        (("sample", "latest", "--count", "100000000"), 2, "Invalid value for '--count'"),
+        (("sample", "latest", "--tokens", "100000000000"), 2, "Invalid value for '--tokens'"),
+        (("eval", "latest", "--tokens", "100000000000"), 2, "Invalid value for '--tokens'"),
+        (("eval", ""), 2, "RUN: no run is named. Write its path, its name or `latest`"),
+        (("eval", "@best"), 2, "@best: no run is named before @best."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -107,6 +114,15 @@ def test_a_run_that_cannot_do_that(home: Path, inside: Any, words: tuple[str, ..
     answer = inside(*words, cwd=home)
     assert answer.code == code
     assert says in answer.said
+
+
+def test_a_sweep_in_a_runs_place(inside: Any, tmp_path: Path) -> None:
+    (tmp_path / "runs/lr").mkdir(parents=True)
+    (tmp_path / "runs/lr/sweep.json").write_text("{}")
+    for words in (("report", "lr"), ("train", "--resume", "lr"), ("eval", "runs/lr")):
+        answer = inside(*words)
+        assert answer.code == 2
+        assert "lr: this is a sweep, not a run. Name one of its runs: runs/lr/RUN, once" in answer.said
 
 
 def test_a_run_without_a_checkpoint(home: Path, inside: Any, tmp_path: Path) -> None:
@@ -150,6 +166,23 @@ def test_a_run_that_began_meanwhile_is_not_overwritten(
     assert answer.code == 2
     assert "holds a run" in answer.said
     assert (tmp_path / "run" / LOCK).read_text() == "the other's"
+
+
+def test_an_end_that_lies_behind_is_told_of(home: Path, inside: Any, tmp_path: Path) -> None:
+    shutil.copytree((home / "runs/latest").resolve(), tmp_path / "run")
+    answer = inside("train", "--resume", "run", "train.steps=4")
+    assert answer.code == 0
+    assert answer.said.count("the run is at step 6 already: its end, step 4, lies behind it") == 1
+
+
+def test_a_run_that_can_no_longer_be_written(home: Path, inside: Any, tmp_path: Path) -> None:
+    """What is said of it can be done: `--resume` takes no other `--run`."""
+    shutil.copytree((home / "runs/latest").resolve(), tmp_path / "run")
+    (tmp_path / "run/.lock").unlink()
+    (tmp_path / "run/.lock").mkdir()
+    answer = inside("train", "--resume", "run", "train.steps=9")
+    assert answer.code == 1
+    assert "run: cannot be written (Is a directory). Make it writable, or start a new run elsewhere" in answer.said
 
 
 def test_what_cannot_be_built_leaves_no_run(recipe: str, inside: Any, tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ def mistakes(tmp_path: Path) -> Iterator[Path]:
         (["keys.jsonl"], 1, "3 of 3 rows cannot be used; the first is keys.jsonl:1: no 'text' in it. Name the right"),
         (["owner/name"], 1, "owner/name: is no file or folder here, and"),
         (["some.txt", "--out", "full"], 1, "full: there is something already. Name a new folder"),
+        (["some.txt", "--out", "."], 1, ".: there is something already. Name a new folder"),
         (["some.txt", "--tokenizer", "gpt2"], 1, "GPT-2 tokenizer's files are not on this machine"),
         (["some.txt", "--tokenizer", "train:9"], 1, "Write train:N with N of at least 257"),
         (["some.txt", "--tokenizer", "no.json"], 1, "no.json: no such tokenizer."),

@@ -16,7 +16,7 @@ import pytest
 
 from redline.cli import sweep as sweeping
 from redline.cli.sweep import Sweep, parse_axes, run_sweep
-from redline.errors import EXIT_INTERRUPTED, UsageError
+from redline.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from redline.monitor.events import read_events
 from redline.recipe.lock import LOCK
 
@@ -248,5 +248,6 @@ def test_a_member_hears_of_one_ctrl_c_once(tmp_path: Path) -> None:
 
 def test_a_sweep_in_a_place_that_cannot_be_written(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(UserError, match="cannot be written") as refused:
         run_sweep(Sweep(recipe, [], {"train.lr": ["0.1"]}), tmp_path / "file/out")
+    assert refused.value.exit_code == EXIT_FAILED, "as of a single run there"

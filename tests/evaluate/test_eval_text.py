@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from redline.data.tokenizer import load_tokenizer
-from redline.errors import UserError
+from redline.errors import UsageError, UserError
 from redline.evaluate.trained import open_trained
 from redline.kernels.attention import Bound
 from redline.recipe.lock import make_lock, write_lock
@@ -110,8 +111,35 @@ def test_tokens_that_another_tokenizer_made(trained: Callable[..., Path], tmp_pa
     run = trained()
     own = load_tokenizer("train:300", lambda: ["a river and a stone"] * 9)
     prepare([Document("a", "a river and a stone\n" * 40)], own, tmp_path / "shards")
-    with pytest.raises(UserError, match="tokenizer"):
-        open_trained(run, source=str(tmp_path / "shards"), device="cpu")
+    np.full(500, 40_000, "<u2").tofile(tmp_path / "raw.bin")
+    for source in ("shards", "raw.bin"):
+        with pytest.raises(UserError, match=r"run: the data were made with another tokenizer than the run\. Prepare"):
+            open_trained(run, source=str(tmp_path / source), device="cpu")
+
+
+def test_tokenizer_files_that_are_missing(
+    trained: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is proposed can be done for a run that is trained."""
+    np.arange(500, dtype="<u2").tofile(tmp_path / "train.bin")
+    run = trained(f"data.source={tmp_path / 'train.bin'}", "data.tokenizer=gpt2")
+    (tmp_path / "other.txt").write_text("a river")
+    monkeypatch.setattr("redline.data.gpt2._folders", lambda: iter(()))
+    monkeypatch.delenv("REDLINE_GPT2", raising=False)
+    with pytest.raises(UserError, match="set REDLINE_GPT2 to the folder that holds it; a new run can"):
+        open_trained(run, source=str(tmp_path / "other.txt"), device="cpu")
+
+
+def test_a_device_that_is_not_here(trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"--device: no GPU .*; or use --device cpu\."):
+        open_trained(trained(), device="cuda")
+
+
+@pytest.mark.parametrize("word", ["sampler_steps", "=4"])
+def test_a_setting_without_a_value(trained: Callable[..., Path], word: str) -> None:
+    with pytest.raises(UsageError, match=f"--set: '{word}' is not KEY=VALUE. Write for instance --set sampler_steps=4"):
+        open_trained(trained(), settings=(word,), device="cpu")
 
 
 @pytest.mark.parametrize("spec", ["bytes", "train:300"])

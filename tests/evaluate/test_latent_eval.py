@@ -18,6 +18,7 @@ from redline.cli.main import app
 from redline.data.pairs import Pair
 from redline.evaluate.latent import _all_slots, _marks, compare
 from redline.evaluate.trained import open_trained
+from redline.objectives import latent_prefix
 from redline.objectives.base import Answered
 from redline.objectives.latent_writing import from_latents, from_prompts
 
@@ -153,6 +154,19 @@ def test_rows_can_be_looked_at_before(run: Path, typed: Typed) -> None:
     assert shown.count("text 1: ") == 1
     assert "→ name " in shown
     assert "rows to train on" in shown
+
+
+def test_a_look_says_what_it_does_first(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As training does: opening a base may mean to unpack it, which takes a while."""
+    plain = latent_prefix.complete
+
+    def telling(recipe: Any, say: Callable[[str], None]) -> Any:
+        say("unpacking a base once")
+        return plain(recipe, say)
+
+    monkeypatch.setattr(latent_prefix, "complete", telling)
+    words = ["train", str(run.parent / "latent-2.yaml"), "train.steps=2", "--preview", "2"]
+    assert "unpacking a base once" in CliRunner().invoke(app, words).stderr
 
 
 def test_a_wire_is_held_against_what_it_carries(run: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -231,3 +232,14 @@ def test_handlers_are_put_back() -> None:
     with Signals():
         assert signal.getsignal(signal.SIGTERM) not in before
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+
+
+def test_who_leaves_at_once_is_promised_no_checkpoint() -> None:
+    """There may be none yet."""
+    twice = (
+        "import os, signal\nfrom redline.train.signals import Signals\n"
+        "with Signals():\n  for _ in range(2): os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    left = subprocess.run([sys.executable, "-c", twice], capture_output=True, text=True, timeout=60)
+    assert left.returncode == EXIT_INTERRUPTED
+    assert left.stderr.endswith("\nleft at once; what was saved before stays valid\n")

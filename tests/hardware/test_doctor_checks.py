@@ -90,6 +90,8 @@ def test_a_machine_without_a_gpu_is_warned_and_works() -> None:
         ({"memory": 8 * GIB}, "memory", "ok", "of the machine's 128.0 GiB, by the container's limit", ""),
         ({"environment": {"OMP_NUM_THREADS": "64"}}, "cores", "warn", "OMP_NUM_THREADS=64", "16"),
         ({"environment": {"REDLINE_PRICE": "cheap"}}, "REDLINE_PRICE", "warn", "'cheap'", "REDLINE_PRICE=2.5"),
+        ({"environment": {"REDLINE_PRICE": "-3"}}, "REDLINE_PRICE", "warn", "'-3' is negative", "REDLINE_PRICE=2.5"),
+        ({"environment": {"REDLINE_PRICE": "nan"}}, "REDLINE_PRICE", "warn", "'nan' is not a number", "=2.5"),
         ({"environment": {"REDLINE_PRICE": "2.5"}}, "REDLINE_PRICE", "ok", "2.5", ""),
         ({"environment": {"HF_HUB_OFFLINE": "1"}}, "HF_HUB_OFFLINE", "ok", "nothing is downloaded", ""),
     ],

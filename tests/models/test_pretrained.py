@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,32 @@ def test_another_process_may_unpack_first(
     monkeypatch.setattr(packed, "_unpack", late)
     assert smollm2().model["layers"] == 3
     assert len(list((tmp_path / "cache" / "bases").iterdir())) == 1
+
+
+def test_unpacking_says_one_thing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The libraries' bars and notes would stand in a log for ever."""
+    from tqdm.auto import tqdm
+
+    for name in ("gguf", "accelerate"):
+        pytest.importorskip(name)
+
+    def noisy(path: Path, folder: Path) -> None:
+        logging.getLogger("torchao").warning("Failed to load some.so")
+        list(tqdm(range(3)))
+
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(200))
+    monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(packed, "_unpack", noisy)
+    told: list[str] = []
+    packed.unpacked(tmp_path / "a.gguf", told.append)
+    assert len(told) == 1
+    assert capfd.readouterr().err == ""
+    noisy(tmp_path, tmp_path)
+    said = capfd.readouterr().err
+    assert "Failed to load some.so" in said, "only for that time"
+    assert "3/3" in said
 
 
 def test_a_file_that_only_begins_like_a_gguf(tmp_path: Path) -> None:

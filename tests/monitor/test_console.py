@@ -90,6 +90,11 @@ def test_the_plan_gives_every_choice_with_its_reason(show):
         assert part in text
 
 
+def test_a_run_of_unknown_speed_takes_at_most_what_the_clock_allows():
+    assert "at most 2m00s" in plain(PLAN | {"hours": 1 / 30, "throughput": {"tokens_per_s": None}})
+    assert "about 2m00s" in plain(PLAN | {"hours": 1 / 30, "throughput": {"tokens_per_s": 5000}})
+
+
 def test_an_evaluation_tells_its_change_and_every_metric():
     first = {"type": "eval", "step": 50, "loss": 3.5, "perplexity": 33.1, "bits_per_byte": 1.25, "exact_match": 0.5}
     one, two = plain(first, first | {"step": 100, "loss": 3.25}).splitlines()

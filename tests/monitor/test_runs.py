@@ -1,6 +1,7 @@
 import fcntl
 import json
 import os
+import shutil
 
 import pytest
 
@@ -172,7 +173,8 @@ def test_a_directory_that_is_no_run_does_not_hide_the_run_of_that_name(root, tmp
         ("quickstrat-1", "Did you mean 'quickstart-1'?"),
         ("quickstrat-1@best", "Did you mean 'quickstart-1'?"),
         ("zzz", "redline runs"),
-        ("", "redline runs"),
+        ("", "RUN: no run is named. Write its path, its name or `latest`; `redline runs`"),
+        ("@best", "@best: no run is named before @best. Write for instance latest@best."),
         ("quickstart-1@worst", "@best"),
         ("quickstart-1@-5", "@best"),
         ("quickstart-1@٣", "@best"),
@@ -182,6 +184,17 @@ def test_an_unknown_run_gets_advice(root, name, advice):
     with pytest.raises(UserError, match=r"run|checkpoint") as error:
         resolve_run(name, root)
     assert advice in str(error.value)
+
+
+def test_a_sweep_is_no_run(root):
+    (root / "lr").mkdir()
+    (root / "lr" / "sweep.json").write_text("{}")
+    with pytest.raises(UserError, match=r"lr: this is a sweep, not a run. Name one of its runs: .*lr/RUN, once"):
+        resolve_run("lr", root)
+    shutil.copytree(root / "quickstart-1", root / "lr" / "1-lr=3e-4")
+    for name in ("lr", "lr@best", str(root / "lr")):
+        with pytest.raises(UserError, match=r"this is a sweep, not a run. Name one of its runs: .*/lr/1-lr=3e-4\."):
+            resolve_run(name, root)
 
 
 @pytest.mark.parametrize("name", ["latest", "a"])

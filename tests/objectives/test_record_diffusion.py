@@ -76,6 +76,15 @@ def test_samples_differ_by_seed_and_not_without(objective: Any) -> None:
     assert objective.sample("", Sampling()) == []
 
 
+def test_a_question_that_is_cut_is_told_of(objective: Any) -> None:
+    told: list[str] = []
+    objective.tell = told.append
+    objective.sample("a" * 160, Sampling())
+    assert told == []
+    objective.sample("a" * 1161, Sampling())
+    assert told == ["the question has 1,161 tokens, and the run reads 160: the rest is left out"]
+
+
 @pytest.mark.parametrize("job", [HDP, BD3], ids=["hdp", "bd3lm"])
 def test_it_learns_and_resumes_bit_for_bit(world: Any, tmp_path: Path, tensors_of: Any, job: Any) -> None:
     options = (*RECORDS, *job, "train.steps=8", "train.lr=5e-3", "eval.every=8")
@@ -92,6 +101,8 @@ def test_a_run_may_write_in_another_way(world: Any, tmp_path: Path) -> None:
     run = str(tmp_path / "other")
     words = [*world.tiny, *RECORDS, *HDP, "train.steps=2"]
     assert CliRunner().invoke(app, ["train", "quickstart", *words, "--run", run]).exit_code == 0
+    long = CliRunner().invoke(app, ["sample", run, "--device", "cpu", "--prompt", "a" * 200])
+    assert "the question has 200 tokens, and the run reads 160" in long.stderr
     plain, quick = (
         open_trained(Path(run), device="cpu", answers=True, settings=settings).objective
         for settings in ((), ("sampler=ancestral", "sampler_steps=1"))

@@ -193,6 +193,8 @@ def test_picking_from_nothing(tmp_path: Path) -> None:
         pick(tmp_path / "checkpoints", None)
     with pytest.raises(UserError, match="There are: none"):
         pick(tmp_path / "checkpoints", "best")
+    with RunDirectory(tmp_path), pytest.raises(UserError, match="the run is training, and has not saved yet"):
+        pick(tmp_path / "checkpoints", None)
     assert newest_valid(tmp_path / "checkpoints") is None
 
 

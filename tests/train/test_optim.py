@@ -297,9 +297,10 @@ def test_the_last_step_is_not_planned_anew() -> None:
 
 
 def test_who_goes_on_with_no_time_left_is_told() -> None:
-    assert not Horizon(100, None).spent(1e9)
-    assert not Horizon(None, 1.0).spent(1800.0)
-    assert Horizon(None, 1.0).spent(3590.0).startswith("train.hours leaves 10s of 1h00m")
+    assert not Horizon(100, None).spent(100, 1e9)
+    assert Horizon(60, None).spent(100, 1.0) == "the run is at step 100 already: its end, step 60, lies behind it"
+    assert not Horizon(None, 1.0).spent(100, 1800.0)
+    assert Horizon(None, 1.0).spent(100, 3590.0).startswith("train.hours leaves 10s of 1h00m")
 
 
 def test_a_new_budget_is_planned_at_once() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from redline.cli.options import DeviceOption, JsonOption, SetOption, WeightsOption, one_of
+from redline.cli.options import MOST_TOKENS, DeviceOption, JsonOption, SetOption, WeightsOption, one_of
 from redline.cli.paths import RUNS
 from redline.errors import UsageError
 from redline.evaluate.answers import METRICS
@@ -56,7 +56,11 @@ def evaluate(
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help=f"With --answers, --under: of an answer or text at most; {_TOKENS} if not given."),
+        typer.Option(
+            min=1,
+            max=MOST_TOKENS,
+            help=f"With --answers, --under: of an answer or text at most; {_TOKENS} if not given.",
+        ),
     ] = None,
     under: Annotated[
         str | None, typer.Option(metavar="RUN", help="Let it write, and say how likely that run finds the texts.")
@@ -202,6 +206,10 @@ def open_model(
 
 def _may_be_model(name: str) -> bool:
     """It lies here, or is spelt like a hub's owner/name. A slip in runs/NAME, or in another folder's, is none."""
+    from redline.monitor.runs import is_sweep
+
+    if not name or is_sweep(Path(name)):
+        return False
     spelt = _HUB_ID.fullmatch(name)
     elsewhere = spelt is not None and spelt[1] != RUNS.name and not Path(spelt[1]).exists()
     return elsewhere or Path(name).expanduser().exists()

@@ -90,12 +90,16 @@ def main() -> None:
     except BrokenPipeError:
         sys.exit(EXIT_FAILED)
     except Exception as error:
-        sys.stderr.write(without_secrets(_no_space(error) or traceback.format_exc()))
+        sys.stderr.write(without_secrets(_refused(error) or traceback.format_exc()))
         sys.exit(EXIT_FAILED)
 
 
-def _no_space(error: Exception) -> str | None:
-    """Anything else is a mistake of ours: all there is to know about it is shown, but for secrets."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+def _refused(error: Exception) -> str | None:
+    """What the disk refuses. Anything else is a mistake of ours: all there is to know is shown, but for secrets."""
+    if not isinstance(error, OSError):
         return None
-    return f"redline: {error.filename or 'output'}: {error.strerror}. Free some and try again.\n"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"redline: {error.filename or 'output'}: {error.strerror}. Free some and try again.\n"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM) and error.filename:
+        return f"redline: {error.filename}: {error.strerror}. Change who may use it, or name another place.\n"
+    return None

@@ -29,6 +29,8 @@ def split_words(words: list[str] | None) -> tuple[str | None, list[str]]:
     return names[0] if names else None, [word for word in words or [] if "=" in word]
 
 
+MOST_TOKENS = 1_000_000  # of one text; some jobs make room for all of them at once
+
 RunArgument = Annotated[str, typer.Argument(help="A run: path, name or latest.")]
 CheckpointArgument = Annotated[
     str, typer.Argument(help="A run: path, name or latest; @STEP or @best picks a checkpoint.")

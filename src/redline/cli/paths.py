@@ -1,5 +1,20 @@
 """Where runs live."""
 
+from __future__ import annotations
+
+import os
 from pathlib import Path
 
+from redline.errors import UsageError
+
 RUNS = Path("runs")
+
+
+def refuse_unreadable(path: Path) -> None:
+    """safetensors opens no path that is not UTF-8: what a run saved there, nobody could load again."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(path).decode("utf-8", "replace")
+        fix = "Choose another --run, or rename the folder."
+        raise UsageError("this path is not UTF-8, and checkpoints could not be read.", where=shown, fix=fix) from None

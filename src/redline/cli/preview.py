@@ -80,8 +80,9 @@ def _pairs(recipe: Recipe, count: int) -> None:
     from redline.data.latent import cut_bytes
     from redline.objectives import objective_module
 
+    job = objective_module(recipe.objective)
     with PreparationBar() as bar:
-        data = objective_module(recipe.objective).load_data(recipe, progress=bar)
+        data = job.load_data(job.complete(recipe, lambda text: typer.echo(text, err=True)), progress=bar)
     rows = data.pairs.train
     for number, row in enumerate(data.pairs.index.sequences(np.arange(min(count, len(rows)))).tolist(), start=1):
         pair = rows.pairs[row]

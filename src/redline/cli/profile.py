@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,8 +50,26 @@ def profile(
     folder = out or RUNS / "profiles" / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError("is there already.", where=str(folder), fix="Choose another --out.")
-    found = _profile(loaded, steps, folder)
+    with _made(folder):
+        found = _profile(loaded, steps, folder)
     typer.echo(json.dumps(found.record) if json_ else "\n".join(found.lines()))
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Before the work, which would be in vain where nothing can be written; what stays empty is taken away again."""
+    from redline.cache import writing
+
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # one that was there may be read-only
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for path in new:
+                path.rmdir()
 
 
 class _Found:
@@ -121,7 +142,6 @@ def _profile(loaded: Loaded, steps: int, folder: Path) -> _Found:
             say("building and warming up")
             trainer.build()
             trainer.warm_up()
-            folder.mkdir(parents=True, exist_ok=True)
             told = profiled(trainer, steps, trace, lambda done: _tell(done, steps + SETTLE_STEPS))
             memory = recorded()
         peak = peak_memory_gib(trainer.device)

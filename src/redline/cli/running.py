@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from redline.cli.one_run import Leaving, OneRun, refuse_run
-from redline.cli.paths import RUNS
+from redline.cli.paths import RUNS, refuse_unreadable
 from redline.cli.together import Quiet, join_ranks, resolved_alike
 from redline.errors import UsageError
 from redline.monitor.console import Console
@@ -42,6 +42,7 @@ def new_run(loaded: Loaded, directory: Path | None, overrides: list[str], *, dry
 def fresh_run(loaded: Loaded, directory: Path | None) -> Path:
     """Where it goes; what cannot be is refused."""
     path = directory or fresh_name(loaded.name)
+    refuse_unreadable(path)
     refuse_run(path)
     if path.exists() and not path.is_dir():
         raise UsageError("is a file, not a directory.", where=str(path), fix="Choose another --run.")
@@ -55,6 +56,7 @@ def resume_run(name: str, overrides: list[str], *, dry_run: bool, gpus: int = 1)
 
 def resumable(name: str, overrides: list[str]) -> tuple[Path, Loaded]:
     path, selector = resolve_run(name, RUNS)
+    refuse_unreadable(path)
     if selector is not None:
         fix = f"redline train --resume {path}"
         raise UsageError("a run goes on from its newest checkpoint.", where=name, fix=f"Leave out @{selector}: {fix}")

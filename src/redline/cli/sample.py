@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 from redline.cli.evaluate import BaseOption, ModelArgument, open_model
-from redline.cli.options import DeviceOption, JsonOption, SetOption, WeightsOption
+from redline.cli.options import MOST_TOKENS, DeviceOption, JsonOption, SetOption, WeightsOption
+
+_COLDEST = 1e-3  # below this all but the likeliest token would vanish, and logits overflow
 
 
 def sample(
@@ -16,12 +18,12 @@ def sample(
     plain: Annotated[
         bool, typer.Option("--plain", help="Continue the prompt as it stands, not as a question.")
     ] = False,
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens at most.")] = 200,
-    count: Annotated[int, typer.Option(min=1, help="How many continuations.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="How many tokens at most.")] = 200,
+    count: Annotated[int, typer.Option(min=1, max=10_000, help="How many continuations.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="Only the k most likely tokens.")] = None,
     top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Only the likeliest, up to this total.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same text.")] = 0,
     settings: SetOption = None,
     base: BaseOption = None,
     weights: WeightsOption = None,
@@ -40,8 +42,10 @@ def sample(
     trained = open_model(run, weights=weights, base=base, device=device, writes_only=True, settings=settings or ())
     from redline.objectives.base import Sampling
 
-    how = Sampling(count, tokens, seed, temperature, top_k, top_p)
+    warmth = temperature if temperature >= _COLDEST else 0.0
+    how = Sampling(count, tokens, seed, warmth, top_k, top_p)
     objective = trained.objective
+    objective.tell = lambda text: typer.echo(text, err=True)
     samples = objective.continuation(prompt, how) if plain else objective.sample(prompt, how)
     if not samples and objective.can_answer and not prompt:
         raise UsageError("there is nothing to answer.", where="--prompt", fix='Ask something: --prompt "…".')

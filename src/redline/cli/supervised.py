@@ -25,7 +25,7 @@ from redline.plan.parallel import undivided
 from redline.recipe.checks import number
 from redline.recipe.schema import Recipe
 from redline.train.pulse import FOLDER, PARENT
-from redline.train.rundir import unlinked
+from redline.train.rundir import ELSEWHERE, unlinked
 from redline.train.supervise import RECOVERY, SUPERVISED, supervise
 
 LOG = "ranks.log"  # in the run: what its ranks print, stacks and all
@@ -111,8 +111,7 @@ def train_supervised(
         if gpus > 1:
             open(log, "ab", opener=unlinked).close()
     except OSError as error:
-        fix = "Choose another with --run."
-        raise UserError(f"cannot be written ({error.strerror}).", where=str(path), fix=fix) from None
+        raise UserError(f"cannot be written ({error.strerror}).", where=str(path), fix=ELSEWHERE) from None
 
     def start(recovery: str | None) -> Processes:
         begun = (path / LOCK).is_file()

@@ -18,7 +18,7 @@ from types import FrameType
 import typer
 
 from redline.cache import write_atomically
-from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError
+from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError, UserError
 from redline.monitor.comparison import Row, best_of, compare_run
 from redline.monitor.events import read_events
 from redline.monitor.runs import EVENTS, LOCK, SWEEP, run_status
@@ -144,7 +144,7 @@ def _begin(directory: Path, description: dict[str, object]) -> None:
         write_atomically(path, json.dumps(description, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
         fix = "Choose another --run."
-        raise UsageError(f"cannot be written ({error.strerror}).", where=str(directory), fix=fix) from None
+        raise UserError(f"cannot be written ({error.strerror}).", where=str(directory), fix=fix) from None
 
 
 def _finished(path: Path) -> bool:

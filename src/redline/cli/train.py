@@ -109,9 +109,12 @@ def _resume(name: str, overrides: list[str], gpus: int, *, supervise: bool, dry_
 
 
 def _sweep(name: str, overrides: list[str], options: list[str], run: Path | None, *, dry_run: bool) -> int:
+    from redline.cli.paths import refuse_unreadable
     from redline.cli.running import fresh_name
     from redline.cli.sweep import Sweep, parse_axes, run_sweep
     from redline.recipe.load import find_recipe
 
     sweep = Sweep(name, overrides, parse_axes(options, overrides))
-    return run_sweep(sweep, run or fresh_name(find_recipe(name).stem, "-sweep"), dry_run=dry_run)
+    directory = run or fresh_name(find_recipe(name).stem, "-sweep")
+    refuse_unreadable(directory)
+    return run_sweep(sweep, directory, dry_run=dry_run)

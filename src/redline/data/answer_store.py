@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from redline.cache import cache_dir, temporary_sibling
+from redline.cache import cache_dir, temporary_sibling, writing
 from redline.data.chat import EMPTY, Conversation, RowTally, read_conversations
 from redline.data.origin import origin_of
 from redline.data.prepare import set_aside
@@ -27,7 +27,6 @@ from redline.data.progress import Progress, ProgressCallback
 from redline.data.sources import source_bytes
 from redline.data.template import KEY, ChatTokenizer, Coded, Rendered, TemplateRefusalError
 from redline.data.tokens import digest_of
-from redline.errors import UserError
 
 # How rows become samples. Whoever changes that raises the number, so that old folders are not taken.
 SCHEMA = "redline-answers-1"
@@ -78,14 +77,12 @@ def open_store(
             set_aside(folder)
     temporary = temporary_sibling(folder)
     try:
-        temporary.mkdir(parents=True)
-        _write(temporary, source, tokenizer, learn, progress)
-        with suppress(OSError):  # another process was faster, with the same
-            temporary.rename(folder)
-        return _read(folder)
-    except OSError as error:
-        fix = "Make room there, or name another folder with REDLINE_CACHE."
-        raise UserError(f"the cache cannot be written ({error.strerror}).", where=str(folder), fix=fix) from None
+        with writing(folder):
+            temporary.mkdir(parents=True)
+            _write(temporary, source, tokenizer, learn, progress)
+            with suppress(OSError):  # another process was faster, with the same
+                temporary.rename(folder)
+            return _read(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

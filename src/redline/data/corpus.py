@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from redline.cache import temporary_sibling
+from redline.cache import temporary_sibling, writing
 from redline.data.encode import default_workers
 from redline.data.facts import expected_facts
 from redline.data.index import Index, WindowIndex
@@ -103,10 +103,11 @@ def _open_parts(
 
 
 def _save(tokenizer: Tokenizer, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_sibling(path)
-    tokenizer.save(temporary)
-    temporary.replace(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_sibling(path)
+        tokenizer.save(temporary)
+        temporary.replace(path)
 
 
 def _joined(parts: Sequence[Part], opened: Sequence[TokenData]) -> TokenData:

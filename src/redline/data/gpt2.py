@@ -125,7 +125,7 @@ def _download() -> Any:
         raise UserError(
             "the GPT-2 tokenizer's files are not on this machine.",
             fix=f"Put its {DEFINITION} at {cache_dir() / 'gpt2' / DEFINITION}, "
-            "or set REDLINE_GPT2 to the folder that holds it, or use data.tokenizer=train:16384.",
+            "or set REDLINE_GPT2 to the folder that holds it; a new run can do with data.tokenizer=train:16384.",
         )
     backend = _from_ranks(ranks)
     with contextlib.suppress(OSError):  # a cache that cannot be written is no reason to stop

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from redline.cache import sync, temporary_sibling, write_atomically
+from redline.cache import sync, temporary_sibling, write_atomically, writing
 from redline.data.encode import default_workers, encode_pieces
 from redline.data.origin import EMBEDDED, SCHEMA, Reading, holds_tokens, prepared_folder
 from redline.data.progress import Progress, ProgressCallback
@@ -46,11 +46,11 @@ def prepare(
 ) -> TokenData:
     """Write the prepared folder `out`, whole or not at all; `tally` is where the reading of `documents` counts."""
     refuse_content(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     tally = tally or Tally(str(out))
     pieces = cut_pieces(split_documents(without_duplicates(documents, tally, drop=dedup), val_fraction))
     temporary = temporary_sibling(out)
-    temporary.mkdir()
+    with writing(out):
+        temporary.mkdir(parents=True)
     try:
         meta = _write_splits(pieces, tokenizer, temporary, shard_tokens, workers, tally, progress)
         tokenizer.save(temporary / "tokenizer.json")
@@ -135,7 +135,7 @@ def description(
 
 
 def refuse_content(out: Path) -> None:
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+    if not out.name or out.is_file() or (out.is_dir() and any(out.iterdir())):  # `.` cannot be renamed onto
         raise UserError("there is something already.", where=str(out), fix="Name a new folder for the tokens.")
 
 

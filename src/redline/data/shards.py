@@ -58,6 +58,10 @@ def scan_tokens(path: Path, dtype: np.dtype[np.unsignedinteger], offset: int = 0
     return Scan(digest.hexdigest(), max_id, max_odd)
 
 
+class OtherTokenizerError(UserError):
+    """These tokens are not of the tokenizer that is named for them."""
+
+
 @dataclass(frozen=True)
 class TokenFile:
     """Ids in a file, from `offset` on, with what is known about them."""
@@ -74,7 +78,7 @@ class TokenFile:
 
     def check_vocabulary(self, name: str, vocab_size: int) -> None:
         if self.max_id >= vocab_size:
-            raise UserError(
+            raise OtherTokenizerError(
                 f"holds the token id {self.max_id}, outside the vocabulary of {name} ({vocab_size} ids).",
                 where=str(self.path),
                 fix="Name the tokenizer that these tokens were made with (data.tokenizer).",

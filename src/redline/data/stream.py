@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from redline.cache import writing
 from redline.data.index import order_keys, permute
 from redline.data.shards import TokenFile, check_shard
 from redline.data.tokens import TokenSplit, shard_files
@@ -109,6 +110,8 @@ class TokenStream:
         with self._lock:
             if self._process is not None or read_state(self.folder).done:
                 return
+            with writing(self.folder):  # over there nothing could be said about it
+                self.folder.mkdir(parents=True, exist_ok=True)
             command = [sys.executable, "-m", "redline.data.background"]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=subprocess.DEVNULL, start_new_session=True)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from redline.data.origin import SCHEMA, held_out_of
 from redline.data.raw import open_raw
-from redline.data.shards import HEADER_BYTES, TokenFile, check_shard, damaged, token_dtype
+from redline.data.shards import HEADER_BYTES, OtherTokenizerError, TokenFile, check_shard, damaged, token_dtype
 from redline.data.tokenizer import Tokenizer, load_tokenizer, named_vocabulary, trained_size
 from redline.errors import UserError
 
@@ -215,7 +215,7 @@ def _check_tokenizer(folder: Path, name: str, fingerprint: str, requested: str |
         known = named_vocabulary(requested)
         same = fingerprint == (known[2] if known else load_tokenizer(requested).fingerprint)
     if not same:
-        raise UserError(
+        raise OtherTokenizerError(
             f"wrong tokenizer for the shards: they were made with {name} ({fingerprint}), not {requested}.",
             where=str(folder),
             fix=f"Set data.tokenizer={name}, or prepare the text again with {requested}.",

@@ -59,7 +59,7 @@ def open_folder(
         what = "has no rows of its own to be evaluated on."
         raise UsageError(what, where=spec, fix="Name some: --data FILE.")
     found = open_base(spec, say) if adapter is None else _base_of(adapter, base, say)
-    machine = detect(device)
+    machine = detect(device, "--device ")
     recipe = finetune.complete(_recipe(found, adapter, source, sequences, machine.device), lambda _: None)
     if writes_only:
         data = finetune.FinetuneData(_facts(found, adapter), found)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from redline.data.shards import OtherTokenizerError
 from redline.errors import UsageError, UserError
 from redline.hardware.detect import detect
 from redline.jobs import job
@@ -60,7 +61,7 @@ def open_trained(
         what = f"is a {recipe.objective} run: it continues texts, and answers no questions."
         raise UsageError(what, where=str(run), fix="Leave out --answers for its loss; `redline sample` lets it write.")
     recipe = _with_settings(recipe, settings)
-    machine = detect(device)
+    machine = detect(device, "--device ")
     precision = _precision(recipe.train.precision, machine.device)
     recipe = recipe.model_copy(
         update={
@@ -77,9 +78,13 @@ def open_trained(
         facts = DataFacts(**lock["data"])
         data = module.tokenizer_alone(facts, run, recipe)
     else:
-        data = module.load_data(recipe, for_evaluation=source is not None)
+        try:
+            data = module.load_data(recipe, for_evaluation=source is not None)
+        except OtherTokenizerError:
+            raise _other_tokenizer(run) from None
         facts = data.facts
-    _same_tokenizer(chosen.state, facts.tokenizer_fingerprint, run)
+    if chosen.state["identity"]["tokenizer"] != facts.tokenizer_fingerprint:
+        raise _other_tokenizer(run)
     resolved = resolve(for_world(recipe, 1), machine, facts)  # whoever trained it, one process reads it
     objective: Objective = module.create(resolved, data)
     _same_base(chosen.state, objective.identity(), run)
@@ -95,6 +100,9 @@ def _with_settings(recipe: Recipe, settings: Sequence[str]) -> Recipe:
     """What does not belong to the weights may be changed later."""
     if not settings:
         return recipe
+    if wrong := [word for word in settings if word.find("=") < 1]:
+        fix = "Write for instance --set sampler_steps=4."
+        raise UsageError(f"{wrong[0]!r} is not KEY=VALUE.", where="--set", fix=fix)
     own = getattr(recipe, recipe.objective)
     allowed = [f"{recipe.objective}.{name}" for name in getattr(own, "afterwards", ())]
     given = {key if "." in key else f"{recipe.objective}.{key}": v for key, v in parse_overrides(settings).items()}
@@ -133,7 +141,6 @@ def _same_base(state: dict[str, Any], identity: dict[str, str], run: Path) -> No
         raise UserError(what, where=str(run), fix="Put the old one back.")
 
 
-def _same_tokenizer(state: dict[str, Any], fingerprint: str, run: Path) -> None:
-    if state["identity"]["tokenizer"] != fingerprint:
-        fix = "Prepare the text with the run's own tokenizer."
-        raise UserError("the data were made with another tokenizer than the run.", where=str(run), fix=fix)
+def _other_tokenizer(run: Path) -> UserError:
+    fix = "Prepare the text with the run's own tokenizer."
+    return UserError("the data were made with another tokenizer than the run.", where=str(run), fix=fix)

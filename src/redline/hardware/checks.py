@@ -145,9 +145,9 @@ def environment(variables: dict[str, str]) -> list[Check]:
     )
     lines.append(Check("HF_HUB_OFFLINE", "ok", said))
     for name, value in variables.items():
-        if name == "REDLINE_PRICE" and not _is_price(value):
+        if name == "REDLINE_PRICE" and (wrong := _wrong_price(value)):
             fix = "Write dollars per hour as a number: REDLINE_PRICE=2.5."
-            lines.append(Check(name, "warn", f"{value!r} is not a number, so no cost is shown", fix))
+            lines.append(Check(name, "warn", f"{value!r} is {wrong}, so no cost is shown", fix))
         elif name.startswith("REDLINE_"):
             lines.append(Check(name, "ok", value))
     return lines
@@ -157,11 +157,12 @@ def _set_or_not(name: str, variables: dict[str, str]) -> str:
     return "set" if name in variables else "not set"
 
 
-def _is_price(value: str) -> bool:
+def _wrong_price(value: str) -> str:
     try:
-        return float(value) >= 0
+        price = float(value)
     except ValueError:
-        return False
+        return "not a number"
+    return "" if price >= 0 else "negative" if price < 0 else "not a number"
 
 
 # --- what was measured

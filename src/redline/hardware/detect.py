@@ -11,8 +11,11 @@ from redline.hardware.nvml import driver_version
 from redline.hardware.probe import measure_and_keep
 
 
-def detect(device: str = "auto") -> Machine:
-    """What this process can train on. A CPU is measured once, a GPU only when `redline doctor --probe` is asked."""
+def detect(device: str = "auto", asked_by: str = "train.device=") -> Machine:
+    """What this process can train on. A CPU is measured once, a GPU only when `redline doctor --probe` is asked.
+
+    `asked_by` is what stood before the device, for who must change it.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -21,8 +24,8 @@ def detect(device: str = "auto") -> Machine:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
         raise UserError(
             f"no GPU that torch {torch.__version__}, {built}, can use.",
-            where="train.device",
-            fix="`redline doctor` says why; or use train.device=cpu.",
+            where=asked_by.rstrip("= "),
+            fix=f"`redline doctor` says why; or use {asked_by}cpu.",
         )
     card = torch.cuda.get_device_properties(0)
     measured = recall_rates(gpu_key(card.name, driver_version()))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
+import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from redline.cache import cache_dir, sync, temporary_sibling
+from redline.cache import cache_dir, sync, temporary_sibling, writing
 from redline.errors import UserError
 from redline.models.families import describe
 from redline.models.stored import sample
@@ -38,11 +40,12 @@ def unpacked(path: Path, say: Callable[[str], None]) -> Path:
         what = f"reading a .gguf file needs {' and '.join(missing)}."
         raise UserError(what, where=str(path), fix=f"pip install {' '.join(missing)}, or give a folder of safetensors.")
     say(f"unpacking {path.name} once, into {folder}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_sibling(folder)  # only a whole folder gets the name
     try:
-        temporary.mkdir()
-        _unpack(path, temporary)
+        with writing(folder):
+            temporary.mkdir(parents=True)
+        with _hushed():
+            _unpack(path, temporary)
         for file in (*temporary.iterdir(), temporary):
             sync(file)
         with contextlib.suppress(OSError):  # another process was faster
@@ -66,6 +69,20 @@ def _digest(path: Path) -> str:
     except OSError as error:
         raise UserError(f"cannot be read ({type(error).__name__}).", where=str(path)) from None
     return digest.hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """Bars and notes of the libraries are not ours to show; what fails is raised."""
+    import transformers  # noqa: F401, first: its own handler keeps the stream that it finds
+
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _unpack(path: Path, folder: Path) -> None:

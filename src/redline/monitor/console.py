@@ -215,6 +215,7 @@ def plan_rows(event: Event) -> Iterator[tuple[str, str]]:
     yield from _row("", [_number(memory, part, part + " {:.2f}") for part in parts])
     yield from _speed_rows(event)
     horizon = section(event, "horizon")
+    known = number(section(event, "throughput"), "tokens_per_s") is not None  # else the clock's limit is all there is
     limit = "or by the clock" if horizon.get("steps") or horizon.get("tokens") else "by the clock"
     yield from _row(
         "horizon",
@@ -222,7 +223,7 @@ def plan_rows(event: Event) -> Iterator[tuple[str, str]]:
             _number(horizon, "steps", "{:,} steps"),
             _number(horizon, "tokens", "{} tokens", format_count),
             _number(horizon, "expected_tokens", limit + ", after about {} tokens", format_count),
-            _number(event, "hours", "about {}", lambda hours: format_seconds(3600 * hours)),
+            _number(event, "hours", "about {}" if known else "at most {}", lambda hours: format_seconds(3600 * hours)),
             _number(event, "cost_usd", "{}", format_usd),
         ],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,17 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 
 def write_page(path: Path, page: str) -> Path:
     """Never half a page: written beside its place, then renamed."""
+    if not path.name:  # `.` or `/`
+        what = "The report cannot be written: this is a folder."
+        raise UserError(what, where=str(path), fix="Name a file with --out.")
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_bytes(page.encode("utf-8", "replace"))
         unfinished.replace(path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written, nothing can be taken away
+            unfinished.unlink()
         raise UserError(
             f"The report cannot be written ({error.strerror}).",
             where=str(path),

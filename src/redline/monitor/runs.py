@@ -112,6 +112,8 @@ def resolve_run(name: str, root: Path) -> tuple[Path, Selector | None]:
     bare, at, tail = name.rpartition("@")
     if not at:
         raise _unknown(name, root)
+    if not bare:
+        raise UsageError(f"no run is named before @{tail}.", where=name, fix=f"Write for instance latest@{tail}.")
     run = _find(bare, root)
     if run is None:
         raise _unknown(bare, root)
@@ -156,18 +158,31 @@ def _selector(text: str, name: str) -> Selector:
 
 
 def _unknown(name: str, root: Path) -> UsageError:
+    if not name:
+        fix = "Write its path, its name or `latest`; `redline runs` lists what there is."
+        return UsageError("no run is named.", where="RUN", fix=fix)
+    if sweep := next((path for path in (Path(name), root / name) if is_sweep(path)), None):
+        runs = [str(path) for path in run_paths(sweep)] or [f"{sweep}/RUN, once it has begun one"]
+        return UsageError("this is a sweep, not a run.", where=name, fix=f"Name one of its runs: {runs[0]}.")
     known = [_name(path, root) for path in run_paths(root)]
     if not known:
         fix = f"There is none in {root}/ yet; `redline train` makes one."
     else:
         fix = did_you_mean(name, known) or f"The newest in {root}/ is {known[0]!r}; `redline runs` lists them."
-    return UsageError("There is no such run.", where=name or "RUN", fix=fix)
+    return UsageError("There is no such run.", where=name, fix=fix)
+
+
+def is_sweep(path: Path) -> bool:
+    try:
+        return (path / SWEEP).is_file()
+    except OSError:  # a name too long for any folder, or in one that may not be entered
+        return False
 
 
 def _is_run(path: Path) -> bool:
     try:
         return path.is_dir() and ((path / LOCK).is_file() or (path / EVENTS).is_file())
-    except OSError:  # a name too long for any folder, or in one that may not be entered
+    except OSError:
         return False
 
 
@@ -176,7 +191,7 @@ def run_paths(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if not path.is_symlink()]
-    found += [member for path in found if (path / SWEEP).is_file() for member in path.iterdir()]
+    found += [member for path in found if is_sweep(path) for member in path.iterdir()]
     runs = [path for path in found if not path.is_symlink() and _is_run(path)]
     return sorted(runs, key=lambda path: (_born(path), path.name), reverse=True)
 

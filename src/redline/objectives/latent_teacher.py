@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from redline.cache import cache_dir, sync, temporary_sibling, write_atomically
+from redline.cache import cache_dir, sync, temporary_sibling, write_atomically, writing
 from redline.data.latent import PairData, Rows
 from redline.data.tokens import digest_of
 from redline.errors import UserError
@@ -54,7 +54,7 @@ class TeacherStates:
         described = self.folder / _ABOUT
         try:
             there = json.loads(described.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         except (OSError, ValueError) as error:
             raise self._damaged(described, type(error).__name__) from None
@@ -114,7 +114,8 @@ class TeacherStates:
 
     def _write(self, rows: Int64s, states: Tensor) -> None:
         """The rows' file last: what has none does not exist."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / _ABOUT).exists():
             write_atomically(self.folder / _ABOUT, json.dumps(self.about, indent=1))
         name = f"{int(rows[0]):09d}-{digest_of(rows.tolist())[:12]}"

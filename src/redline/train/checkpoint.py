@@ -26,6 +26,7 @@ from torch import Tensor
 
 from redline.cache import sync
 from redline.errors import UserError
+from redline.monitor.runs import is_locked
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -296,6 +297,9 @@ def pick(folder: Path, selector: int | str | None, say: Callable[[str], None] = 
     """The checkpoint that `RUN[@selector]` names, verified."""
     if selector is None:
         found = newest_valid(folder, say)
+        if found is None and is_locked(folder.parent):
+            fix = "Wait for its first checkpoint (checkpoint.every)."
+            raise UserError("the run is training, and has not saved yet.", where=str(folder.parent), fix=fix)
         if found is None:
             raise UserError("the run has no valid checkpoint.", where=str(folder.parent), fix="Train it first.")
         return found

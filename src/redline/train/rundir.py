@@ -17,6 +17,7 @@ from redline.errors import UserError
 from redline.monitor.runs import stop_request_path
 
 LOCK_FILE = ".lock"
+ELSEWHERE = "Make it writable, or start a new run elsewhere with --run."  # said to who resumes one, too
 _TRIES, _PAUSE_S = 6, 0.05
 
 
@@ -53,8 +54,8 @@ class RunDirectory:
             make_folder(self.path)
             self._file = open(self.path / LOCK_FILE, "a+", encoding="utf-8", opener=unlinked)
         except OSError as error:
-            fix = "Choose another with --run."
-            raise UserError(f"cannot be written ({error.strerror}).", where=str(self.path), fix=fix) from None
+            what = f"cannot be written ({error.strerror})."
+            raise UserError(what, where=str(self.path), fix=ELSEWHERE) from None
         if not self._take(self._file):
             self._file.seek(0)
             holder = self._file.read().strip() or "another process"
@@ -86,7 +87,7 @@ class RunDirectory:
                 time.sleep(_PAUSE_S)
             except OSError as error:
                 self._release()
-                fix = "Choose another with --run."
+                fix = "Start a new run elsewhere with --run, or move this one."
                 what = f"its file system has no locks ({error.strerror})."
                 raise UserError(what, where=str(self.path), fix=fix) from None
         return False

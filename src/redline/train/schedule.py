@@ -80,8 +80,10 @@ class Horizon:
         self.pieces.append(Piece(step, self.progress(step), left))
         return self.pieces[-1]
 
-    def spent(self, seconds: float) -> str:
-        """What to tell who goes on with a run whose clock has all but run out."""
+    def spent(self, step: int, seconds: float) -> str:
+        """What to tell who goes on with a run whose end lies behind it, or whose clock has all but run out."""
+        if self.steps is not None and step > self.steps:
+            return f"the run is at step {step:,} already: its end, step {self.steps:,}, lies behind it"
         if self.seconds is None or seconds < (1 - SPENT) * self.seconds:
             return ""
         left = format_seconds(max(0.0, self.seconds - seconds))

@@ -43,7 +43,7 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self.reason == "interrupted":
-                _tell(f"{_SHOW_CURSOR if os.isatty(2) else ''}left at once; the last committed checkpoint stays valid")
+                _tell(f"{_SHOW_CURSOR if os.isatty(2) else ''}left at once; what was saved before stays valid")
                 os._exit(EXIT_INTERRUPTED)
             _tell("finishing this step, saving and reporting; Ctrl-C again leaves at once")
         self.reason = "interrupted" if number == signal.SIGINT else self.reason or "preempted"

@@ -152,7 +152,7 @@ class Trainer:
         self.batch = as_decided(BatchPlan(*state["decisions"]["batch"]), self.batch)
         self.log.skipped = int(state["skipped"])
         self.keeper.saved_at = self.state.step
-        if warning := self.horizon.spent(self.state.seconds):
+        if warning := self.horizon.spent(self.state.step, self.state.seconds):
             self.monitor.warn(warning)
 
     # --- the run

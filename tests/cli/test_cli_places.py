@@ -1,0 +1,176 @@
+"""Places that cannot be written, or not read again, are answered in a sentence, and before the work is done."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.errors import UserError
+
+
+@pytest.fixture(params=["/proc/nope", "a file"])
+def no_cache(request: Any, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = request.param
+    if place == "a file":
+        place = tmp_path_factory.mktemp("taken") / "file"
+        place.touch()
+    monkeypatch.setenv("REDLINE_CACHE", str(place))
+
+
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "RECIPE", "--run", "run"),
+        ("train", "RECIPE", "--dry-run"),
+        ("train", "RECIPE", "--dry-run", "data.source=[CORPUS, embedded]", "data.tokenizer=train:300"),
+        ("train", "RECIPE", "--dry-run", "data.stream=true"),
+        ("profile", "RECIPE"),
+    ],
+    ids=" ".join,
+)
+def test_a_cache_that_cannot_be(inside: Any, recipe: str, corpus: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    answer = inside(*(word.replace("RECIPE", recipe).replace("CORPUS", str(corpus)) for word in words))
+    assert answer.code == 1
+    assert "the cache cannot be written (No" in answer.said
+    assert "name another folder with REDLINE_CACHE." in answer.said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_other_text_without_a_cache(inside: Any, home: Path, corpus: Path) -> None:
+    answer = inside("eval", "latest", "--data", str(corpus), cwd=home)
+    assert answer.code == 1
+    assert "the cache cannot be written" in answer.said
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_base_cannot_be_unpacked_without_a_cache(tmp_path: Path) -> None:
+    from redline.models.gguf import unpacked
+
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(60))
+    with pytest.raises(UserError, match="the cache cannot be written"):
+        unpacked(tmp_path / "a.gguf", lambda _: None)
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_teachers_cannot_be_kept_without_a_cache() -> None:
+    import numpy as np
+    import torch
+
+    from redline.objectives.latent_teacher import TeacherStates
+
+    with pytest.raises(UserError, match="the cache cannot be written"):
+        TeacherStates({}, rows=1, k=1, width=2, dtype=torch.float32)._write(np.zeros(1, int), torch.zeros(1, 1, 2))
+
+
+def test_tokens_that_cannot_be_put_there(inside: Any, corpus: Path) -> None:
+    answer = inside("prepare", str(corpus), "--tokenizer", "bytes", "--out", "/proc/x")
+    assert answer.code == 1
+    assert "/proc/x: cannot be written (No such file or directory). Name another folder with --out." in answer.said
+
+
+@pytest.mark.parametrize("kind", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_what_the_disk_refuses_elsewhere(inside: Any, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    def refused() -> None:
+        raise OSError(kind, os.strerror(kind), "/some/file")
+
+    monkeypatch.setattr("redline.cli.greeting.greet", refused)
+    answer = inside()
+    assert answer.code == 1
+    assert answer.said.startswith(f"redline: /some/file: {os.strerror(kind)}. ")
+
+
+@pytest.mark.parametrize("kind", [errno.ENOENT, errno.ENOTDIR])
+def test_what_may_be_a_mistake_of_ours_is_shown_whole(inside: Any, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    def missing() -> None:
+        raise OSError(kind, os.strerror(kind), "/some/file")
+
+    monkeypatch.setattr("redline.cli.greeting.greet", missing)
+    assert "Traceback" in inside().err
+
+
+@pytest.mark.parametrize("below", ["", "/below"])
+@pytest.mark.parametrize("sweep", [(), ("--sweep", "train.lr=0.1,0.2"), ("--supervise",)], ids=str)
+def test_a_path_that_no_checkpoint_could_be_read_from(
+    inside: Any, recipe: str, tmp_path: Path, below: str, sweep: tuple[str, ...]
+) -> None:
+    answer = inside("train", recipe, *sweep, "--run", os.fsdecode(b"r\xe9") + below)
+    assert answer.code == 2
+    assert "this path is not UTF-8, and checkpoints could not be read. Choose another --run" in answer.said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_was_moved_to_such_a_path(inside: Any, home: Path, tmp_path: Path) -> None:
+    """It would begin again, beside checkpoints that are whole."""
+    name = os.fsdecode(b"r\xe9")
+    shutil.copytree((home / "runs/latest").resolve(), tmp_path / name)
+    answer = inside("train", "--resume", name, "train.steps=9")
+    assert answer.code == 2
+    assert "rename the folder." in answer.said
+
+
+def test_in_a_folder_of_such_a_path_a_run_is_read_again(inside: Any, recipe: str, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"r\xe9")
+    folder.mkdir()
+    quick = ("train.steps=1", "eval.samples=0")
+    assert inside("train", recipe, *quick, "--run", "run", cwd=folder).code == 0
+    assert "run at step 1 " in inside("eval", "run", cwd=folder).out
+
+
+@pytest.mark.parametrize("out", [".", "/", ""])
+def test_a_report_is_a_file(inside: Any, home: Path, out: str) -> None:
+    answer = inside("report", "latest", "--out", out, cwd=home)
+    assert answer.code == 1
+    assert "The report cannot be written: this is a folder. Name a file with --out." in answer.said
+
+
+def test_a_report_in_a_read_only_place(inside: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_bytes", refused)
+    monkeypatch.setattr(Path, "unlink", refused)
+    answer = inside("report", "latest", cwd=home)
+    assert answer.code == 1
+    assert "The report cannot be written (Read-only file system). Choose a place with --out" in answer.said
+
+
+def test_a_profile_asks_first(inside: Any, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("redline.cli.profile._profile", lambda *_: pytest.fail("worked in vain"))
+    answer = inside("profile", recipe, "--out", "/proc/x")
+    assert answer.code == 1
+    assert "/proc/x: cannot be written (No such file or directory). Name another folder with --out." in answer.said
+
+
+def test_a_profile_in_a_folder_that_is_read_only(
+    inside: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(**_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setattr("tempfile.TemporaryFile", refused)
+    answer = inside("profile", recipe, "--out", "mine")
+    assert answer.code == 1
+    assert "mine: cannot be written (Read-only file system)." in answer.said
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError("no.")], ids=str)
+def test_a_profile_that_comes_to_nothing_leaves_nothing(
+    inside: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any
+) -> None:
+    def stopped(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("redline.cli.profile._profile", stopped)
+    assert inside("profile", recipe).code != 0
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    assert inside("profile", recipe, "--out", "mine").code != 0
+    assert (tmp_path / "mine").is_dir(), "what was there stays"
