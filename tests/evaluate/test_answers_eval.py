@@ -229,7 +229,7 @@ def fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this CPU multiplies fastest."""
     from redline.hardware.machine import Machine
 
-    monkeypatch.setattr("redline.evaluate.folder.detect", lambda _: Machine("cpu", "a CPU", 8 << 30, 2))
+    monkeypatch.setattr("redline.evaluate.folder.detect", lambda *_: Machine("cpu", "a CPU", 8 << 30, 2))
 
 
 @pytest.fixture(scope="module")
