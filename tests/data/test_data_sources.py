@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data import filetext, rows, splits, tally
+from redline.data import filetext, origin, rows, splits, tally
 from redline.data.filetext import LongDocument
 from redline.data.origin import DatasetId, Reading, dataset_id
 from redline.data.prepare import prepare_source, training_texts
@@ -227,6 +227,13 @@ def test_a_stream_holds_out_only_at_its_beginning() -> None:
     assert set(found[100:]) == {REST}
     assert [split for split, _ in split_documents(documents, 0.2)][:100] == found[:100]
     assert [split for split, _ in split_documents(documents[:3], 0.2, val_within=1)] == [VAL] * 3 + [REST] * 3
+
+
+def test_whoever_splits_otherwise_raises_the_number_of_the_rules() -> None:
+    """Folders that were prepared before would be taken, with what was held out then."""
+    documents = [Document(f"{i}", f"a text, number {i}\n") for i in range(200)]
+    held_out = [document.name for split, document in split_documents(documents, 0.05) if split == VAL]
+    assert (origin.RULES, held_out) == (3, ["1", "22", "167", "186"])
 
 
 def test_a_tokenizer_learns_from_an_even_part_of_much_text(tmp_path: Path) -> None:

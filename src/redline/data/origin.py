@@ -21,7 +21,7 @@ from redline.data.tokenizer import named_vocabulary, trained_size
 SCHEMA = "redline-tokens-1"
 EMBEDDED = "embedded"
 # How documents are found, cut and split. Whoever changes that raises the number, so that old folders are not taken.
-RULES = 2
+RULES = 3
 TEXT_KEY = "text"
 
 # Held out from the end of a raw file that comes without a validation file: one per cent, within these bounds.

@@ -69,8 +69,14 @@ def recall_rates(key: str) -> Measured | None:
 def keep_rates(key: str, rates: Measured) -> Measured:
     """Keep them, and give them back as they will be recalled."""
     rounded = {name: float(f"{rate:.4g}") for name, rate in rates.items()}
-    keep(RATES, key, {"rates": rounded})
+    keep(RATES, key, {"rates": rounded, "times": times_measured(key) + 1})
     return rounded
+
+
+def times_measured(key: str) -> int:
+    entry = recall(RATES, key) or {}
+    times = entry.get("times", 1 if entry else 0)
+    return times if isinstance(times, int) else 0
 
 
 def _entries(file: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from redline.hardware.measured import Measured, cpu_key, gpu_key, keep_rates
+from redline.hardware.measured import Measured, cpu_key, gpu_key, keep_rates, recall_rates
 from redline.hardware.nvml import driver_version
 
 Work = Callable[[], object]
@@ -26,9 +26,12 @@ def measure(device: str = "cpu") -> Measured:
 
 
 def measure_and_keep(device: str = "cpu") -> Measured:
+    """A GPU's rates as they are now, at its power limit of today; a CPU's fastest so far: it may have been busy."""
     rates = measure(device)
-    name = torch.cuda.get_device_properties(0).name if device == "cuda" else ""
-    return keep_rates(gpu_key(name, driver_version()) if device == "cuda" else cpu_key(), rates)
+    if device == "cuda":
+        return keep_rates(gpu_key(torch.cuda.get_device_properties(0).name, driver_version()), rates)
+    before = recall_rates(cpu_key()) or {}
+    return keep_rates(cpu_key(), {name: max(rate, before.get(name, 0.0)) for name, rate in rates.items()})
 
 
 # --- CPU
