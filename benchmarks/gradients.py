@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from runs import said
 from torch import Tensor
 
 from redline.bench.setting import TINY
@@ -124,4 +125,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    said(main)

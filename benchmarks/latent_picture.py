@@ -49,7 +49,10 @@ def draw(result: dict[str, Any], out: Path) -> None:
 def main() -> None:
     if len(sys.argv) != 3:
         sys.exit(f"usage:{(__doc__ or '').partition('usage:')[2].splitlines()[0]}")
-    draw(json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")), Path(sys.argv[1]))
+    try:
+        draw(json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")), Path(sys.argv[1]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"{sys.argv[2]} is no result that can be drawn ({type(error).__name__}). Name one of a latent prefix.")
 
 
 if __name__ == "__main__":

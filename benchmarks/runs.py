@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from redline.bench.child import LIMIT_S, TrainedRun, train
+from redline.errors import UserError
 
 
 def trained(words: list[str], limit_s: float = LIMIT_S) -> TrainedRun:
@@ -27,6 +29,14 @@ def kept(out: Path, empty: Any) -> Any:
     if type(found) is not type(empty):
         sys.exit(f"{out} holds nothing to go on from. Choose another OUT.json, or remove it.")
     return found
+
+
+def said(main: Callable[[], None]) -> None:
+    """Runs a script's main: a mistake of who calls it is a sentence."""
+    try:
+        main()
+    except UserError as error:
+        sys.exit(error.message())
 
 
 def redline(*words: str) -> str:

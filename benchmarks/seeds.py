@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from gradients import BATCH, ON_A_CPU, WARMUP, WAYS, batches, objective
+from runs import said
 
 from redline.bench.setting import TINY
 from redline.objectives.causal_lm import load_data
@@ -86,4 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    said(main)

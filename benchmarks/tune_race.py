@@ -131,6 +131,8 @@ def main() -> None:
 
     with ThreadPoolExecutor(max(1, options.at_once)) as pool:
         list(pool.map(one, [name for name in asked if name not in known]))
+    if any("error" in rows[name] for name in asked):
+        sys.exit(1)  # each has said why
 
 
 if __name__ == "__main__":

@@ -118,7 +118,13 @@ def test_a_schedule_fitted_to_less_time_may_win() -> None:
 
 def test_a_trial_that_diverged_is_one() -> None:
     gone = row("nanogpt", "train.lr=1", losses=[10.0, 5.0], error="it diverged", diverged=True, final_loss=None)
-    (table,) = compare([*ROWS, gone, {"name": "x", "arm": "nanogpt", "budget_s": 120.0, "error": "no room"}])
+    (table,) = compare(
+        [
+            *ROWS,
+            gone,
+            {"name": "x", "arm": "nanogpt", "overrides": [], "budget_s": 120.0, "seed": 1, "error": "no room"},
+        ]
+    )
     assert table["trials"]["nanogpt"] == {"120": 3}
 
 
@@ -137,6 +143,8 @@ def test_a_seed_without_a_curve_did_not_pass() -> None:
         page = markdown(result([*ROWS, *good, *lost]))
         assert f"only 2 of {2 + count} seeds" in page
         assert f"- speedrun-350m: {count} of its seeds have no curve." in page
+    (table,) = compare([*ROWS, failed, *good, {**good[0], "name": "e", "seed": 4}])
+    assert table["entries"][0]["lost_seeds"] == 0, "it was made up for"
 
 
 def test_a_baseline_that_diverged_with_one_seed_is_none() -> None:
@@ -204,7 +212,8 @@ def result(rows: list[Any], **fields: Any) -> dict[str, Any]:
 def test_the_page_and_the_console_tell_the_same() -> None:
     told = ["its 57.1M tokens repeat: 1.40 epochs"]
     repeated = row("pretrain-350m", "train.lr=2", losses=[10.0, 9.0], epochs=1.4, warnings=told)
-    failed = {"name": "speedrun-350m · 120 s · seed 1", "arm": "speedrun-350m", "budget_s": 120.0, "error": "no room"}
+    failed = {"name": "speedrun-350m · 120 s · seed 1", "arm": "speedrun-350m", "overrides": [], "budget_s": 120.0}
+    failed |= {"seed": 1, "error": "no room"}
     page = markdown(result([*ROWS, repeated, failed]), "l.svg")
     assert page.startswith("# redline bench time-to-loss: NVIDIA H200, 2026-11-15\n\n![validation loss over seconds")
     assert "same 256 sequences of 1,024 tokens" in page

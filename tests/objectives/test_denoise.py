@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
 from redline.models.denoise import Denoising, Vocabulary, denoise, pick
+from redline.models.generate import choose
 from redline.models.transformer import Decoder
 from redline.plan.layout import Layout, Segment, uniform
 from redline.plan.shapes import DecoderShape
@@ -106,3 +107,11 @@ def test_picked_as_often_as_likely() -> None:
     draws = (torch.arange(30_000) + 0.5) / 30_000
     share: Any = torch.bincount(pick(logits, draws, Denoising()), minlength=3) / 30_000
     torch.testing.assert_close(share, logits[0].softmax(-1), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-5])
+def test_next_to_no_temperature_is_the_likeliest(temperature: float) -> None:
+    logits = torch.tensor([[0.0, 9.0, 3.0], [-1e4, 2.0, 1e4]])
+    chosen = choose(logits, torch.Generator().manual_seed(0), temperature=temperature, top_k=None, top_p=0.9)
+    assert chosen.tolist() == [1, 2]
+    assert pick(logits, torch.tensor([0.99, 0.99]), Denoising(temperature=temperature)).tolist() == [1, 2]

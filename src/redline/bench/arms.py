@@ -41,6 +41,7 @@ SAME_FOR_ALL = {
     "cuda": ("eval.sequences=256",),
     "cpu": (*TINY, "train.compile=false", "eval.sequences=16"),
 }
+OF_THE_TEXT = {f"data.{key}" for key in ("source", "tokenizer", "val_fraction", "text_key", "dedup")}
 TINY_TEXT = ("data.source=embedded", "data.tokenizer=bytes")
 
 

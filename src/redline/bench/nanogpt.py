@@ -60,8 +60,11 @@ def recipe_of(words: list[str]) -> Recipe:
     """No shipped recipe: what those become must not change what they are measured against."""
     flat, _, problems = canonical_keys(parse_overrides([*DEFAULTS, *words]), "command line")
     batch = flat["train.global_batch"]
-    if isinstance(batch, int) and batch > 0:
-        flat.setdefault("train.micro_batch", max(n for n in range(1, MICRO + 1) if batch % n == 0))
+    if isinstance(batch, int) and batch > 0 and "train.micro_batch" not in flat:
+        flat["train.micro_batch"] = micro = max(n for n in range(1, MICRO + 1) if batch % n == 0)
+        if micro < LEAST_MICRO <= batch:
+            what = f"{batch} has no divisor from {LEAST_MICRO} to {MICRO}: its micro-batch would be {micro}, and slow."
+            raise UserError(what, where="train.global_batch", fix="Use a power of two, or say train.micro_batch, too.")
     tree, clashes = nest(flat)
     return validate(tree, where=NAME, problems=[*problems, *clashes])
 
@@ -149,7 +152,7 @@ def contend(words: list[str], budget_s: float, known_step_ms: float | None = Non
     recipe = recipe_of(words)
     data = load_data(recipe)
     resolved = resolve(recipe, detect(recipe.train.device), data.facts)
-    _refuse_what_it_cannot(resolved, {word.partition("=")[0] for word in words})
+    _refuse_what_it_cannot(resolved)
     baseline = Baseline(resolved, Gpt2Job(resolved, data), number(recipe.train.warmup_steps))
     begin = time.perf_counter()
     baseline.rehearse()
@@ -184,13 +187,9 @@ def _lock(baseline: Baseline, facts: DataFacts, steps: int) -> dict[str, Any]:
     }
 
 
-def _refuse_what_it_cannot(resolved: Resolved, given: set[str]) -> None:
+def _refuse_what_it_cannot(resolved: Resolved) -> None:
     recipe = resolved.recipe
-    micro, batch = resolved.batch.micro, resolved.batch.global_batch
-    if micro < LEAST_MICRO <= batch and "train.micro_batch" not in given:
-        what = f"{batch} has no divisor from {LEAST_MICRO} to {MICRO}: its micro-batch would be {micro}, and slow."
-        raise UserError(what, where="train.global_batch", fix="Use a power of two, or say train.micro_batch, too.")
-    if micro * recipe.data.seq_len * resolved.shape.vocab >= MOST_LOGITS:
+    if resolved.batch.micro * recipe.data.seq_len * resolved.shape.vocab >= MOST_LOGITS:
         fix = f"Use train.micro_batch={MICRO} or less."
         raise UserError("makes more logits than compiled kernels can count.", where="train.micro_batch", fix=fix)
     if recipe.train.precision not in ("bf16", "fp32"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from redline.bench.arms import BASELINE, key_of
+from redline.bench.arms import BASELINE, OF_THE_TEXT, key_of
 from redline.bench.curve import seconds_to
 
 Row = dict[str, Any]
@@ -14,14 +14,19 @@ Entry = dict[str, Any]
 
 ANCHORS_DIFFER = 0.03
 # what a table's own key tells of all its rows
-_OF_THE_TABLE = {
-    *(f"data.{key}" for key in ("source", "tokenizer", "val_fraction", "text_key", "dedup", "seq_len")),
-    *(f"data.{key}" for key in ("pack", "shuffle")),
-    "eval.sequences",
-    "train.device",
-}
+_OF_THE_TABLE = {*OF_THE_TEXT, "data.seq_len", "data.pack", "data.shuffle", "eval.sequences", "train.device"}
 Key = tuple[float, str, int, int, bool, bool]
-Lost = dict[tuple[Any, ...], int]
+
+
+class _Trial(NamedTuple):
+    """Rows that differ in the seed alone, and how many more have no curve: they diverged, or failed."""
+
+    rows: list[Row]
+    lost: int
+
+    @property
+    def first(self) -> Row:
+        return self.rows[0]
 
 
 def compare(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -42,25 +47,25 @@ def _table(key: Key, rows: Sequence[Row]) -> dict[str, Any] | None:
     """None where no baseline has a curve for each of its seeds."""
     budget, _, seq_len, sequences, *_ = key
     text = [row for row in rows if "lock" in row and table_of(row)[1:] == key[1:]]
-    lost = _lost(rows, key)
-    trials = _by_trial([row for row in text if "error" not in row and row["budget_s"] <= budget])
-    whole = [trial for trial in trials if trial[0]["budget_s"] == budget]
-    baselines = [trial for trial in whole if trial[0]["arm"] == BASELINE and not lost.get(_trial_key(trial[0]))]
+    failed = [row for row in rows if "lock" not in row]  # before anything was known of their text
+    trials = _by_trial([row for row in (*failed, *text) if row["budget_s"] <= budget])
+    whole = [trial for trial in trials if trial.first["budget_s"] == budget]
+    baselines = [trial for trial in whole if trial.first["arm"] == BASELINE and not trial.lost]
     if not baselines:
         return None
-    baseline = min(baselines, key=lambda trial: _mean(trial, "final_loss"))
-    entries = [_entry(trial, baseline, lost) for trial in whole if trial is not baseline]
+    baseline = min(baselines, key=lambda trial: _mean(trial.rows, "final_loss"))
+    entries = [_entry(trial, baseline.rows) for trial in whole if trial is not baseline]
     # a schedule fitted to less time may pass sooner; what does not pass then says nothing at this budget
-    shorter = [_entry(trial, baseline, lost) for trial in trials if trial[0]["budget_s"] < budget]
+    shorter = [_entry(trial, baseline.rows) for trial in trials if trial.first["budget_s"] < budget]
     entries += [entry for entry in shorter if entry["passes_s"] is not None]
-    data = baseline[0]["lock"]["data"]
+    data = baseline.first["lock"]["data"]
     return {
         "budget_s": budget,
         "data": {name: data[name] for name in ("fingerprint", "train_tokens", "val_tokens", "tokenizer")},
         "seq_len": seq_len,
         "eval_sequences": min(sequences, -(-(data["val_tokens"] - 1) // seq_len)),
         "trials": _counted(text),
-        "baseline": _entry(baseline, baseline, {}),
+        "baseline": _entry(baseline, baseline.rows),
         "entries": sorted(entries, key=_rank),
     }
 
@@ -77,15 +82,14 @@ def _rank(entry: Entry) -> tuple[bool, float, float]:
     return passes is None, passes or 0.0, entry["final_loss"]
 
 
-def _entry(trial: Sequence[Row], baseline: Sequence[Row], lost: Lost) -> Entry:
+def _entry(found: _Trial, baseline: Sequence[Row]) -> Entry:
     """A trial with all its seeds: means, and spreads from the lowest to the highest. One that was lost did not pass."""
+    trial = found.rows
     target, seconds, anchor = _mean(baseline, "final_loss"), _mean(baseline, "seconds"), _anchor(baseline)
     crossed = [seconds_to(target, row["evaluations"]) for row in trial]
     passed = [when for when in crossed if when is not None]
-    own, first = _anchor(trial), trial[0]
-    without_curve = lost.get(_trial_key(first), 0)
-    every = len(passed) == len(trial) and not without_curve
-    passes = statistics.fmean(passed) if every else None
+    passes = statistics.fmean(passed) if len(passed) == len(trial) and not found.lost else None  # every seed has to
+    own, first = _anchor(trial), found.first
     ratio = passes / seconds if passes is not None else None
     return {
         "arm": first["arm"],
@@ -101,7 +105,7 @@ def _entry(trial: Sequence[Row], baseline: Sequence[Row], lost: Lost) -> Entry:
         "passes_s": passes,
         "passes_s_spread": _spread(passed) if passes is not None else None,
         "passed_seeds": len(passed),
-        "lost_seeds": without_curve,
+        "lost_seeds": found.lost,
         "ratio": ratio,
         "card_anchor_ms": own,
         "anchor_difference": own / anchor - 1 if own and anchor else None,
@@ -109,30 +113,18 @@ def _entry(trial: Sequence[Row], baseline: Sequence[Row], lost: Lost) -> Entry:
     }
 
 
-def _by_trial(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows that differ in the seed alone, together; of the same seed the last."""
+def _by_trial(rows: Sequence[Row]) -> list[_Trial]:
+    """Those with a curve for one seed at least; of several rows of a seed the last counts."""
     found: dict[tuple[Any, ...], dict[int, Row]] = {}
     for row in rows:
-        found.setdefault(_trial_key(row), {})[row["seed"]] = row
-    return [list(seeds.values()) for seeds in found.values()]
-
-
-def _trial_key(row: Row) -> tuple[Any, ...]:
-    return row["arm"], row["budget_s"], *_own_words(row)
-
-
-def _lost(rows: Sequence[Row], key: Key) -> Lost:
-    """How many seeds of each trial have no curve: they diverged, or failed before anything was known of their text."""
-    found: dict[tuple[Any, ...], set[int]] = {}
-    for row in rows:
-        if "error" in row and ("lock" not in row or table_of(row)[1:] == key[1:]):
-            found.setdefault(_trial_key(row), set()).add(row.get("seed", 0))
-    return {trial: len(seeds) for trial, seeds in found.items()}
+        found.setdefault((row["arm"], row["budget_s"], *_own_words(row)), {})[row["seed"]] = row
+    curves = {key: [row for row in seeds.values() if "error" not in row] for key, seeds in found.items()}
+    return [_Trial(some, len(found[key]) - len(some)) for key, some in curves.items() if some]
 
 
 def _own_words(row: Row) -> list[str]:
     """What sets its trial apart within a table; where the text lies does not."""
-    return [word for word in row.get("overrides", ()) if key_of(word) not in _OF_THE_TABLE]
+    return [word for word in row["overrides"] if key_of(word) not in _OF_THE_TABLE]
 
 
 def _counted(rows: Sequence[Row]) -> dict[str, dict[str, int]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.bench.arms import BASELINE, Trial, key_of, words_for
+from redline.bench.arms import BASELINE, OF_THE_TEXT, Trial, key_of, words_for
 from redline.bench.child import ChildError, DivergedError, TrainedRun, ask, train
 from redline.bench.curve import OFF_BUDGET, Looks, curve_of, figures, fitted_steps, mean_step_ms
 from redline.bench.passing import compare
@@ -31,7 +31,6 @@ UNTIMED_S = 1800  # starting, compiling, evaluating
 MOST_S = 7 * 24 * 3600.0
 _NO_OTHER_STOP = tuple(f"train.{key}=null" for key in ("tokens", "epochs", "hours", "target_loss"))
 KNOWN_BY = ("name", "arm", "overrides", "budget_s", "seed", "card_anchor_ms")  # in every row, whatever came of it
-_OF_THE_TEXT = {f"data.{key}" for key in ("source", "tokenizer", "val_fraction", "text_key", "dedup")}
 _LOCKED = ("recipe", "parameters", "batch", "data", "machine", "versions", "git")
 
 
@@ -72,7 +71,7 @@ def check_rows(rows: Sequence[Row], out: Path | None, overrides: Sequence[str], 
     if told:
         from redline.objectives.causal_lm import load_data
 
-        words = words_for("pretrain-350m", [word for word in overrides if key_of(word) in _OF_THE_TEXT], machine.device)
+        words = words_for("pretrain-350m", [word for word in overrides if key_of(word) in OF_THE_TEXT], machine.device)
         now = load_data(load("pretrain-350m", words).recipe).facts.fingerprint
         if told != {now}:
             what = "has runs on another text than data.source holds now."
@@ -81,9 +80,7 @@ def check_rows(rows: Sequence[Row], out: Path | None, overrides: Sequence[str], 
 
 def _same_source(row: Row, overrides: Sequence[str]) -> bool:
     """The same words for the text, which must be some: what is embedded cannot change."""
-    of_row, asked = (
-        {word for word in words if key_of(word) in _OF_THE_TEXT} for words in (row["overrides"], overrides)
-    )
+    of_row, asked = ({word for word in words if key_of(word) in OF_THE_TEXT} for words in (row["overrides"], overrides))
     return bool(asked) and of_row == asked
 
 

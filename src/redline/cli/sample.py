@@ -9,8 +9,6 @@ import typer
 from redline.cli.evaluate import BaseOption, ModelArgument, open_model
 from redline.cli.options import MOST_TOKENS, DeviceOption, JsonOption, SetOption, WeightsOption
 
-_COLDEST = 1e-3  # below this all but the likeliest token would vanish, and logits overflow
-
 
 def sample(
     run: ModelArgument = "latest",
@@ -42,8 +40,7 @@ def sample(
     trained = open_model(run, weights=weights, base=base, device=device, writes_only=True, settings=settings or ())
     from redline.objectives.base import Sampling
 
-    warmth = temperature if temperature >= _COLDEST else 0.0
-    how = Sampling(count, tokens, seed, warmth, top_k, top_p)
+    how = Sampling(count, tokens, seed, temperature, top_k, top_p)
     objective = trained.objective
     objective.tell = lambda text: typer.echo(text, err=True)
     samples = objective.continuation(prompt, how) if plain else objective.sample(prompt, how)

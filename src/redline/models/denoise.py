@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from redline.kernels.attention import Bound
+from redline.models.generate import COLDEST
 from redline.models.layers import KVCache
 from redline.models.transformer import Decoder
 from redline.plan.layout import Layout
@@ -155,7 +156,7 @@ def _fill(
 
 def pick(logits_NV: Tensor, uniform_N: Tensor, how: Denoising) -> Tensor:
     """One token per row, where its uniform draw falls among the probabilities; temperature 0 is the likeliest."""
-    if how.temperature == 0:
+    if how.temperature < COLDEST:
         return logits_NV.argmax(-1)
     logits = logits_NV.float() / how.temperature
     ordered, order = logits.softmax(-1).sort(descending=True, stable=True)

@@ -14,6 +14,7 @@ from redline.models.transformer import Decoder
 
 # Of prompts that are answered side by side: the cache of so many positions is all that is held.
 _MOST_ROWS, _MOST_TOKENS = 64, 1 << 15
+COLDEST = 1e-3  # a temperature below this leaves the likeliest token alone, and would let logits overflow
 
 
 @torch.no_grad()
@@ -61,7 +62,7 @@ def choose(
     logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int | None, top_p: float | None
 ) -> Tensor:
     """One token per row; temperature 0 is greedy."""
-    if temperature == 0:
+    if temperature < COLDEST:
         return logits.argmax(-1)
     logits = logits.float() / temperature
     if top_k is not None and top_k < logits.shape[-1]:
