@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ def compared(ways: Ways, common: tuple[str, ...], data: CausalData, weights: Gra
     return rows
 
 
-def trained(ways: Ways, looks: tuple[int, ...], common: tuple[str, ...]) -> list[Row]:
+def trained(ways: Ways, looks: tuple[int, ...], common: tuple[str, ...]) -> Iterator[list[Row]]:
+    """The rows so far, after every look."""
     data = load_data(load("pretrain-350m", list(common)).recipe)
     job = objective(common, data)
     rows: list[Row] = []
@@ -107,9 +109,9 @@ def trained(ways: Ways, looks: tuple[int, ...], common: tuple[str, ...]) -> list
             if step in looks:
                 weights = {name: p.detach().clone() for name, p in job.model.named_parameters()}
                 rows += compared(ways, common, data, weights, step)
+                yield rows
             batch = step_batch(job, batches(job, step, job.resolved.batch.micro))
             trainer.step(step, batch, min(1.0, (step + 1) / WARMUP))
-    return rows
 
 
 def main() -> None:
@@ -118,10 +120,10 @@ def main() -> None:
     out, source, *given = sys.argv[1:]
     gpu = torch.cuda.is_available()
     common = (*(() if gpu else (*TINY, f"train.global_batch={BATCH}")), f"data.source={source}", *given)
-    rows = trained(WAYS, LOOKS, common) if gpu else trained(ON_A_CPU, (0, 4), common)
     device = torch.cuda.get_device_name() if gpu else "cpu"
-    found = {"rows": rows, "words": list(common), "device": device, "versions": versions(), "git": git_state()}
-    Path(out).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    found: Row = {"words": list(common), "device": device, "versions": versions(), "git": git_state()}
+    for rows in trained(WAYS, LOOKS, common) if gpu else trained(ON_A_CPU, (0, 4), common):
+        Path(out).write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
