@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from redline.plan.communication import Fabric, Volume, exposed
-from redline.plan.rates import BEST_MATMUL_SHARE, COPY_SHARE, LAUNCH_SECONDS, attention_rate, matmul_share
+from redline.plan.rates import BEST_MATMUL_SHARE, COPY_SHARE, LAUNCH_SECONDS, attention_rate, fp8_lost, matmul_share
 from redline.plan.work import Work
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a card can do at best: FLOP/s of matmuls in the precision used and of attention, bytes/s of its memory."""
+    """What a card can do at best: FLOP/s of matmuls in the precision used, and of attention and all else that fp8 is not
+    for; bytes/s of its memory."""
 
     matmul: float
     attention: float
@@ -69,14 +70,25 @@ class StepTime:
 
 def expected(work: Work, peaks: Peaks, *, micro_tokens: int, accumulation: int, shards: int = 1) -> StepTime:
     """Of one card as redline runs it today, by prior; `shards` is how many share the update."""
-    matmul_rate = matmul_share(work.width, peaks.precision) * peaks.matmul
+    matmul, plain = _seconds_per_flop(work.width, peaks, micro_tokens)
     rate, bandwidth = attention_rate(work.head_dim, work.mask), COPY_SHARE * peaks.bandwidth
     again = work.attention_again / work.attention if work.attention else 0.0
     attention = work.attention / (rate.share * peaks.attention) + rate.passes * work.touched / bandwidth
-    per_token = (work.matmul + work.recomputed) / matmul_rate + attention * (1 + again) + work.moved / bandwidth
+    per_token = (work.matmul + work.recomputed) * matmul + attention * (1 + again) + work.moved / bandwidth
     micro = max(micro_tokens * per_token, work.kernels * LAUNCH_SECONDS)
-    update = work.update / bandwidth + work.update_flops / matmul_rate
+    update = work.update / bandwidth + work.update_flops * plain
     return StepTime(accumulation * micro, update / shards)
+
+
+def _seconds_per_flop(width: int, peaks: Peaks, micro_tokens: int) -> tuple[float, float]:
+    """Of a layer's matmuls, and of those that are in no case in fp8."""
+    quick, plain = (
+        1 / (matmul_share(width, peaks.precision) * peaks.matmul),
+        1 / (matmul_share(width) * peaks.attention),
+    )
+    if peaks.precision != "fp8":
+        return quick, quick
+    return quick + fp8_lost(micro_tokens, width) * max(0.0, plain - quick), plain
 
 
 def among(time: StepTime, volume: Volume, fabric: Fabric, accumulation: int) -> StepTime:
