@@ -11,8 +11,8 @@ from redline.plan.work import Work
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a card can do at best: FLOP/s of matmuls in the precision used, and of attention and all else that fp8 is not
-    for; bytes/s of its memory."""
+    """What a card can do at best: FLOP/s of matmuls in the precision used, and of attention and whatever else is never
+    in fp8; bytes/s of its memory."""
 
     matmul: float
     attention: float
