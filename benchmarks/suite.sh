@@ -20,6 +20,7 @@
 # muon       one update of Muon, by parts
 # bounds     TOKENS: −log p by block size; goes on from OUT/bounds.json
 # tune       TOKENS: trials of the race to a loss; goes on from OUT/tune.json
+# parts      TOKENS: what each part is worth in that race; goes on from OUT/parts.json
 #
 # GPT-2's tokenizer, where a part needs it: REDLINE_GPT2=folder of its tokenizer.json.
 set -uo pipefail
@@ -135,6 +136,10 @@ for part in "$@"; do
     tune)
         limited tune "${LIMIT:-560}" python3 benchmarks/tune_race.py "$out/tune.json" "${TOKENS:?a folder of tokens}" --at-once 3
         cat "$out/tune.log"
+        ;;
+    parts)
+        limited parts "${LIMIT:-560}" python3 benchmarks/tune_race.py "$out/parts.json" "${TOKENS:?a folder of tokens}" --parts --at-once 3
+        cat "$out/parts.log"
         ;;
     *) echo "no part is called $part" >&2; exit 2 ;;
     esac

@@ -1,10 +1,11 @@
 """Rates and batches for `redline bench time-to-loss`: each trial learns as many tokens as its budget allows alone.
 
     python benchmarks/tune_race.py OUT.json TOKENS_DIR [--at-once 3] [--share 1] [NAME …]
+    python benchmarks/tune_race.py OUT.json TOKENS_DIR --parts
 
 Several share the card, so that compiling hides behind training: seconds mean nothing here, losses do. The tokens of a
-trial are its arm's seconds times what `redline bench throughput` and the plan give for it. Trials in OUT.json are not
-made again. Without a GPU the models are tiny: a look at the script.
+trial are its arm's seconds times what `redline bench throughput` and the plan give for it. The baseline is tuned by the
+benchmark itself. Trials in OUT.json are not made again. Without a GPU the models are tiny: a look at the script.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 import torch
 from runs import kept, looks, trained
 
-from redline.bench.arms import BASELINE, words_for
-from redline.bench.child import ChildError, ask
+from redline.bench.arms import words_for
+from redline.bench.child import ChildError
 from redline.bench.curve import LOOKS
 from redline.bench.setting import UNDISTURBED
 
@@ -44,31 +45,21 @@ class Trial:
         return max(1, round(share * self.tokens / (self.batch * LENGTH)))
 
 
-def baseline(lr: str, batch: int) -> Trial:
-    """Two minutes at 205k tokens/s."""
-    return Trial(BASELINE, 24_600_000, batch, (f"train.lr={lr}",))
-
-
 def pretrain(muon_lr: str, lr: str, batch: int, *more: str, thousands: int = 280) -> Trial:
-    """A third of that, at so many thousand tokens a second."""
+    """A third of two minutes, at so many thousand tokens a second."""
     words = (*NORMUON, f"train.muon_lr={muon_lr}", f"train.lr={lr}", *more)
     return Trial("pretrain-350m", 40_000 * thousands, batch, words)
 
 
-def speedrun(muon_lr: str, lr: str, batch: int, layers: int, d_model: int, *, thousands: int) -> Trial:
+def speedrun(muon_lr: str, lr: str, batch: int, layers: int, d_model: int, *more: str, thousands: int) -> Trial:
     """A fifth of it, at so many thousand tokens a second. Heads are 128 wide."""
     shape = (f"model.layers={layers}", f"model.d_model={d_model}")
     heads = (f"model.heads={d_model // 128}", f"model.d_ff={4 * d_model}")
-    words = (f"train.muon_lr={muon_lr}", f"train.lr={lr}", *shape, *heads)
+    words = (f"train.muon_lr={muon_lr}", f"train.lr={lr}", *shape, *heads, *more)
     return Trial("speedrun-350m", 24_000 * thousands, batch, words)
 
 
 TRIALS: dict[str, Trial] = {
-    "nanogpt 1e-3 32": baseline("1e-3", 32),
-    "nanogpt 6e-4 16": baseline("6e-4", 16),
-    "nanogpt 1e-3 16": baseline("1e-3", 16),
-    "nanogpt 2e-3 32": baseline("2e-3", 32),
-    "nanogpt 1e-3 64": baseline("1e-3", 64),
     "pretrain 0.02 3e-3 32": pretrain("0.02", "3e-3", 32),
     "pretrain 0.01 3e-3 32": pretrain("0.01", "3e-3", 32),
     "pretrain 0.02 3e-3 16": pretrain("0.02", "3e-3", 16),
@@ -84,6 +75,36 @@ TRIALS: dict[str, Trial] = {
 }
 
 
+# What each part is worth to 8 layers of 512 in a tenth of two minutes. A trial differs from the first in this alone.
+PARTS: dict[str, tuple[str, ...]] = {
+    "all": (),
+    "all, seed 1338": ("train.seed=1338",),
+    "no QK norm": ("model.qk_norm=false",),
+    "no value embeddings": ("model.value_embeddings=0",),
+    "two value embeddings": ("model.value_embeddings=2",),
+    "SwiGLU": ("model.mlp=swiglu", "model.d_ff=1408"),
+    "heads of 64": ("model.heads=8",),
+    "GPT-2's initialisation": ("model.init=gpt2",),
+    "a tied head": ("model.tied=true", "model.embedding_std=0.005"),
+    "softcap 15": ("model.softcap=15",),
+    "x0 skips": ("model.skips=x0",),
+    "U-net skips": ("model.skips=unet",),
+    "Muon": ("train.optimizer=muon",),
+    "AdamW": ("train.optimizer=adamw", "train.lr=2e-3"),
+    "cautious decay": ("train.cautious=true",),
+    "bf16": ("train.precision=bf16",),
+    "a cosine": ("train.schedule=cosine",),
+    "momentum rising": ("train.muon_momentum_warmup=100",),
+    "Muon's rate 0.04": ("train.muon_lr=0.04",),
+    "Muon's rate 0.01": ("train.muon_lr=0.01",),
+    "the rest's rate 1.2e-2": ("train.lr=1.2e-2",),
+}
+TRIALS |= {
+    f"part: {name}": speedrun("0.02", "6e-3", 32, 8, 512, "train.decay_fraction=0.6", *words, thousands=600)
+    for name, words in PARTS.items()
+}
+
+
 def asked_for(trial: Trial, source: str, share: float) -> dict[str, Any]:
     """What a row is known by: a name may have meant something else."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,19 +113,14 @@ def asked_for(trial: Trial, source: str, share: float) -> dict[str, Any]:
 
 
 def tried(trial: Trial, words: list[str], steps: int) -> dict[str, Any]:
+    apart, warm_up = max(1, steps // LOOKS), max(1, steps // 20)
+    last = (f"train.steps={steps}", f"train.warmup_steps={warm_up}", f"eval.every={apart}")
     try:
-        if trial.arm == BASELINE:
-            budget = {"budget_s": float(steps), "step_ms": 1e3}  # so many steps, whatever one takes
-            found = ask("redline.bench.nanogpt", {"words": words, **budget}, LIMIT_S)
-            curve, lock = found["evaluations"], found["lock"]
-        else:
-            apart, warm_up = max(1, steps // LOOKS), max(1, steps // 20)
-            last = (f"train.steps={steps}", f"train.warmup_steps={warm_up}", f"eval.every={apart}")
-            run = trained([trial.arm, *UNDISTURBED, *words, *NO_OTHER_STOP, *last], LIMIT_S)
-            curve, lock = looks(run), run.lock
+        run = trained([trial.arm, *UNDISTURBED, *words, *NO_OTHER_STOP, *last], LIMIT_S)
     except ChildError as error:
         return {"error": str(error)}  # to be tried again
-    return {"loss": curve[-1]["loss"], "evaluations": curve, "words": words, "steps": steps, "lock": lock}
+    curve = looks(run)
+    return {"loss": curve[-1]["loss"], "evaluations": curve, "words": words, "steps": steps, "lock": run.lock}
 
 
 def main() -> None:
@@ -112,13 +128,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("source")
     parser.add_argument("names", nargs="*")
+    parser.add_argument("--parts", action="store_true", help="those that leave one part away, or add one")
     parser.add_argument("--at-once", type=int, default=3)
     parser.add_argument("--share", type=float, default=1.0, help="of each trial's tokens, for a look at the script")
     options = parser.parse_intermixed_args()
     if strange := [name for name in options.names if name not in TRIALS]:
         sys.exit(f"{strange[0]!r} is none of: {'; '.join(TRIALS)}")
     rows = kept(options.out, {})
-    asked = {name: asked_for(TRIALS[name], options.source, options.share) for name in options.names or TRIALS}
+    chosen = options.names or [name for name in TRIALS if name.startswith("part: ") == options.parts]
+    asked = {name: asked_for(TRIALS[name], options.source, options.share) for name in chosen}
     known = [name for name, row in rows.items() if name in asked and asked[name].items() <= row.items()]
     keeping = Lock()
 
