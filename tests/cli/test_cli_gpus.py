@@ -60,6 +60,15 @@ def test_what_is_missing_is_named_before_ranks_begin(words: list[str], tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_refusal_is_a_sentence_from_several_too(words: list[str], tmp_path: Path) -> None:
+    missing, run = tmp_path / "missing", tmp_path / "run"
+    done = redline("train", *words, f"data.source={missing}", "--run", str(run), "--gpus", "2")
+    assert done.returncode == 1
+    assert done.stderr.count("no such file or folder") == 1
+    assert done.stderr.rstrip().splitlines()[-1].startswith(f"redline: {missing}"), "the launcher's stack is not shown"
+    assert not run.exists()
+
+
 def test_a_batch_that_two_cannot_share(words: list[str], tmp_path: Path) -> None:
     batch = ("train.global_batch=9", "train.micro_batch=1", "--run", str(tmp_path / "run"), "--gpus", "2")
     done = redline("train", *words, *batch)

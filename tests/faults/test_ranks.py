@@ -85,7 +85,7 @@ class Supervised:
             return max(committed_steps(self.run / "checkpoints"), default=None)
 
         say = self.said.append
-        return supervise(start, timeout=timeout, again=again, progress=progress, say=say, pause=0.05)
+        return supervise(start, timeout=timeout, again=again, progress=progress, say=say, pause=0.05).code
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [e for e in read_events(self.run / "events.jsonl") if e["type"] == kind]

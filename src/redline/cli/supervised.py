@@ -122,16 +122,16 @@ def train_supervised(
         typer.echo(f"redline: {text}", err=True)
 
     size = log.stat().st_size if log.is_file() else 0
-    code = supervise(
+    ending = supervise(
         start, timeout=recipe.parallel.timeout, again=again, progress=lambda: last_commit(path / "checkpoints"), say=say
     )
-    if code == EXIT_FAILED and log.is_file():
+    if ending.code == EXIT_FAILED and ending.what and log.is_file():
         _show_end(log, size)
     if not (path / LOCK).exists():  # it never was a run
         with suppress(OSError):
             log.unlink(missing_ok=True)
             path.rmdir()
-    return code
+    return ending.code
 
 
 def last_commit(folder: Path) -> int | None:

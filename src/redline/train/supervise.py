@@ -47,7 +47,7 @@ class Job(Protocol):
 @dataclass(frozen=True)
 class Ending:
     code: int
-    what: str = ""  # in words
+    what: str = ""  # in words; empty where it has said so itself
     why: str = ""  # as the rank that failed put it
 
     @property
@@ -162,6 +162,8 @@ class Watch:
             return self._or_asked(Ending(EXIT_FAILED, f"killed by signal {-code} before it began", "lost"))
         if first is None:
             return self._or_asked(Ending(EXIT_FAILED, f"it ended before it began (exit code {code})", REFUSED))
+        if first["rank"] == leader and first["why"] == REFUSED:
+            return Ending(EXIT_FAILED, why=REFUSED)  # in a sentence that is on the screen
         what = f"rank {first['rank']} failed in {_place(first)} ({first['why']})"
         return self._or_asked(Ending(EXIT_FAILED, what, first["why"]))
 
@@ -178,7 +180,7 @@ def supervise(
     progress: Callable[[], int | None] = lambda: None,
     say: Callable[[str], None] = lambda _: None,
     pause: float = 1.0,
-) -> int:
+) -> Ending:
     """Run it to its end; `again` and again if it fails. `start` is told what went wrong before, and `progress` is the
     last step that is committed."""
     recovery, failures, reached = None, 0, progress()
@@ -188,19 +190,19 @@ def supervise(
             if not ending.recoverable or not again:
                 if ending.what and ending.code not in (EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
                     say(ending.what)
-                return ending.code
+                return ending
             now = progress()
             failures, reached = 1 if now != reached else failures + 1, now
             if failures > MOST_WITHOUT_PROGRESS:
                 say(f"{ending.what}; given up after {failures} attempts from the same checkpoint")
-                return ending.code
+                return ending
             seconds = min(LONGEST_PAUSE_S, pause * 2.0 ** (failures - 1))
             say(f"{ending.what}; going on from {'the beginning' if now is None else f'step {now}'} in {seconds:g} s")
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline and asked.code is None:
                 time.sleep(_LOOK_EVERY_S)
             if asked.code is not None:
-                return asked.code
+                return Ending(asked.code)
             recovery = ending.what
 
 
