@@ -104,7 +104,7 @@ def test_usage(inside: Any, tmp_path: Path, words: tuple[str, ...], code: int, s
         (
             ("train", "--resume", "latest", "train.lr=1"),
             2,
-            "only stop conditions and eval, checkpoint and monitor keys",
+            "only stop conditions and eval, checkpoint, monitor and parallel keys",
         ),
         (("train", "--resume", "latest", "train.steps=-1"), 2, "train.steps: -1 is too small"),
     ],

@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -174,3 +175,19 @@ def test_a_profile_that_comes_to_nothing_leaves_nothing(
     (tmp_path / "mine").mkdir()
     assert inside("profile", recipe, "--out", "mine").code != 0
     assert (tmp_path / "mine").is_dir(), "what was there stays"
+
+
+def test_what_cannot_begin_leaves_no_folder(inside: Any, world: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    words = ["quickstart", *world.tiny, f"data.source={world.corpus}", "train.steps=1"]
+    monkeypatch.setenv("REDLINE_DEADLINE", "soon")
+    refused = inside("train", *words, "--run", str(tmp_path / "runs/never"))
+    assert refused.code == 1
+    assert "'soon' is not a time" in refused.said
+    assert not (tmp_path / "runs/never").exists()
+    monkeypatch.delenv("REDLINE_DEADLINE")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("redline.cli.one_run.write_lock", Mock(side_effect=full))
+    refused = inside("train", *words, "--run", str(tmp_path / "runs/never"))
+    assert refused.code == 1
+    assert "No space left on device. Free some" in refused.said
+    assert not (tmp_path / "runs/never").exists()

@@ -67,6 +67,23 @@ def test_mistakes_are_answered_before_the_queue(inside: Any, words: tuple[str, .
     assert said in answer.said
 
 
+def test_a_run_that_is_there_is_what_is_checked(inside: Any, world: Any, tmp_path: Path) -> None:
+    """Not the recipe that was typed, nor the default: the script would resume the run whatever they say."""
+    run = str(tmp_path / "runs/mine")
+    small = [*world.tiny, f"data.source={world.corpus}", "train.steps=1", "train.global_batch=16"]
+    assert inside("train", "quickstart", *small, "--run", run).code == 0
+    script = inside("launch", "--run", run, "train.steps=4")
+    assert script.code == 0
+    assert "#SBATCH --job-name=quickstart" in script.out
+    assert "gpus-per-node" not in script.out, "it is a run on a CPU"
+    shared = inside("launch", "--run", run, "--gpus-per-node", "3")
+    assert shared.code == 2
+    assert "16 sequences cannot be shared by 3" in shared.said
+    other = inside("launch", "pretrain-350m", "--run", run)
+    assert other.code == 2
+    assert "is a run of quickstart" in other.said
+
+
 def test_without_sbatch(inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     answer = inside("launch", "quickstart", "--submit")

@@ -70,7 +70,7 @@ PHASES = {  # where the signal comes, and the step that must be saved then
     "evaluation": (hook("objective.evaluate", 2), 3),
     "snapshot": (hook("keeper.save"), 2),
 }
-SIGNALS = [(signal.SIGTERM,), (signal.SIGUSR1,), (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)]
+SIGNALS = [(signal.SIGTERM,), (signal.SIGUSR1,), (signal.SIGHUP,), (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def goes_on(attempt: Any, run: Path, whole: list[tuple[Any, ...]]) -> None:
     assert curve(run) == whole
 
 
-@pytest.mark.parametrize("numbers", SIGNALS, ids=["TERM", "USR1", "thrice"])
+@pytest.mark.parametrize("numbers", SIGNALS, ids=["TERM", "USR1", "HUP", "thrice"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_preempted(attempt: Any, whole: Any, tmp_path: Path, phase: str, numbers: tuple[int, ...]) -> None:
     run = tmp_path / "run"

@@ -35,6 +35,10 @@ elif name == "scontrol":
     sys.exit(json.loads((place / "requeue.json").read_text()))
 elif name == "squeue":
     print("2033-05-18T03:33:20" if words[-1] == "%%e" else (place / "state").read_text())
+elif name == "sleep" and (place / "woken").exists():
+    import signal
+    (place / "woken").unlink()
+    os.kill(os.getppid(), signal.SIGUSR1)
 elif name == "srun":
     turns = json.loads((place / "plan.json").read_text())
     turn = turns.pop(0)
@@ -47,6 +51,8 @@ elif name == "srun":
         (run / noted).parent.mkdir(parents=True, exist_ok=True)
         with open(run / noted, "a") as file:
             file.write("a line\\n")
+    if turn.get("woken"):
+        (place / "woken").touch()
     if turn.get("state"):
         (place / "state").write_text(turn["state"])
     if turn.get("signal"):

@@ -194,6 +194,19 @@ def test_a_lost_rank_is_tried_again_here(node: Any, job: Any) -> None:
     assert node.called("sleep") == [["10"], ["20"], ["30"], ["40"]]
 
 
+def test_the_notice_is_heard_between_two_tries(node: Any, job: Any) -> None:
+    done = node.run(job().script(), {"code": 137, "woken": True}, {"code": 0})
+    assert node.called("scontrol")[-1] == ["requeue", "7"]
+    assert len(node.called("srun")) == 1, "no step is begun that would have to be left at once"
+    assert "goes back into the queue" in done.stderr
+
+
+def test_a_controller_that_does_not_answer_ends_nothing(node: Any, job: Any) -> None:
+    (node.place / "bin" / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    assert node.run(job().script(), {"code": 137, "makes": ["lock.json"]}, {"code": 0}).returncode == 0
+    assert len(node.called("srun")) == 2
+
+
 def test_who_gets_nowhere_gives_up(node: Any, job: Any) -> None:
     done = node.run(job().script(), *[{"code": 1, "makes": ["checkpoints/step-00000004/x"]}] * 9)
     assert done.returncode == 1
@@ -211,6 +224,7 @@ def test_a_trouble_that_the_next_try_avoids_is_new(node: Any, job: Any) -> None:
 def test_nor_is_it_requeued_for_ever(node: Any, job: Any) -> None:
     answers = [node.run(job().script(), {"code": 75}) for _ in range(3)]
     assert [bool("given up" in done.stderr) for done in answers] == [False, False, True]
+    assert not (node.folder / "runs/toy-7/.ends").exists(), "who submits it anew is not counted from there"
     assert [words[0] for words in node.called("scontrol")] == ["show"]
 
 

@@ -279,7 +279,10 @@ def test_a_file_of_the_same_name_is_not_taken_for_the_shipped_recipe() -> None:
 def test_what_a_resume_changed_is_repeated_too() -> None:
     starts = [{"overrides": []}, {"overrides": []}, {"overrides": ["train.steps=90"]}]
     found = how_to_repeat(locked("quickstart"), starts, [], "runs/a b")
-    assert found.commands[2:] == ["redline train --resume 'runs/a b' train.steps=90"]
+    assert found.commands[1:] == [
+        "redline train quickstart --run 'runs/a b-again'",
+        "redline train --resume 'runs/a b-again' train.steps=90",
+    ]
 
 
 def test_without_a_recipe_there_is_no_command(tmp_path: Path) -> None:
@@ -304,7 +307,7 @@ def test_a_resume_by_other_ranks_is_repeated_by_them() -> None:
     plans = [{"gpus": 2}, {"gpus": 3}, {"gpus": 3}, {"gpus": 1}]
     found = how_to_repeat(locked("quickstart"), starts, plans, "runs/two").commands
     assert [line for line in found if line.startswith("redline")] == [
-        "redline train quickstart --gpus 2",
-        "redline train --resume runs/two train.steps=80 --gpus 3",
-        "redline train --resume runs/two",
+        "redline train quickstart --gpus 2 --run runs/two-again",
+        "redline train --resume runs/two-again train.steps=80 --gpus 3",
+        "redline train --resume runs/two-again",
     ]

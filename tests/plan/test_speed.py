@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from redline.hardware.cards import card
 from redline.hardware.machine import Machine
 from redline.hardware.specs import SPECS
+from redline.plan.batch import divisible, largest_micro
 from redline.plan.memory import Kernels, training_memory
 from redline.plan.rates import fp8_lost, matmul_share
 from redline.plan.shapes import DecoderShape
@@ -127,6 +128,18 @@ def test_hours_and_dollars_follow_from_the_speed() -> None:
 def test_more_cards_are_faster_but_not_more_than_so_many_times() -> None:
     one, eight = (forecast(planned("h100", gpus=n)).tokens_per_s or 0 for n in (1, 8))
     assert 4 * one < eight <= 8 * one
+
+
+@given(share=st.floats(0.01, 1e6), gpus=st.integers(1, 16))
+def test_a_batch_that_is_chosen_can_be_divided(share: float, gpus: int) -> None:
+    found = divisible(share)
+    assert found == pytest.approx(share, rel=0.07, abs=1)
+    assert largest_micro(found * gpus, gpus, lambda micro: micro <= 128).micro >= min(found, 8)
+
+
+def test_three_gpus_are_as_quick_as_two_each() -> None:
+    auto = [forecast(planned("h100", "train.global_batch=auto", gpus=n)).tokens_per_s or 0 for n in (2, 3)]
+    assert auto[1] / 3 == pytest.approx(auto[0] / 2, rel=0.03)
 
 
 def test_a_slow_link_costs_time() -> None:

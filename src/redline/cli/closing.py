@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,15 +18,23 @@ if TYPE_CHECKING:
 
 
 def closing(path: Path, outcome: Outcome, recipe: Recipe) -> None:
+    """What was trained and saved stays so, whether or not anybody reads this."""
+    with suppress(OSError):  # of a pipe or a terminal that is gone
+        _say(path, outcome, recipe)
+
+
+def _say(path: Path, outcome: Outcome, recipe: Recipe) -> None:
     if outcome.reason != "preempted":  # who is asked to make room does not draw pictures
         from redline.monitor.report import write_report
 
         try:
             typer.echo(f"report  {write_report(path)}", err=True)
         except UserError as error:  # the run itself is safe
-            typer.echo(f"report  not written: {error.what} Later: redline report {path}", err=True)
+            typer.echo(f"report  not written: {error.what} Later: redline report {shlex.quote(str(path))}", err=True)
     if outcome.reason == "nonfinite":  # going on from here would end here again
-        anew = f"train anew with a lower train.lr; model.init_from={_best(path)} begins with what was learnt"
+        anew = (
+            f"train anew with a lower train.lr; model.init_from={shlex.quote(_best(path))} begins with what was learnt"
+        )
         typer.echo(f"next    {anew}", err=True)
         return
     again = f"redline train --resume {shlex.quote(str(path))}"

@@ -53,13 +53,14 @@ def launch(
     from redline.recipe.load import load
 
     name, overrides = split_words(recipe)
-    loaded = load(name or "quickstart", overrides)  # a mistake is answered here, not after a night in the queue
+    resumed = _resumed(run, name, overrides)  # a mistake is answered here, not after a night in the queue
+    loaded = resumed or load(name or "quickstart", overrides)
     for note in loaded.notes:
         typer.echo(f"note    {note}", err=True)
     _check_batch(loaded, nodes * gpus_per_node)
     site, options = _site(cluster, partition, sbatch or [])
     job = Job(
-        recipe=(name or "quickstart", *overrides),
+        recipe=(name or loaded.name, *overrides),
         name=job_name(loaded.name),
         folder=Path.cwd(),
         cluster=site,
@@ -69,7 +70,7 @@ def launch(
         cpus=cpus_per_gpu,
         seconds=None if time is None else parse_time(time),
         run=None if run is None else str(run),
-        changes=_changes(run, overrides),
+        changes=tuple(overrides) if resumed else (),
         sbatch=options,
     )
     if submit:
@@ -78,14 +79,20 @@ def launch(
         typer.echo(job.script(), nl=False)
 
 
-def _changes(run: Path | None, overrides: list[str]) -> tuple[str, ...]:
-    """What a run that is there already is to go on with; what it cannot is refused."""
-    from redline.recipe.lock import LOCK, locked_recipe, read_lock
+def _resumed(run: Path | None, name: str | None, overrides: list[str]) -> Loaded | None:
+    """The recipe of a run that is there already, as it goes on; what it cannot go on with is refused."""
+    from redline.cli.running import resumable
+    from redline.errors import UsageError
+    from redline.recipe.load import load
+    from redline.recipe.lock import LOCK
 
     if run is None or not (run / LOCK).is_file():
-        return ()
-    locked_recipe(run, read_lock(run), overrides)
-    return tuple(overrides)
+        return None
+    _, locked = resumable(str(run), overrides)
+    if name is not None and (given := load(name).name) != locked.name:
+        what = f"is a run of {locked.name}, and would go on as that."
+        raise UsageError(what, where=str(run), fix=f"Leave {given} out, or choose another --run.")
+    return locked
 
 
 def _check_batch(loaded: Loaded, world: int) -> None:

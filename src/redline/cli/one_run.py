@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,9 +62,10 @@ class OneRun:
             if self._founds:
                 refuse_run(self.path)  # another process may have begun one, and ended it, while data were prepared
             with self._monitor(console) as monitor:
-                begin = where_to_begin(run, self.ranks, monitor, resumed=self.resumed)
-                trainer = self._trainer(objective, run, monitor, begin)
-                self._build(trainer, begin, monitor)
+                with self._whole_or_not():
+                    begin = where_to_begin(run, self.ranks, monitor, resumed=self.resumed)
+                    trainer = self._trainer(objective, run, monitor, begin)
+                    self._build(trainer, begin, monitor)
                 self._introduce(trainer, monitor)
                 for what in (os.environ.get(RECOVERY), begin.changed, smaller):
                     if what:
@@ -74,6 +77,16 @@ class OneRun:
         self.ranks.wait()  # whoever leaves first may not have the others ended: the first still writes its report
         self.ranks.leave()
         return outcome.exit_code
+
+    @contextmanager
+    def _whole_or_not(self) -> Iterator[None]:
+        """What cannot be built leaves no run behind."""
+        try:
+            yield
+        except BaseException:
+            if self._founds and not (self.path / LOCK).exists():
+                _leave_no_trace(self.path)
+            raise
 
     @property
     def _founds(self) -> bool:
@@ -109,18 +122,14 @@ class OneRun:
         )
 
     def _build(self, trainer: Trainer, begin: Beginning, monitor: Monitor) -> None:
-        """The model, and then the run: what cannot be built leaves none behind."""
+        """The model, and then the run."""
         if self.resumed and begin.checkpoint is None and self.resolved.recipe.model.init_from is not None:
             from redline.evaluate.initial import reopen_initial
 
             self.initial = reopen_initial(read_lock(self.path)["init_from"], RUNS, monitor.warn)
         monitor.say("building the model")
-        try:
-            trainer.build(begin.checkpoint, self.initial.tensors() if self.initial else None)
-        except BaseException:
-            if self._founds:
-                _leave_no_trace(self.path)
-            raise
+        trainer.build(begin.checkpoint, self.initial.tensors() if self.initial else None)
+        trainer.state = replace(trainer.state, seconds=max(trainer.state.seconds, begin.seconds))
         if not self._founds:
             return
         trainer.objective.save_tokenizer(self.path)
@@ -148,7 +157,7 @@ class OneRun:
 
 def refuse_run(path: Path) -> None:
     if (path / LOCK).exists():
-        fix = f"Go on with it: redline train --resume {path}; or choose another --run."
+        fix = f"Go on with it: redline train --resume {shlex.quote(str(path))}; or choose another --run."
         raise UsageError("this directory holds a run.", where=str(path), fix=fix)
 
 
@@ -157,6 +166,9 @@ def _leave_no_trace(path: Path) -> None:
     with suppress(OSError):
         if not (path / "events.jsonl").read_bytes():
             (path / "events.jsonl").unlink()
+        (path / "tokenizer.json").unlink(missing_ok=True)
+        for half in path.glob(f".{LOCK}.*"):
+            half.unlink()
         (path / LOCK_FILE).unlink()
         path.rmdir()
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from redline.cli.options import JsonOption
-from redline.cli.paths import RUNS
+from redline.cli.paths import whole_run
 
 
 def report(
@@ -30,9 +30,7 @@ def report(
       redline report latest --out /tmp/run.html
       redline report first second third
     """
-    from redline.monitor.runs import resolve_run
-
-    paths = list(dict.fromkeys(resolve_run(run, RUNS)[0] for run in runs or ["latest"]))
+    paths = list(dict.fromkeys(whole_run(run) for run in runs or ["latest"]))
     if json_:
         import json
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -26,6 +27,7 @@ from redline.recipe.lock import locked_recipe, read_lock
 from redline.recipe.parallel import for_world
 from redline.recipe.resolve import Resolved, resolve
 from redline.recipe.schema import Recipe
+from redline.train.signals import preempting
 from redline.units import format_count
 
 if TYPE_CHECKING:
@@ -58,17 +60,17 @@ def resumable(name: str, overrides: list[str]) -> tuple[Path, Loaded]:
     path, selector = resolve_run(name, RUNS)
     refuse_unreadable(path)
     if selector is not None:
-        fix = f"redline train --resume {path}"
+        fix = f"redline train --resume {shlex.quote(str(path))}"
         raise UsageError("a run goes on from its newest checkpoint.", where=name, fix=f"Leave out @{selector}: {fix}")
-    return path, locked_recipe(path, read_lock(path), [*_changed_before(path), *overrides])
+    return path, locked_recipe(path, read_lock(path), overrides, _changed_before(path))
 
 
-def _changed_before(run: Path) -> list[str]:
+def _changed_before(run: Path) -> list[list[str]]:
     """What earlier resumes have changed: whoever goes on need not say it again."""
     starts = [event for event in read_events(run / EVENTS) if event["type"] == "start"]
     resumes = [event for event in starts if event.get("resumed_from") is not None]
     words = [event.get("overrides") for event in resumes]
-    return [str(word) for some in words if isinstance(some, list) for word in some]
+    return [[str(word) for word in some] for some in words if isinstance(some, list)]
 
 
 def _start(loaded: Loaded, path: Path, *, dry_run: bool, resumed: bool, overrides: list[str], gpus: int) -> int:
@@ -111,7 +113,7 @@ def _preemptible() -> Iterator[Leaving]:
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(leaving.code)
 
-    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    previous = {number: signal.signal(number, leave) for number in preempting()}
     try:
         yield leaving
     finally:

@@ -7,7 +7,7 @@ import shlex
 import typer
 
 from redline.cli.options import RunArgument
-from redline.cli.paths import RUNS
+from redline.cli.paths import whole_run
 
 
 def stop(run: RunArgument = "latest") -> None:
@@ -18,9 +18,9 @@ def stop(run: RunArgument = "latest") -> None:
       redline stop runs/pretrain-350m-20261115-101500
     """
     from redline.errors import UserError
-    from redline.monitor.runs import is_locked, resolve_run, stop_request_path
+    from redline.monitor.runs import is_locked, stop_request_path
 
-    path, _ = resolve_run(run, RUNS)
+    path = whole_run(run)
     if not is_locked(path):
         raise UserError("is not running.", where=str(path), fix="`redline runs` shows what is.")
     try:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, UserError, without_secrets
-from redline.monitor.events import Event
+from redline.monitor.events import Event, number, read_events
 from redline.monitor.monitor import Monitor
+from redline.monitor.runs import EVENTS
 from redline.recipe.load import validate
 from redline.recipe.parallel import for_world
 from redline.recipe.resolve import DataFacts, Resolved, resolve
@@ -100,6 +101,7 @@ class Beginning:
     checkpoint: Path | None
     skipped: list[int]  # steps whose data are left out
     changed: str | None  # in words
+    seconds: float = 0.0  # that the run had taken when it ended, where that was after this checkpoint's last step
 
 
 def where_to_begin(run: RunDirectory, ranks: Ranks, monitor: Monitor, *, resumed: bool) -> Beginning:
@@ -113,15 +115,17 @@ def where_to_begin(run: RunDirectory, ranks: Ranks, monitor: Monitor, *, resumed
         found = _look_back(run, monitor) if resumed else {"name": None, "skipped": [], "changed": None}
     found = ranks.from_first(found)
     checkpoint = None if found["name"] is None else run.checkpoints / found["name"]
-    return Beginning(checkpoint, found["skipped"], found["changed"])
+    return Beginning(checkpoint, found["skipped"], found["changed"], found.get("seconds", 0.0))
 
 
 def _look_back(run: RunDirectory, monitor: Monitor) -> dict[str, Any]:
-    from redline.train.checkpoint import discard, newest_valid, read_state
+    from redline.train.checkpoint import committed_steps, discard, newest_valid, read_state
     from redline.train.feed import unskipped
 
     storms = trouble.storms(trouble.noted(run.path))
     newest = newest_valid(run.checkpoints, monitor.warn)
+    if newest is None and committed_steps(run.checkpoints):
+        monitor.warn("no checkpoint of this run is valid: it begins again at step 0")
     checkpoint, left = newest, []
     while checkpoint is not None and not trouble.belongs(read_state(checkpoint), storms):
         left.append(checkpoint)
@@ -135,7 +139,15 @@ def _look_back(run: RunDirectory, monitor: Monitor) -> dict[str, Any]:
     skipped = trouble.skipped(state, storms, unskipped(0 if state is None else state["step"], known))
     new = [step for step in skipped if step not in known]
     changed = f"the data of steps {new[0]} to {new[-1]} were not finite, and are left out" if new else None
-    return {"name": checkpoint and checkpoint.name, "skipped": skipped, "changed": changed}
+    seconds = 0.0 if state is None else _ended_after(run.path, state["step"])
+    return {"name": checkpoint and checkpoint.name, "skipped": skipped, "changed": changed, "seconds": seconds}
+
+
+def _ended_after(run: Path, step: int) -> float:
+    """Seconds. Texts are written after the last save, and were paid for, too: a clock that knows the save alone goes
+    back."""
+    stops = [event for event in read_events(run / EVENTS) if event["type"] == "stop" and event.get("step") == step]
+    return 3600 * (number(stops[-1], "hours") or 0.0) if stops else 0.0
 
 
 def _lost_another(error: Exception) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from redline.cli.options import JsonOption
-from redline.cli.paths import RUNS
+from redline.cli.paths import RUNS, whole_run
 from redline.errors import EXIT_INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ def watch(
     """
     if json_ and not once:
         raise UsageError("is for a snapshot.", where="--json", fix="Write --once --json.")
-    from redline.monitor.runs import resolve_run
-
-    named = list(dict.fromkeys(resolve_run(run, RUNS)[0] for run in runs or (["latest"] if once else [])))
+    named = list(dict.fromkeys(whole_run(run) for run in runs or (["latest"] if once else [])))
     if once:
         _snapshots(named, json_)
     else:

@@ -111,7 +111,7 @@ class LibraryTokenizer(Tokenizer):
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     def save(self, path: Path) -> None:
-        self._backend.save(str(path))
+        path.write_text(self._backend.to_str(pretty=True), encoding="utf-8")  # its own `save` raises no OSError
 
     def definition(self) -> str:
         """What a tokenizer.json holds."""

@@ -308,7 +308,7 @@ def _checkpoint_line(event: Event) -> str:
 
 def _stop_rows(event: Event, step: str) -> Iterator[tuple[str, str]]:
     reason = one_line(event.get("reason")) or "no reason given"
-    yield stop_status(reason), reason
+    yield stop_status(event), reason
     yield from _row(
         "after",
         [

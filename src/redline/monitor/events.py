@@ -82,6 +82,7 @@ class EventList(list[Event]):
 
     unreadable: int = 0
     left_out: int = 0
+    resumed_from: float | None = None  # by the last start
 
 
 def read_events(path: Path) -> EventList:
@@ -181,3 +182,11 @@ def _drop_repeated(events: EventList, event: Event) -> None:
     resumed_from = number(event, "resumed_from")
     if event["type"] == "start" and resumed_from is not None:
         events[:] = [e for e in events if e["type"] not in REPEATED or (number(e, "step") or 0) <= resumed_from]
+        events.resumed_from = resumed_from
+    elif event["type"] in ("eval", "sample") and number(event, "step") == events.resumed_from is not None:
+        start = max(at for at, e in enumerate(events) if e["type"] == "start")
+        events[:] = [e for at, e in enumerate(events) if at > start or not _same_look(e, event)]
+
+
+def _same_look(one: Event, other: Event) -> bool:
+    return all(one.get(key) == other.get(key) for key in ("type", "step", "label"))

@@ -40,11 +40,13 @@ def how_to_repeat(lock: Mapping[str, Any], starts: Sequence[Event], plans: Seque
     cards = [_cards(plan) for plan in plans] or [[]]
     words += cards[0]
     cards += [cards[-1]] * (len(starts) - len(cards))
+    again = f"{run}-again"  # beside it: what goes on from the repetition must not go on from the run itself
     later = [
-        ["redline", "train", "--resume", run, *_overrides(start), *now]
+        ["redline", "train", "--resume", again, *_overrides(start), *now]
         for start, before, now in zip(starts[1:], cards, cards[1:], strict=False)
         if _overrides(start) or now != before
     ]
+    words += ["--run", again] if later else []
     if any(word.startswith("data.source=") for word in words):
         remarks.append("data.source is a path of the machine it ran on.")
     return Repeat([*code, *(shlex.join(command) for command in (words, *later))], remarks)

@@ -129,7 +129,8 @@ def _incidents(events: EventList) -> list[dict[str, Any]]:
             found += [{"kind": "warning", "step": step, "message": text} for text in _list(event, "warnings")]
         elif event["type"] == "start" and number(event, "resumed_from") is not None:
             step = number(event, "resumed_from")
-            found.append({"kind": "resumed", "step": step, "message": "Went on from the checkpoint of this step."})
+            message = "Went on from the checkpoint of this step." if step else "Began again: nothing was saved before."
+            found.append({"kind": "resumed", "step": step, "message": message})
         elif event["type"] == "step" and number(event, "skipped"):
             message = f"{event['skipped']} update(s) skipped: a loss or gradient was not finite."
             found.append({"kind": "skipped", "step": step, "message": message})

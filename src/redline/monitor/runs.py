@@ -77,13 +77,16 @@ def run_status(run: Path, events: Sequence[Event]) -> Status:
     for event in reversed(events):
         if event["type"] == "start":
             break
-        if event["type"] == "stop":  # whose last state is not on disk has not finished, however it ended
-            return "failed" if event.get("saved") is False else stop_status(str(event.get("reason", "")))
+        if event["type"] == "stop":
+            return stop_status(event)
     return "crashed"
 
 
-def stop_status(reason: str) -> Status:
-    """How a run ended, from the reason in its `stop` event."""
+def stop_status(stop: Event) -> Status:
+    """How a run ended, from the reason in its `stop` event; if its last state is not on disk it has not finished."""
+    if stop.get("saved") is False:
+        return "failed"
+    reason = str(stop.get("reason", ""))
     return next((status for status, words in _STATUS_WORDS if re.search(words, reason, re.IGNORECASE)), "finished")
 
 

@@ -70,6 +70,12 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)}, reverse=True)
 
 
+def divisible(share: float) -> int:
+    """A whole number near it that has divisors of many sizes: no more than four of its bits count."""
+    unit = 1 << max(0, math.floor(math.log2(max(1.0, share))) - 3)
+    return max(1, round(share / unit)) * unit
+
+
 def largest_micro(global_batch: int, world: int, fits: Callable[[int], bool], cap: int | None = None) -> BatchPlan:
     """The largest divisor of a rank's share that fits; 1 when nothing does (the warm-up then says what happens)."""
     share = global_batch // world

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,14 @@ def read_lock(run: Path) -> dict[str, Any]:
         raise UserError(f"is damaged ({type(error).__name__}).", where=str(run / LOCK), fix=fix) from None
 
 
-def locked_recipe(run: Path, lock: dict[str, Any], overrides: list[str] | None = None) -> Loaded:
-    """The run's recipe, with the few keys that may change while it goes on."""
+def locked_recipe(
+    run: Path, lock: dict[str, Any], overrides: list[str] | None = None, before: Iterable[list[str]] = ()
+) -> Loaded:
+    """The run's recipe, with the few keys that may change while it goes on; `before`: the words of earlier resumes."""
     base = dict(flatten(lock["recipe"]))
+    for words in before:
+        flat, _, _ = canonical_keys(parse_overrides(words), "log")
+        base |= {key: value for key, value in flat.items() if key.startswith(RESUMABLE)}
     changes, notes, problems = canonical_keys(parse_overrides(overrides or []), "command line")
     frozen = [k for k, v in changes.items() if not k.startswith(RESUMABLE) and base.get(k) != v]
     if frozen:
@@ -84,8 +90,9 @@ def locked_recipe(run: Path, lock: dict[str, Any], overrides: list[str] | None =
             known = key in base
             hint = f"it is {base[key]!r} in this run" if known else did_you_mean(key, known_keys(Recipe)) or "unknown"
             lines.append(f"{key}={changes[key]!r} ({hint})")
+        may = "only stop conditions and eval, checkpoint, monitor and parallel keys may change on resume"
         raise UsageError(
-            f"only stop conditions and eval, checkpoint and monitor keys may change on resume, not {', '.join(lines)}.",
+            f"{may}, not {', '.join(lines)}.",
             where=str(run),
             fix="Start a new run for anything else.",
         )

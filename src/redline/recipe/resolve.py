@@ -11,7 +11,7 @@ from redline.errors import Problem, RecipeError
 from redline.fields import AUTO
 from redline.hardware.machine import Machine
 from redline.jobs import costs
-from redline.plan.batch import BatchPlan, given_batch, largest_micro
+from redline.plan.batch import BatchPlan, divisible, given_batch, largest_micro
 from redline.plan.flops import FlopsPerToken
 from redline.plan.memory import MemoryParts
 from redline.plan.parallel import share_of, undivided
@@ -303,7 +303,7 @@ class _Resolver:
         expected = self.expected_tokens(shape)
         wanted = base if math.isinf(expected) else max(base, expected / (ENOUGH_STEPS * seq_len))
         total = preset_factor(self.recipe.train.preset) * base * 2 ** min(6, round(math.log2(wanted / base)))
-        total = max(1, round(total / multiple)) * multiple
+        total = divisible(total / multiple) * multiple
         if math.isinf(expected):
             return int(self.choose("train.global_batch", total, "the batch that lr_base was tuned for"))
         reason = f"leaves about {expected / (total * seq_len):.0f} steps of an expected {format_count(expected)} tokens"

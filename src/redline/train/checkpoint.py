@@ -93,7 +93,7 @@ class Writing:
 
 @contextmanager
 def committing(folder: Path, step: int) -> Iterator[Writing]:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # alone: a run that was moved away is not to be begun a second time
     sync(folder.parent)  # every time: whoever made the folder may have been killed before this
     final, temporary = folder / step_name(step), folder / f"{_TEMPORARY}{step_name(step)}-{os.getpid()}"
     writing = Writing(temporary, final, step)
@@ -278,7 +278,7 @@ def newest_valid(folder: Path, say: Callable[[str], None] = lambda _: None, *, b
             verify(path)
             return path
         except Damaged as damage:
-            say(f"checkpoint {path.name} is damaged ({damage}); trying the one before")
+            say(f"checkpoint {path.name} is damaged ({damage}); looking for one before it")
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import socket
 import time
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import IO
 from redline.cache import make_folder
 from redline.errors import UserError
 from redline.monitor.runs import stop_request_path
+from redline.train.supervise import RECOVERY
 
 LOCK_FILE = ".lock"
 ELSEWHERE = "Make it writable, or start a new run elsewhere with --run."  # said to who resumes one, too
@@ -60,11 +62,13 @@ class RunDirectory:
             self._file.seek(0)
             holder = self._file.read().strip() or "another process"
             self._release()
-            fix = f"Wait for it, or ask it to stop: redline stop {self.path}"
+            fix = f"Wait for it, or ask it to stop: redline stop {shlex.quote(str(self.path))}"
             raise UserError(f"a run is using this directory ({holder}).", where=str(self.path), fix=fix)
         self._file.truncate(0)
         self._file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
         self._file.flush()
+        if RECOVERY not in os.environ:  # whom that was asked is dead; but who is begun again by a watch, is asked still
+            stop_request_path(self.path).unlink(missing_ok=True)
         return self
 
     def __exit__(

@@ -15,12 +15,18 @@ from redline.errors import EXIT_INTERRUPTED
 _SHOW_CURSOR = "\x1b[?25h"  # the live bar hides it, and nobody tidies up after `os._exit`
 
 
+def preempting() -> tuple[signal.Signals, ...]:
+    """Who asks for room: a scheduler; and a terminal that closes, unless `nohup` has said that it may."""
+    closed = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGTERM, signal.SIGUSR1, *closed)
+
+
 class StopRequested(Exception):  # noqa: N818 - a request, not an error
     """Raised out of long work that can be abandoned (compiling, preparing)."""
 
 
 class Signals:
-    """SIGTERM and SIGUSR1 mean "preempted"; the first Ctrl-C means "interrupted", the second leaves at once."""
+    """SIGTERM, SIGUSR1 and SIGHUP mean "preempted"; the first Ctrl-C means "interrupted", the second leaves at once."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -29,7 +35,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            for number in (*preempting(), signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 

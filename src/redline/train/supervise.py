@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USAGE
 from redline.train.pulse import EVERY_S, STACK, read_pulses
+from redline.train.signals import preempting
 
 SUPERVISED = "REDLINE_SUPERVISED"  # set for a process that someone will begin again
 RECOVERY = "REDLINE_RECOVERY"  # and why it was, for its log
@@ -63,7 +64,7 @@ class Asked:
         self.code: int | None = None
 
     def __enter__(self) -> Asked:
-        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        numbers = (*preempting(), signal.SIGINT)
         self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,7 +65,10 @@ def out_of_memory(run: Path, facts: Facts) -> UserError:
     """Noted; and what to say."""
     note(run, Trouble(**vars(facts)))
     what = f"out of memory at step {facts.step}, with a micro-batch of {facts.micro} (rank {facts.rank})."
-    return OutOfMemory(what, fix=f"`redline train --resume {run}` goes on from the last checkpoint with less at once.")
+    return OutOfMemory(
+        what,
+        fix=f"`redline train --resume {shlex.quote(str(run))}` goes on from the last checkpoint with less at once.",
+    )
 
 
 def note_storm(run: Path, facts: Facts, first: int, batches: Sequence[int]) -> bool:

@@ -50,7 +50,10 @@ class RunState:
         self.end_step: float | None = None  # as the schedule was last planned
         self.last_time: float | None = None
         self.doing = ""
-        self.skipped = self.unreadable = self.numbered = 0
+        self._resumed_from: float | None = None
+        self._seen: set[str] = set()  # of the looks at that step, since
+        self._skips: list[tuple[float, int]] = []  # at which step, and how many
+        self.unreadable = self.numbered = 0
         self.held_lines = {"all": 0, "power": 0, "heat": 0}
 
     @property
@@ -61,6 +64,11 @@ class RunState:
     def notes(self) -> list[dict[str, Any]]:
         """What happened on the way, in order."""
         return sorted((*self._told, *self._routine), key=lambda note: note["number"])
+
+    @property
+    def skipped(self) -> int:
+        """Updates that were skipped."""
+        return sum(count for _, count in self._skips)
 
     @property
     def best_val(self) -> float | None:
@@ -105,7 +113,7 @@ class RunState:
         if (memory := values[_MEMORY]) is not None:
             self.peak_memory_gib = max(memory, self.peak_memory_gib or 0.0)
         if skipped := _finite(event.get("skipped")):
-            self.skipped += int(skipped)
+            self._skips.append((x[0], int(skipped)))
             self._note("skipped", f"{skipped:.0f} update(s) skipped: a loss or gradient was not finite", event)
 
     def _held_back(self, event: Event) -> Value:
@@ -129,19 +137,35 @@ class RunState:
             return
         if last is not None and step < last:
             self.evals.drop_beyond(step)
+        if self._again("eval", step):
+            self.evals.drop_beyond(step - 1)
         hours = number(self.step, "hours")  # evaluations do not say theirs, but follow a step
         self.evals.add([step, _whole(event, "tokens"), 0.0 if step == 0 else hours], [number(event, "loss")])
 
     def _sample(self, event: Event) -> None:
         self.numbered += 1
         texts = {key: clean(event.get(key))[:_LONGEST_TEXT] for key in ("label", "prompt", "text")}
-        self.samples.append({"number": self.numbered, "step": _whole(event, "step"), **texts})
+        step, label = _whole(event, "step"), texts["label"]
+        if self._again(f"sample {label}", step):
+            self._dropped += 1
+            held = (sample for sample in self.samples if (sample["step"], sample["label"]) != (step, label))
+            self.samples = deque(held, maxlen=_MOST_SAMPLES)
+        self.samples.append({"number": self.numbered, "step": step, **texts})
+
+    def _again(self, what: str, step: float | None) -> bool:
+        """Whether it is the first of its kind at the step that a resume began with: then those before it are past."""
+        if step is None or step != self._resumed_from or what in self._seen:
+            return False
+        self._seen.add(what)
+        return True
 
     def _start(self, event: Event) -> None:
         resumed_from = number(event, "resumed_from")
         if resumed_from is not None:
             self._forget_beyond(resumed_from)
-            self._note("resumed", f"went on from the checkpoint of step {resumed_from:,.0f}", {"step": resumed_from})
+            self._resumed_from, self._seen = resumed_from, set()
+            message = f"went on from the checkpoint of step {resumed_from:,.0f}" if resumed_from else "began again"
+            self._note("resumed", message, {"step": resumed_from})
         self.start, self.stop, self.doing = event, None, "starting"
         self.recent.clear()
 
@@ -156,6 +180,7 @@ class RunState:
         if (number(self.eval, "step") or 0) > step:
             self.eval = {}
         self.samples = deque((s for s in self.samples if (s["step"] or 0) <= step), maxlen=_MOST_SAMPLES)
+        self._skips = [(at, count) for at, count in self._skips if at <= step]
         for notes in (self._told, self._routine):
             kept = [note for note in notes if not note["repeated"] or (note["step"] or 0) <= step]
             notes.clear()

@@ -118,7 +118,7 @@ class WatchedRun:
         """As `redline runs` has it, from what is read so far."""
         if is_locked(self.path):
             return "running"
-        return stop_status(str(self.state.stop.get("reason", ""))) if self.state.stop else "crashed"
+        return stop_status(self.state.stop) if self.state.stop else "crashed"
 
     def _plan(self) -> dict[str, Any]:
         plan, memory = self.state.plan, section(self.state.plan, "memory_gib")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -131,14 +132,17 @@ def _health(state: RunState, status: Status, now: float, name: str) -> tuple[Moo
     if state.stop is None:
         ago = "" if age is None else f" {format_seconds(age)} ago"
         words = f"Its process is gone: the last event came{ago}, and nobody holds the run."
-        return "bad", f"{words} Go on with: redline train --resume {name}"
+        return "bad", f"{words} Go on with: redline train --resume {shlex.quote(name)}"
     skipped = f" {state.skipped} updates were skipped." if state.skipped else ""
     if status == "finished":
         return "over", f"It ended well.{skipped}"
     if state.stop.get("reason") == "nonfinite":
         return "bad", f"It failed.{skipped} Going on would fail again: train anew with a lower train.lr."
     words = {"failed": "It failed.", "preempted": "It had to make room.", "stopped": "It was stopped."}[str(status)]
-    return "bad" if status == "failed" else "careful", f"{words}{skipped} Go on with: redline train --resume {name}"
+    return (
+        "bad" if status == "failed" else "careful",
+        f"{words}{skipped} Go on with: redline train --resume {shlex.quote(name)}",
+    )
 
 
 def _running(state: RunState, age: float | None) -> tuple[Mood, str]:
