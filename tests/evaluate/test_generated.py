@@ -45,5 +45,7 @@ def test_generative_perplexity(runs: dict[str, str]) -> None:
 
 
 def test_what_does_not_go_together(runs: dict[str, str]) -> None:
+    bound = CliRunner().invoke(app, ["eval", runs["causal"], "--under", runs["diffusion"], "--texts", "2"])
+    assert isinstance(bound.exception, UsageError) or "only a causal_lm run" in bound.output
     result = CliRunner().invoke(app, ["eval", runs["diffusion"], "--under", runs["causal"], "--answers", "gsm8k"])
     assert isinstance(result.exception, UsageError) or "do not go together" in result.output

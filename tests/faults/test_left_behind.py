@@ -9,28 +9,10 @@ from typing import Any
 import pytest
 
 from redline.monitor.events import EventLog, read_events
-from redline.monitor.runs import run_status, stop_request_path
+from redline.monitor.runs import run_status
 from redline.train.checkpoint import committing
 from redline.train.rundir import RunDirectory
 from redline.train.signals import preempting
-from redline.train.supervise import RECOVERY
-
-
-def test_a_request_to_a_dead_process_is_past(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path):
-        pass
-    stop_request_path(tmp_path).touch()  # and then it was killed
-    with RunDirectory(tmp_path) as run:
-        assert not run.stop_requested()
-
-
-def test_a_request_outlives_an_attempt_that_a_watch_begins_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop_request_path(tmp_path).touch()
-    monkeypatch.setenv(RECOVERY, "lost rank 1")
-    with RunDirectory(tmp_path) as run:
-        assert run.stop_requested()
 
 
 def test_a_run_that_was_moved_away_is_not_begun_twice(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from redline.train.checkpoint import (
 from redline.train.rundir import RunDirectory
 from redline.train.saving import HostCopy, Saver
 from redline.train.state import TrainState
+from redline.train.supervise import RECOVERY
 
 
 def snapshot(step: int, best: int | None = None) -> Snapshot:
@@ -57,6 +58,7 @@ def valid_steps(folder: Path) -> list[int]:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
     done = commit(tmp_path / "new/checkpoints", snapshot(12, best=4))
     assert done.path.name == "step-00000012"
     assert done.bytes == sum(file.stat().st_size for file in done.path.iterdir() if file.name != "manifest.json")
@@ -282,12 +284,21 @@ def test_a_stop_that_came_too_late_is_not_for_the_next(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run") as again:
         assert not again.stop_requested()
 
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_stop_outlives_who_fails_only_under_a_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: bool
+) -> None:
+    """Who is begun again by a supervisor hears what its predecessor was asked; who is begun by hand was not asked."""
+
     def fails() -> None:
         with RunDirectory(tmp_path / "run"):
             stop_request_path(tmp_path / "run").touch()
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        fails()  # who begins again after that still hears it
+        fails()
+    if watched:
+        monkeypatch.setenv(RECOVERY, "rank 0 failed")
     with RunDirectory(tmp_path / "run") as again:
-        assert again.stop_requested()
+        assert again.stop_requested() == watched

@@ -127,8 +127,12 @@ def evaluate(
 def _written(trained: Trained, under: str, count: int, tokens: int, device: str) -> dict[str, Any]:
     from redline.evaluate.generated import generative_perplexity
     from redline.monitor.runs import resolve_run
+    from redline.recipe.lock import read_lock
 
-    resolve_run(under, RUNS)  # a slip is answered before anything is written
+    reader, _ = resolve_run(under, RUNS)  # a slip is answered before anything is written
+    if (objective := read_lock(reader)["recipe"]["objective"]) != "causal_lm":
+        what = f"is a {objective} run, and only a causal_lm run says how likely any text is."
+        raise UsageError(what, where=under, fix="Name another with --under.")
     if trained.objective.can_answer:
         what = "answers questions, and writes no texts of its own."
         raise UsageError(what, where=trained.name, fix="Leave out --under; --answers marks what it says.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -43,6 +44,7 @@ def sample(
     how = Sampling(count, tokens, seed, temperature, top_k, top_p)
     objective = trained.objective
     objective.tell = lambda text: typer.echo(text, err=True)
+    prompt = os.fsencode(prompt).decode("utf-8", "replace")  # as a terminal would show it
     samples = objective.continuation(prompt, how) if plain else objective.sample(prompt, how)
     if not samples and objective.can_answer and not prompt:
         raise UsageError("there is nothing to answer.", where="--prompt", fix='Ask something: --prompt "…".')

@@ -53,6 +53,21 @@ class SourceReport:
     sequences: int
     fill: float
 
+    def line(self, *, held_out: bool = True) -> str:
+        told = f"{self.source}: {self.rows:,} rows, {self.train_samples:,} used" + (
+            f" to train on and {self.val_samples:,} held out" if held_out else ""
+        )
+        dropped = self.overlong - self.cut
+        left_out = {
+            "cannot be used": self.bad,
+            "longer than data.seq_len, dropped": dropped,
+            "longer than data.seq_len, cut": self.cut,
+            "left out, for their like is held out or came before": self.duplicates,
+        }
+        why = [f"{count:,} {reason}" for reason, count in left_out.items() if count]
+        most = dropped > (self.train_samples + self.val_samples)
+        return "; ".join([told, *why, *(["most of them are too long: raise data.seq_len"] if most else [])])
+
 
 @dataclass(frozen=True)
 class AnswerReport:
@@ -62,6 +77,11 @@ class AnswerReport:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For people: what there is, and what was left out of it."""
+        held_out = any(source.val_samples for source in self.sources)
+        return [source.line(held_out=held_out) for source in self.sources]
 
 
 @dataclass(frozen=True)

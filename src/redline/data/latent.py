@@ -170,7 +170,7 @@ class PairsReport:
 
     def lines(self) -> list[str]:
         told = [source.line() for source in self.sources]
-        told.append(f"{self.train:,} rows to train on, {self.val:,} held out")
+        told.append(f"{self.train:,} rows" + (f" to train on, {self.val:,} held out" if self.val else ""))
         counts = {"texts cut": self.cut, "texts left out": self.dropped}
         told += [f"{count:,} {what}: longer than latent_prefix.bytes" for what, count in counts.items() if count]
         if self.unanswerable:

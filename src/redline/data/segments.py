@@ -52,7 +52,7 @@ class RecordsReport:
             "left out, for their question is met elsewhere": self.duplicates,
             "without a plan": self.unplanned,
         }
-        told.append(f"{self.train:,} records to train on, {self.val:,} held out")
+        told.append(f"{self.train:,} records" + (f" to train on, {self.val:,} held out" if self.val else ""))
         return told + [f"{count:,} {why}" for why, count in left_out.items() if count]
 
 

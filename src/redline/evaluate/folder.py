@@ -65,6 +65,8 @@ def open_folder(
         data = finetune.FinetuneData(_facts(found, adapter), found)
     else:
         data = finetune.load_data(recipe, for_evaluation=True)
+        for line in data.told:  # what is left out is not in the figures
+            say(line)
     resolved = resolve(recipe, machine, data.facts)
     objective = finetune.create(resolved, data)
     if adapter is None:

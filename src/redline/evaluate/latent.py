@@ -24,7 +24,7 @@ from redline.data.latent import cut_bytes
 from redline.data.pairs import Pair, strangers
 from redline.data.wire import from_wire, to_wire
 from redline.errors import UserError
-from redline.metrics.answers import exact_match, f1, number_match
+from redline.metrics.answers import exact_match, f1, final_answer, number_match
 from redline.metrics.wire import text_bytes, verdict
 from redline.models.latent import cosine
 from redline.objectives.base import Answered
@@ -96,6 +96,9 @@ def compare(
     if not pairs:
         fix = "Give some: --data FILE, or train with data.val_fraction above 0."
         raise UserError("nothing is held out: there is nothing to answer.", where=where, fix=fix)
+    if numbers and all(final_answer(answer) is None for pair in pairs for answer in pair.answers):
+        what = f"none of {len(pairs)} reference answers has a number, and gsm8k compares nothing else."
+        raise UserError(what, where="--answers", fix="Use --answers match or f1.")
     begun = time.monotonic()
     objective.model.eval()
     latents = _latents(objective, pairs)

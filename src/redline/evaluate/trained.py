@@ -83,6 +83,10 @@ def open_trained(
         except OtherTokenizerError:
             raise _other_tokenizer(run) from None
         facts = data.facts
+        for line in getattr(data, "told", ()) if source else ():  # what is left out is not in the figures
+            say(line)
+        if source is None and facts.fingerprint != chosen.state["identity"]["data"]:
+            say("the data are not what the run was trained on any more: what is held out now, it may have learnt from")
     if chosen.state["identity"]["tokenizer"] != facts.tokenizer_fingerprint:
         raise _other_tokenizer(run)
     resolved = resolve(for_world(recipe, 1), machine, facts)  # whoever trained it, one process reads it
@@ -135,7 +139,8 @@ def _other_data(run: Path, source: str) -> dict[str, Any]:
 
 
 def _same_base(state: dict[str, Any], identity: dict[str, str], run: Path) -> None:
-    changed = [name for name, value in identity.items() if state["identity"].get(name) != value]
+    known = state["identity"]  # an older one may not have all that is looked at now
+    changed = [name for name, value in identity.items() if known.get(name, value) != value]
     if changed:
         what = f"its {' and '.join(changed)} is not what this run was trained on."
         raise UserError(what, where=str(run), fix="Put the old one back.")

@@ -83,9 +83,13 @@ def _base(learnt: OnBase, how: How, trained: Trained, say: Say) -> Base:
 
 def _tokenizer(learnt: OnBase, base: Base, trained: Trained) -> ChatTokenizer:
     found = load_chat_tokenizer(base.folder, learnt.template)
-    if found.fingerprint != trained.weights.state["identity"]["tokenizer"]:
+    known = trained.weights.state["identity"]
+    if found.fingerprint != known["tokenizer"]:
         what, fix = "this is not the tokenizer of the run.", "Put the base's own files back."
         raise UserError(what, where=str(base.folder), fix=fix)
+    if found.identity != known.get("template", found.identity):
+        what, fix = "its chat template is not the one of the run any more.", "Put the old one back."
+        raise UserError(what, where=learnt.template or str(base.folder), fix=fix)
     return found
 
 

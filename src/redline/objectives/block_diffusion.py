@@ -88,7 +88,12 @@ def load_data(
     corpus, seq_len = text.corpus, recipe.data.seq_len
     assert isinstance(corpus, Corpus)
     index = None if for_evaluation else corpus.index(seq_len, recipe.train.seed, shuffle=recipe.data.shuffle)
-    return TextSequences(text, seq_len, index)
+    found = TextSequences(text, seq_len, index)
+    if for_evaluation and not found.held_out:
+        tokens = 0 if text.held_out is None else len(text.held_out)
+        what = f"the text has {tokens:,} tokens, and the run reads windows of {seq_len:,}: there is nothing to score."
+        raise UserError(what, where=str(recipe.data.source), fix="Give a longer text.")
+    return found
 
 
 def random_data(facts: DataFacts) -> TextSequences:

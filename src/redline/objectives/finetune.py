@@ -40,6 +40,10 @@ class FinetuneData:
     answers: AnswerData | None = None
     held_out: PackedSplit | None = None  # what evaluation reads
 
+    @property
+    def told(self) -> list[str]:
+        return [] if self.answers is None else self.answers.report.lines()
+
 
 def complete(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
     """The recipe with the shape of its base, which it may also state itself, but not differently."""
@@ -101,7 +105,10 @@ class Finetune(InFloat8):
         self.base_learns = self.adapter is None
 
     def identity(self) -> dict[str, str]:
-        return {} if self.data.base is None else {"base": self.data.base.fingerprint}
+        base, tokenizer = self.data.base, self.tokenizer
+        if base is None or tokenizer is None:
+            return {}
+        return {"base": base.fingerprint, "template": tokenizer.identity}
 
     # --- building
 
@@ -182,9 +189,16 @@ class Finetune(InFloat8):
         if tokenizer is None:
             return []
         bare = tokenizer.encode_bare(prompt)
-        return self._written(tokenizer, prompt, bare, how) if bare else []
+        return self._written(tokenizer, prompt, bare, how, follows=True) if bare else []
 
-    def _written(self, tokenizer: ChatTokenizer, prompt: str, start: list[int], how: Sampling) -> list[Sample]:
+    def _written(
+        self, tokenizer: ChatTokenizer, prompt: str, start: list[int], how: Sampling, *, follows: bool = False
+    ) -> list[Sample]:
+        """What `follows` is decoded behind its beginning: a text's first space is none of its own."""
+        base = self.data.base
+        if base is not None and len(start) + how.tokens > base.context:
+            what = f"the prompt has {len(start):,} tokens and {how.tokens:,} are to follow"
+            self.tell(f"{what}: more than the {base.context:,} that {base.source} was made for")
         self.model.eval()
         rows = generate(
             self.model,
@@ -194,7 +208,9 @@ class Finetune(InFloat8):
             **vars(how),
         )
         self.model.train()
-        return [Sample(prompt, tokenizer.decode(row, special=False)) for row in rows]
+        before = start if follows else []
+        given = len(tokenizer.decode(before, special=False)) if before else 0
+        return [Sample(prompt, tokenizer.decode([*before, *row], special=False)[given:]) for row in rows]
 
     def narrow(self, count: int | None) -> None:
         """Half an answer is no reference: what was cut is left out."""

@@ -10,7 +10,7 @@ from typing import Any
 from redline.data.latent import PairData, Reader, Rows, load_pairs
 from redline.data.progress import ProgressCallback
 from redline.data.tokenizer import ByteTokenizer
-from redline.errors import Problem, RecipeError
+from redline.errors import Problem, RecipeError, UserError
 from redline.fields import AUTO
 from redline.jobs.latent_prefix import slots_read
 from redline.models.pretrained import Base, open_base
@@ -103,6 +103,10 @@ def _without_rows(recipe: Recipe) -> LatentData:
     own = ByteTokenizer()
     bases = {name: open_base(source) for name, (source, _) in wanted(recipe).items()}
     readers = {name: Reader(base.folder, options_of(recipe).anchor) for name, base in bases.items()}
+    for name, base in bases.items():
+        if readers[name].vocab_size > base.shape.vocab:
+            what = f"its tokenizer has {readers[name].vocab_size:,} entries, and the model {base.shape.vocab:,}."
+            raise UserError(what, where=base.source, fix="Put the tokenizer that belongs to the model beside it.")
     return LatentData(DataFacts(own.vocab_size, 0, 0, "", own.name, own.fingerprint), bases, readers)
 
 

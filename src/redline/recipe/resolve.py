@@ -139,7 +139,8 @@ class _Resolver:
             why = f"{most}{needed:,} entries, to a multiple of 64"
             return int(self.choose("model.vocab", padded_vocab(needed), why))
         if given < needed:
-            fix = f"Use at least {needed}, or model.vocab: auto."
+            theirs = "Put the tokenizer that belongs to the base beside it."
+            fix = theirs if self.recipe.model.base else f"Use at least {needed}, or model.vocab: auto."
             raise RecipeError("recipe", [Problem("model.vocab", f"{given} is below the tokenizer's {needed}.", fix)])
         return int(given)
 

@@ -137,7 +137,7 @@ class Trainer:
 
     def _restore(self, checkpoint: Path) -> None:
         state = read_state(checkpoint)
-        changed = [key for key, value in self.identity.items() if state["identity"].get(key) != value]
+        changed = [key for key, value in self.identity.items() if state["identity"].get(key, value) != value]
         if changed:
             what = f"the {' and '.join(changed)} changed since this run began."
             fix = "Put the old data back, or start a new run."
