@@ -141,6 +141,7 @@ def test_a_checkpoint_with_a_pickle_in_it(harmless: Any, bomb: bytes, tiny: Any,
     """Its manifest is right: who makes such a checkpoint signs it too."""
     from redline.train.checkpoint import commit, read_manifest, read_state, read_tensors
 
+    (tmp_path / "home/run").mkdir(parents=True)
     path = commit(tmp_path / "home/run/checkpoints", tiny(3)).path
     (path / name).write_bytes(bomb)
     body = {key: value for key, value in read_manifest(path).items() if key != "digest"}

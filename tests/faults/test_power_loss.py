@@ -125,6 +125,7 @@ def killed_life(root: Path, calls: int) -> Case:
 
 def damaged_life(root: Path) -> Case:
     """The newest is damaged, and saved again."""
+    (root / RUN).mkdir(parents=True)
     for step in (1, 2, 3):
         path = commit(root / RUN / "checkpoints", Snapshot(step, tiny_files(step), tiny_state(step))).path
     (path / "model.safetensors").write_bytes(b"nothing")

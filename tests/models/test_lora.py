@@ -114,7 +114,8 @@ def test_any_size(
     parts = dict(zip("qkv", widths, strict=False))
     adapted = data.draw(st.sets(st.sampled_from(sorted(parts)), min_size=1))
     linear = lora(parts, inputs, adapted, base=base, bias=bias, r=r, dropout=dropout, rslora=rslora)
-    check(linear, torch.randn(*tokens, inputs, generator=torch.Generator().manual_seed(r)), 1e-5)
+    x = torch.randn(*tokens, inputs, generator=torch.Generator().manual_seed(r))
+    check(linear, x, 5e-5)  # what is summed may cancel
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -90,9 +90,9 @@ def locked_recipe(
             known = key in base
             hint = f"it is {base[key]!r} in this run" if known else did_you_mean(key, known_keys(Recipe)) or "unknown"
             lines.append(f"{key}={changes[key]!r} ({hint})")
-        may = "only stop conditions and eval, checkpoint, monitor and parallel keys may change on resume"
+        may = "only stop conditions and eval, checkpoint, monitor and parallel keys may change on resume, not"
         raise UsageError(
-            f"{may}, not {', '.join(lines)}.",
+            f"{may} {', '.join(lines)}.",
             where=str(run),
             fix="Start a new run for anything else.",
         )
