@@ -38,7 +38,7 @@ lint: tools ## ruff, mypy, and the import rules
 	.venv/bin/lint-imports
 
 soak: tools ## the fault tests at their long size [ARGS=…]
-	$(PYTEST) -m soak $(ARGS)
+	HYPOTHESIS_PROFILE=default $(PYTEST) -m soak $(ARGS)
 
 bench: setup ## measure this machine [ARGS="throughput, plan-accuracy or startup, key=value …"]
 	.venv/bin/redline bench $(or $(ARGS),throughput)

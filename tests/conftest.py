@@ -15,6 +15,10 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, by whichever package is first
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("quick", max_examples=40)  # where a test does not say how many; `make soak` takes 100
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 TINY = (
     "model.size=null",

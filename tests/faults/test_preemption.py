@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,14 @@ PHASES = {  # where the signal comes, and the step that must be saved then
     "snapshot": (hook("keeper.save"), 2),
 }
 SIGNALS = [(signal.SIGTERM,), (signal.SIGUSR1,), (signal.SIGHUP,), (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)]
+
+
+@pytest.fixture(autouse=True)
+def _no_nohup() -> Iterator[None]:
+    """These tests may be run under it; what they start is not."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="module")

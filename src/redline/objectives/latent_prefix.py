@@ -291,6 +291,10 @@ class LatentPrefix(Objective):
         text = prompt or next((pair.text for pair in self.examples()), "")
         if not text or self.data.readers is None:
             return []
+        if (size := len(text.encode("utf-8", "replace"))) > self.options.bytes:
+            self.tell(
+                f"the text has {size:,} bytes, and latents stand for {self.options.bytes:,}: the rest is left out"
+            )
         self.model.eval()
         with self.uncompiled():
             found = written(self, text if text.endswith("\n") else f"{text}\n", how)
