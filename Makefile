@@ -29,8 +29,9 @@ tools:
 train: setup ## train [RECIPE=name or path] [ARGS="key=value …"]
 	.venv/bin/redline train $(RECIPE) $(ARGS)
 
-test: lint ## lint, then all tests but the long ones [ARGS=…]
-	$(PYTEST) -n 2 -m "not soak" $(ARGS)
+test: tools ## lint, and beside it all tests but the long ones [ARGS=…]
+	@$(MAKE) --no-print-directory lint & lint=$$!; \
+	$(PYTEST) -n 2 -m "not soak" $(ARGS); tests=$$?; wait $$lint && exit $$tests
 
 lint: tools ## ruff, mypy, and the import rules
 	.venv/bin/ruff check

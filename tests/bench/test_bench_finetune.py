@@ -62,7 +62,7 @@ def request_for(*overrides: str, **more: Any) -> dict[str, Any]:
 # --- all of it, on a toy
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("for real", marks=pytest.mark.soak)])
 def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of one real call."""
     folder = tmp_path_factory.mktemp("finetune")

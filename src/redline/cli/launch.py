@@ -81,13 +81,14 @@ def launch(
 
 def _resumed(run: Path | None, name: str | None, overrides: list[str]) -> Loaded | None:
     """The recipe of a run that is there already, as it goes on; what it cannot go on with is refused."""
-    from redline.cli.running import resumable
-    from redline.errors import UsageError
-    from redline.recipe.load import load
     from redline.recipe.lock import LOCK
 
     if run is None or not (run / LOCK).is_file():
         return None
+    from redline.cli.running import resumable
+    from redline.errors import UsageError
+    from redline.recipe.load import load
+
     _, locked = resumable(str(run), overrides)
     if name is not None and (given := load(name).name) != locked.name:
         what = f"is a run of {locked.name}, and would go on as that."
