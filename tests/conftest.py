@@ -17,7 +17,8 @@ if not Path("/dev/nvidiactl").exists():
 import pytest
 from hypothesis import settings
 
-settings.register_profile("quick", max_examples=25)  # where a test does not say how many; HYPOTHESIS_PROFILE=default: 100
+# where a test does not say how many; HYPOTHESIS_PROFILE=default: 100
+settings.register_profile("quick", max_examples=25)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 TINY = (
