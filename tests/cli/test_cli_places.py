@@ -184,6 +184,11 @@ def test_what_cannot_begin_leaves_no_folder(inside: Any, world: Any, tmp_path: P
     assert refused.code == 1
     assert "'soon' is not a time" in refused.said
     assert not (tmp_path / "runs/never").exists()
+    own = tmp_path / "runs/own/tokenizer.json"
+    own.parent.mkdir(parents=True)
+    own.write_text("mine")
+    assert inside("train", *words, "--run", str(own.parent)).code == 1
+    assert own.read_text() == "mine", "what was there before is not ours to remove"
     monkeypatch.delenv("REDLINE_DEADLINE")
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr("redline.cli.one_run.write_lock", Mock(side_effect=full))

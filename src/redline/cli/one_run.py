@@ -81,11 +81,12 @@ class OneRun:
     @contextmanager
     def _whole_or_not(self) -> Iterator[None]:
         """What cannot be built leaves no run behind."""
+        theirs = {entry.name for entry in self.path.iterdir()} if self._founds else set()
         try:
             yield
         except BaseException:
             if self._founds and not (self.path / LOCK).exists():
-                _leave_no_trace(self.path)
+                _leave_no_trace(self.path, theirs)
             raise
 
     @property
@@ -161,14 +162,14 @@ def refuse_run(path: Path) -> None:
         raise UsageError("this directory holds a run.", where=str(path), fix=fix)
 
 
-def _leave_no_trace(path: Path) -> None:
+def _leave_no_trace(path: Path, theirs: set[str]) -> None:
     """What could not be built never was a run; a directory that holds anything else stays."""
     with suppress(OSError):
         if not (path / "events.jsonl").read_bytes():
             (path / "events.jsonl").unlink()
-        (path / "tokenizer.json").unlink(missing_ok=True)
-        for half in path.glob(f".{LOCK}.*"):
-            half.unlink()
+        for made in (*path.glob("tokenizer.json"), *path.glob(f".{LOCK}.*")):
+            if made.name not in theirs:
+                made.unlink()
         (path / LOCK_FILE).unlink()
         path.rmdir()
 

@@ -129,7 +129,9 @@ def _incidents(events: EventList) -> list[dict[str, Any]]:
             found += [{"kind": "warning", "step": step, "message": text} for text in _list(event, "warnings")]
         elif event["type"] == "start" and number(event, "resumed_from") is not None:
             step = number(event, "resumed_from")
-            message = "Went on from the checkpoint of this step." if step else "Began again: nothing was saved before."
+            message = (
+                "Went on from the checkpoint of this step." if step else "Began again: no checkpoint to go on from."
+            )
             found.append({"kind": "resumed", "step": step, "message": message})
         elif event["type"] == "step" and number(event, "skipped"):
             message = f"{event['skipped']} update(s) skipped: a loss or gradient was not finite."

@@ -129,20 +129,18 @@ def _health(state: RunState, status: Status, now: float, name: str) -> tuple[Moo
     age = None if state.last_time is None else max(0.0, now - state.last_time)
     if status == "running":
         return _running(state, age)
+    go_on = f"Go on with: redline train --resume {shlex.quote(name)}"
     if state.stop is None:
         ago = "" if age is None else f" {format_seconds(age)} ago"
         words = f"Its process is gone: the last event came{ago}, and nobody holds the run."
-        return "bad", f"{words} Go on with: redline train --resume {shlex.quote(name)}"
+        return "bad", f"{words} {go_on}"
     skipped = f" {state.skipped} updates were skipped." if state.skipped else ""
     if status == "finished":
         return "over", f"It ended well.{skipped}"
     if state.stop.get("reason") == "nonfinite":
         return "bad", f"It failed.{skipped} Going on would fail again: train anew with a lower train.lr."
     words = {"failed": "It failed.", "preempted": "It had to make room.", "stopped": "It was stopped."}[str(status)]
-    return (
-        "bad" if status == "failed" else "careful",
-        f"{words}{skipped} Go on with: redline train --resume {shlex.quote(name)}",
-    )
+    return "bad" if status == "failed" else "careful", f"{words}{skipped} {go_on}"
 
 
 def _running(state: RunState, age: float | None) -> tuple[Mood, str]:
