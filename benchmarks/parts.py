@@ -27,6 +27,25 @@ COMMON = (
 NORMUON = ("train.optimizer=normuon", "train.muon_lr=0.02", "train.lr=6e-3")
 BASE = (*NORMUON, "model.qk_norm=true", "model.init=zero")
 MANY = (*BASE, "model.mlp=relu2", "model.d_ff=768", "model.heads=2", "model.value_embeddings=1")
+# The guides' architecture (SwiGLU, a tied head, no QK norm) in many small steps, as `pretrain-350m` runs the race.
+GUIDES = (
+    *("train.steps=600", "train.global_batch=8", "train.warmup_steps=30", "train.decay_fraction=0.6", "eval.every=300"),
+    *("train.optimizer=normuon", "train.muon_lr=0.02", "train.lr=3e-3", "model.init=zero", "model.embedding_std=0.005"),
+)
+AROUND_THE_GUIDES: dict[str, tuple[str, ...]] = {
+    "": (),
+    "seed 1": ("train.seed=1",),
+    "rate 6e-3": ("train.lr=6e-3",),
+    "rate 1.2e-2": ("train.lr=1.2e-2",),
+    "muon 0.01": ("train.muon_lr=0.01",),
+    "muon 0.04": ("train.muon_lr=0.04",),
+    "falling from the start": ("train.decay_fraction=1.0",),
+    "no decay": ("train.weight_decay=0",),
+    "momentum 0.9": ("train.muon_momentum=0.9",),
+    "momentum rising": ("train.muon_momentum_warmup=200",),
+    "embedding 0.02": ("model.embedding_std=0.02",),
+    "half the batch": ("train.steps=1200", "train.global_batch=4", "eval.every=600"),
+}
 ARMS: dict[str, tuple[str, ...]] = {
     **{f"adamw {lr}": (f"train.lr={lr}",) for lr in ("1.5e-3", "3e-3", "6e-3")},
     "muon": ("train.optimizer=muon", *NORMUON[1:]),
@@ -53,6 +72,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "many, rate 1.2e-2": (*MANY, "train.lr=1.2e-2"),
     "many, rate 1.2e-2, muon 0.01": (*MANY, "train.lr=1.2e-2", "train.muon_lr=0.01"),
     "many, falling from the start": (*MANY, "train.decay_fraction=1.0"),
+    **{f"guides{', ' if name else ''}{name}": (*GUIDES, *words) for name, words in AROUND_THE_GUIDES.items()},
 }
 
 

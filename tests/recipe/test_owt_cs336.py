@@ -23,7 +23,7 @@ from test_docs import EXAMPLES, Example
 NAME = "owt-cs336"
 FACTS = DataFacts(32_000, 9 * 10**9, 4 * 10**8, "data", "train:32000", "tokenizer")
 MOST_MATMUL = 350_000_000
-QUOTED_PLANS = [e for e in EXAMPLES if e.page == "pretrain.md" and e.words[0] == "plan"]
+QUOTED_PLANS = [e for e in EXAMPLES if e.page in ("pretrain.md", "cs336.md") and e.words[0] == "plan"]
 
 
 def typed(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -99,13 +99,13 @@ def test_without_network_or_copy_it_says_what_is_missing(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("example", QUOTED_PLANS, ids=str)
-def test_its_page_quotes_the_plan(example: Example, tmp_path: Path) -> None:
-    """When the plan's arithmetic changes, so must docs/pretrain.md."""
+def test_their_pages_quote_the_plan(example: Example, tmp_path: Path) -> None:
+    """When the plan's arithmetic changes, so must these pages."""
     done = typed(*example.words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert {line.split()[0] for line in example.output} >= {"speed", "horizon"}
     assert [line for line in example.output if line not in done.stdout.splitlines()] == []
 
 
-def test_the_page_quotes_the_plan_of_both_recipes() -> None:
+def test_pages_quote_the_plans_of_both_recipes() -> None:
     assert {example.words[1] for example in QUOTED_PLANS} == {"pretrain-350m", NAME}
