@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -109,10 +110,9 @@ def evaluate(
     if json_:
         import json
 
-        about = {"run": trained.name, "step": trained.step, "weights": trained.weights}
         wrong = [one.as_dict() for one in exam.wrong(_WRONG_SHOWN)] if exam else []
         marked = {"answers": answers, "rule": exam.rule, "wrong": wrong} if exam else {}
-        typer.echo(json.dumps({**about, **result, **marked}))
+        typer.echo(json.dumps({**trained.about(), **result, **marked, "notes": trained.notes}))
         return
     typer.echo(trained.title)
     for name, value in result.items():
@@ -158,8 +158,7 @@ def _show_comparison(trained: Trained, found: Comparison, json_: bool) -> None:
     if json_:
         import json
 
-        about = {"run": trained.name, "step": trained.step, "weights": trained.weights}
-        typer.echo(json.dumps({**about, **found.result()}))
+        typer.echo(json.dumps({**trained.about(), **found.result(), "notes": trained.notes}))
         return
     typer.echo(trained.title)
     for line in found.lines():
@@ -188,7 +187,13 @@ def open_model(
     """A run; where there is none of that name, a model that lies in files or on a hub."""
     from redline.monitor.runs import resolve_run
 
-    how |= {"writes_only": writes_only, "say": lambda text: typer.echo(text, err=True)}
+    notes: list[str] = []
+
+    def say(text: str) -> None:
+        notes.append(text)
+        typer.echo(text, err=True)
+
+    how |= {"writes_only": writes_only, "say": say}
     try:
         path, selector = resolve_run(name, RUNS)
     except UsageError:
@@ -200,12 +205,13 @@ def open_model(
             raise UsageError("--set is for a run.", where=name, fix="Leave it out for a model.") from None
         from redline.evaluate.folder import open_folder
 
-        return open_folder(name, base=base, **how)
+        return replace(open_folder(name, base=base, **how), notes=notes)
     if base is not None:
         raise UsageError("--base is for an adapter; a run knows its base.", where=name, fix="Leave it out.")
     from redline.evaluate.trained import open_trained
 
-    return open_trained(path, selector, weights=weights, answers=answers, settings=settings, **how)
+    trained = open_trained(path, selector, weights=weights, answers=answers, settings=settings, **how)
+    return replace(trained, notes=notes)
 
 
 def _may_be_model(name: str) -> bool:

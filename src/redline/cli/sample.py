@@ -55,8 +55,7 @@ def sample(
         import json
 
         rows = [{"prompt": s.prompt, "text": s.text} for s in samples]
-        about = {"run": trained.name, "step": trained.step, "weights": trained.weights}
-        typer.echo(json.dumps({**about, "samples": rows}))
+        typer.echo(json.dumps({**trained.about(), "samples": rows}))
         return
     for one in samples:
         typer.secho(one.prompt, bold=True, nl=objective.can_answer and not plain)

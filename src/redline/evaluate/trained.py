@@ -34,6 +34,11 @@ class Trained:
     step: int | None  # None: not of a run
     weights: str  # "ema" or "raw" of a run, otherwise "base" or "adapter"
     micro: int
+    notes: Sequence[str] = ()  # what was said when it was opened: rows that are not in the figures, say
+
+    def about(self) -> dict[str, Any]:
+        """For programs: which weights these are."""
+        return {"run": self.name, "step": self.step, "weights": self.weights}
 
 
 def open_trained(
