@@ -8,14 +8,13 @@ neither redline's kernels nor its recipes can move it. On a CPU it is tiny.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from typing import Any
 
 import torch
 
 from redline.bench.gpt2 import MEDIUM, Gpt2, Gpt2Shape, adamw
+from redline.bench.reply import reply
 
 SHAPES = {"cuda": (MEDIUM, 16), "cpu": (Gpt2Shape(2, 2, 64, 320, 64), 4)}  # and sequences a step
 STEPS = {"cuda": (5, 30), "cpu": (1, 5)}  # that settle, that are timed
@@ -47,14 +46,5 @@ def time_anchor(device: str) -> dict[str, Any]:
     return {"step_ms": 1e3 * steps(timed) / timed}
 
 
-def main() -> None:
-    request = json.load(sys.stdin)
-    try:
-        answer = time_anchor(str(request["device"]))
-    except torch.OutOfMemoryError:
-        answer = {"error": "it does not fit into memory."}
-    sys.stdout.write(json.dumps(answer) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    reply(lambda request: time_anchor(str(request["device"])))

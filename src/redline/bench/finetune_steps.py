@@ -8,10 +8,8 @@ to hold several samples; the answer is one JSON line. The base is random: nothin
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor
 
 from redline.bench.fp8 import not_in_fp8
+from redline.bench.reply import reply
 from redline.data.packing import cu_seqlens
 from redline.errors import UserError
 from redline.recipe.resolve import DataFacts
@@ -103,20 +102,6 @@ def installed(*packages: str) -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
-
-
-def reply(contend: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """One request in, one line out."""
-    request = json.load(sys.stdin)
-    try:
-        answer = contend(request)
-    except UserError as error:
-        answer = {"error": error.message()}
-    except torch.OutOfMemoryError:
-        answer = {"error": "it does not fit into memory."}
-    except ModuleNotFoundError as error:
-        answer = {"error": f"the package {error.name} is not installed."}
-    sys.stdout.write(json.dumps(answer) + "\n")
 
 
 def contend(request: dict[str, Any]) -> Figures:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redline.bench.finetune_steps import Figures, document_tokens, installed, random_rows, reply, time_steps
+from redline.bench.finetune_steps import Figures, document_tokens, installed, random_rows, time_steps
+from redline.bench.reply import has_room, reply
 from redline.errors import UserError
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
@@ -134,15 +135,7 @@ class Peer:
 
     def fits(self, micros: list[Micro]) -> bool:
         """Whether the first of them has room, gradients included. Nothing is updated: the first loss is the base's."""
-        try:
-            self._backward(micros[:1])
-            room = True
-        except torch.OutOfMemoryError:
-            room = False  # what the traceback holds on to is free only after this block
-        self.optimizer.zero_grad(set_to_none=True)
-        if not room:
-            torch.cuda.empty_cache()
-        return room
+        return has_room(lambda: self._backward(micros[:1]), self.optimizer)
 
 
 def _optimizer(parameters: list[nn.Parameter], train: Train) -> torch.optim.Optimizer:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redline.bench.finetune_steps import PACKAGES, Figures, installed, reply, time_steps
+from redline.bench.finetune_steps import PACKAGES, Figures, installed, time_steps
 from redline.bench.latent_rows import TimedRows, timed_rows
+from redline.bench.reply import reply
 from redline.jobs.latent_prefix import taught
 from redline.recipe.resolve import DataFacts
 from redline.train.feed import step_batch, to_device

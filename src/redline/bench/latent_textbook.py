@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.bench.finetune_steps import Figures, installed, reply, time_steps
+from redline.bench.finetune_steps import Figures, installed, time_steps
 from redline.bench.hf_qlora import PACKAGES, random_model
 from redline.bench.latent_rows import ANCHOR, BEGIN, TimedRows, timed_rows
 from redline.bench.latent_steps import texts_a_second
+from redline.bench.reply import has_room, reply
 from redline.errors import UserError
 from redline.kernels.precision import DTYPES
 from redline.kernels.softmax_loss import IGNORE
@@ -153,15 +154,7 @@ class Textbook:
 
     def fits(self, micros: list[TimedRows]) -> bool:
         """Whether the first of them has room. Nothing is updated."""
-        try:
-            self._backward(micros[:1])
-            room = True
-        except torch.OutOfMemoryError:
-            room = False  # what the traceback holds on to is free only after this block
-        self.optimizer.zero_grad(set_to_none=True)
-        if not room:
-            torch.cuda.empty_cache()
-        return room
+        return has_room(lambda: self._backward(micros[:1]), self.optimizer)
 
 
 def separate_passes(reader: Reader, prefix: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,14 +10,13 @@ model is compiled if the recipe is.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from typing import Any
 
 import torch
 
 from redline.bench.readings import Reading, card_figures, data_wait_share, median
+from redline.bench.reply import has_room, reply
 from redline.errors import UserError
 from redline.hardware.detect import detect
 from redline.hardware.nvml import Nvml
@@ -79,14 +78,8 @@ class Peer:
         raise UserError("not even the smallest micro-batch fits into memory.")
 
     def _fits(self, plan: BatchPlan) -> bool:
-        try:
-            self.step([to_device(self.objective.worst_batch(plan.micro), self.device)])
-            return True
-        except torch.OutOfMemoryError:
-            pass  # what the traceback holds on to is free only after this block
-        self.optimizer.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-        return False
+        worst = to_device(self.objective.worst_batch(plan.micro), self.device)
+        return has_room(lambda: self.step([worst]), self.optimizer)
 
     def synchronise(self) -> None:
         if self.device.type == "cuda":
@@ -178,18 +171,8 @@ def _refuse_what_it_cannot(resolved: Resolved) -> None:
         raise UserError(f"its loop is written for bf16 and fp32, not {recipe.train.precision}.")
 
 
-def main() -> None:
-    request = json.load(sys.stdin)
-    try:
-        answer = contend(request["recipe"], request["overrides"])
-    except UserError as error:
-        answer = {"error": error.message()}
-    except torch.OutOfMemoryError:
-        answer = {"error": "its weights and optimizer do not fit into memory."}
-    except ModuleNotFoundError as error:
-        answer = {"error": f"the package {error.name} is not installed."}
-    sys.stdout.write(json.dumps(answer) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    reply(
+        lambda request: contend(request["recipe"], request["overrides"]),
+        too_large="its weights and optimizer do not fit into memory.",
+    )

@@ -9,8 +9,6 @@ the learning rate that is fitted to the budget, bf16 autocast, the whole model c
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 
 from redline.bench.curve import Looks, Point, figures, fitted_steps, point
 from redline.bench.gpt2 import Gpt2Job, adamw
+from redline.bench.reply import reply
 from redline.errors import UserError
 from redline.hardware.detect import detect
 from redline.objectives.base import Batch
@@ -196,16 +195,8 @@ def _refuse_what_it_cannot(resolved: Resolved) -> None:
         raise UserError(f"its loop is written for bf16 and fp32, not {recipe.train.precision}.", where=NAME)
 
 
-def main() -> None:
-    request = json.load(sys.stdin)
-    try:
-        answer = contend(request["words"], request["budget_s"], request.get("step_ms"))
-    except UserError as error:
-        answer = {"error": error.message()}
-    except torch.OutOfMemoryError:
-        answer = {"error": f"{NAME}: its micro-batch does not fit into memory. Use a smaller train.micro_batch."}
-    sys.stdout.write(json.dumps(answer) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    reply(
+        lambda request: contend(request["words"], request["budget_s"], request.get("step_ms")),
+        too_large=f"{NAME}: its micro-batch does not fit into memory. Use a smaller train.micro_batch.",
+    )
