@@ -62,6 +62,15 @@ def test_what_a_resume_changed_holds_for_the_next(recipe: str, inside: Any, tmp_
     assert [e["cost_usd"] is None for e in events if e["type"] == "stop"] == [True, False, False]
 
 
+def test_hours_keep_the_price_they_were_paid_at(recipe: str, inside: Any, tmp_path: Path) -> None:
+    inside("train", recipe, "monitor.price_per_hour=3600000", "--run", "runs/toy")
+    inside("train", "--resume", "toy", "train.steps=9", "monitor.price_per_hour=3600")
+    events = [json.loads(line) for line in (tmp_path / "runs/toy/events.jsonl").read_text().splitlines()]
+    first, second = [e for e in events if e["type"] == "stop"]
+    assert first["cost_usd"] == pytest.approx(3.6e6 * first["hours"])
+    assert second["cost_usd"] == pytest.approx(first["cost_usd"] + 3600 * (second["hours"] - first["hours"]))
+
+
 def test_a_report_that_cannot_be_written_takes_nothing_from_the_run(recipe: str, inside: Any, tmp_path: Path) -> None:
     (tmp_path / "runs/toy/report.html/in-the-way").mkdir(parents=True)
     done = inside("train", recipe, "--run", "runs/toy")

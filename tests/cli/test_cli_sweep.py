@@ -50,12 +50,26 @@ def acted(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return started
 
 
+def test_tokenizers_are_compared_by_bits_per_byte(recipe: str, inside: Any, tmp_path: Path) -> None:
+    """Bytes have the lower loss, for there is less to predict in each."""
+    words = ("train.steps=8", "model.vocab=auto", "--sweep", "data.tokenizer=bytes,train:600", "--run", "out")
+    answer = inside("train", recipe, *words)
+    assert answer.code == 0, answer.err
+    result = comparison(tmp_path / "out")
+    by_bytes, by_pieces = result["members"]
+    assert by_bytes["best_val"] < by_pieces["best_val"]
+    assert result["best"] == by_pieces["name"]
+    assert "Their tokenizers differ, so bits per byte are compared, not losses." in result["notes"]
+    assert set(result["notes"]) <= set(answer.out.splitlines())
+
+
 def test_every_combination_and_the_best(acted: list[list[str]], recipe: str, inside: Any, tmp_path: Path) -> None:
     answer = inside("train", recipe, "--sweep", "train.lr=0.3,0.1,0.2", "--sweep", "train.seed=1,2", "--run", "out")
     assert answer.code == 0, answer.err
     assert acted == [[f"train.lr={lr}", f"train.seed={seed}"] for lr in ("0.3", "0.1", "0.2") for seed in (1, 2)]
     result = comparison(tmp_path / "out")
     assert result["best"] == "3-lr=0.1_seed=1"
+    assert result["notes"] == []
     row = result["members"][2]
     assert row == {
         "name": "3-lr=0.1_seed=1",

@@ -16,7 +16,7 @@ from redline.monitor.aligned_curves import aligned_views, legend_of
 from redline.monitor.comparison_page import comparison_data, write_comparison
 from redline.monitor.events import EventLog
 from redline.monitor.side_by_side import read_sides, recipe_differences
-from redline.monitor.winner import winner
+from redline.monitor.winner import Measure, measure, winner
 
 
 def make(
@@ -102,6 +102,30 @@ def test_what_does_not_compare_is_said(tmp_path: Path, lock: dict[str, Any], wor
     page = write_comparison(runs).read_text()
     assert ('class="best">2.0000' in page) == ("easier" in words), "no star for a loss that cannot be compared"
     assert ("where the shortest ends" in page) == ("easier" in words)
+
+
+def lock_with(tokenizer: str = "t", *, source: str = "a", length: int = 64, sequences: int = 8) -> dict[str, Any]:
+    recipe = {"objective": "causal_lm", "data": {"source": source, "seq_len": length}, "eval": {"sequences": sequences}}
+    return {"recipe": recipe, "data": {"fingerprint": "d", "tokenizer_fingerprint": tokenizer, "val_tokens": 1000}}
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (lock_with(), []),
+        (lock_with(length=128), ["data.seq_len"]),
+        (lock_with(sequences=99), ["eval.sequences"]),
+        (lock_with("u", source="b"), ["tokenizers", "the beginning of what is held out", "easier text"]),
+        (lock_with("u", length=128), ["tokenizers", "the beginning of what is held out", "data.seq_len"]),
+    ],
+)
+def test_what_makes_a_loss_lower_by_itself_is_said(tmp_path: Path, other: Any, expected: list[str]) -> None:
+    runs = [make(tmp_path, "a", loss=2.0, lock=lock_with()), make(tmp_path, "b", loss=3.0, lock=other)]
+    found = measure(read_sides(runs))
+    assert isinstance(found, Measure)
+    assert found.ranked[0][1] == 0
+    cautions = found.cautions
+    assert all(words in said for words, said in zip(expected, cautions, strict=True)), cautions
 
 
 def test_other_tokenizers_without_bits_have_no_winner(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from redline.cli.closing import closing
 from redline.cli.paths import RUNS
 from redline.cli.together import after_trouble, held, where_to_begin
 from redline.errors import EXIT_PREEMPTED, UsageError
-from redline.monitor.events import SCHEMA, EventLog
-from redline.monitor.monitor import Monitor, View, price_of
-from redline.monitor.runs import LOCK_FILE
+from redline.monitor.events import SCHEMA, EventLog, read_events
+from redline.monitor.monitor import Monitor, View, paid_until, price_of
+from redline.monitor.runs import EVENTS, LOCK_FILE
 from redline.monitor.sinks import sinks_for
 from redline.recipe.lock import LOCK, make_lock, read_lock, write_lock
 from redline.recipe.resolve import Choice, Resolved
@@ -131,6 +131,8 @@ class OneRun:
         monitor.say("building the model")
         trainer.build(begin.checkpoint, self.initial.tensors() if self.initial else None)
         trainer.state = replace(trainer.state, seconds=max(trainer.state.seconds, begin.seconds))
+        if self.resumed and self.ranks.first:
+            monitor.paid = paid_until(read_events(self.path / EVENTS), trainer.state.seconds / 3600)
         if not self._founds:
             return
         trainer.objective.save_tokenizer(self.path)

@@ -19,7 +19,7 @@ import typer
 
 from redline.cache import write_atomically
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError, UserError
-from redline.monitor.comparison import Row, best_of, compare_run
+from redline.monitor.comparison import Row, compare_run
 from redline.monitor.events import read_events
 from redline.monitor.runs import EVENTS, LOCK, SWEEP, run_status
 from redline.recipe.load import load
@@ -194,13 +194,28 @@ def _signals() -> Iterator[Callable[[list[str]], int]]:
 
 
 def _compare(directory: Path, sweep: Sweep, rows: list[Row]) -> None:
-    best = best_of(rows)
-    content = {"schema": 1, **vars(sweep), "best": best and best.name, "members": [row.as_dict() for row in rows]}
+    best, notes = _best(directory, rows)
+    members = [row.as_dict() for row in rows]
+    content = {"schema": 1, **vars(sweep), "best": best and best.name, "notes": notes, "members": members}
     try:
         write_atomically(directory / COMPARISON, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
         typer.echo(f"warning  {directory / COMPARISON} could not be written ({error.strerror})", err=True)
     _print_table(sweep, rows, best)
+    for note in notes:
+        typer.echo(note)
+
+
+def _best(directory: Path, rows: list[Row]) -> tuple[Row | None, list[str]]:
+    """By the fairest measure that they share, and what to beware of; none where they do not compare."""
+    from redline.monitor.side_by_side import read_sides
+    from redline.monitor.winner import measure
+
+    begun = [row for row in rows if (directory / row.name / EVENTS).is_file()]
+    found = measure(read_sides([directory / row.name for row in begun]))
+    if isinstance(found, str):
+        return None, [found]
+    return (begun[found.ranked[0][1]] if found.ranked else None), found.cautions
 
 
 def _print_table(sweep: Sweep, rows: list[Row], best: Row | None) -> None:

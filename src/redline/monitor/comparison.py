@@ -1,9 +1,8 @@
-"""Runs side by side: what each reached, how fast, and which was best."""
+"""Runs side by side: what each reached, and how fast."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,12 +50,3 @@ def compare_run(run: Path, values: dict[str, str], exit_code: int | None) -> Row
         tokens_per_s=statistics.median(rates) if rates else None,
         hours=last_number(counted, "hours"),
     )
-
-
-def best_of(rows: Sequence[Row]) -> Row | None:
-    """The lowest validation loss; the lowest training loss where nothing was held out."""
-    for key in ("best_val", "loss"):
-        known = [row for row in rows if getattr(row, key) is not None]
-        if known:
-            return min(known, key=lambda row: float(getattr(row, key)))
-    return None

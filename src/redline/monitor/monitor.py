@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol
 
-from redline.monitor.events import Event, EventLog
+from redline.monitor.events import Event, EventLog, number
 
 
 class View(Protocol):
@@ -32,6 +32,7 @@ class Monitor:
         self.log, self.view = log, view
         self._sinks = list(sinks)
         self.price = price_of(price_per_hour)
+        self.paid = (0.0, 0.0)  # hours, and dollars for them, of before a resume: other cards, or another price
 
     def __enter__(self) -> Monitor:
         return self
@@ -78,7 +79,16 @@ class Monitor:
 
     def cost(self, hours: float) -> float | None:
         """Dollars, when a price is known."""
-        return None if self.price is None else self.price * hours
+        then, dollars = self.paid
+        return None if self.price is None else dollars + self.price * (hours - then)
+
+
+def paid_until(events: Sequence[Event], hours: float) -> tuple[float, float]:
+    """The last of these hours whose price a log knows, and the dollars until then."""
+    known = [(number(event, "hours"), number(event, "cost_usd")) for event in events]
+    return max(
+        ((at, cost) for at, cost in known if at is not None and cost is not None and at <= hours), default=(0, 0)
+    )
 
 
 def price_of(given: float | None) -> float | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -12,29 +14,66 @@ from redline.monitor.side_by_side import Side
 from redline.units import format_seconds
 
 _TOKENIZER = ("data", "tokenizer_fingerprint")
+_OTHER_TEXT = "Their data differ, too: a lower loss may come from easier text."
+_EASIER = {
+    "data.fingerprint": _OTHER_TEXT,
+    "recipe.data.source": _OTHER_TEXT,
+    "recipe.data.seq_len": "Their data.seq_len differ: a longer context makes each token easier to predict.",
+    "recipe.eval.sequences": "Their eval.sequences differ: they were evaluated on different text, in part.",
+}
+_PART = "Each looked at the beginning of what is held out, by its own tokens: `redline eval` scores all of it."
 _EVEN = 0.001  # of a loss: closer than that is a draw
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The fairest one that runs share: its name, a number for each run, and what to beware of."""
+
+    name: str
+    scores: list[float | None]
+    cautions: list[str]
+
+    @property
+    def ranked(self) -> list[tuple[float, int]]:
+        """Scores with their runs' places, the lowest first: the winner's."""
+        return sorted((score, place) for place, score in enumerate(self.scores) if score is not None)
+
+
+def measure(sides: Sequence[Side]) -> Measure | str:
+    """Or a sentence: why their losses do not compare."""
+    objectives = _known(sides, "recipe", "objective")
+    if len(objectives) > 1:
+        return f"They learn different things ({', '.join(sorted(objectives))}): their losses do not compare."
+    if len(_known(sides, *_TOKENIZER)) > 1:
+        bits = [_lowest(side, "bits_per_byte") for side in sides]
+        if None in bits:
+            return "Their tokenizers differ, and not all know their bits per byte: their losses do not compare."
+        beware = "Their tokenizers differ, so bits per byte are compared, not losses."
+        text = _differing(sides, "recipe.data.source", "recipe.data.seq_len")
+        return Measure("bits per byte", bits, [beware, *_in_part(sides), *text])
+    cautions = _differing(sides, "data.fingerprint", "recipe.data.seq_len", "recipe.eval.sequences")
+    held_out = [_lowest(side, "loss") for side in sides]
+    if any(value is not None for value in held_out):
+        return Measure("best validation loss", held_out, cautions)
+    trained = [side.data["headline"]["train_loss"] for side in sides]
+    return Measure("training loss", trained, [*cautions, "Nothing was held out: training losses are compared."])
 
 
 def winner(sides: Sequence[Side]) -> list[str]:
     """Sentences, the first about the winner; what forbids or weakens the comparison is one of them."""
-    objectives = _known(sides, "recipe", "objective")
-    if len(objectives) > 1:
-        return [f"They learn different things ({', '.join(sorted(objectives))}): their losses do not compare."]
-    found = _scores(sides)
-    if found is None:
-        return ["Their tokenizers differ, and not all know their bits per byte: their losses do not compare."]
-    measure, scores, caution = found
-    ranked = sorted((score, place) for place, score in enumerate(scores) if score is not None)
-    if len(ranked) < 2:
+    found = measure(sides)
+    if isinstance(found, str):
+        return [found]
+    if len(found.ranked) < 2:
         return ["Fewer than two of them have a loss: there is nothing to compare yet."]
-    (best, first), (second, other) = ranked[:2]
+    (best, first), (second, other) = found.ranked[:2]
     gap = second - best
     if gap <= _EVEN * abs(best):
-        said = f"{sides[first].name} and {sides[other].name} are even: {measure} {best:.4g} and {second:.4g}."
-        return [said, *_pace(sides), *caution]
+        said = f"{sides[first].name} and {sides[other].name} are even: {found.name} {best:.4g} and {second:.4g}."
+        return [said, *_pace(sides), *found.cautions]
     share = f" ({100 * gap / abs(second):.1f} %)" if second else ""
-    said = f"{sides[first].name} won: {measure} {best:.4g}, {gap:.2g}{share} lower than that of {sides[other].name}."
-    return [said, *_sooner(sides[first], sides[other], measure), *_pace(sides), *caution]
+    said = f"{sides[first].name} won: {found.name} {best:.4g}, {gap:.2g}{share} lower than that of {sides[other].name}."
+    return [said, *_sooner(sides[first], sides[other], found.name), *_pace(sides), *found.cautions]
 
 
 def losses_compare(sides: Sequence[Side]) -> bool:
@@ -42,24 +81,28 @@ def losses_compare(sides: Sequence[Side]) -> bool:
     return all(len(_known(sides, *place)) <= 1 for place in (("recipe", "objective"), _TOKENIZER))
 
 
-def _known(sides: Sequence[Side], part: str, key: str) -> set[str]:
+def _known(sides: Sequence[Side], *path: str) -> set[str]:
     """What the locks hold there; a run without a lock says nothing."""
-    return {str(value) for side in sides if (value := section(side.lock, part).get(key)) is not None}
+    *parts, key = path
+    found = [reduce(section, parts, side.lock).get(key) for side in sides]
+    return {str(value) for value in found if value is not None}
 
 
-def _scores(sides: Sequence[Side]) -> tuple[str, list[float | None], list[str]] | None:
-    """The fairest measure that they share: its name, one number a run, and what to beware of."""
-    if len(_known(sides, *_TOKENIZER)) > 1:
-        bits = [_lowest(side, "bits_per_byte") for side in sides]
-        beware = "Their tokenizers differ, so bits per byte are compared, not losses."
-        return ("bits per byte", bits, [beware]) if None not in bits else None
-    others = len(_known(sides, "data", "fingerprint")) > 1
-    caution = ["Their data differ, too: a lower loss may come from easier text."] if others else []
-    held_out = [_lowest(side, "loss") for side in sides]
-    if any(value is not None for value in held_out):
-        return "best validation loss", held_out, caution
-    trained = [side.data["headline"]["train_loss"] for side in sides]
-    return "training loss", trained, [*caution, "Nothing was held out: training losses are compared."]
+def _differing(sides: Sequence[Side], *paths: str) -> list[str]:
+    return [_EASIER[path] for path in paths if len(_known(sides, *path.split("."))) > 1]
+
+
+def _in_part(sides: Sequence[Side]) -> list[str]:
+    """The first so many sequences of two tokenizers are not the same text."""
+    for side in sides:
+        recipe = section(side.lock, "recipe")
+        sequences, length = number(section(recipe, "eval"), "sequences"), number(section(recipe, "data"), "seq_len")
+        tokens = number(section(side.lock, "data"), "val_tokens")
+        if None not in (sequences, length, tokens) and sequences * length < tokens:  # type: ignore[operator]
+            return [
+                "Each looked at the beginning of what is held out, by its own tokens: `redline eval` scores all of it."
+            ]
+    return []
 
 
 def _lowest(side: Side, key: str) -> float | None:
