@@ -52,8 +52,8 @@ def acted(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def test_tokenizers_are_compared_by_bits_per_byte(recipe: str, inside: Any, tmp_path: Path) -> None:
     """Bytes have the lower loss, for there is less to predict in each."""
-    words = ("train.steps=8", "model.vocab=auto", "--sweep", "data.tokenizer=bytes,train:600", "--run", "out")
-    answer = inside("train", recipe, *words)
+    words = (f"data.source={json.decoder.__file__}", "model.vocab=auto", "train.steps=8")
+    answer = inside("train", recipe, *words, "--sweep", "data.tokenizer=bytes,train:600", "--run", "out")
     assert answer.code == 0, answer.err
     result = comparison(tmp_path / "out")
     by_bytes, by_pieces = result["members"]
