@@ -14,6 +14,7 @@ from redline.units import parse_count, parse_hours
 
 AUTO = "auto"
 MOST = (1 << 63) - 1  # counts and seeds are 64-bit integers further down
+MOST_HOURS = 1e6  # a century: what is meant by more is no duration
 MOST_SEQUENCES = 1 << 31  # no batch is larger, and its divisors are still listed at once
 
 
@@ -90,7 +91,7 @@ def _hours(value: Any) -> float:
         hours = _number(parse_hours(value) if isinstance(value, str) else value)
     except ValueError as error:
         raise ValueError(f"{str(error).rstrip('.')}.") from None
-    _bounds(hours, 0.0, None, True)
+    _bounds(hours, 0.0, MOST_HOURS, True)
     return hours
 
 
@@ -113,7 +114,7 @@ def _text(value: Any) -> str:
 
 
 _DURATION = {"type": "string", "pattern": r"^[0-9.,_]+([eE][0-9]+)? ?(s|m|min|h|d)?$"}  # 90m
-HOURS = Rule(_hours, accepts={"anyOf": [{"type": "number", "exclusiveMinimum": 0.0}, _DURATION]})
+HOURS = Rule(_hours, accepts={"anyOf": [{"type": "number", "exclusiveMinimum": 0.0, "maximum": MOST_HOURS}, _DURATION]})
 FLAG = Rule(_flag, accepts={"type": "boolean"})
 TEXT = Rule(_text, accepts={"type": "string", "minLength": 1})
 WORDS = Rule(_words, accepts={"type": "string"})

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from redline.hardware.specs import SPECS
 
@@ -83,6 +84,31 @@ def test_a_possible_target_is_let_through_and_a_bold_one_warned_about() -> None:
     assert planned("pretrain-350m", "--gpu", "h100", "--gpus", "2", "--target-tokens-per-s", "700000")["gpus"] == 2
 
 
+def test_a_limit_that_the_data_may_raise_refuses_nothing_below_it() -> None:
+    """Logits of answers alone, attention within documents: the limit of whole rows can be passed."""
+    tuned = ("qlora-8b", "--gpu", "h100", "--target-tokens-per-s")
+    limit = planned(*tuned, "1000")["ceiling"]["tokens_per_s"]
+    assert "it depends on the data" in planned(*tuned, str(limit + 1000))["warnings"][-1]
+    assert redline(*tuned, str(2 * limit)).returncode == 1
+    packed = ("pretrain-125m", "--gpu", "h100", "data.seq_len=32768", "train.global_batch=8", "--target-tokens-per-s")
+    assert "it depends on the data" in planned(*packed, "400000", "data.pack=true")["warnings"][-1]
+    assert redline(*packed, "400000").returncode == 1
+
+
+def test_what_fits_nowhere_is_not_said_to_fit() -> None:
+    plan = planned("pretrain-350m", "model.vocab=100000000", "--gpu", "h100")
+    reasons = {choice["key"]: choice["reason"] for choice in plan["choices"]}
+    assert reasons["train.micro_batch"] == "nothing fits 71.2 GiB by estimate"
+    assert "a smaller model would help" in plan["warnings"][0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_not_planned_as_a_cpu() -> None:
+    done = redline("pretrain-350m", "train.device=cuda")
+    assert done.returncode == 1
+    assert "Name the card to plan for, as --gpu h100" in done.stderr
+
+
 @pytest.mark.parametrize("gpu", SPECS)
 def test_every_card_has_a_plan(gpu: str) -> None:
     plan = planned("pretrain-350m", "--gpu", gpu)
@@ -104,6 +130,9 @@ def test_this_machine_is_planned_for_by_itself() -> None:
         (("pretrain-350m", "--gpu", "h100", "--gpus", "3"), "cannot be shared by 3 GPUs"),
         (("pretrain-350m", "--gpu", "h100", "train.stepz=4"), "train.steps"),
         (("nosuch", "--gpu", "h100"), "there is no recipe"),
+        (("qlora-8b", "--gpu", "h100", "model.mlp=relu2"), "no base has relu2"),
+        (("pretrain-350m", "--gpu", "h100", "train.hours=1e300"), "too large"),
+        (("pretrain-350m", "--gpu", "h100", "--target-tokens-per-s", "inf"), "--target-tokens-per-s"),
     ],
 )
 def test_a_mistake_is_one_sentence(words: tuple[str, ...], said: str) -> None:

@@ -90,6 +90,18 @@ def test_a_mistake_is_a_sentence(words: tuple[str, ...], said: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_world_that_it_does_not_fit_is_no_measure_of_others() -> None:
+    words = ("model.layers=60", "model.d_model=4096", "model.heads=32", "model.d_ff=11008", "--gpu", "h100", "--gpus")
+    nowhere = planned("pretrain-350m", *words, "8")["scaling"]
+    assert not any(row["fits"] for row in nowhere["rows"])
+    assert (nowhere["pays_up_to"], nowhere["verdict"]) == (None, "by estimate it fits on none of these")
+    there = planned("pretrain-350m", *words, "64")["scaling"]
+    first = next(row for row in there["rows"] if row["fits"])
+    assert first["efficiency"] == 1.0
+    assert [row["efficiency"] for row in there["rows"] if not row["fits"]] == [None] * there["rows"].index(first)
+    assert there["pays_up_to"] >= first["world"] > 1
+
+
 def test_ranks_on_a_cpu_get_no_figure_that_nobody_has() -> None:
     plan = planned("quickstart", "--gpu", "cpu", "--gpus", "2")
     assert plan["throughput"]["tokens_per_s"] is None

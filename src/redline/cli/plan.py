@@ -26,7 +26,8 @@ def plan(
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
     price: Annotated[float | None, typer.Option(min=0.0, max=1e6, help="Dollars an hour for one card.")] = None,
     target: Annotated[
-        float | None, typer.Option("--target-tokens-per-s", min=1.0, help="Refused if no hardware could do it.")
+        float | None,
+        typer.Option("--target-tokens-per-s", min=1.0, max=1e15, help="Refused if no hardware could do it."),
     ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Measure memory and speed by a few real steps here.")] = False,
     figure: Annotated[
@@ -121,11 +122,16 @@ def _machine(gpu: str, recipe: Recipe) -> Machine:
 
     on_cpu = gpu == "cpu" or recipe.train.device == "cpu"
     known = cpu_here() if on_cpu else machine_here()
-    if known is not None:
+    if known is not None and (on_cpu or recipe.train.device in ("auto", known.device)):
         return known
+    from redline.errors import UserError
     from redline.hardware.detect import detect  # measures this CPU, once
 
-    return detect("cpu" if on_cpu else recipe.train.device)
+    try:
+        return detect("cpu" if on_cpu else recipe.train.device)
+    except UserError as error:
+        fix = "Name the card to plan for, as --gpu h100; or use train.device=cpu."
+        raise UserError(error.what, where="train.device", fix=fix) from None
 
 
 def _probe(resolved: Resolved, facts: Any, gpu: str) -> Measured:

@@ -34,7 +34,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['step_ms']:,.1f}" if known else _UNKNOWN,
         f"{row['exposed_ms']:,.1f}" if known else _UNKNOWN,
         format_count(row["tokens_per_s"]) if known else _UNKNOWN,
-        f"{row['efficiency']:.0%}" if known else _UNKNOWN,
+        _UNKNOWN if not known else "" if row["efficiency"] is None else f"{row['efficiency']:.0%}",
         "" if row["hours"] is None else format_seconds(3600 * row["hours"]),
         "" if row["cost_usd"] is None else format_usd(row["cost_usd"]),
         "" if row["fits"] else "does not fit by estimate",
@@ -53,7 +53,7 @@ def check_figure(path: Path | None, world: int) -> None:
 
 def write_figure(path: Path, scaling: Mapping[str, Any], title: str) -> None:
     if scaling["pays_up_to"] is None:
-        raise UserError("there is nothing to draw: the speed of several such cards is not known.", where="--figure")
+        raise UserError(f"there is nothing to draw: {scaling['verdict']}.", where="--figure")
     from redline.monitor.scaling_figure import scaling_svg
 
     try:

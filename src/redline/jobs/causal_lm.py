@@ -70,6 +70,11 @@ class Costs:
     def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
         return decoder_flops(shape, seq_len, checkpointing)
 
+    def certain(self, shape: DecoderShape) -> tuple[float, float]:
+        """Shares of the matmuls and of the attention counted above that any data need: in packed rows documents see
+        themselves alone, and how short they are is for the data to say."""
+        return 1.0, 0.0 if self.recipe.data.pack else 1.0
+
     def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:
         return training_memory(shape, **how)
 

@@ -55,6 +55,8 @@ def problems(recipe: Any) -> list[Problem]:
     if method == "full" and model.lora != type(model).model_fields["lora"].default:
         fix = "Take it away, or use finetune.method=lora."
         found.append(Problem("model.lora", "does nothing with finetune.method=full.", fix))
+    if model.mlp != "swiglu":
+        found.append(Problem("model.mlp", f"no base has {model.mlp}.", "Leave it out: the base says what it has."))
     if recipe.train.precision == "fp8" and method == "full":
         found.append(Problem("train.precision", "fp8 is for a frozen base.", "Use bf16, or finetune.method=qlora."))
     if recipe.train.precision == "fp8" and recipe.train.fp8 == "torchao":
@@ -98,6 +100,13 @@ class Costs(DecoderCosts):
             return FlopsPerToken(matmuls + 12.0 * attention, causal, causal, FORMULA, FORMULA_CAUSAL)
         again = 2.0 * (base - shape.head_parameters + added) + 2.0 * attention
         return FlopsPerToken(matmuls + 12.0 * attention, causal, causal + again, FORMULA, FORMULA_RECOMPUTED)
+
+    def certain(self, shape: DecoderShape) -> tuple[float, float]:
+        """Of prompts nothing is scored, and how long answers are is for the data to say."""
+        matmul, attention = super().certain(shape)
+        if self.recipe.finetune.learn == "answers":
+            matmul -= shape.head_parameters / shape.matmul_parameters
+        return matmul, attention
 
     def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:
         if self.adapter is None:

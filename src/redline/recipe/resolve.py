@@ -324,6 +324,8 @@ class _Resolver:
             raise RecipeError("recipe", [problem])
         batch = largest_micro(total, self.world, fits, cap)
         where = f"the largest divisor of {total // self.world} that fits {room / GIB:.0f} GiB by estimate"
+        if not fits(batch.micro):
+            where = f"nothing fits {room / GIB:.1f} GiB by estimate"
         self.choose(
             "train.micro_batch", batch.micro, where if cap is None else f"about {CPU_MICRO_TOKENS} tokens suit a CPU"
         )
@@ -373,9 +375,10 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
     if recipe.train.optimizer.startswith("paged") and machine.device == "cpu":
         r.warnings.append("on a CPU the 8-bit moments are not paged: paged_adamw_8bit is adamw_8bit here")
     if memory.peak > machine.memory_bytes:
+        smaller = "more cards, one with more memory or a smaller model would help"
         r.warnings.append(
             f"by estimate this needs {memory.peak / GIB:.1f} GiB and {machine.name} has "
-            f"{machine.memory_bytes / GIB:.1f} GiB: expect smaller micro-batches"
+            f"{machine.memory_bytes / GIB:.1f} GiB: {'expect smaller micro-batches' if batch.micro > 1 else smaller}"
         )
     sections = {name: getattr(recipe, name).model_copy(update=values) for name, values in r.values.items() if values}
     done = recipe.model_copy(update=sections)

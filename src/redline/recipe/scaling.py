@@ -51,13 +51,20 @@ class Scaling:
     assumptions: list[str]
 
     @property
+    def fitting(self) -> list[Row]:
+        """Where the run can be at all: elsewhere a speed means nothing."""
+        return [row for row in self.rows if row.fits]
+
+    @property
     def pays_up_to(self) -> int | None:
-        """The last world to which each added card brings half of its speed alone; None where speeds are unknown."""
-        if any(row.tokens_per_s is None for row in self.rows):
+        """The last world to which each added card brings half of its speed alone; None where speeds are unknown, or
+        where it fits nowhere."""
+        rows = self.fitting
+        if not rows or any(row.tokens_per_s is None for row in rows):
             return None
-        paid = self.rows[0].world
-        for small, large in pairwise(self.rows):
-            if _gain(small, large) < WORTHWHILE * _alone(self.rows[0]):
+        paid = rows[0].world
+        for small, large in pairwise(rows):
+            if _gain(small, large) < WORTHWHILE * _alone(rows[0]):
                 break
             paid = large.world
         return paid
@@ -65,13 +72,16 @@ class Scaling:
     @property
     def verdict(self) -> str:
         """When scaling stops paying, in a sentence."""
-        paid, last = self.pays_up_to, self.rows[-1].world
+        rows, paid = self.fitting, self.pays_up_to
+        if not rows:
+            return "by estimate it fits on none of these"
+        last = rows[-1].world
         if paid is None:
             return "what lies between these cards is not known: nothing is said of several"
         if paid == last:
             return f"by estimate every card up to {last} pays: it brings at least {WORTHWHILE:.0%} of its speed alone"
-        after = next(row for row in self.rows if row.world > paid)
-        gain = _gain(next(row for row in self.rows if row.world == paid), after) / _alone(self.rows[0])
+        after = next(row for row in rows if row.world > paid)
+        gain = max(0.0, _gain(next(row for row in rows if row.world == paid), after) / _alone(rows[0]))
         return (
             f"by estimate scaling stops paying at {paid} cards: of those added up to {after.world} each would bring"
             f" {gain:.0%} of its speed alone"
@@ -124,7 +134,7 @@ def scaling(
         except RecipeError as error:
             left_out.append(f"{count * size} cards: {error.problems[0].what}")
             continue
-        alone = _alone(rows[0]) if rows else None
+        alone = next((_alone(row) for row in rows if row.fits), None)
         rows.append(_row(resolved, alone, price=price, measured=measured))
     return Scaling(rows, left_out, _assumptions(resolve_for(gpus, nodes)))
 
@@ -132,6 +142,7 @@ def scaling(
 def _row(resolved: Resolved, alone: float | None, *, price: float | None, measured: Measured | None) -> Row:
     ahead, batch, world = forecast(resolved, price=price, measured=measured), resolved.batch, resolved.batch.world
     time, rate = ahead.time, ahead.tokens_per_s
+    fits = resolved.memory.peak <= resolved.machine.memory_bytes
     counted = resolved.horizon_steps * resolved.tokens_per_step if resolved.horizon_steps else None
     by_clock = ahead.tokens_by_clock(resolved.recipe.train.hours, counted)
     return Row(
@@ -142,12 +153,12 @@ def _row(resolved: Resolved, alone: float | None, *, price: float | None, measur
         accumulation=batch.accumulation,
         tokens_per_step=resolved.tokens_per_step,
         memory_gib=resolved.memory.gib()["peak"],
-        fits=resolved.memory.peak <= resolved.machine.memory_bytes,
+        fits=fits,
         step_ms=_rounded(1e3 * time.total if time and time.total else None),
         communication_ms=_rounded(1e3 * time.communication if time and time.communication is not None else None),
         exposed_ms=_rounded(1e3 * time.exposed if time and time.exposed is not None else None),
         tokens_per_s=_rounded(rate, 0),
-        efficiency=_rounded(rate / world / (alone or rate / world) if rate else None, 4),
+        efficiency=_rounded(rate / world / (alone or rate / world) if rate and fits else None, 4),
         hours=_rounded(ahead.hours, 6),
         cost_usd=_rounded(ahead.cost_usd, 2),
         tokens=by_clock if by_clock is not None else counted,

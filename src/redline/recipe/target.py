@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from redline.errors import UserError
+from redline.jobs import costs
 from redline.plan.speed import physical
 from redline.recipe.forecast import Forecast
 from redline.recipe.resolve import Resolved
@@ -16,6 +17,11 @@ def check_target(target: float, resolved: Resolved, forecast: Forecast) -> str |
     limit, name = forecast.physical, resolved.machine.name
     if limit is None:
         return f"the peak of {name} is not known: whether {target:,.0f} tokens/s is possible cannot be said"
+    if target > limit and target <= (most := _whatever_the_data(limit, resolved, forecast)):
+        return (
+            f"{target:,.0f} tokens/s is above {limit:,.0f}, the limit where every token sees its whole row and is "
+            f"scored. Short documents and long prompts raise it, to {most:,.0f} at the most: it depends on the data"
+        )
     if target > limit:
         raise UserError(
             f"{target:,.0f} tokens/s is impossible.\n{_arithmetic(target, limit, resolved, forecast)}",
@@ -28,6 +34,13 @@ def check_target(target: float, resolved: Resolved, forecast: Forecast) -> str |
             "what the best measured kernels would give with all memory-bound work hidden"
         )
     return None
+
+
+def _whatever_the_data(limit: float, resolved: Resolved, forecast: Forecast) -> float:
+    """Tokens/s that no data allow, by that part of the work which is the same for all."""
+    matmul, attention = costs(resolved.recipe).certain(resolved.shape)
+    at_peak = {part.part: part.at_peak or 0.0 for part in forecast.parts}
+    return limit * physical(forecast.parts) / (matmul * at_peak["matmul"] + attention * at_peak["attention"])
 
 
 def _arithmetic(target: float, limit: float, resolved: Resolved, forecast: Forecast) -> str:
