@@ -91,6 +91,26 @@ def cost_column(table: str) -> dict[str, str]:
     return {row[0]: row[heads.index("cost")] for row in rows}
 
 
+@pytest.mark.parametrize("name", ["x[red]y", "a-name-that-is-longer-than-a-narrow-terminal", "two\nlines"])
+def test_a_run_is_listed_by_its_name_whole(name: str, inside: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    run_that_cost(tmp_path / "runs" / name, 2.0)
+    monkeypatch.setenv("COLUMNS", "40")
+    heads, row = inside("runs").out.splitlines()
+    assert row.startswith(" ".join(name.split()))
+    assert heads.split() == ["run", "status", "step", "loss", "time", "cost", "disk"]
+    assert "$2.00" in row
+
+
+def test_json_has_no_word_for_nan(inside: Any, tmp_path: Path) -> None:
+    run_that_cost(tmp_path / "runs/odd", 2.0)
+    (tmp_path / "runs/odd/lock.json").write_text('{"recipe": {"train": {"lr": NaN, "betas": [0.9, Infinity]}}}')
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    assert json.loads(inside("report", "odd", "--json").out, parse_constant=refuse)
+
+
 def test_a_run_without_a_price_has_no_cost(tmp_path: Path, inside: Any) -> None:
     run_that_cost(tmp_path / "runs/unknown", None)
     run_that_cost(tmp_path / "runs/nothing", 0.0)

@@ -17,6 +17,7 @@ import pytest
 
 from redline.bench import arms, child, nanogpt, time_to_loss
 from redline.bench.anchor import time_anchor
+from redline.bench.setting import choose_setting
 from redline.errors import UserError
 from redline.recipe.load import load
 
@@ -144,11 +145,17 @@ def test_rows_are_gone_on_from_only_where_they_are_whole_and_of_this_text(
     words = [word if not word.startswith("data.source") else f"data.source={text}" for word in words]
     inside(*words, "--arm", "nanogpt")
     kept = (tmp_path / "loss.json").read_text()
-    torn = json.loads(kept)
-    del torn["rows"][0]["lock"]["data"]
-    (tmp_path / "loss.json").write_text(json.dumps(torn))
-    answer = inside(*words, "--arm", "nanogpt", "--seed", "7")
-    assert (answer.code, "its rows are not whole" in answer.said) == (2, True), answer.said
+    for spoil in (
+        lambda row: row["lock"].pop("data"),
+        lambda row: row.pop("steps"),
+        lambda row: row.update(seconds=0),
+        lambda row: row.update(evaluations=3),
+    ):
+        torn = json.loads(kept)
+        spoil(torn["rows"][0])
+        (tmp_path / "loss.json").write_text(json.dumps(torn))
+        answer = inside(*words, "--arm", "nanogpt", "--seed", "7")
+        assert (answer.code, "its rows are not whole" in answer.said) == (2, True), answer.said
     (tmp_path / "loss.json").write_text(kept)
     text.write_text(text.read_text()[::-1])
     answer = inside(*words, "--arm", "nanogpt", "--seed", "7")
@@ -222,6 +229,15 @@ def test_a_recipes_warm_up_is_no_longer_than_the_budget_allows(own: Any, said: s
 def test_words_in_another_order_are_the_same_trial() -> None:
     assert arms.in_order(["train.lr=1", "eval.sequences=8", "train.lr=2"]) == ("eval.sequences=8", "train.lr=2")
     assert arms.in_order(["train.micro_batch_size=4", "train.micro_batch=8"]) == ("train.micro_batch=8",)
+    assert arms.in_order(["learning_rate=1e-3"]) == arms.in_order(["train.lr=0.001"]) == ("train.lr=0.001",)
+    row = {"arm": "nanogpt", "overrides": ["train.lr=1e-3"], "budget_s": 2.0, "seed": 1, "name": "as it was typed"}
+    assert time_to_loss.is_there(time_to_loss.Trial("nanogpt", ("train.lr=0.001",), 2.0, 1), [row])
+
+
+def test_another_spelling_takes_the_place_of_a_default() -> None:
+    assert nanogpt.recipe_of(["learning_rate=1e-3", "max_seq_len=32"]).train.lr == 1e-3
+    setting = choose_setting(None, ["max_seq_len=32", "train.device=cpu"], {"cpu": ("train.steps=3",)})
+    assert setting.recipe.data.seq_len == 32
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

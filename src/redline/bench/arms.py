@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from redline.bench.setting import TINY
+from redline.bench.setting import TINY, beneath, key_of
 from redline.errors import UsageError, did_you_mean
-from redline.recipe.load import canonical_keys, load, parse_overrides, shipped
+from redline.recipe.load import load, parse_overrides, shipped
 
 BASELINE = "nanogpt"
 ARMS = (BASELINE, "pretrain-350m", "speedrun-350m")  # all but the first are recipes
@@ -64,15 +64,14 @@ class Trial:
         return (self.arm, *(word for word in self.overrides if key_of(word) not in SAME_SPEED))
 
 
-def key_of(word: str) -> str:
-    """Its one name, whatever spelling was typed."""
-    flat, _, _ = canonical_keys(parse_overrides([word]), "command line")
-    return next(iter(flat))
-
-
 def in_order(overrides: Iterable[str]) -> tuple[str, ...]:
-    """The same words in another order are the same trial; of two values for a key the last counts."""
-    return tuple(sorted({key_of(word): word for word in overrides}.values()))
+    """The same words in another order or spelling are the same trial; of two values for a key the last counts."""
+    values: dict[str, str] = {}
+    for word in overrides:
+        key, typed = key_of(word), word.partition("=")[2]
+        (value,) = parse_overrides([word]).values()
+        values[key] = f"{value:g}" if isinstance(value, float) else typed
+    return tuple(f"{key}={value}" for key, value in sorted(values.items()))
 
 
 def choose_arms(asked: str | None) -> list[str]:
@@ -115,9 +114,8 @@ def device_of(overrides: Iterable[str]) -> str:
 def words_for(arm: str, overrides: Iterable[str], device: str) -> list[str]:
     """Everything but steps and seed; what was asked for wins over what all have in common."""
     overrides = list(overrides)
-    given = {key_of(word) for word in overrides}
-    common = [*SAME_FOR_ALL[device], *(TINY_TEXT if device == "cpu" and "data.source" not in given else ())]
-    common = [word for word in common if key_of(word) not in given]
+    own_text = any(key_of(word) == "data.source" for word in overrides)
+    common = [*SAME_FOR_ALL[device], *(TINY_TEXT if device == "cpu" and not own_text else ())]
     if arm == BASELINE:
         common = [word for word in common if key_of(word) in BASELINE_READS]
-    return [*common, *overrides]
+    return beneath(common, overrides)

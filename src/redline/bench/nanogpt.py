@@ -17,6 +17,7 @@ import torch
 from redline.bench.curve import Looks, Point, figures, fitted_steps, point
 from redline.bench.gpt2 import Gpt2Job, adamw
 from redline.bench.reply import reply
+from redline.bench.setting import beneath
 from redline.errors import UserError
 from redline.hardware.detect import detect
 from redline.objectives.base import Batch
@@ -57,7 +58,7 @@ DEFAULTS = (
 
 def recipe_of(words: list[str]) -> Recipe:
     """No shipped recipe: what those become must not change what they are measured against."""
-    flat, _, problems = canonical_keys(parse_overrides([*DEFAULTS, *words]), "command line")
+    flat, _, problems = canonical_keys(parse_overrides(beneath(DEFAULTS, words)), "command line")
     batch = flat["train.global_batch"]
     if isinstance(batch, int) and batch > 0 and "train.micro_batch" not in flat:
         flat["train.micro_batch"] = micro = max(n for n in range(1, MICRO + 1) if batch % n == 0)

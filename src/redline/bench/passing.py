@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from redline.bench.arms import BASELINE, OF_THE_TEXT, key_of
+from redline.bench.arms import BASELINE, OF_THE_TEXT, in_order
 from redline.bench.curve import seconds_to
+from redline.bench.setting import key_of
 
 Row = dict[str, Any]
 Entry = dict[str, Any]
@@ -117,7 +118,7 @@ def _by_trial(rows: Sequence[Row]) -> list[_Trial]:
     """Those with a curve for one seed at least; of several rows of a seed the last counts."""
     found: dict[tuple[Any, ...], dict[int, Row]] = {}
     for row in rows:
-        found.setdefault((row["arm"], row["budget_s"], *_own_words(row)), {})[row["seed"]] = row
+        found.setdefault((row["arm"], row["budget_s"], *in_order(_own_words(row))), {})[row["seed"]] = row
     curves = {key: [row for row in seeds.values() if "error" not in row] for key, seeds in found.items()}
     return [_Trial(some, len(found[key]) - len(some)) for key, some in curves.items() if some]
 
@@ -129,7 +130,7 @@ def _own_words(row: Row) -> list[str]:
 
 def _counted(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
     """How often each arm was tried at each budget: who diverged was tried, too. A seed more is no trial more."""
-    tried = dict.fromkeys((row["arm"], f"{row['budget_s']:g}", tuple(_own_words(row))) for row in rows)
+    tried = dict.fromkeys((row["arm"], f"{row['budget_s']:g}", in_order(_own_words(row))) for row in rows)
     counts: dict[str, dict[str, int]] = {}
     for arm, budget, _ in tried:
         of_arm = counts.setdefault(arm, {})

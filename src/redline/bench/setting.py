@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from redline.jobs import job
-from redline.recipe.load import load
+from redline.recipe.load import canonical_keys, load, parse_overrides
 
 if TYPE_CHECKING:
     from redline.hardware.machine import Machine
@@ -69,6 +69,19 @@ def _asks(recipe: Recipe) -> bool:
     return recipe.objective == "finetune" or given
 
 
+def key_of(word: str) -> str:
+    """Its one name, whatever spelling was typed."""
+    flat, _, _ = canonical_keys(parse_overrides([word]), "command line")
+    return next(iter(flat))
+
+
+def beneath(defaults: Iterable[str], asked: Iterable[str]) -> list[str]:
+    """The defaults of keys that were not asked for, in any spelling, and then what was."""
+    asked = list(asked)
+    given = {key_of(word) for word in asked}
+    return [*(word for word in defaults if key_of(word) not in given), *asked]
+
+
 def choose_setting(
     name: str | None, overrides: list[str], defaults: Mapping[str, tuple[str, ...]], tiny: tuple[str, ...] = TINY
 ) -> Setting:
@@ -78,8 +91,8 @@ def choose_setting(
 
     machine = detect(asked.train.device)
     smaller = tiny if name is None and machine.device == "cpu" else ()
-    words = (*smaller, *defaults[machine.device], *overrides)
-    return Setting(name or RECIPE, words, machine, load(name or RECIPE, list(words)).recipe)
+    words = beneath(smaller, beneath(defaults[machine.device], overrides))
+    return Setting(name or RECIPE, tuple(words), machine, load(name or RECIPE, words).recipe)
 
 
 def write_random_tokens(folder: Path, vocabulary: int, count: int) -> None:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.bench.arms import BASELINE, OF_THE_TEXT, Trial, key_of, words_for
+from redline.bench.arms import BASELINE, OF_THE_TEXT, Trial, in_order, words_for
 from redline.bench.child import ChildError, DivergedError, TrainedRun, ask, train
 from redline.bench.curve import OFF_BUDGET, Looks, curve_of, figures, fitted_steps, mean_step_ms
+from redline.bench.loss_page import sections
 from redline.bench.passing import compare
 from redline.bench.record import Row
-from redline.bench.setting import UNDISTURBED
+from redline.bench.setting import UNDISTURBED, key_of
 from redline.errors import UsageError
 from redline.fields import AUTO
 from redline.recipe.load import load
@@ -64,9 +65,9 @@ def check_rows(rows: Sequence[Row], out: Path | None, overrides: Sequence[str], 
     """That an earlier call's rows can be gone on from: they are whole, and of the text that lies there now."""
     other = "Choose another --out, or remove it."
     try:
-        compare(rows)
+        sections({"rows": rows, "comparison": compare(rows)})  # all that is shown of them later
         told = {row["lock"]["data"]["fingerprint"] for row in rows if "lock" in row and _same_source(row, overrides)}
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError):
         raise UsageError("is there already, and its rows are not whole.", where=str(out), fix=other) from None
     if told:
         from redline.objectives.causal_lm import load_data
@@ -80,13 +81,14 @@ def check_rows(rows: Sequence[Row], out: Path | None, overrides: Sequence[str], 
 
 def _same_source(row: Row, overrides: Sequence[str]) -> bool:
     """The same words for the text, which must be some: what is embedded cannot change."""
-    of_row, asked = ({word for word in words if key_of(word) in OF_THE_TEXT} for words in (row["overrides"], overrides))
+    both = (in_order(row["overrides"]), in_order(overrides))
+    of_row, asked = ({word for word in words if key_of(word) in OF_THE_TEXT} for words in both)
     return bool(asked) and of_row == asked
 
 
 def is_there(trial: Trial, rows: Sequence[Row]) -> bool:
     """Whether it has been tried: who diverged would diverge again, what failed otherwise may have been mended."""
-    return any(row["name"] == trial.name and ("error" not in row or row.get("diverged")) for row in rows)
+    return any(_trial_of(row) == trial and ("error" not in row or row.get("diverged")) for row in rows)
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def known_step_ms(trial: Trial, rows: Sequence[Row], card_anchor_ms: float | Non
 
 
 def _trial_of(row: Row) -> Trial:
-    return Trial(row["arm"], tuple(row["overrides"]), row["budget_s"], row["seed"])
+    return Trial(row["arm"], in_order(row["overrides"]), row["budget_s"], row["seed"])
 
 
 def _anchor_step_ms(trial: Trial, words: list[str], call: Call) -> float:

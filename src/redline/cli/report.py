@@ -34,7 +34,9 @@ def report(
     if json_:
         import json
 
-        typer.echo(json.dumps(_data(paths), default=str))
+        from redline.monitor.events import only_finite
+
+        typer.echo(json.dumps(only_finite(_data(paths)), default=str, allow_nan=False))
         return
     from redline.monitor.report import write_report
 

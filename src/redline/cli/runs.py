@@ -10,7 +10,9 @@ import typer
 
 from redline.cli.options import JsonOption
 from redline.cli.paths import RUNS
+from redline.cli.tables import print_whole
 from redline.errors import UsageError
+from redline.monitor.console import one_line
 from redline.monitor.runs import RunSummary, find_runs
 from redline.units import format_bytes, format_seconds, format_usd
 
@@ -43,17 +45,16 @@ def _list(json_: bool) -> None:
     if not found:
         typer.echo("No runs in ./runs yet; `redline train` makes one.")
         return
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     columns = {name: show for name, show in _COLUMNS.items() if any(show(run) != MISSING for run in found)}
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     for name in columns:
         table.add_column(name, justify="left" if name in ("run", "status") else "right", no_wrap=True)
     for run in found:
-        table.add_row(*(show(run) for show in columns.values()))
-    terminal = Console()
-    (terminal if terminal.is_terminal else Console(width=200)).print(table)
+        table.add_row(*(Text(one_line(show(run))) for show in columns.values()))  # a name is no markup
+    print_whole(table)
 
 
 MISSING = "–"

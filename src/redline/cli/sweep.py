@@ -18,6 +18,7 @@ from types import FrameType
 import typer
 
 from redline.cache import write_atomically
+from redline.cli.tables import print_whole
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError, UserError
 from redline.monitor.comparison import Row, compare_run
 from redline.monitor.events import read_events
@@ -219,7 +220,6 @@ def _best(directory: Path, rows: list[Row]) -> tuple[Row | None, list[str]]:
 
 
 def _print_table(sweep: Sweep, rows: list[Row], best: Row | None) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -239,5 +239,4 @@ def _print_table(sweep: Sweep, rows: list[Row], best: Row | None) -> None:
             shown(row.hours, lambda hours: format_seconds(3600 * hours)),
         )
         table.add_row(*map(escape, row.values.values()), status, *figures, "← best" if row is best else "")
-    terminal = Console()
-    (terminal if terminal.is_terminal else Console(width=200)).print(table)
+    print_whole(table)

@@ -133,6 +133,15 @@ def finite(value: object) -> float | None:
         return None
 
 
+def only_finite(data: Any) -> Any:
+    """The same with None for each NaN and infinity, which JSON has no word for."""
+    if isinstance(data, Mapping):
+        return {key: only_finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [only_finite(value) for value in data]
+    return finite(data) if isinstance(data, float) else data
+
+
 def number(fields: Mapping[str, Any], key: str) -> float | None:
     return finite(fields.get(key))
 
