@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +74,52 @@ def test_a_look_without_writing(inside: Any, tmp_path: Path, monkeypatch: pytest
     shown = json.loads(inside("prepare", "a.txt", "--tokenizer", "bytes", "--preview", "1", "--json").out)["preview"]
     assert shown[0]["ids"][:5] == [256, 110, 195, 169, 32]
     assert "".join(shown[0]["texts"][1:7]) == "né 🙂\ns"
+
+
+def test_a_look_at_a_long_document_counts_what_it_read(inside: Any, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("a line of text\n" * 100_000)
+    answer = inside("prepare", "long.txt", "--tokenizer", "bytes", "--preview", "1", "--val-fraction", "0")
+    assert "document 1: more than 1,048," in answer.out
+
+
+def test_text_of_which_nothing_is_held_out_is_said_to_be(inside: Any, tmp_path: Path) -> None:
+    (tmp_path / "same.jsonl").write_text(100 * '{"text": "the same"}\n')
+    assert (
+        "held out     nothing: no validation loss"
+        in inside("prepare", "same.jsonl", "--out", "a", "--tokenizer", "bytes").out
+    )
+    none = inside("prepare", "same.jsonl", "--out", "b", "--tokenizer", "bytes", "--val-fraction", "0")
+    assert "held out" not in none.out
+    small = ("quickstart", "data.tokenizer=bytes", "data.seq_len=16", "train.device=cpu", "--dry-run")
+    assert "nothing of the text is held out" in inside("train", *small, "data.source=a").said
+    assert (
+        "train.target_loss will not be reached" in inside("train", *small, "data.source=a", "train.target_loss=3").said
+    )
+
+
+def test_sizes_of_a_tokenizer_are_numbers_and_its_file_lies_beside_the_tokens(inside: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text to learn from, " * 200)
+    assert inside("prepare", "a.txt", "--out", "a", "--tokenizer", "train:1000").code == 0
+    small = ("train", "quickstart", "data.seq_len=16", "train.device=cpu", "--dry-run")
+    assert inside(*small, "data.source=a", "data.tokenizer=train:1k").code == 0
+    (tmp_path / "a/tokenizer.json").rename(tmp_path / "own.json")
+    assert inside("prepare", "a.txt", "--out", "b", "--tokenizer", "own.json").code == 0
+    (tmp_path / "own.json").unlink()
+    refused = inside(*small, "data.source=b")
+    assert "Set data.tokenizer=b/tokenizer.json" in refused.err
+    assert inside(*small, "data.source=b", "data.tokenizer=b/tokenizer.json").code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_who_is_asked_to_leave_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "a.txt").write_text("some text to learn from, " * 2_000_000)
+    command = [sys.executable, "-m", "redline", "prepare", "a.txt", "--out", "out/a", "--tokenizer", "train:4096"]
+    process = subprocess.Popen([*command, "--workers", "1"], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (tmp_path / "out").exists():
+        time.sleep(0.02)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == 1
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_terminal_sees_the_borders_in_colour(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

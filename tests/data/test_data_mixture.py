@@ -40,6 +40,7 @@ def test_weights_become_whole_numbers_of_nearly_the_same_shares(weights: list[fl
     assert min(shares) >= 1
     for share, weight in zip(shares, weights, strict=True):
         assert share / sum(shares) == pytest.approx(weight / sum(weights), abs=1e-4)
+    assert whole_shares([0.0001, 1]) == [1, 10_000]
     assert whole_shares([3, 1]) == whole_shares([0.75, 0.25]) == whole_shares([0.3, 0.1]) == [3, 1]
 
 

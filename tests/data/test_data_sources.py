@@ -229,11 +229,20 @@ def test_a_stream_holds_out_only_at_its_beginning() -> None:
     assert [split for split, _ in split_documents(documents[:3], 0.2, val_within=1)] == [VAL] * 3 + [REST] * 3
 
 
+def test_no_copy_of_what_a_stream_holds_out_is_trained_on() -> None:
+    documents = [Document(f"{i}", f"{i:03d}" + "x" * 97) for i in range(200)]
+    found = list(split_documents([*documents, *documents], 0.2, val_within=10_000))
+    held_out = {document.text for split, document in found if split == VAL}
+    assert len(held_out) > 5
+    assert held_out.isdisjoint(document.text for split, document in found if split != VAL)
+    assert sum(split == REST for split, _ in found) == 300 - len(held_out)
+
+
 def test_whoever_splits_otherwise_raises_the_number_of_the_rules() -> None:
     """Folders that were prepared before would be taken, with what was held out then."""
     documents = [Document(f"{i}", f"a text, number {i}\n") for i in range(200)]
     held_out = [document.name for split, document in split_documents(documents, 0.05) if split == VAL]
-    assert (origin.RULES, held_out) == (3, ["1", "22", "167", "186"])
+    assert (origin.RULES, held_out) == (4, ["1", "22", "167", "186"])
 
 
 def test_a_tokenizer_learns_from_an_even_part_of_much_text(tmp_path: Path) -> None:

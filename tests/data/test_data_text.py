@@ -48,6 +48,18 @@ def test_folder_is_read_by_path_recursively_without_hidden_or_empty_files(tmp_pa
     assert read(source) == [("a.txt", "one"), ("b/z.txt", "two\r\nlines"), ("c.md", "three")]
 
 
+def test_links_to_folders_are_entered_but_for_those_that_lead_back(tmp_path: Path) -> None:
+    source, other = tmp_path / "texts", tmp_path / "other"
+    (source / "b").mkdir(parents=True)
+    other.mkdir()
+    (source / "a.txt").write_text("one")
+    (other / "c.txt").write_text("two")
+    (source / "linked").symlink_to(other)
+    (source / "b/back").symlink_to(source)
+    (source / "gone").symlink_to(tmp_path / "nowhere")
+    assert read(source) == [("a.txt", "one"), ("linked/c.txt", "two")]
+
+
 @pytest.mark.parametrize("content", [b"text\0more", b"\xff\xfe\x41", b"caf\xe9"])
 def test_what_is_not_text_is_refused_alone_and_left_out_among_others(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "odd.dat").write_bytes(content)

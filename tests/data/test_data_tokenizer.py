@@ -172,6 +172,36 @@ def test_unreadable_definition_is_refused(tmp_path: Path) -> None:
         load_tokenizer("train:300")
 
 
+def test_an_end_of_text_that_is_not_marked_as_special_is_text_nevertheless(trained: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    trained.save(path)
+    definition = json.loads(path.read_text())
+    definition["added_tokens"][0]["special"] = False
+    path.write_text(json.dumps(definition))
+    loaded = load_tokenizer(str(path))
+    text = "hello <|endoftext|> world"
+    assert loaded.encode(text) == trained.encode(text)
+    assert loaded.fingerprint == trained.fingerprint
+
+
+def test_an_end_of_text_that_is_a_word_is_refused(tmp_path: Path) -> None:
+    words = {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "a"}
+    definition = {"version": "1.0", "model": words, "pre_tokenizer": {"type": "WhitespaceSplit"}, "added_tokens": []}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(definition))
+    with pytest.raises(UserError, match="text that holds </s> would be cut there"):
+        load_tokenizer(str(path))
+
+
+def test_a_vast_gap_is_learnt_from_and_encoded(trained: Tokenizer) -> None:
+    """A million spaces overflowed the encoder's stack, and learning from a tenth of them took 8 s."""
+    text = "before" + " " * 1_100_000 + "after"
+    begun = time.monotonic()
+    load_tokenizer("train:300", lambda: [text])
+    assert time.monotonic() - begun < 5
+    assert trained.decode(trained.encode(text)) == text
+
+
 @pytest.mark.parametrize("letters", ["a", "ACGT", "的一是不了人我在有他"])
 def test_one_endless_word_does_not_take_for_ever(letters: str) -> None:
     """Learning takes the square of a word's length: half a megabyte of DNA took more than a minute."""

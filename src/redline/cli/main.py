@@ -98,7 +98,7 @@ def _refused(error: Exception) -> str | None:
     """What the disk refuses. Anything else is a mistake of ours: all there is to know is shown, but for secrets."""
     if not isinstance(error, OSError):
         return None
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"redline: {error.filename or 'output'}: {error.strerror}. Free some and try again.\n"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM) and error.filename:
         return f"redline: {error.filename}: {error.strerror}. Change who may use it, or name another place.\n"

@@ -78,7 +78,7 @@ def prepare(
 
         typer.echo(json.dumps(summary))
     elif out is not None:
-        _print(summary, dedup)
+        _print(summary, dedup, val_fraction)
 
 
 def _verify(folder: Path, tokenizer: str | None) -> dict[str, int]:
@@ -106,12 +106,15 @@ def _report_verified(folder: Path, tokenizer: str, json_: bool) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM unwinds like any failure, so that no half-written folder stays."""
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_FAILED))
+    """Who asks for room unwinds it like any failure, so that no half-written folder stays."""
+    from redline.train.signals import preempting
+
+    previous = {number: signal.signal(number, lambda number, frame: sys.exit(EXIT_FAILED)) for number in preempting()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _preview(
@@ -124,7 +127,14 @@ def _preview(
     for number, document in enumerate(preview(source, tokenizer, reading, count), start=1):
         if not quiet:
             draw(document, number, ids=ids)
-        rows.append({"tokens": document.tokens, "ids": document.ids, "texts": [span.text for span in document.spans]})
+        rows.append(
+            {
+                "tokens": document.tokens,
+                "more": document.more,
+                "ids": document.ids,
+                "texts": [span.text for span in document.spans],
+            }
+        )
     return rows
 
 
@@ -148,7 +158,7 @@ def _summary(source: str, out: Path, seconds: float) -> dict[str, Any]:
     }
 
 
-def _print(summary: dict[str, Any], dedup: bool) -> None:
+def _print(summary: dict[str, Any], dedup: bool, val_fraction: float) -> None:
     counts = summary["counts"]
     rows = [("tokenizer", f"{summary['tokenizer']}, {summary['vocab_size']:,} entries")]
     for split in ("train", "val"):
@@ -161,6 +171,10 @@ def _print(summary: dict[str, Any], dedup: bool) -> None:
     if counts["binary_files"]:
         left_out = f"{counts['binary_files']:,} left out; the first is {counts['first_binary_file']}"
         rows.append(("binary files", left_out))
+    if not summary["val"]["tokens"] and val_fraction:
+        rows.append(
+            ("held out", "nothing: no validation loss will be known. Give more text, or a larger --val-fraction")
+        )
     kept = "dropped" if dedup else "counted and kept"
     rows.append(("duplicates", f"{counts['duplicates']:,} {kept}" if counts["duplicates"] else "none"))
     rows.append(("fingerprint", summary["fingerprint"]))

@@ -33,7 +33,8 @@ def draw(document: Preview, number: int, *, ids: bool) -> None:
         if not colour:
             text.append("│")
     shown = "" if document.whole else f", the first {len(document.ids):,} shown"
-    typer.secho(f"document {number}: {document.tokens:,} tokens{shown}", bold=True)
+    least = "more than " if document.more else ""
+    typer.secho(f"document {number}: {least}{document.tokens:,} tokens{shown}", bold=True)
     Console(highlight=False, soft_wrap=not colour).print(text)
     if ids:
         typer.echo("  ".join(_labelled(span) for span in document.spans[:_IDS_SHOWN]))

@@ -25,7 +25,7 @@ from redline.data.shards import ShardWriter
 from redline.data.sources import source_documents
 from redline.data.splits import REST, TRAIN, VAL, Piece, cut_pieces, split_documents, without_duplicates
 from redline.data.stream import STATE, read_state
-from redline.data.tally import Tally
+from redline.data.tally import Tally, nothing_to_train_on
 from redline.data.tokenizer import Tokenizer, load_tokenizer
 from redline.data.tokens import shard_files
 from redline.errors import UserError
@@ -136,9 +136,7 @@ class StreamWriter:
         """From now on the folder is one like any other that was prepared."""
         files = {split: writer.finish() for split, writer in self.writers.items()}
         if not files[TRAIN]:
-            raise UserError(
-                "no text is left for training.", fix="Give more text, or hold less out (data.val_fraction)."
-            )
+            raise nothing_to_train_on(self.tally)
         self.recorded, self.val_done = self.counts[TRAIN], True
         meta = description(self.tokenizer, files, self.counts, self.tally)
         write_atomically(self.folder / "meta.json", json.dumps(meta, indent=1) + "\n")

@@ -112,6 +112,8 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             yield stack.enter_context(_decompressed(path, raw)), raw
     except PermissionError:
         raise UserError("the file may not be read.", where=str(path), fix="Give yourself the right to.") from None
+    except FileNotFoundError:
+        raise UserError("the file is gone.", where=str(path), fix="Leave the text alone while it is read.") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise _damaged(path, error) from None
     except Exception as error:
@@ -121,9 +123,9 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def _decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-    if path.suffix == ".zst":
+    if path.suffix.lower() == ".zst":
         reader = _zstandard(path).ZstdDecompressor().stream_reader(raw, read_across_frames=True)
         return cast(BinaryIO, io.BufferedReader(reader, _CHUNK_BYTES))
     return raw
@@ -144,7 +146,7 @@ def _damaged(path: Path, error: Exception) -> UserError:
 
 def _read_between(path: Path, start: int, stop: int) -> Iterator[bytes]:
     with opened(path) as (stream, _):
-        _skip(stream, start, compressed=path.suffix in COMPRESSED)
+        _skip(stream, start, compressed=path.suffix.lower() in COMPRESSED)
         while start < stop and (chunk := stream.read(min(_CHUNK_BYTES, stop - start))):
             start += len(chunk)
             yield chunk

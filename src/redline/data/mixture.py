@@ -18,7 +18,7 @@ _LONGEST_ROUND = 1 << 16
 
 def whole_shares(weights: Sequence[float]) -> list[int]:
     """The weights as small whole numbers: exact when their sum allows it, else to one part in 65,536."""
-    fractions = [Fraction(weight).limit_denominator(1000) for weight in weights]
+    fractions = [Fraction(weight).limit_denominator(_LONGEST_ROUND) for weight in weights]
     if all(fractions) and all(math.isclose(f, w, rel_tol=1e-12) for f, w in zip(fractions, weights, strict=True)):
         scale = math.lcm(*(fraction.denominator for fraction in fractions))
         whole = [int(fraction * scale) for fraction in fractions]

@@ -21,7 +21,7 @@ from redline.data.tokenizer import named_vocabulary, trained_size
 SCHEMA = "redline-tokens-1"
 EMBEDDED = "embedded"
 # How documents are found, cut and split. Whoever changes that raises the number, so that old folders are not taken.
-RULES = 3
+RULES = 4
 TEXT_KEY = "text"
 
 # Held out from the end of a raw file that comes without a validation file: one per cent, within these bounds.
@@ -66,7 +66,7 @@ def dataset_id(source: str) -> DatasetId | None:
 def holds_tokens(source: Path) -> bool:
     """Whether the path holds tokens already, rather than text."""
     try:
-        if source.suffix == ".bin" or (source / "train.bin").is_file() or any(source.glob("*.tok")):
+        if (source.suffix == ".bin" and source.is_file()) or (source / "train.bin").is_file():
             return True
         meta = source / "meta.json"
         return meta.is_file() and SCHEMA in meta.read_text(encoding="utf-8", errors="replace")
@@ -91,8 +91,10 @@ def origin_of(source: str) -> list[Any]:
 
 def tokenizer_identity(spec: str) -> list[Any]:
     """The spec, and for a file what it holds."""
-    if named_vocabulary(spec) or trained_size(spec) is not None:
+    if named_vocabulary(spec):
         return [spec]
+    if (size := trained_size(spec)) is not None:  # train:1k is train:1000
+        return [f"train:{size}"]
     path = Path(spec).expanduser()
     try:
         path = path / "tokenizer.json" if path.is_dir() else path
@@ -109,7 +111,7 @@ def prepared_folder(source: str, tokenizer: str, reading: Reading, *, stream: bo
 
 def shared_tokenizer(sources: Sequence[str], spec: str, reading: Reading) -> Path:
     """Where the cache keeps a tokenizer that was trained on the texts of several sources."""
-    key = _key([origin_of(source) for source in sources], [spec], reading)
+    key = _key([origin_of(source) for source in sources], tokenizer_identity(spec), reading)
     return cache_dir() / "tokenizers" / key / "tokenizer.json"
 
 

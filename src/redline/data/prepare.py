@@ -22,7 +22,7 @@ from redline.data.progress import Progress, ProgressCallback
 from redline.data.shards import ShardWriter, TokenFile, token_dtype
 from redline.data.sources import AnyDocument, source_bytes, source_documents
 from redline.data.splits import TRAIN, VAL, Piece, cut_pieces, split_documents, without_duplicates
-from redline.data.tally import Tally
+from redline.data.tally import Tally, nothing_to_train_on
 from redline.data.tokenizer import Tokenizer, load_tokenizer
 from redline.data.tokens import TokenData, data_fingerprint, open_tokens
 from redline.errors import UserError
@@ -98,7 +98,7 @@ def _write_splits(
             say(written)
         files = {split: writer.finish() for split, writer in writers.items()}
     if not files[TRAIN]:
-        raise UserError("no text is left for training.", fix="Give more text, or hold less out (val_fraction).")
+        raise nothing_to_train_on(tally)
     return description(tokenizer, files, counts, tally)
 
 
@@ -135,7 +135,8 @@ def description(
 
 
 def refuse_content(out: Path) -> None:
-    if not out.name or out.is_file() or (out.is_dir() and any(out.iterdir())):  # `.` cannot be renamed onto
+    # neither `.` nor a link can be renamed onto
+    if not out.name or out.is_file() or out.is_symlink() or (out.is_dir() and any(out.iterdir())):
         raise UserError("there is something already.", where=str(out), fix="Name a new folder for the tokens.")
 
 

@@ -30,6 +30,7 @@ class Preview:
     spans: list[Span]
     tokens: int
     whole: bool  # all of the document is shown
+    more: bool = False  # it is so long that only the tokens of its first million characters or so were counted
 
     @property
     def ids(self) -> list[int]:
@@ -43,10 +44,12 @@ def preview(
     tally = Tally(source)
     documents = without_duplicates(source_documents(source, tally, reading.text_key), tally, drop=reading.dedup)
     pieces = cut_pieces(split_documents(documents, reading.val_fraction))
-    beginnings = (piece for piece in pieces if piece.split == TRAIN and piece.begins)
-    for piece in itertools.islice(beginnings, count):
+    followed = itertools.pairwise(itertools.chain(pieces, [None]))
+    beginnings = ((piece, after) for piece, after in followed if piece and piece.split == TRAIN and piece.begins)
+    for piece, after in itertools.islice(beginnings, count):
         ids = [tokenizer.eot, *tokenizer.encode(piece.text)]
-        yield Preview(spans(tokenizer, ids[:most]), len(ids), len(ids) <= most)
+        more = after is not None and not after.begins
+        yield Preview(spans(tokenizer, ids[:most]), len(ids), len(ids) <= most and not more, more)
 
 
 def spans(tokenizer: Tokenizer, ids: list[int]) -> list[Span]:

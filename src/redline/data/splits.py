@@ -58,12 +58,16 @@ def split_documents(
         yield from ((VAL, tail) for _, tail in cut)  # first, so that a run may begin before the rest is read
         yield from ((TRAIN if val_within is None else REST, head) for head, _ in cut)
         return
-    met = 0
+    met, held_out = 0, set[bytes]()
     for document in itertools.chain(first, stream):
+        digest = document.digest()
         if val_within is not None and met >= val_within:
-            yield REST, document
+            if digest not in held_out:  # a copy of what is held out is not trained on, however late it comes
+                yield REST, document
             continue
-        yield VAL if is_validation(document.digest(), val_fraction) else TRAIN, document
+        if is_validation(digest, val_fraction):
+            held_out.add(digest)
+        yield VAL if digest in held_out else TRAIN, document
         met += len(document.text) if isinstance(document, Document) else document.stop - document.start
 
 

@@ -109,3 +109,8 @@ class Seen:
         old, self._slots = self._slots, array("Q", bytes(16 * len(self._slots)))
         for value in filter(None, old):
             self._slots[self._place(value)] = value
+
+
+def nothing_to_train_on(tally: Tally) -> UserError:
+    fix = "Check that it holds text; or give more, or hold less out (data.val_fraction)."
+    return UserError("no text is left for training.", where=tally.source, fix=fix)

@@ -33,6 +33,8 @@ _SKIPPED_FOLDERS = (
 _GENERATED = ("_sysconfigdata*.py", "stringprep.py", "re/_casefix.py", "html/entities.py")
 _TEST_FOLDERS = {"test", "tests", "idle_test"}
 
+Places = tuple[tuple[int, int], ...]  # folders, by device and number
+
 
 @dataclass(frozen=True)
 class Document:
@@ -67,14 +69,22 @@ def _topics() -> dict[str, str]:
     return dict(module.topics)
 
 
-def _walk(root: Path, skipped_folders: tuple[str, ...], inside: str = "") -> Iterator[SourceFile]:
-    """The files below `root`; hidden ones are left out. `scandir`, because plans list the library while one waits."""
+def _walk(
+    root: Path, skipped_folders: tuple[str, ...], inside: str = "", *, follow: bool = False, above: Places = ()
+) -> Iterator[SourceFile]:
+    """The files below `root`; hidden ones are left out. `scandir`, because plans list the library while one waits.
+
+    With `follow` links to folders are entered, but for those that lead back to where they are met.
+    """
+    stat = root.stat()
+    above = (*above, (stat.st_dev, stat.st_ino))
     with os.scandir(root) as entries:
         for entry in entries:
             name = inside + entry.name
-            if entry.is_dir(follow_symlinks=False):
-                if not any(fnmatch(entry.name, pattern) for pattern in skipped_folders):
-                    yield from _walk(Path(entry.path), skipped_folders, f"{name}/")
+            if entry.is_dir(follow_symlinks=follow):
+                again = entry.is_symlink() and (entry.stat().st_dev, entry.stat().st_ino) in above
+                if not again and not any(fnmatch(entry.name, pattern) for pattern in skipped_folders):
+                    yield from _walk(Path(entry.path), skipped_folders, f"{name}/", follow=follow, above=above)
             elif not entry.name.startswith(".") and entry.is_file():
                 stat = entry.stat()
                 yield SourceFile(name, Path(entry.path), stat.st_size, stat.st_mtime_ns)
@@ -133,7 +143,7 @@ def _text_files(path: Path) -> list[SourceFile]:
         if not stat.st_size:
             raise UserError("the file is empty.", where=str(path), fix="Give a file that holds text.")
         return [SourceFile(path.name, path, stat.st_size, stat.st_mtime_ns)]
-    files = sorted((file for file in _walk(path, (".*",)) if file.size), key=lambda file: file.name)
+    files = sorted((file for file in _walk(path, (".*",), follow=True) if file.size), key=lambda file: file.name)
     if not files:
         raise UserError("the folder holds no text.", where=str(path), fix="Give a folder of text files.")
     return files
@@ -141,5 +151,5 @@ def _text_files(path: Path) -> list[SourceFile]:
 
 def is_validation(digest: bytes, fraction: float) -> bool:
     """Whether a document is held out: by its text alone, so that no order, name or neighbour matters, and no copy of it
-    in this source or another is on the other side."""
+    in this source, or in another of many documents, is on the other side."""
     return int.from_bytes(digest, "big") < fraction * 2.0**64

@@ -26,6 +26,8 @@ _BYTES_VOCABULARY = (257, 256, hashlib.sha256(b"redline bytes: ids 0-255, end of
 # elsewhere can be trained on without the tokenizer's files; whatever is loaded as `gpt2` must match it.
 # Learning takes the square of a word's length, and DNA, base64 or a script without spaces is one word.
 _LONG_WORD = re.compile(r"(\S{256})(?=\S)")
+_LONG_GAP = re.compile(r"(\s{256})\s+")  # so is a run of spaces, of which more teaches nothing
+_VAST_GAP = re.compile(r"\s{100000}")  # tiktoken's pattern recurses there, and overflows from a million on
 _GPT2_VOCABULARY = (50257, 50256, "f6d629a518c01312")
 
 
@@ -92,8 +94,14 @@ class LibraryTokenizer(Tokenizer):
         self.name = name
         self.vocab_size = max(vocabulary.values()) + 1  # some vocabularies have holes
         self.eot = _end_of_text(name, vocabulary)
+        end = backend.id_to_token(self.eot)
+        if not any(token.special for token in backend.get_added_tokens_decoder().values() if token.content == end):
+            backend.add_special_tokens([end])  # not marked as one: the library would find it in text
         self.fingerprint = backend_fingerprint(backend)
         self._backend = backend
+        if self.eot in self.encode(end):  # a whole word of its vocabulary
+            fix = "Take a tokenizer that splits it, or one whose end-of-text token is no word."
+            raise UserError(f"text that holds {end} would be cut there.", where=name, fix=fix)
 
     @cached_property
     def _encoder(self) -> Any:
@@ -103,7 +111,7 @@ class LibraryTokenizer(Tokenizer):
         return byte_level_encoder(self.name, self._backend)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        if self._encoder is not None:
+        if self._encoder is not None and not any(_VAST_GAP.search(text) for text in texts):
             return [self._encoder.encode_ordinary(text) for text in texts]
         return [coded.ids for coded in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
@@ -178,7 +186,7 @@ def _train(name: str, size: int, texts: Iterable[str]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator((_LONG_WORD.sub(r"\1\n", text) for text in texts), trainer)
+    backend.train_from_iterator((_LONG_GAP.sub(r"\1", _LONG_WORD.sub(r"\1\n", text)) for text in texts), trainer)
     return LibraryTokenizer(name, backend)
 
 

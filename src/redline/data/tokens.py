@@ -210,15 +210,17 @@ def _check_tokenizer(folder: Path, name: str, fingerprint: str, requested: str |
     if re.fullmatch(r"[0-9a-f]{16}", requested):
         same = requested == fingerprint
     elif trained_size(requested) is not None:  # what it was trained on cannot be known here: its name must do
-        same = requested == name
+        same = name.startswith("train:") and trained_size(requested) == trained_size(name)
     else:
         known = named_vocabulary(requested)
         same = fingerprint == (known[2] if known else load_tokenizer(requested).fingerprint)
     if not same:
+        by_name = named_vocabulary(name) or name.startswith("train:")
+        own = name if by_name else folder / "tokenizer.json"  # where it was read from may be another machine
         raise OtherTokenizerError(
             f"wrong tokenizer for the shards: they were made with {name} ({fingerprint}), not {requested}.",
             where=str(folder),
-            fix=f"Set data.tokenizer={name}, or prepare the text again with {requested}.",
+            fix=f"Set data.tokenizer={own}, or prepare the text again with {requested}.",
         )
 
 
