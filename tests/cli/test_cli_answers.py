@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,8 +177,24 @@ def test_a_model_needs_rows_and_a_question(inside: Redline, folder: Path, tiny_b
     assert (silent.code, "there is nothing to answer." in silent.said) == (2, True)
     numbers = inside("eval", "tuned", "--answers", "gsm8k", cwd=folder)
     assert (numbers.code, "reference answers has a number" in numbers.said) == (1, True)
-    base = inside("eval", "tuned", "--base", str(tiny_base), cwd=folder)
-    assert (base.code, "a run knows its base" in base.said) == (2, True)
+
+
+def test_a_base_that_was_moved_is_named(inside: Redline, folder: Path, tiny_base: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(tiny_base, tmp_path / "moved")
+    there, here = (
+        score(inside("eval", "tuned", *words, "--json", cwd=folder)) for words in ((), ("--base", str(moved)))
+    )
+    assert here == there
+
+
+def test_rows_that_are_asked_are_not_said_to_be_dropped(inside: Redline, folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "What?", "completion": "red " * words} for words in (2, 60, 5000)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("eval", "tuned", "--answers", "match", "--data", str(tmp_path / "long.jsonl"), "--tokens", "2", "--json")
+    found = score(inside(*words, cwd=folder))
+    assert found["questions"] == 2
+    (note,) = found["notes"]
+    assert "3 rows, 2 can be asked; 1 are longer than" in note
 
 
 def test_a_run_that_continues_texts(inside: Redline, home: Path) -> None:

@@ -6,6 +6,8 @@ import fcntl
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +217,31 @@ def test_signals_before_training(
     assert answer.code == code
     assert "Traceback" not in answer.err
     assert signal.getsignal(number) is before
+
+
+def test_an_interrupt_while_torch_is_imported_is_heard(recipe: str, tmp_path: Path) -> None:
+    """torch imports numpy in C, and drops what is raised there: half of numpy stayed, and the run went on with it."""
+    script = (
+        "import os, signal, sys\n"
+        "class At:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'numpy.matrixlib':\n"
+        "            sys.meta_path.remove(self)\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, At())\n"
+        "from redline.cli.main import main\n"
+        "main()\n"
+    )
+    words = [sys.executable, "-c", script, "train", recipe, "--run", "out"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, (tmp_path / "out").exists()) == (130, False), done.stderr
+
+
+@pytest.mark.parametrize("words", [("--help",), ("plan", "quickstart", "--gpu", "h100"), ("recipes",)], ids=" ".join)
+def test_letters_that_a_terminal_does_not_have(words: tuple[str, ...], tmp_path: Path) -> None:
+    odd = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-m", "redline", *words], cwd=tmp_path, env=odd, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_kernel_that_cannot_run_here_leaves_no_directory(inside: Any, tmp_path: Path) -> None:

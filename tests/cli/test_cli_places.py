@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from redline.cli import running
 from redline.errors import UserError
 
 
@@ -125,6 +127,36 @@ def test_in_a_folder_of_such_a_path_a_run_is_read_again(inside: Any, recipe: str
 
 
 @pytest.mark.parametrize("out", [".", "/", ""])
+def test_a_run_is_read_and_resumed_from_any_folder(inside: Any, recipe: str, corpus: Path, tmp_path: Path) -> None:
+    shutil.copytree(corpus, tmp_path / "notes")
+    (tmp_path / "elsewhere/notes").mkdir(parents=True)
+    (tmp_path / "elsewhere/notes/other.txt").write_text("another text of the same name")
+    assert inside("train", recipe, "data.source=./notes", "--run", "runs/a").code == 0
+    there = inside("eval", "runs/a", "--json").out
+    away = inside("eval", "../runs/a", "--json", cwd=tmp_path / "elsewhere")
+    assert json.loads(away.out)["loss"] == json.loads(there)["loss"]
+    again = inside("train", "--resume", "../runs/a", "train.steps=7", cwd=tmp_path / "elsewhere")
+    assert (again.code, "step 7" in again.err) == (0, True), again.err
+
+
+@pytest.mark.parametrize(
+    ("place", "why"), [("runs", "is where runs lie"), ("", "is this folder"), (".", "is this folder")]
+)
+def test_a_run_has_a_folder_of_its_own(inside: Any, recipe: str, tmp_path: Path, place: str, why: str) -> None:
+    refused = inside("train", recipe, "--run", place)
+    assert (refused.code, why in refused.said) == (2, True)
+    assert not (tmp_path / "lock.json").exists()
+
+
+def test_two_that_begin_in_the_same_second(inside: Any, recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """The second one looks before the first has made its folder."""
+    monkeypatch.setattr("redline.cli.running.time", Mock(strftime=lambda form: "20260101-000000"))
+    taken = tmp_path / "runs/toy-20260101-000000"
+    found = running.fresh_name("toy")
+    taken.mkdir(parents=True)
+    assert running._reserved(tmp_path / found, "toy").name == "toy-20260101-000000-2"
+
+
 def test_a_report_is_a_file(inside: Any, home: Path, out: str) -> None:
     answer = inside("report", "latest", "--out", out, cwd=home)
     assert answer.code == 1

@@ -48,7 +48,7 @@ def _next_commands(path: Path, recipe: Recipe) -> list[str]:
     module = objective_module(recipe.objective)
     answers = f" --answers {answers_kind(recipe)}" if module.can_answer(recipe) else ""
     prompt = recipe.eval.prompt or ("a question" if answers else "import ")
-    run, best, model = (shlex.quote(str(word)) for word in (path, _best(path), f"{path.name}-model"))
+    run, best, model = (shlex.quote(str(word)) for word in (path, _best(path), f"{path.resolve().name}-model"))
     commands = [f"redline sample {run} --prompt {shlex.quote(prompt)}", f"redline eval {best}{answers}"]
     if hasattr(module, "export"):
         commands.append(f"redline export {run} --out {model}")

@@ -33,7 +33,8 @@ ModelArgument = Annotated[
     ),
 ]
 BaseOption = Annotated[
-    str | None, typer.Option(metavar="PATH", help="The base of an adapter, if it does not lie where that says.")
+    str | None,
+    typer.Option(metavar="PATH", help="The base of a run or adapter, if it lies elsewhere now."),
 ]
 _HUB_ID = re.compile(r"([\w.-]+)/[\w.-]+")
 _TOKENS, _LATENT_TOKENS = 256, 32
@@ -43,6 +44,7 @@ _WRONG_SHOWN, _SHOWN = 3, 120  # answers; characters at either end of one
 def evaluate(
     run: ModelArgument = "latest",
     data: Annotated[str | None, typer.Option(help="Other text, tokens or rows than what the run held out.")] = None,
+    text_key: Annotated[str | None, typer.Option("--text-key", help="With --data: where rows have their text.")] = None,
     sequences: Annotated[int | None, typer.Option(min=1, help="How many sequences; all if not given.")] = None,
     answers: Annotated[
         str | None,
@@ -96,6 +98,7 @@ def evaluate(
         answers=answers is not None,
         device=device,
         source=data,
+        text_key=text_key,
         sequences=sequences or 1 << 40,
         settings=settings or (),
     )
@@ -182,6 +185,7 @@ def open_model(
     answers: bool = False,
     writes_only: bool = False,
     settings: Sequence[str] = (),
+    text_key: str | None = None,
     **how: Any,
 ) -> Trained:
     """A run; where there is none of that name, a model that lies in files or on a hub."""
@@ -206,11 +210,11 @@ def open_model(
         from redline.evaluate.folder import open_folder
 
         return replace(open_folder(name, base=base, **how), notes=notes)
-    if base is not None:
-        raise UsageError("--base is for an adapter; a run knows its base.", where=name, fix="Leave it out.")
     from redline.evaluate.trained import open_trained
 
-    trained = open_trained(path, selector, weights=weights, answers=answers, settings=settings, **how)
+    trained = open_trained(
+        path, selector, weights=weights, base=base, text_key=text_key, answers=answers, settings=settings, **how
+    )
     return replace(trained, notes=notes)
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import signal
 import sys
+import threading
 import traceback
+from types import FrameType
 
 import typer
 
@@ -28,7 +32,9 @@ from redline.cli import (
     train,
     watch,
 )
-from redline.errors import EXIT_FAILED, UserError, without_secrets
+from redline.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError, without_secrets
+
+_BY_DEFAULT = signal.default_int_handler
 
 app = typer.Typer(
     name="redline",
@@ -82,6 +88,7 @@ def main() -> None:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for plugins costs more than using none
     if not sys.stdout.isatty() and "FORCE_COLOR" not in os.environ:
         os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")  # else its help is coloured for a pipe in some CI
+    _settle_streams_and_interrupts()
     try:
         app()
     except UserError as error:
@@ -92,6 +99,23 @@ def main() -> None:
     except Exception as error:
         sys.stderr.write(without_secrets(_refused(error) or traceback.format_exc()))
         sys.exit(EXIT_FAILED)
+
+
+def _settle_streams_and_interrupts() -> None:
+    """What an encoding has no letter for is a `?`; and Ctrl-C is heard at any time."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
+            stream.reconfigure(errors="replace")
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is _BY_DEFAULT:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """While torch is imported it imports numpy, and what is raised in there is dropped: numpy would stay a half."""
+    modules = [sys.modules.get(name) for name in ("torch", "numpy")]
+    if any(getattr(getattr(module, "__spec__", None), "_initializing", False) for module in modules):
+        os._exit(EXIT_INTERRUPTED)  # nothing is written yet
+    _BY_DEFAULT(number, frame)
 
 
 def _refused(error: Exception) -> str | None:

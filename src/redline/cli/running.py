@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -38,13 +39,37 @@ if TYPE_CHECKING:
 
 def new_run(loaded: Loaded, directory: Path | None, overrides: list[str], *, dry_run: bool, gpus: int = 1) -> int:
     path = fresh_run(loaded, directory)
+    if directory is None and not dry_run:
+        path = _reserved(path, loaded.name)
     return _start(loaded, path, dry_run=dry_run, resumed=False, overrides=overrides, gpus=gpus)
+
+
+def _reserved(path: Path, name: str) -> Path:
+    """Made now, for another may begin in the same second; gone again if nothing comes of it."""
+    while True:
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            path = fresh_name(name)
+            continue
+        except OSError:
+            return path  # whoever writes there says what is wrong
+        atexit.register(_remove_empty, path)
+        return path
+
+
+def _remove_empty(path: Path) -> None:
+    with suppress(OSError):
+        path.rmdir()
 
 
 def fresh_run(loaded: Loaded, directory: Path | None) -> Path:
     """Where it goes; what cannot be is refused."""
     path = directory or fresh_name(loaded.name)
     refuse_unreadable(path)
+    if path.resolve() in (Path.cwd(), RUNS.resolve()):
+        what = "is where runs lie, each in a folder of its own." if path.resolve() != Path.cwd() else "is this folder."
+        raise UsageError(what, where=str(path), fix="Name a new one: --run runs/NAME.")
     refuse_run(path)
     if path.exists() and not path.is_dir():
         raise UsageError("is a file, not a directory.", where=str(path), fix="Choose another --run.")

@@ -46,7 +46,9 @@ def open_trained(
     selector: int | str | None = None,
     *,
     weights: str | None = None,
+    base: str | None = None,
     source: str | None = None,
+    text_key: str | None = None,
     sequences: int | None = None,
     writes_only: bool = False,
     answers: bool = False,
@@ -65,7 +67,7 @@ def open_trained(
     if answers and not module.can_answer(recipe):
         what = f"is a {recipe.objective} run: it continues texts, and answers no questions."
         raise UsageError(what, where=str(run), fix="Leave out --answers for its loss; `redline sample` lets it write.")
-    recipe = _with_settings(recipe, settings)
+    recipe = _with_settings(_with_base(recipe, base, run), settings)
     machine = detect(device, "--device ")
     precision = _precision(recipe.train.precision, machine.device)
     recipe = recipe.model_copy(
@@ -74,7 +76,7 @@ def open_trained(
                 update={"device": machine.device, "precision": precision, "compile": False}
             ),
             "model": recipe.model.model_copy(update={"attention": "auto"}),
-            "data": recipe.data.model_copy(update=_other_data(run, source) if source else {}),
+            "data": recipe.data.model_copy(update=_other_data(run, source, text_key) if source else {}),
             "eval": recipe.eval.model_copy(update={"sequences": sequences} if sequences else {}),
         }
     )
@@ -88,14 +90,16 @@ def open_trained(
         except OtherTokenizerError:
             raise _other_tokenizer(run) from None
         facts = data.facts
-        for line in getattr(data, "told", ()) if source else ():  # what is left out is not in the figures
-            say(line)
         if source is None and facts.fingerprint != chosen.state["identity"]["data"]:
             say("the data are not what the run was trained on any more: what is held out now, it may have learnt from")
     if chosen.state["identity"]["tokenizer"] != facts.tokenizer_fingerprint:
         raise _other_tokenizer(run)
     resolved = resolve(for_world(recipe, 1), machine, facts)  # whoever trained it, one process reads it
     objective: Objective = module.create(resolved, data)
+    objective.tell = say
+    if source and not writes_only and not (answers and objective.rereads):
+        for line in getattr(data, "told", ()):  # what is left out is not in the figures
+            say(line)
     _same_base(chosen.state, objective.identity(), run)
     objective.build(torch.device(machine.device))
     learnt = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
@@ -136,11 +140,21 @@ def _precision(trained: str, device: str) -> str:
     return "bf16" if trained == "fp8" else "fp32" if trained == "fp16" and device == "cpu" else trained
 
 
-def _other_data(run: Path, source: str) -> dict[str, Any]:
+def _with_base(recipe: Recipe, base: str | None, run: Path) -> Recipe:
+    """Its base may lie elsewhere now; whether it is the same is looked at when it is there."""
+    if base is None:
+        return recipe
+    if recipe.model.base is None:
+        raise UsageError("--base is for what learnt on one, and this did not.", where=str(run), fix="Leave it out.")
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"base": base})})
+
+
+def _other_data(run: Path, source: str, text_key: str | None) -> dict[str, Any]:
     """Other text is cut into tokens by the run's own tokenizer; all of it, and before anything is computed."""
     own = run / TOKENIZER
     tokenizer = {"tokenizer": str(own)} if own.is_file() else {}
-    return {"source": source, "dedup": False, "stream": False, **tokenizer}
+    key = {"text_key": text_key} if text_key else {}
+    return {"source": source, "dedup": False, "stream": False, **tokenizer, **key}
 
 
 def _same_base(state: dict[str, Any], identity: dict[str, str], run: Path) -> None:

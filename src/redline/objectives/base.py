@@ -101,6 +101,7 @@ class Objective(ABC):
 
     model: nn.Module  # what is trained
     can_answer: ClassVar[bool] = False  # it has `questions`, and an `answer` to each
+    rereads: ClassVar[bool] = False  # for questions: it reads its rows anew, and tells of them then
     tell: Callable[[str], None] = staticmethod(lambda _: None)  # what goes on besides training, for the eyes
     left_out = 0  # steps whose data the run passes over: it sees those of as many more
 

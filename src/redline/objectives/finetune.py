@@ -98,6 +98,7 @@ def tokenizer_alone(facts: DataFacts, folder: Path, recipe: Recipe) -> FinetuneD
 
 class Finetune(InFloat8):
     can_answer = True
+    rereads = True
 
     def __init__(self, resolved: Resolved, data: FinetuneData) -> None:
         super().__init__(resolved)
@@ -236,6 +237,10 @@ class Finetune(InFloat8):
         changed = {"data": recipe.data.model_copy(update=rows), "finetune": options.model_copy(update=rule)}
         again = load_data(recipe.model_copy(update=changed), for_evaluation=everything)
         assert again.answers is not None and again.held_out is not None  # noqa: PT018
+        for source in again.answers.report.sources if everything else ():
+            if source.train_samples < source.rows:
+                rest = f"{source.overlong:,} are longer than the {base.context:,} tokens that the base reads"
+                self.tell(f"{source.source}: {source.rows:,} rows, {source.train_samples:,} can be asked; {rest}")
         return again.answers, again.held_out
 
     def questions(self) -> list[Asked]:

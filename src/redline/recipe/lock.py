@@ -20,6 +20,7 @@ from redline.recipe.schema import RESUMABLE, Recipe
 
 LOCK = "lock.json"
 SCHEMA = 1
+_PATHS = ("data.source", "data.tokenizer", "model.base", "model.init_from", "latent_prefix.others")
 _PACKAGES = ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers")
 
 
@@ -31,6 +32,7 @@ def make_lock(
         "schema": SCHEMA,
         "run_id": run_id,
         "created": time.time(),
+        "began_in": str(Path.cwd()),
         "recipe_name": name,
         "recipe": resolved.recipe.model_dump(mode="json"),
         "choices": plan["choices"],
@@ -78,7 +80,7 @@ def locked_recipe(
     run: Path, lock: dict[str, Any], overrides: list[str] | None = None, before: Iterable[list[str]] = ()
 ) -> Loaded:
     """The run's recipe, with the few keys that may change while it goes on; `before`: the words of earlier resumes."""
-    base = dict(flatten(lock["recipe"]))
+    base = found_again(dict(flatten(lock["recipe"])), lock.get("began_in"))
     for words in before:
         flat, _, _ = canonical_keys(parse_overrides(words), "log")
         base |= {key: value for key, value in flat.items() if key.startswith(RESUMABLE)}
@@ -99,6 +101,26 @@ def locked_recipe(
     tree, clashes = nest({**base, **changes})
     recipe = validate(tree, where=str(run), problems=[*problems, *clashes])
     return Loaded(str(lock["recipe_name"]), recipe, notes)
+
+
+def found_again(flat: dict[str, Any], began_in: Any) -> dict[str, Any]:
+    """Paths as the folder means them that the run was begun in: who goes on with it may stand in another."""
+    if not isinstance(began_in, str) or began_in == str(Path.cwd()):
+        return flat
+
+    def there(value: Any) -> Any:
+        if isinstance(value, list):
+            return [there(one) for one in value]
+        if isinstance(value, dict):
+            return {key: there(one) if key in ("source", "base") else one for key, one in value.items()}
+        if not isinstance(value, str) or value.startswith(("/", "~")):
+            return value
+        try:
+            return str(path) if (path := Path(began_in) / value).exists() else value
+        except (OSError, ValueError):  # no name of a file
+            return value
+
+    return {key: there(value) if key in _PATHS else value for key, value in flat.items()}
 
 
 def versions() -> dict[str, str]:

@@ -119,7 +119,7 @@ def recent(state: RunState, key: str) -> float | None:
     """The median of the last log lines; the first, in which things warm up, only where there is no other."""
     values = [value for event in list(state.recent)[-20:] if (value := number(event, key)) is not None]
     steady = values[1:] if len(values) > 1 and len(state.recent) < 20 else values
-    return statistics.median(steady) if steady else None
+    return statistics.median(steady) if steady else number(state.step, key)
 
 
 # --- is it well
@@ -131,8 +131,8 @@ def _health(state: RunState, status: Status, now: float, name: str) -> tuple[Moo
         return _running(state, age)
     go_on = f"Go on with: redline train --resume {shlex.quote(name)}"
     if state.stop is None:
-        ago = "" if age is None else f" {format_seconds(age)} ago"
-        words = f"Its process is gone: the last event came{ago}, and nobody holds the run."
+        last = "" if age is None else f"the last event came {format_seconds(age)} ago, and "
+        words = f"Its process is gone: {last}nobody holds the run."
         return "bad", f"{words} {go_on}"
     skipped = f" {state.skipped} updates were skipped." if state.skipped else ""
     if status == "finished":
