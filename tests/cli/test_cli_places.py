@@ -131,6 +131,7 @@ def test_a_run_is_read_and_resumed_from_any_folder(inside: Any, recipe: str, cor
     shutil.copytree(corpus, tmp_path / "notes")
     (tmp_path / "elsewhere/notes").mkdir(parents=True)
     (tmp_path / "elsewhere/notes/other.txt").write_text("another text of the same name")
+    (tmp_path / "bytes").mkdir()  # a name, whatever lies there
     assert inside("train", recipe, "data.source=./notes", "--run", "runs/a").code == 0
     there = inside("eval", "runs/a", "--json").out
     away = inside("eval", "../runs/a", "--json", cwd=tmp_path / "elsewhere")

@@ -20,7 +20,12 @@ from redline.recipe.schema import RESUMABLE, Recipe
 
 LOCK = "lock.json"
 SCHEMA = 1
-_PATHS = ("data.source", "data.tokenizer", "model.base", "model.init_from", "latent_prefix.others")
+# keys that may hold a path, and what is a name there, whatever lies in a folder
+_PATHS: dict[str, tuple[str, ...]] = {
+    "data.source": ("embedded",),
+    "data.tokenizer": ("base", "bytes", "gpt2"),
+    **dict.fromkeys(("model.base", "model.init_from", "latent_prefix.others"), ()),
+}
 _PACKAGES = ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers")
 
 
@@ -120,7 +125,7 @@ def found_again(flat: dict[str, Any], began_in: Any) -> dict[str, Any]:
         except (OSError, ValueError):  # no name of a file
             return value
 
-    return {key: there(value) if key in _PATHS else value for key, value in flat.items()}
+    return {key: there(value) if key in _PATHS and value not in _PATHS[key] else value for key, value in flat.items()}
 
 
 def versions() -> dict[str, str]:
