@@ -126,7 +126,6 @@ def test_in_a_folder_of_such_a_path_a_run_is_read_again(inside: Any, recipe: str
     assert "run at step 1 " in inside("eval", "run", cwd=folder).out
 
 
-@pytest.mark.parametrize("out", [".", "/", ""])
 def test_a_run_is_read_and_resumed_from_any_folder(inside: Any, recipe: str, corpus: Path, tmp_path: Path) -> None:
     shutil.copytree(corpus, tmp_path / "notes")
     (tmp_path / "elsewhere/notes").mkdir(parents=True)
@@ -149,15 +148,16 @@ def test_a_run_has_a_folder_of_its_own(inside: Any, recipe: str, tmp_path: Path,
     assert not (tmp_path / "lock.json").exists()
 
 
-def test_two_that_begin_in_the_same_second(inside: Any, recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_two_that_begin_in_the_same_second(tmp_path: Path, monkeypatch: Any) -> None:
     """The second one looks before the first has made its folder."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("redline.cli.running.time", Mock(strftime=lambda form: "20260101-000000"))
-    taken = tmp_path / "runs/toy-20260101-000000"
-    found = running.fresh_name("toy")
-    taken.mkdir(parents=True)
-    assert running._reserved(tmp_path / found, "toy").name == "toy-20260101-000000-2"
+    first, second = running.fresh_name("toy"), running.fresh_name("toy")
+    assert running._reserved(first, "toy").name == "toy-20260101-000000"
+    assert running._reserved(second, "toy").name == "toy-20260101-000000-2"
 
 
+@pytest.mark.parametrize("out", [".", "/", ""])
 def test_a_report_is_a_file(inside: Any, home: Path, out: str) -> None:
     answer = inside("report", "latest", "--out", out, cwd=home)
     assert answer.code == 1

@@ -168,7 +168,7 @@ def test_a_signal_ends_the_run_that_is_timed(words: Any, tmp_path: Path) -> None
     command = [sys.executable, "-m", "redline", *asked, "--arm", "nanogpt"]
     bench = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
-        timed = _wait_for(lambda: _children(bench.pid, "nanogpt"))
+        timed = _wait_for(lambda: _children(bench.pid, "redline.bench.nanogpt"))
         bench.terminate()
         assert bench.wait(30) == 128 + signal.SIGTERM
         assert _wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in timed))
