@@ -56,11 +56,13 @@ def main() -> None:
         sys.exit("usage: python benchmarks/expect.py RACE.json TOKENS [ARM] [key=value …]")
     file, tokens, *rest = sys.argv[1:]
     arm, words = next((word for word in rest if "=" not in word), "pretrain-350m"), [w for w in rest if "=" in w]
-    known = points(json.loads(Path(file).read_text(encoding="utf-8")), arm, words)
+    try:
+        known, far = points(json.loads(Path(file).read_text(encoding="utf-8")), arm, words), math.log(float(tokens))
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(f"{error}: name a file of `redline bench time-to-loss --out`, and tokens above 0, as 1e9.")
     if len({tokens for tokens, _ in known}) < FEWEST:
         sys.exit(f"{arm} has rows at {len(known)} budgets there; a power law with a floor needs three or more.")
     print("  ".join(f"{tokens / 1e6:.1f}M → {loss:.3f}" for tokens, loss in known))
-    far = math.log(float(tokens))
     found = [(floor + math.exp(height + slope * far), floor, -slope) for floor, slope, height in curves(known)]
     if not found:
         sys.exit("no power law passes these rows closely enough.")

@@ -219,6 +219,19 @@ def test_signals_before_training(
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("latest", "--text-key", "body"), "--text-key goes with --data."),
+        (("latest", "--base", "."), "--base is for what"),
+    ],
+    ids=["text key", "base"],
+)
+def test_an_option_of_an_evaluation_that_nothing_would_read(home: Path, inside: Any, words: Any, says: str) -> None:
+    refused = inside("eval", *words, cwd=home)
+    assert (refused.code, says in refused.said) == (2, True), refused.err
+
+
 def test_an_interrupt_while_torch_is_imported_is_heard(recipe: str, tmp_path: Path) -> None:
     """torch imports numpy in C, and drops what is raised there: half of numpy stayed, and the run went on with it."""
     script = (

@@ -91,6 +91,8 @@ def evaluate(
     if answers is None and under is None and (questions or tokens):
         option = "--questions" if questions else "--tokens"
         raise UsageError(f"{option} goes with --answers.", fix=f"Give --answers {', '.join(METRICS)}, or leave it out.")
+    if text_key is not None and data is None:
+        raise UsageError("--text-key goes with --data.", fix="Name the rows: --data FILE; or leave it out.")
     trained = open_model(
         run,
         weights=weights,
@@ -207,6 +209,8 @@ def open_model(
             raise UsageError("--weights picks from a run.", where=name, fix="Leave it out for a model.") from None
         if settings:
             raise UsageError("--set is for a run.", where=name, fix="Leave it out for a model.") from None
+        if text_key is not None:
+            raise UsageError("--text-key is for a run that reads texts.", where=name, fix="Leave it out.") from None
         from redline.evaluate.folder import open_folder
 
         return replace(open_folder(name, base=base, **how), notes=notes)

@@ -123,7 +123,8 @@ def _refused(error: Exception) -> str | None:
     if not isinstance(error, OSError):
         return None
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"redline: {error.filename or 'output'}: {error.strerror}. Free some and try again.\n"
+        fix = "Raise the limit (ulimit -f)" if error.errno == errno.EFBIG else "Free some and try again"
+        return f"redline: {error.filename or 'output'}: {error.strerror}. {fix}.\n"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM) and error.filename:
         return f"redline: {error.filename}: {error.strerror}. Change who may use it, or name another place.\n"
     return None

@@ -50,8 +50,10 @@ def _reserved(path: Path, name: str) -> Path:
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            path = fresh_name(name)
-            continue
+            taken, path = path, fresh_name(name)
+            if path != taken:
+                continue
+            return path  # ./runs is no folder: whoever writes there says so
         except OSError:
             return path  # whoever writes there says what is wrong
         atexit.register(_remove_empty, path)

@@ -99,9 +99,7 @@ def _in_part(sides: Sequence[Side]) -> list[str]:
         sequences, length = number(section(recipe, "eval"), "sequences"), number(section(recipe, "data"), "seq_len")
         tokens = number(section(side.lock, "data"), "val_tokens")
         if None not in (sequences, length, tokens) and sequences * length < tokens:  # type: ignore[operator]
-            return [
-                "Each looked at the beginning of what is held out, by its own tokens: `redline eval` scores all of it."
-            ]
+            return [_PART]
     return []
 
 

@@ -113,19 +113,19 @@ def found_again(flat: dict[str, Any], began_in: Any) -> dict[str, Any]:
     if not isinstance(began_in, str) or began_in == str(Path.cwd()):
         return flat
 
-    def there(value: Any) -> Any:
+    def there(value: Any, names: tuple[str, ...]) -> Any:
         if isinstance(value, list):
-            return [there(one) for one in value]
+            return [there(one, names) for one in value]
         if isinstance(value, dict):
-            return {key: there(one) if key in ("source", "base") else one for key, one in value.items()}
-        if not isinstance(value, str) or value.startswith(("/", "~")):
+            return {key: there(one, names) if key in ("source", "base") else one for key, one in value.items()}
+        if not isinstance(value, str) or value in names or value.startswith(("/", "~")):
             return value
         try:
             return str(path) if (path := Path(began_in) / value).exists() else value
         except (OSError, ValueError):  # no name of a file
             return value
 
-    return {key: there(value) if key in _PATHS and value not in _PATHS[key] else value for key, value in flat.items()}
+    return {key: there(value, _PATHS[key]) if key in _PATHS else value for key, value in flat.items()}
 
 
 def versions() -> dict[str, str]:
