@@ -45,6 +45,32 @@ AROUND_THE_GUIDES: dict[str, tuple[str, ...]] = {
     "momentum rising": ("train.muon_momentum_warmup=200",),
     "embedding 0.02": ("model.embedding_std=0.02",),
     "half the batch": ("train.steps=1200", "train.global_batch=4", "eval.every=600"),
+    "rate 1.2e-2, seed 1": ("train.lr=1.2e-2", "train.seed=1"),
+    "rate 2.4e-2": ("train.lr=2.4e-2",),
+    "rate 4.8e-2": ("train.lr=4.8e-2",),
+    "rate 1.2e-2, muon 0.01": ("train.lr=1.2e-2", "train.muon_lr=0.01"),
+    "rate 1.2e-2, embedding 0.02": ("train.lr=1.2e-2", "model.embedding_std=0.02"),
+    "rate 1.2e-2, momentum 0.9": ("train.lr=1.2e-2", "train.muon_momentum=0.9"),
+    "rate 1.2e-2, betas 0.8": ("train.lr=1.2e-2", "train.betas=[0.8,0.95]"),
+    "rate 1.2e-2, falling over 0.4": ("train.lr=1.2e-2", "train.decay_fraction=0.4"),
+    "rate 1.2e-2, scalars 3e-3": ("train.lr=1.2e-2", "train.scalar_lr=3e-3"),
+    "rate 1.2e-2, no clipping": ("train.lr=1.2e-2", "train.clip=null"),
+}
+# What the race of 350M parameters was then run with, and what lies around that.
+RACE = (*GUIDES, "train.lr=1.2e-2", "train.muon_lr=0.01", "train.muon_momentum=0.9")
+AROUND_THE_RACE: dict[str, tuple[str, ...]] = {
+    "": (),
+    "seed 1": ("train.seed=1",),
+    "scalars 3.6e-2": ("train.scalar_lr=3.6e-2",),
+    "clipped at 0.3": ("train.clip=0.3",),
+    "betas 0.8": ("train.betas=[0.8,0.95]",),
+    "betas 0.9, 0.99": ("train.betas=[0.9,0.99]",),
+    "momentum 0.8": ("train.muon_momentum=0.8",),
+    "cautious": ("train.cautious=true",),
+    "decay 0.3": ("train.weight_decay=0.3",),
+    "hardly a warm-up": ("train.warmup_steps=5",),
+    "falling over 0.8": ("train.decay_fraction=0.8",),
+    "rate 2.4e-2": ("train.lr=2.4e-2",),
 }
 ARMS: dict[str, tuple[str, ...]] = {
     **{f"adamw {lr}": (f"train.lr={lr}",) for lr in ("1.5e-3", "3e-3", "6e-3")},
@@ -73,6 +99,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "many, rate 1.2e-2, muon 0.01": (*MANY, "train.lr=1.2e-2", "train.muon_lr=0.01"),
     "many, falling from the start": (*MANY, "train.decay_fraction=1.0"),
     **{f"guides{', ' if name else ''}{name}": (*GUIDES, *words) for name, words in AROUND_THE_GUIDES.items()},
+    **{f"race{', ' if name else ''}{name}": (*RACE, *words) for name, words in AROUND_THE_RACE.items()},
 }
 
 

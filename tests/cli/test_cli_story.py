@@ -32,7 +32,11 @@ def test_what_training_leaves(home: Path) -> None:
     run = home / "runs/latest"
     assert (run / "report.html").stat().st_size > 10_000
     assert [p.name for p in sorted((run / "checkpoints").iterdir())][-1] == "step-00000006"
-    assert json.loads((run / "lock.json").read_text())["recipe_name"] == "toy"
+    lock = json.loads((run / "lock.json").read_text())
+    assert lock["recipe_name"] == "toy"
+    (plan,) = (event for event in read_events(run / "events.jsonl") if event["type"] == "plan")
+    assert lock["choices"] == plan["choices"]
+    assert "model.attention" in {choice["key"] for choice in lock["choices"]}  # found while the model was built
     assert {"start", "plan", "step", "eval", "sample", "checkpoint"} <= set(kinds(run))
     assert kinds(run)[-1] == "stop"
 

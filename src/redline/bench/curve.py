@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from redline.monitor.events import Event, number
@@ -53,12 +53,10 @@ def curve_of(events: Sequence[Event]) -> list[Point]:
     return points
 
 
-def mean_step_ms(events: Sequence[Event]) -> float:
-    """Of the logged windows but the first, in which clocks and loader still settle."""
-    steps = [event for event in events if event["type"] == "step"]
-    counts = [last["step"] - first["step"] for first, last in pairwise(steps)]
-    total = sum(count * event["step_ms"] for count, event in zip(counts, steps[1:], strict=True))
-    return total / sum(counts) if counts else float(steps[0]["step_ms"])
+def median_step_ms(events: Sequence[Event]) -> float:
+    """Of the logged windows but the first, in which clocks and loader still settle; one that stumbled says nothing."""
+    windows = [event["step_ms"] for event in events if event["type"] == "step"]
+    return float(median(windows[1:] or windows))
 
 
 def point(step: int, tokens: int, seconds: float, loss: float | None) -> Point:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from redline.bench.arms import BASELINE, OF_THE_TEXT, Trial, in_order, words_for
 from redline.bench.child import ChildError, DivergedError, TrainedRun, ask, train
-from redline.bench.curve import OFF_BUDGET, Looks, curve_of, figures, fitted_steps, mean_step_ms
+from redline.bench.curve import OFF_BUDGET, Looks, curve_of, figures, fitted_steps, median_step_ms
 from redline.bench.loss_page import sections
 from redline.bench.passing import compare
 from redline.bench.record import Row
@@ -32,7 +32,7 @@ UNTIMED_S = 1800  # starting, compiling, evaluating
 MOST_S = 7 * 24 * 3600.0
 _NO_OTHER_STOP = tuple(f"train.{key}=null" for key in ("tokens", "epochs", "hours", "target_loss"))
 KNOWN_BY = ("name", "arm", "overrides", "budget_s", "seed", "card_anchor_ms")  # in every row, whatever came of it
-_LOCKED = ("recipe", "parameters", "batch", "data", "machine", "versions", "git")
+_LOCKED = ("recipe", "parameters", "batch", "choices", "data", "machine", "versions", "git")
 
 
 def parse_budget(text: str) -> float:
@@ -174,7 +174,7 @@ def _anchor_step_ms(trial: Trial, words: list[str], call: Call) -> float:
     steps, window = ANCHOR_STEPS[call.device]
     short = [f"train.steps={steps}", f"monitor.log_every={window}", "eval.sequences=1", "train.warmup_steps=1"]
     short += ["train.lr=1e-9", "train.muon_lr=1e-9"]  # without a warm-up a rate that is right may diverge
-    return mean_step_ms(_redline(trial, words, short, call, UNTIMED_S).events)
+    return median_step_ms(_redline(trial, words, short, call, UNTIMED_S).events)
 
 
 def _redline(trial: Trial, words: list[str], last: list[str], call: Call, limit_s: float) -> TrainedRun:

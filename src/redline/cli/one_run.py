@@ -139,7 +139,8 @@ class OneRun:
         if (tokenizer := self.path / "tokenizer.json").exists():
             sync(tokenizer)  # before there is a checkpoint that cannot be read without it
         origin = self.initial.record() if self.initial else None
-        write_lock(self.path, make_lock(self.name, uuid.uuid4().hex[:12], self.resolved, self.data.facts, origin))
+        run_id = uuid.uuid4().hex[:12]
+        write_lock(self.path, make_lock(self.name, run_id, self._decided(trainer), self.data.facts, origin))
         _point_latest(self.path)
 
     def _introduce(self, trainer: Trainer, monitor: Monitor) -> None:
@@ -153,9 +154,13 @@ class OneRun:
             device=self.resolved.machine.name,
             overrides=self.overrides,
         )
+        price = price_of(self.resolved.recipe.monitor.price_per_hour)
+        monitor.emit("plan", **self._decided(trainer).plan_event(price=price))
+
+    def _decided(self, trainer: Trainer) -> Resolved:
+        """With what was measured while the model was built."""
         measured = [Choice(*choice) for choice in trainer.objective.choices()]
-        plan = replace(self.resolved, choices=[*self.resolved.choices, *measured])
-        monitor.emit("plan", **plan.plan_event(price=price_of(self.resolved.recipe.monitor.price_per_hour)))
+        return replace(self.resolved, choices=[*self.resolved.choices, *measured])
 
 
 def refuse_run(path: Path) -> None:
