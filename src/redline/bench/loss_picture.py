@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from redline.bench.arms import BASELINE
 from redline.bench.passing import best_entries
 from redline.bench.style import ACCENT, FAINT, INK, SECOND, headed
+from redline.units import format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,8 +25,10 @@ def draw_time_to_loss(canvas: Figure, result: dict[str, Any]) -> None:
     tables = result["comparison"]
     canvas.set_size_inches(max(9.0, 6.2 * len(tables)), 4.6)
     panels = canvas.subplots(1, max(1, len(tables)), squeeze=False)[0]
+    several = len({table["data"]["fingerprint"] for table in tables}) > 1
     for ax, table in zip(panels, tables, strict=False):
-        _draw_table(ax, table, rows)
+        text = f", text of {format_count(table['data']['train_tokens'])} tokens" if several else ""
+        _draw_table(ax, table, rows, f"{table['budget_s']:g} s{text}")
     if not tables:
         for row in rows.values():
             _draw_curve(panels[0], row, _colour(row["arm"]), row["arm"])
@@ -38,7 +41,7 @@ def draw_time_to_loss(canvas: Figure, result: dict[str, Any]) -> None:
     headed(canvas, result, f"Time to loss on one {result['machine']['name']}")
 
 
-def _draw_table(ax: Axes, table: dict[str, Any], rows: dict[str, Row]) -> None:
+def _draw_table(ax: Axes, table: dict[str, Any], rows: dict[str, Row], budget: str) -> None:
     target, lowest = table["baseline"]["final_loss"], table["baseline"]["final_loss"]
     for entry in best_entries(table):
         colour, lowest = _colour(entry["arm"]), min(lowest, entry["final_loss"])
@@ -56,7 +59,7 @@ def _draw_table(ax: Axes, table: dict[str, Any], rows: dict[str, Row]) -> None:
             )
     ax.axhline(target, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
     ax.set_ylim(lowest - 0.1, target + max(1.0, _ABOVE * (target - lowest)))
-    ax.set_title(f"{table['budget_s']:g} s: {BASELINE} ends at {target:.3f}", loc="left", size=10.5, weight="bold")
+    ax.set_title(f"{budget}: {BASELINE} ends at {target:.3f}", loc="left", size=10.5, weight="bold")
 
 
 def _draw_curve(ax: Axes, row: Row, colour: str, label: str | None) -> None:
