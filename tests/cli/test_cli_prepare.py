@@ -91,10 +91,28 @@ def test_text_of_which_nothing_is_held_out_is_said_to_be(inside: Any, tmp_path: 
     none = inside("prepare", "same.jsonl", "--out", "b", "--tokenizer", "bytes", "--val-fraction", "0")
     assert "held out" not in none.out
     small = ("quickstart", "data.tokenizer=bytes", "data.seq_len=16", "train.device=cpu", "--dry-run")
-    assert "nothing of the text is held out" in inside("train", *small, "data.source=a").said
+    said = inside("train", *small, "data.source=a").said
+    assert "nothing of the text is held out" in said
+    assert "a larger --val-fraction to `redline prepare`" in said
+    assert "or a larger data.val_fraction" in inside("train", *small, "data.source=same.jsonl").said
     assert (
         "train.target_loss will not be reached" in inside("train", *small, "data.source=a", "train.target_loss=3").said
     )
+
+
+def test_what_only_text_obeys_is_said_to_do_nothing_for_tokens(inside: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text to learn from, " * 200)
+    assert inside("prepare", "a.txt", "--out", "a", "--tokenizer", "bytes").code == 0
+    small = ("quickstart", "data.tokenizer=bytes", "data.seq_len=16", "train.device=cpu")
+    asked = ("data.dedup=true", "data.val_fraction=0.2")
+    for command in (("train", *small, "--dry-run"), ("plan", *small)):
+        answers = [inside(*command, f"data.source={source}", *asked) for source in ("a", "a.txt")]
+        tokens, text = (answer.out + answer.said for answer in answers)
+        assert "data.dedup does nothing: the source holds tokens" in tokens
+        assert "data.val_fraction does nothing" in tokens
+        assert "data.text_key" not in tokens
+        assert "does nothing" not in text
+    assert "does nothing" not in inside("plan", *small, "data.source=a").out
 
 
 def test_sizes_of_a_tokenizer_are_numbers_and_its_file_lies_beside_the_tokens(inside: Any, tmp_path: Path) -> None:

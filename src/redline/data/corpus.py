@@ -64,7 +64,8 @@ def open_corpus(data: Data, *, for_evaluation: bool = False, progress: ProgressC
         return _open_stream(data, reading, progress)
     opened = _open_parts([part.source for part in data.parts], data.tokenizer, reading, progress)
     tokens = opened[0] if len(opened) == 1 else _joined(data.parts, opened)
-    return Corpus(tokens, facts_of(tokens), data.parts, tuple(len(part.train) for part in opened))
+    facts = replace(facts_of(tokens), made=all(_holds_tokens(part.source) for part in data.parts))
+    return Corpus(tokens, facts, data.parts, tuple(len(part.train) for part in opened))
 
 
 def facts_of(tokens: TokenData) -> DataFacts:

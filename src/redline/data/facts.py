@@ -51,6 +51,7 @@ def expected_facts(data: Data, base_vocabulary: int = 0) -> DataFacts:
         tokenizer=data.tokenizer,
         tokenizer_fingerprint="",
         estimated=any(part.estimated for part in found),
+        made=all(part.made for part in found),
     )
 
 
@@ -83,15 +84,20 @@ def _part(source: str, data: Data, vocab_size: int) -> DataFacts:
         return _problems(source, data, vocab_size)
     if source != EMBEDDED and not _exists(path):
         return _estimate(data, vocab_size, 0.0, 0)
-    if source != EMBEDDED and path.suffix == ".bin":
-        return _raw(path, path.with_name("val.bin") if path.name == "train.bin" else None, data, vocab_size)
-    if source != EMBEDDED and (path / "train.bin").is_file():
-        return _raw(path / "train.bin", path / "val.bin", data, vocab_size)
     if source != EMBEDDED and holds_tokens(path):
-        return _described(path) or _estimate(data, vocab_size, 0.0, 0)
+        return replace(_made(path, data, vocab_size), made=True)
     if dataset_id(source) is None and (ready := _described(_cached(source, data))):
         return ready
     return _estimate(data, vocab_size, *_text_bytes(source, path))
+
+
+def _made(path: Path, data: Data, vocab_size: int) -> DataFacts:
+    """Of tokens that lie there."""
+    if path.suffix == ".bin":
+        return _raw(path, path.with_name("val.bin") if path.name == "train.bin" else None, data, vocab_size)
+    if (path / "train.bin").is_file():
+        return _raw(path / "train.bin", path / "val.bin", data, vocab_size)
+    return _described(path) or _estimate(data, vocab_size, 0.0, 0)
 
 
 def _problems(source: str, data: Data, vocab_size: int) -> DataFacts:
