@@ -104,6 +104,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     "many, rate 1.2e-2": (*MANY, "train.lr=1.2e-2"),
     "many, rate 1.2e-2, muon 0.01": (*MANY, "train.lr=1.2e-2", "train.muon_lr=0.01"),
     "many, falling from the start": (*MANY, "train.decay_fraction=1.0"),
+    "many, betas 0.9, 0.99": (*MANY, "train.betas=[0.9,0.99]"),
+    "many, rate 1.2e-2, betas 0.9, 0.99": (*MANY, "train.lr=1.2e-2", "train.betas=[0.9,0.99]"),
     **{f"guides{', ' if name else ''}{name}": (*GUIDES, *words) for name, words in AROUND_THE_GUIDES.items()},
     **{f"race{', ' if name else ''}{name}": (*RACE, *words) for name, words in AROUND_THE_RACE.items()},
 }

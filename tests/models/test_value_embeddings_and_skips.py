@@ -113,6 +113,23 @@ def test_the_plan_counts_them() -> None:
     assert after_work.update - before_work.update == 32 * added
 
 
+@pytest.mark.parametrize("part", [{"value_embeddings": 2}, {"skips": "x0"}, {"skips": "unet"}], ids=str)
+def test_the_plan_counts_what_each_keeps_and_moves(part: dict[str, Any]) -> None:
+    options: Any = {"optimizer": "adamw", "ema": False, "checkpointing": "none", "bytes_per_value": 2}
+    shapes = (SHAPE, replace(SHAPE, **part))
+    before, after = (training_memory(shape, tokens=1000, **options).activations for shape in shapes)
+    assert after > before
+    before, after = (decoder_work(shape, 64, **options).moved_least for shape in shapes)
+    assert after > before
+
+
+def test_muon_is_not_for_tables(world: Any, tmp_path: Path) -> None:
+    trainer = world.run(tmp_path / "run", *PARTS, "train.steps=1")
+    roles = {name: group.role for group in trainer.objective.param_groups() for name in group.parameters}
+    assert {role for name, role in roles.items() if "embedding" in name} == {"embedding"}
+    assert roles["skip_weights"] == "scalar"
+
+
 @pytest.mark.parametrize("skips", ["x0", "unet"])
 def test_a_resumed_run_is_the_same_to_the_bit(world: Any, tmp_path: Path, tensors_of: Any, skips: str) -> None:
     keys = (*PARTS, f"model.skips={skips}", "train.steps=8")

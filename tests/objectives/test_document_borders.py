@@ -24,7 +24,7 @@ def objective(*, kernels: str = "fused", compiled: bool = True, graph: bool = Fa
         train=SimpleNamespace(compile=compiled, graph=graph), model=SimpleNamespace(kernels=kernels, dropout=0.0)
     )
     made.attention = SimpleNamespace(varlen=True, backend="flash")  # type: ignore[assignment]
-    made.mask = MaskSpec(documents=True)
+    made.mask, made.device = MaskSpec(documents=True), torch.device("cuda")
     return made
 
 
@@ -66,6 +66,12 @@ def test_a_recorded_step_meets_one_size_alone() -> None:
     batches = [laid_out(made, rows(lengths)) for lengths in ([[128]], [[1] * 128], [[64, 64]])]
     assert {tuple(batch["borders"].shape) for batch in batches} == {(256,)}
     assert not any("longest" in batch for batch in batches)
+
+
+def test_without_a_gpu_none_is_recorded() -> None:
+    made = objective(graph=True)
+    made.device = torch.device("cpu")
+    assert not made.recorded
 
 
 def test_a_size_stays_on_the_host() -> None:

@@ -217,6 +217,7 @@ def test_names_of_recipes(tmp_path: Path) -> None:
         (("model.kv_heads=2",), "model.heads", "is missing beside model.kv_heads"),
         (("model.d_model=90", "model.heads=6"), "model.head_dim", "odd"),
         (("model.head_dim=33",), "model.head_dim", "odd"),
+        (("model.layers=1", "model.skips=unet"), "model.skips", "does nothing to one layer"),
         (("train.hours=null", "train.epochs=null"), "train.steps", "when to stop"),
         (("train.global_batch=32", "train.micro_batch=5"), "train.micro_batch", "divisor"),
         (("train.global_batch=33", "train.micro_batch=4", "train.accumulation=4"), "train.global_batch", "any two"),
@@ -224,6 +225,16 @@ def test_names_of_recipes(tmp_path: Path) -> None:
 )
 def test_contradictions(overrides: tuple[str, ...], key: str, says: str) -> None:
     assert says in problems("quickstart", *overrides)[key]
+
+
+@pytest.mark.parametrize("key", ["softcap=15", "init=zero", "embedding_std=0.1", "skips=x0", "value_embeddings=1"])
+def test_what_no_base_has(key: str) -> None:
+    assert "is nothing that a base has" in problems("qlora-8b", f"model.{key}")[f"model.{key.partition('=')[0]}"]
+
+
+def test_whether_a_base_has_a_head_of_its_own_is_for_the_base_to_say() -> None:
+    assert load("qlora-8b", ["train.head_lr=1e-3"]).recipe.train.head_lr == 1e-3
+    assert "does nothing" in problems("pretrain-350m", "train.head_lr=1e-3")["train.head_lr"]
 
 
 def test_a_size_that_would_say_nothing_is_refused() -> None:

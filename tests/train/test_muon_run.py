@@ -71,11 +71,22 @@ def test_the_momentum_follows_the_steps_of_the_whole_run(
         "train.embedding_lr=auto",
         "train.scalar_lr=auto",
         "model.init=gpt2",
+        "model.embedding_std=0.1",
+        "model.softcap=1",
+        "train.decay_fraction=0.9",
     ],
 )
 def test_every_key_changes_the_run(world: Any, tmp_path: Path, change: str) -> None:
     for name, overrides in {"a": (), "b": (change,)}.items():
-        world.run(tmp_path / name, *ALL, "train.steps=4", "train.ema=null", *overrides)
+        world.run(tmp_path / name, *ALL, "train.schedule=wsd", "train.steps=4", "train.ema=null", *overrides)
+    assert losses(tmp_path / "a") != losses(tmp_path / "b")
+
+
+@pytest.mark.parametrize("change", ["model.init=zero", "model.embedding_std=0.1", "model.softcap=1"])
+def test_and_that_of_a_denoiser(world: Any, tmp_path: Path, change: str) -> None:
+    blocks = ("objective=block_diffusion", "block_diffusion.block_size=8", "data.pack=false", "train.steps=2")
+    for name, overrides in {"a": (), "b": (change,)}.items():
+        world.run(tmp_path / name, *blocks, *overrides)
     assert losses(tmp_path / "a") != losses(tmp_path / "b")
 
 

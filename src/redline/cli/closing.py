@@ -43,6 +43,7 @@ def _say(path: Path, outcome: Outcome, recipe: Recipe) -> None:
 
 
 def _next_commands(path: Path, recipe: Recipe) -> list[str]:
+    from redline.models.llama import inexact
     from redline.objectives import objective_module
 
     module = objective_module(recipe.objective)
@@ -50,7 +51,7 @@ def _next_commands(path: Path, recipe: Recipe) -> list[str]:
     prompt = recipe.eval.prompt or ("a question" if answers else "import ")
     run, best, model = (shlex.quote(str(word)) for word in (path, _best(path), f"{path.resolve().name}-model"))
     commands = [f"redline sample {run} --prompt {shlex.quote(prompt)}", f"redline eval {best}{answers}"]
-    if hasattr(module, "export"):
+    if hasattr(module, "export") and (recipe.model.base is not None or not inexact(recipe.model)):
         commands.append(f"redline export {run} --out {model}")
     return commands
 

@@ -98,7 +98,7 @@ class Costs(DecoderCosts):
         causal = matmuls + 6.0 * attention
         if checkpointing != "full":
             return FlopsPerToken(matmuls + 12.0 * attention, causal, causal, FORMULA, FORMULA_CAUSAL)
-        again = 2.0 * (base - shape.head_parameters + added) + 2.0 * attention
+        again = 2.0 * (shape.layers * shape.layer_recomputed_parameters + added) + 2.0 * attention
         return FlopsPerToken(matmuls + 12.0 * attention, causal, causal + again, FORMULA, FORMULA_RECOMPUTED)
 
     def certain(self, shape: DecoderShape) -> tuple[float, float]:
@@ -133,13 +133,13 @@ class Costs(DecoderCosts):
             return whole
         added, wide = self.adapter.parameters(shape), how["bytes_per_value"]
         again = how["checkpointing"] == "full"
-        blocks = shape.layers * shape.layer_matmul_parameters
+        run_again = shape.layers * shape.layer_recomputed_parameters + added
         per_update = whole.update * added / shape.parameters  # every parameter of an optimizer costs alike
         kept = self.adapter.kept_values() * shape.layers * wide
         return replace(
             whole,
             matmul=4.0 * shape.matmul_parameters + 6.0 * added,
-            recomputed=2.0 * (blocks + added) if again else 0.0,
+            recomputed=2.0 * run_again if again else 0.0,
             moved_least=whole.moved_least + 2 * kept,
             moved=whole.moved + 3 * kept + self.adapter.moved_values(shape) * shape.layers * wide,
             update=per_update,

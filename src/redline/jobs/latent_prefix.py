@@ -212,7 +212,8 @@ class Costs(DecoderCosts):
             pairs = one.layers * one.d_attention * seq_len**2
             useful += 4.0 * (blocks + head) + 12.0 * pairs
             causal += 4.0 * (blocks + head) + 6.0 * pairs
-            again += 2.0 * blocks + 2.0 * pairs if checkpointing == "full" else 0.0
+            recomputed = one.layers * one.layer_recomputed_parameters * seq_len
+            again += 2.0 * recomputed + 2.0 * pairs if checkpointing == "full" else 0.0
         return FlopsPerToken(useful / seq_len, causal / seq_len, (causal + again) / seq_len, FORMULA, FORMULA_CAUSAL)
 
     def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:

@@ -236,6 +236,9 @@ class _OwnBlock(torch.autograd.Function):
         return g_q.to(q.dtype), g_k.to(k.dtype), g_v.to(v.dtype), (g * share).to(found.dtype), g_lse[..., 0]
 
 
+_FUSED_CPU = "torch's fused CPU kernel"
+
+
 @dataclass(frozen=True)
 class Selection:
     backend: str
@@ -248,7 +251,8 @@ def candidates(spec: MaskSpec, device: str, dtype: torch.dtype, head_dim: int) -
     if device == "cpu":
         gpu = "needs a GPU"
         flex = "has no backward on a CPU"
-        return {"cudnn": gpu, "flash": "", "efficient": gpu, "flex": flex, "split": unsplit, "dense": ""}
+        pairs = "" if head_dim > 2 else "needs head_dim above 2"  # torch's finds the rotated ones in another order
+        return {"cudnn": gpu, "flash": pairs, "efficient": gpu, "flex": flex, "split": unsplit, "dense": ""}
     half = dtype in (torch.bfloat16, torch.float16)
     wants_half = "" if half else "needs bf16 or fp16"
     size = "" if head_dim % 8 == 0 and head_dim <= 256 else "needs head_dim a multiple of 8, at most 256"
@@ -273,7 +277,7 @@ def select(asked: str, spec: MaskSpec, *, device: str, dtype: torch.dtype, shape
             raise UserError(f"{asked} {able[asked]}.", where="model.attention", fix=f"Use auto, or one of {working}.")
         return Selection(asked, "as asked")
     if device == "cpu":
-        return Selection("flash", "torch's fused CPU kernel")
+        return Selection("dense", f"flash: {why}") if (why := able["flash"]) else Selection("flash", _FUSED_CPU)
     able_here = [name for name in BACKENDS if name != "dense" and not able[name]]
     ranking = _recall_ranking(able_here, spec, dtype, shape) or _measure_ranking(able_here, spec, dtype, shape)
     failed = {**{name: why for name, why in able.items() if why}, **ranking.failed}

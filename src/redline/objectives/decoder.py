@@ -85,7 +85,7 @@ class DecoderObjective(Objective):
     @property
     def recorded(self) -> bool:
         """Whether all batches must be laid out alike."""
-        return self.recipe.train.graph and self.replayable
+        return self.recipe.train.graph and self.replayable and self.device.type == "cuda"
 
     def choices(self) -> list[tuple[str, Any, str]]:
         assert self.selection is not None

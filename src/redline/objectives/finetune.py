@@ -16,13 +16,14 @@ from redline.data.answers import DROP, AnswerData, load_answers
 from redline.data.packed import Members, PackedSplit, packed
 from redline.data.progress import ProgressCallback
 from redline.data.template import ANSWERS, ChatTokenizer, load_chat_tokenizer
-from redline.errors import Problem, RecipeError
+from redline.errors import Problem, RecipeError, UserError
 from redline.fields import AUTO
 from redline.jobs.finetune import adapter_of
 from redline.kernels.cross_entropy import IGNORE
 from redline.metrics.likelihood import perplexity
 from redline.models.adapted import fill_frozen, random_tensors
 from redline.models.generate import answer_each, generate
+from redline.models.llama import inexact
 from redline.models.pretrained import Base, load_base, open_base
 from redline.objectives.base import Answered, Asked, Batch, OnBase, Sample, Sampling
 from redline.objectives.decoder import scored_alone
@@ -62,6 +63,9 @@ def complete(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
     if recipe.data.seq_len > base.context:
         what = f"{recipe.data.seq_len} is longer than the {base.context} that {base.source} was made for."
         raise RecipeError("recipe", [Problem("data.seq_len", what, f"Use at most {base.context}.")])
+    if base.model["tied"] and recipe.train.head_lr not in (AUTO, recipe.train.embedding_lr):
+        what = "does nothing: the head of this base is its embedding."
+        raise RecipeError("recipe", [Problem("train.head_lr", what, "Use train.embedding_lr.")])
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={**base.model, "size": None})})
 
 
@@ -298,6 +302,8 @@ def can_answer(recipe: Recipe) -> bool:
 def export(recipe: Recipe, tensors: dict[str, Tensor], **_: Any) -> OnBase:
     """What there is to write; with the base it becomes an adapter's folder or a whole model's."""
     options: Any = recipe.finetune  # type: ignore[attr-defined]
+    if recipe.model.softcap is not None:
+        raise UserError(" ".join(problem.line() for problem in inexact(recipe.model)))
     return OnBase(
         base=str(recipe.model.base),
         method=options.method,

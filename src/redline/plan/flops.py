@@ -15,7 +15,7 @@ from redline.plan.shapes import DecoderShape
 
 FORMULA = "6·N_matmul + 12·L·d·T"
 FORMULA_CAUSAL = "6·N_matmul + 6·L·d·T"
-FORMULA_RECOMPUTED = "6·N_matmul + 6·L·d·T + 2·N_layers + 2·L·d·T"
+FORMULA_RECOMPUTED = "6·N_matmul + 6·L·d·T + 2·(N_layers − N_down) + 2·L·d·T"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def decoder_flops(shape: DecoderShape, seq_len: int, checkpointing: str = "none"
     causal = 6.0 * shape.matmul_parameters + 6.0 * attention
     if checkpointing != "full":
         return FlopsPerToken(useful, causal, causal)
-    again = 2.0 * shape.layers * shape.layer_matmul_parameters + 2.0 * attention
+    again = 2.0 * shape.layers * shape.layer_recomputed_parameters + 2.0 * attention
     return FlopsPerToken(useful, causal, causal + again, formula_executed=FORMULA_RECOMPUTED)
 
 
@@ -63,10 +63,20 @@ def layout_flops(shape: DecoderShape, layout: Layout, hidden: float, checkpointi
     most, mean = layout_passes(layout), layout_passes(layout, hidden)
     blocks = 6.0 * most.read * trunk + 12.0 * most.seen * attention
     useful, exact = (blocks + 6.0 * passes.scored * shape.head_parameters for passes in (most, mean))
-    if checkpointing != "full":
-        return FlopsPerToken(useful, exact, exact, _formula(most), _formula(mean))
-    again = f" + {2 * mean.read:.3g}·N_trunk + 4·L·d·{mean.seen:.5g}"
-    return FlopsPerToken(useful, exact, exact + blocks / 3, _formula(most), _formula(mean) + again)
+    again, told = 0.0, ""
+    if checkpointing == "full":
+        again += 2.0 * most.read * shape.layers * shape.layer_recomputed_parameters
+        told += f" + {2 * most.read:.3g}·(N_trunk − N_down)"
+    if attends_again(checkpointing, most.mask):
+        again += 4.0 * most.seen * attention
+        told += f" + 4·L·d·{most.seen:.5g}"
+    return FlopsPerToken(useful, exact, exact + again, _formula(most), _formula(mean) + told)
+
+
+def attends_again(checkpointing: str, mask: str) -> bool:
+    """Whether the backward runs attention's forward once more: `selective` keeps what it makes where that is one
+    operation of torch, as it is under a causal mask."""
+    return checkpointing == "full" or (checkpointing == "selective" and mask == "blocks")
 
 
 def _formula(passes: Passes) -> str:

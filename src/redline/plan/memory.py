@@ -154,7 +154,12 @@ def training_memory(
         kernels=kernels,
         scored=scored,
     )
-    gradients = shape.parameters if accumulates or not kernels.gpu else shape.head_parameters
+    gradients = shape.parameters
+    if kernels.gpu and not accumulates:
+        if 4.0 * (shape.parameters - shape.head_parameters) > activations + logits:
+            activations = logits = 0.0  # most is held at the update: all gradients, and nothing that passed
+        else:
+            gradients = shape.head_parameters
     return MemoryParts(
         weights=4.0 * shape.parameters * (2 if ema else 1),
         gradients=4.0 * gradients,

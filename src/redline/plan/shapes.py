@@ -76,6 +76,11 @@ class DecoderShape:
         return attention + self.d_model * self.d_up + self.d_ff * self.d_model
 
     @property
+    def layer_recomputed_parameters(self) -> int:
+        """Of a layer that is run again for its backward: no gradient asks for what `down` makes, and it is left out."""
+        return self.layer_matmul_parameters - self.d_ff * self.d_model
+
+    @property
     def head_parameters(self) -> int:
         return self.vocab * self.d_model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from redline.plan.flops import Passes, causal_passes
+from redline.plan.flops import Passes, attends_again, causal_passes
 from redline.plan.memory import LOW_BIT, MUON, Kernels, activation_bytes_per_token
 from redline.plan.shapes import DecoderShape
 
@@ -64,8 +64,8 @@ def decoder_work(
     return Work(
         matmul=layer_matmul + 6.0 * passes.scored * shape.head_parameters,
         attention=attention,
-        recomputed=layer_matmul / 3 if again else 0.0,
-        attention_again=attention / 3 if again else 0.0,
+        recomputed=2.0 * passes.read * layers * shape.layer_recomputed_parameters if again else 0.0,
+        attention_again=attention / 3 if attends_again(checkpointing, passes.mask) else 0.0,
         touched=float(passes.read * layers * shape.d_attention * bytes_per_value),
         moved_least=_least_traffic(shape, bytes_per_value, passes),
         moved=traffic * kept + recompute_traffic + beside if fused is None else fused,

@@ -28,8 +28,21 @@ def contradictions(recipe: Recipe) -> list[Problem]:
     return [*found, *_optimizer(recipe), *job(recipe.objective).problems(recipe)]
 
 
-def idle_size(model: Model) -> list[Problem]:
-    """Beside a whole shape a size says nothing. In a lock it stands beside what it filled in: not asked there."""
+def idle(model: Model) -> list[Problem]:
+    """What a person wrote to no effect. A lock has what a plan filled in, too: not asked there."""
+    return [*_idle_size(model), *_idle_beside_a_base(model)]
+
+
+def _idle_beside_a_base(model: Model) -> list[Problem]:
+    if model.base is None:
+        return []
+    plain = Model()
+    keys = [key for key in ("softcap", "init", "embedding_std") if getattr(model, key) != getattr(plain, key)]
+    return [Problem(f"model.{key}", "is nothing that a base has.", "Leave it out.") for key in keys]
+
+
+def _idle_size(model: Model) -> list[Problem]:
+    """Beside a whole shape a size says nothing."""
     sized = dict(zip(("layers", "d_model", "heads", "d_ff"), SIZES.get(model.size or "", ()), strict=False))
     given = {key: getattr(model, key) for key in sized}
     if AUTO in given.values() or given == sized:
@@ -75,12 +88,15 @@ def _model(model: Model) -> list[Problem]:
         problems.append(Problem("model.head_dim", f"{width} is odd; rotary embeddings need pairs."))
     layers = number(model.layers) or sized.get("layers") or min(size[0] for size in SIZES.values())
     if model.base is not None:
-        idle = {"model.value_embeddings": model.value_embeddings > 0, "model.skips": model.skips != "none"}
-        problems += [Problem(key, "is nothing that a base has.", "Leave it out.") for key, on in idle.items() if on]
+        parts = {"model.value_embeddings": model.value_embeddings > 0, "model.skips": model.skips != "none"}
+        problems += [Problem(key, "is nothing that a base has.", "Leave it out.") for key, on in parts.items() if on]
     if layers > MOST_LAYERS:
         problems.append(Problem("model.layers", f"are too many; {MOST_LAYERS:,} is the most."))
     wide = {key: most for key, most in _WIDEST.items() if (number(getattr(model, key)) or 0) > most}
     problems += [Problem(f"model.{key}", f"is too large; {most:,} is the most.") for key, most in wide.items()]
+    if model.skips != "none" and number(model.layers) == 1:
+        fix = "Leave it out, or use more model.layers."
+        problems.append(Problem("model.skips", f"{model.skips} does nothing to one layer.", fix))
     if 2 * model.value_embeddings > layers:
         what = f"{model.value_embeddings} is more than half of {layers} layers: each table serves two of them."
         problems.append(Problem("model.value_embeddings", what, f"Use at most {layers // 2}, or more model.layers."))
@@ -116,7 +132,8 @@ def _optimizer(recipe: Recipe) -> list[Problem]:
     elif train.cautious and not train.weight_decay:
         fix = "Take it away, or give train.weight_decay."
         problems.append(Problem("train.cautious", "is about weight decay, and train.weight_decay is 0.", fix))
-    if recipe.model.tied and number(train.head_lr) not in (None, train.embedding_lr):
+    own = recipe.model.base is None  # whether a base's head is its embedding is for the base to say
+    if own and recipe.model.tied and number(train.head_lr) not in (None, train.embedding_lr):
         fix = "Use train.embedding_lr, or model.tied=false."
         problems.append(Problem("train.head_lr", "does nothing while model.tied=true: the head is the embedding.", fix))
     return problems

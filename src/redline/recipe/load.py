@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from redline.errors import Problem, RecipeError, UsageError, did_you_mean
 from redline.jobs import JOBS, job
 from redline.recipe.aliases import ALIASES, canonical
-from redline.recipe.checks import contradictions, idle_size
+from redline.recipe.checks import contradictions, idle
 from redline.recipe.presets import with_preset
 from redline.recipe.schema import Recipe, recipe_class
 
@@ -266,7 +266,7 @@ def validate(tree: dict[str, Any], *, where: str, problems: Sequence[Problem] = 
     except ValidationError as error:
         every = (_problem(e, schema, hint=n < _HINTS) for n, e in enumerate(error.errors()))
         raise RecipeError(where, [*found, *every]) from None
-    found += [*contradictions(recipe), *(idle_size(recipe.model) if written else ())]
+    found += [*contradictions(recipe), *(idle(recipe.model) if written else ())]
     if found:
         raise RecipeError(where, found)
     return recipe
