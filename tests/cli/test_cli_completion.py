@@ -89,6 +89,11 @@ def test_the_shell_itself_completes(place: Path, shell: str) -> None:
     assert done.stdout.splitlines() == ["report", "train.steps=", "first latest second"], done.stderr
 
 
+def test_nothing_is_no_line(inside: Any) -> None:
+    """bash would take an empty one for the only word there is, and complete no file."""
+    assert inside("completion", "words", "--", "train", "no-such-recip").out == ""
+
+
 def test_an_unknown_shell_is_refused(inside: Any) -> None:
     answer = inside("completion", "powershell")
     assert answer.code == 2

@@ -50,6 +50,20 @@ def test_two_processes(words: list[str], world: Any, tmp_path: Path) -> None:
     assert planned.returncode == 0, planned.stderr
 
 
+def test_ranks_that_torchrun_starts_share_a_run(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has named it to them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    port = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1")
+    command = [sys.executable, "-m", "torch.distributed.run", *port, "--nproc-per-node=2", "-m", "redline", "train"]
+    done = subprocess.run([*command, *words, "parallel=fsdp"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len([path for path in (tmp_path / "runs").iterdir() if not path.is_symlink()]) == 1
+    assert (tmp_path / "runs/latest/checkpoints/step-00000004").is_dir()
+
+
 def test_what_is_missing_is_named_before_ranks_begin(words: list[str], tmp_path: Path) -> None:
     if find_spec("wandb"):
         pytest.skip("it is there")

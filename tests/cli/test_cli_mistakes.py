@@ -257,6 +257,28 @@ def test_letters_that_a_terminal_does_not_have(words: tuple[str, ...], tmp_path:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_streams_that_were_closed(closed: tuple[int, ...], recipe: str, tmp_path: Path) -> None:
+    def close() -> None:
+        for number in closed:
+            os.close(number)
+
+    command = [sys.executable, "-m", "redline", "train", recipe, "--run", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, preexec_fn=close)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/report.html").exists()
+
+
+@pytest.mark.parametrize("words", [("doctor",), ("plan", "quickstart", "data.source=~no-such-user/x")], ids=" ".join)
+def test_no_home_and_no_folder_are_sentences(words: tuple[str, ...], inside: Any, tmp_path: Path) -> None:
+    command = f'mkdir gone; cd gone; rmdir ../gone; "{sys.executable}" -m redline "$@"'
+    done = subprocess.run(["sh", "-c", command, "sh", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "the folder that this was called in is gone" in done.stderr
+    assert "Traceback" not in done.stderr
+    if words[0] == "plan":
+        assert "write paths without ~" in inside(*words, cwd=tmp_path).said
+
+
 def test_a_kernel_that_cannot_run_here_leaves_no_directory(inside: Any, tmp_path: Path) -> None:
     answer = inside("train", "quickstart", "model.attention=cudnn", "train.device=cpu", "--run", str(tmp_path / "run"))
     assert answer.code == 1

@@ -173,6 +173,12 @@ def test_commas_within_brackets_belong_to_the_value() -> None:
     assert names == ["1-a.seed=1_b.seed=..-2"]
 
 
+def test_commas_within_quotes_do_too_and_an_apostrophe_is_no_quote() -> None:
+    values = {"'a, b','c'": ["'a, b'", "'c'"], '"it\'s, so",x': ['"it\'s, so"', "x"], "don't,won't": ["don't", "won't"]}
+    for text, expected in values.items():
+        assert parse_axes([f"eval.prompt={text}"], []) == {"eval.prompt": expected}
+
+
 def test_a_member_that_was_begun_goes_on(tmp_path: Path) -> None:
     sweep = Sweep("toy", ["train.steps=3"], {"train.lr": ["0.1"]})
     (member,) = sweep.members

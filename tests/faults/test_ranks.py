@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from redline.monitor.events import read_events
 from redline.train import supervise as watching
 from redline.train.checkpoint import committed_steps, newest_valid, read_state, verify
 from redline.train.pulse import FOLDER, read_pulses
+from redline.train.ranks import join
 from redline.train.supervise import RECOVERY, SUPERVISED, supervise
 from several import Fork, free_port, rank_environment
 
@@ -156,6 +158,27 @@ def test_a_killed_rank_is_recovered_from(supervised: Supervised, whole: list[flo
     assert [e["resumed_from"] for e in supervised.events("start")] in ([None, 6], [None, 3])  # 6 may be on its way yet
     assert ["lost rank 1" in e["message"] for e in supervised.events("recovery")] == [True]
     assert supervised.losses() == pytest.approx(whole, abs=1e-5)
+
+
+@pytest.mark.parametrize(("doing", "hung"), [("step", [0]), ("saving", [0]), ("starting", [0]), ("preparing data", [])])
+def test_who_prepares_data_may_take_as_long_as_they_are(doing: str, hung: list[int]) -> None:
+    watch = watching.Watch(Mock(), Mock(), timeout=1.0)
+    now = time.monotonic()
+    watch.seen = {0: {"pid": os.getpid(), "doing": doing, "time": now, "since": now - 3600, "waiting": False}}
+    assert watch._hung() == hung
+    watch.seen[0]["time"] -= 60
+    assert watch._hung() == [0], "but it breathes"
+
+
+@pytest.mark.parametrize(("size", "here", "nodes"), [(4, 2, 2), (5, 2, 1), (6, 3, 2), (2, 0, 1)])
+def test_uneven_nodes_are_planned_for_as_one(size: int, here: int, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else ranks beyond their product would train on what is another's."""
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda **_: None)
+    monkeypatch.setattr("torch.distributed.new_group", lambda **_: None)
+    for name, value in {"RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": here}.items():
+        monkeypatch.setenv(name, str(value))
+    ranks = join("cpu", 10.0)
+    assert (ranks.nodes, ranks.size % ranks.nodes) == (nodes, 0)
 
 
 def test_a_stopped_rank_is_noticed_and_shows_its_stack(supervised: Supervised, whole: Any, tmp_path: Path) -> None:

@@ -294,6 +294,12 @@ def test_a_place_is_looked_at_and_left_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_in_the_way_of_a_place(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    assert gather.look_at("runs", tmp_path / "runs").lacks == ("write",)
+    assert gather.look_at("cache", tmp_path / "runs/redline").lacks == ("write",)
+
+
 @pytest.mark.parametrize("operation", ["fsync", "rename", "symlink", "write"])
 def test_a_file_system_that_lacks_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
     def refuse(*_: Any, **__: Any) -> None:

@@ -63,7 +63,8 @@ def completion(
       redline completion fish > ~/.config/fish/completions/redline.fish
     """
     if shell == _WORDS:
-        typer.echo("\n".join(candidates(typed or [""])))
+        for word in candidates(typed or [""]):  # an empty line would be one
+            typer.echo(word)
     else:
         typer.echo(_SCRIPTS[shell])
 

@@ -61,6 +61,8 @@ def _show(checks: list[Check]) -> None:
         typer.echo(counts)
         return
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    for overflow in ("ellipsis", "ellipsis", "fold"):
+        table.add_column(overflow=overflow)
     for check in checks:
         what = Text(check.detail)
         if check.fix:

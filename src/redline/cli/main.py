@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import traceback
+from pathlib import Path
 from types import FrameType
 
 import typer
@@ -83,6 +84,7 @@ app.command("completion")(completion.completion)
 
 
 def main() -> None:
+    _open_streams()
     # Threads that wait should spin for a moment, not for ever: see docs/decisions/0003-cpu-threads.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for plugins costs more than using none
@@ -90,6 +92,7 @@ def main() -> None:
         os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")  # else its help is coloured for a pipe in some CI
     _settle_streams_and_interrupts()
     try:
+        _refuse_nowhere()
         app()
     except UserError as error:
         sys.stderr.write(without_secrets(f"redline: {error.message()}\n"))
@@ -99,6 +102,24 @@ def main() -> None:
     except Exception as error:
         sys.stderr.write(without_secrets(_refused(error) or traceback.format_exc()))
         sys.exit(EXIT_FAILED)
+
+
+def _open_streams() -> None:
+    """Whoever closed one of the three wants to hear nothing there; else the next file that is opened would be it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def _refuse_nowhere() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError("the folder that this was called in is gone.", fix="Go to another: cd.") from None
 
 
 def _settle_streams_and_interrupts() -> None:
@@ -119,7 +140,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _refused(error: Exception) -> str | None:
-    """What the disk refuses. Anything else is a mistake of ours: all there is to know is shown, but for secrets."""
+    """What the disk refuses, and a home that is none. Anything else is a mistake of ours: all there is to know is
+    shown, but for secrets."""
+    if isinstance(error, RuntimeError) and str(error) == "Could not determine home directory.":
+        return "redline: nobody's home is known by that name, or by none: write paths without ~, or set HOME.\n"
     if not isinstance(error, OSError):
         return None
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

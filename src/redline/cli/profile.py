@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -135,6 +136,7 @@ def _profile(loaded: Loaded, steps: int, folder: Path) -> _Found:
     with PreparationBar() as bar:
         data = module.load_data(recipe, progress=bar)
     resolved = resolve(recipe, detect(recipe.train.device), data.facts)
+    resolved = replace(resolved, horizon_steps=SETTLE_STEPS + steps)  # no teacher reads for more
     objective = module.create(resolved, data)
     trace = folder / f"{loaded.name}.pt.trace.json.gz"
     with trainer_alone(resolved, objective, Silent()) as trainer:

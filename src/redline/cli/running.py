@@ -28,6 +28,7 @@ from redline.recipe.lock import locked_recipe, read_lock
 from redline.recipe.parallel import for_world
 from redline.recipe.resolve import Resolved, resolve
 from redline.recipe.schema import Recipe
+from redline.train.pulse import PREPARING, PULSE, STARTING
 from redline.train.signals import preempting
 from redline.units import format_count
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 def new_run(loaded: Loaded, directory: Path | None, overrides: list[str], *, dry_run: bool, gpus: int = 1) -> int:
     path = fresh_run(loaded, directory)
-    if directory is None and not dry_run:
+    if directory is None and not dry_run and os.environ.get("RANK", "0") == "0":
         path = _reserved(path, loaded.name)
     return _start(loaded, path, dry_run=dry_run, resumed=False, overrides=overrides, gpus=gpus)
 
@@ -105,6 +106,7 @@ def _start(loaded: Loaded, path: Path, *, dry_run: bool, resumed: bool, override
     with _preemptible() as leaving:
         environment(loaded.recipe)
         ranks = join_ranks(loaded.recipe)
+        path = Path(ranks.from_first(str(path)))
         console = Console() if ranks.first else Quiet()
         for note in loaded.notes if ranks.first else ():
             console.event({"type": "warning", "message": note})
@@ -168,7 +170,9 @@ def _plan(recipe: Recipe, console: View, ranks: Ranks, *, resumed: bool, gpus: i
     recipe = module.complete(recipe, lambda text: console.event({"type": "warmup", "message": text}))
     if not ranks.first:
         ranks.wait()  # the first prepares, and the others find it done
+    PULSE.at(PREPARING)
     data = module.load_data(recipe, progress=_Preparing(console) if isinstance(console, Console) else None)
+    PULSE.at(STARTING)
     if ranks.first:
         ranks.wait()
     for line in getattr(data, "told", ()):  # what became of its rows

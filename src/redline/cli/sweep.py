@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,6 +24,7 @@ from redline.monitor.comparison import Row, compare_run
 from redline.monitor.events import read_events
 from redline.monitor.runs import EVENTS, LOCK, SWEEP, run_status
 from redline.recipe.load import load
+from redline.train.signals import preempting
 from redline.units import format_count, format_seconds
 
 COMPARISON = "comparison.json"
@@ -79,10 +80,12 @@ def parse_axes(options: list[str], overrides: list[str]) -> dict[str, list[str]]
 
 
 def _split(text: str) -> list[str]:
-    values, depth = [""], 0
+    values, depth, quote = [""], 0, ""
     for character in text:
-        depth += (character in "[{") - (character in "]}")
-        if character == "," and not depth:
+        if character in "'\"" and (quote == character or not (quote or values[-1].strip())):
+            quote = "" if quote else character
+        depth += 0 if quote else (character in "[{") - (character in "]}")
+        if character == "," and not depth and not quote:
             values.append("")
         else:
             values[-1] += character
@@ -112,7 +115,8 @@ def run_sweep(sweep: Sweep, directory: Path, *, dry_run: bool = False) -> int:
             path = directory / member.name
             done = _finished(path)
             shown = "finished already" if done else f"→ {path}"
-            typer.echo(f"sweep  {number}/{len(members)}  {' '.join(member.overrides)}  {shown}", err=True)
+            with suppress(OSError):  # nobody reads on, as with a single run
+                typer.echo(f"sweep  {number}/{len(members)}  {' '.join(member.overrides)}  {shown}", err=True)
             if not done:
                 codes[member.name] = run(_command(sweep, member, path))
             if codes.get(member.name) in _LEAVING:
@@ -185,7 +189,7 @@ def _signals() -> Iterator[Callable[[list[str]], int]]:
                 return code if code >= 0 else EXIT_FAILED
         return EXIT_INTERRUPTED if asked[0] == signal.SIGINT else EXIT_PREEMPTED
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    numbers = (signal.SIGINT, *preempting())
     previous = {number: signal.signal(number, forward) for number in numbers}
     try:
         yield run

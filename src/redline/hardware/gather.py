@@ -161,9 +161,11 @@ def free_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
 def look_at(purpose: str, path: Path) -> Place:
     """Free space, and whether files can be written, synced, renamed and linked where `path` is or will be."""
     path = path.absolute()
-    existing = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    places = (path, *path.parents)
+    existing = next(folder for folder in places if folder.is_dir())
     free = nvml.attempt(lambda: shutil.disk_usage(existing).free)
-    return Place(purpose, str(path), free, tuple(_lacks(existing)))
+    barred = any(os.path.lexists(place) for place in places[: places.index(existing)])  # by a file, or a dead link
+    return Place(purpose, str(path), free, ("write",) if barred else tuple(_lacks(existing)))
 
 
 def _lacks(folder: Path) -> list[str]:

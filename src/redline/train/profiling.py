@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +16,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from redline.errors import UserError
 from redline.monitor.breakdown import Span, covered
 from redline.monitor.kernel_classes import UPDATE
 from redline.monitor.memory_history import MemoryHistory, memory_history
@@ -57,11 +61,25 @@ def profiled(trainer: Trainer, steps: int, trace: Path, told: Callable[[int], No
             with record_function(_STEPS):
                 waited = run(SETTLE_STEPS, steps)
             seconds = time.perf_counter() - begin
-    profiler.export_chrome_trace(str(trace))
+    _export(profiler, trace)
     events = list(profiler.events() or [])
     spans = _kernels(events) if gpu else _operators(events)
     busy = covered((s.start, s.end) for s in spans) if gpu else sum(s.end - s.start for s in spans)
     return Profiled(spans, steps, seconds, busy, waited)
+
+
+def _export(profiler: profile, trace: Path) -> None:
+    """Beside the trace, not where temporary files go, which torch would fill in silence."""
+    plain = trace.with_suffix("")
+    try:
+        profiler.export_chrome_trace(str(plain))
+        with open(plain, "rb") as whole, gzip.open(trace, "wb") as packed:
+            shutil.copyfileobj(whole, packed)
+            whole.seek(-min(16, whole.tell()), os.SEEK_END)
+            if not whole.read().rstrip().endswith(b"}"):  # torch does not say that a disk was full
+                raise UserError("the trace could not be written whole.", where=str(trace), fix="Free some disk.")
+    finally:
+        plain.unlink(missing_ok=True)
 
 
 def _named(name: str, work: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ FOLDER = "REDLINE_PULSE"  # names the folder; whoever starts the ranks sets it
 PARENT = "REDLINE_PARENT"  # and its own number: who is left behind should leave, too
 EVERY_S = 0.5
 STACK = signal.SIGUSR2
+STARTING, PREPARING = "starting", "preparing data"  # the second takes as long as there is text
 
 
 class Pulse:
@@ -28,7 +29,7 @@ class Pulse:
 
     def __init__(self) -> None:
         self._path: Path | None = None
-        self._facts: dict[str, Any] = {"doing": "starting", "step": None, "waiting": False, "since": time.monotonic()}
+        self._facts: dict[str, Any] = {"doing": STARTING, "step": None, "waiting": False, "since": time.monotonic()}
         self._lock = threading.Lock()
 
     def start(self, rank: int) -> None:
@@ -38,7 +39,7 @@ class Pulse:
             return
         faulthandler.register(STACK, file=2, all_threads=True, chain=False)
         self._path = Path(folder) / f"rank-{rank}.json"
-        self._facts |= {"pid": os.getpid(), "rank": rank, "doing": "starting", "step": None, "since": time.monotonic()}
+        self._facts |= {"pid": os.getpid(), "rank": rank, "doing": STARTING, "step": None, "since": time.monotonic()}
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def at(self, doing: str, step: int | None = None) -> None:

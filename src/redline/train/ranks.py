@@ -153,7 +153,8 @@ def join(device: str, timeout: float) -> Ranks:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         fix = "Look at MASTER_ADDR and MASTER_PORT; `redline doctor` looks at NCCL."
         raise LostRank(f"rank {rank} of {size} did not find the others ({reason[:200]}).", fix=fix) from None
-    return Ranks(rank, size, local, max(1, size // max(1, here)), joined=True, patient=patient)
+    nodes = 1 if here < 1 or size % here else size // here  # uneven ones are planned for as one
+    return Ranks(rank, size, local, nodes, joined=True, patient=patient)
 
 
 def _card(local: int, rank: int) -> int:

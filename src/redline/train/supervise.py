@@ -7,6 +7,7 @@ doubles, unless it gets no further.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -18,7 +19,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USAGE
-from redline.train.pulse import EVERY_S, STACK, read_pulses
+from redline.train.pulse import EVERY_S, PREPARING, STACK, read_pulses
 from redline.train.signals import preempting
 
 SUPERVISED = "REDLINE_SUPERVISED"  # set for a process that someone will begin again
@@ -120,7 +121,7 @@ class Watch:
         for rank, facts in self.seen.items():
             if "code" in facts or not _alive(facts["pid"]):
                 continue
-            limit = self.timeout if facts["doing"] == "step" else SLOW * self.timeout
+            limit = {"step": self.timeout, PREPARING: math.inf}.get(facts["doing"], SLOW * self.timeout)
             silent = now - facts["time"] > max(self.timeout, 4 * EVERY_S)
             if silent or (now - facts["since"] > limit and not facts["waiting"]):
                 found.append(rank)

@@ -310,6 +310,7 @@ class Trainer:
         places = {stem: self.parallel.places(tensors) for stem, tensors in files.items()}
         with self.throughput.paused():
             self.keeper.save(self.state.step, files, self._record(), self.state.best_step, places)
+            self.ranks.from_first(None)  # who has no part in it waits here, where that may take its time
 
     def _record(self) -> dict[str, Any]:
         plan = self.batch
