@@ -29,6 +29,14 @@ OF_ALL = {
     "checkpoint.every": (2, 3, 1000),
 }
 OF_TEXT = {"model.dropout": (0, 0.1), "data.pack": ("true", "false"), "model.qk_norm": ("true", "false")}
+OF_OWN_MODELS = {
+    "model.mlp": ("swiglu", "relu2"),
+    "model.tied": ("true", "false"),
+    "model.softcap": ("null", 15),
+    "model.skips": ("none", "x0", "unet"),
+    "model.value_embeddings": (0, 1),
+    "model.init": ("gpt2", "zero"),
+}
 JOBS: dict[str, tuple[str, ...]] = {
     "text": (),
     "blocks": ("objective=block_diffusion", "block_diffusion.block_size=8", "data.pack=false"),
@@ -52,7 +60,7 @@ JOBS: dict[str, tuple[str, ...]] = {
 
 def made_up(chance: random.Random, job: str) -> tuple[str, ...]:
     """A recipe of this job, with options drawn for it."""
-    drawn = OF_ALL | (OF_TEXT if job == "text" else {})
+    drawn = OF_ALL | (OF_TEXT if job == "text" else {}) | ({} if job in ("tuned", "latent") else OF_OWN_MODELS)
     options = {key: chance.choice(values) for key, values in drawn.items()}
     if job == "tuned":
         options |= {"train.global_batch": 4, "train.optimizer": "adamw", "model.lora.dropout": chance.choice((0, 0.1))}
