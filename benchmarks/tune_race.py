@@ -72,6 +72,15 @@ TRIALS: dict[str, Trial] = {
         )
         for muon, lr in (("0.02", "3e-3"), ("0.02", "1.2e-2"), ("0.01", "1.2e-2"), ("0.02", "2.4e-2"))
     },
+    **{
+        f"pretrain 0.01 1.2e-2 16, momentum 0.9, betas {first} {second}, a fifth of 8 minutes": pretrain(
+            *("0.01", "1.2e-2", 16, "model.embedding_std=0.005", "train.graph=true", "train.muon_momentum=0.9"),
+            f"train.betas=[{first},{second}]",
+            thousands=210,
+            seconds=96,
+        )
+        for first, second in ((0.9, 0.95), (0.9, 0.99), (0.8, 0.99))
+    },
     "pretrain 0.02 3e-3 8": pretrain("0.02", "3e-3", 8, "train.graph=true", thousands=190),
     "speedrun 12 × 768": speedrun("0.02", "6e-3", 32, 12, 768, thousands=700),
     "speedrun 8 × 768": speedrun("0.02", "6e-3", 32, 8, 768, thousands=900),
@@ -104,6 +113,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "Muon's rate 0.04": ("train.muon_lr=0.04",),
     "Muon's rate 0.01": ("train.muon_lr=0.01",),
     "the rest's rate 1.2e-2": ("train.lr=1.2e-2",),
+    "betas 0.8 and 0.99": ("train.betas=[0.8,0.99]",),
 }
 TRIALS |= {
     f"part: {name}": speedrun("0.02", "6e-3", 32, 8, 512, "train.decay_fraction=0.6", *words, thousands=600)
