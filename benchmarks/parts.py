@@ -77,6 +77,22 @@ AROUND_THE_RACE: dict[str, tuple[str, ...]] = {
     "hardly a warm-up": ("train.warmup_steps=5",),
     "falling over 0.8": ("train.decay_fraction=0.8",),
     "rate 2.4e-2": ("train.lr=2.4e-2",),
+    **{
+        f"betas 0.8, 0.99, {name}": ("train.betas=[0.8,0.99]", *words)
+        for name, words in {
+            "seed 1": ("train.seed=1",),
+            "no decay": ("train.weight_decay=0",),
+            "eps 1e-12": ("train.eps=1e-12",),
+            "muon 0.014": ("train.muon_lr=0.014",),
+            "rate 2.4e-2": ("train.lr=2.4e-2",),
+            "embedding 0.02": ("model.embedding_std=0.02",),
+            "momentum 0.85": ("train.muon_momentum=0.85",),
+            "falling over 0.7": ("train.decay_fraction=0.7",),
+            "clipped at 0.3": ("train.clip=0.3",),
+        }.items()
+    },
+    "betas 0.7, 0.99": ("train.betas=[0.7,0.99]",),
+    "betas 0.8, 0.998": ("train.betas=[0.8,0.998]",),
 }
 ARMS: dict[str, tuple[str, ...]] = {
     **{f"adamw {lr}": (f"train.lr={lr}",) for lr in ("1.5e-3", "3e-3", "6e-3")},
