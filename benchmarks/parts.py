@@ -93,6 +93,8 @@ AROUND_THE_RACE: dict[str, tuple[str, ...]] = {
     },
     "betas 0.7, 0.99": ("train.betas=[0.7,0.99]",),
     "betas 0.8, 0.998": ("train.betas=[0.8,0.998]",),
+    "betas 0.7, 0.998, no decay": ("train.betas=[0.7,0.998]", "train.weight_decay=0"),
+    "betas 0.7, 0.998, no decay, seed 1": ("train.betas=[0.7,0.998]", "train.weight_decay=0", "train.seed=1"),
 }
 ARMS: dict[str, tuple[str, ...]] = {
     **{f"adamw {lr}": (f"train.lr={lr}",) for lr in ("1.5e-3", "3e-3", "6e-3")},

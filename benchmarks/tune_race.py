@@ -4,8 +4,8 @@
     python benchmarks/tune_race.py OUT.json TOKENS_DIR --parts
 
 Several share the card, so that compiling hides behind training: seconds mean nothing here, losses do. The tokens of a
-trial are its arm's seconds times what `redline bench throughput` and the plan give for it. The baseline is tuned by the
-benchmark itself. Trials in OUT.json are not made again. Without a GPU the models are tiny: a look at the script.
+trial are its arm's seconds times what `redline bench throughput`, the plan or the race itself give for it. Trials in
+OUT.json are not made again. Without a GPU the models are tiny: a look at the script.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from runs import kept, looks, trained
 
-from redline.bench.arms import words_for
-from redline.bench.child import ChildError
+from redline.bench.arms import BASELINE, words_for
+from redline.bench.child import ChildError, ask
 from redline.bench.curve import LOOKS
 from redline.bench.setting import UNDISTURBED
 
@@ -59,7 +59,16 @@ def speedrun(muon_lr: str, lr: str, batch: int, layers: int, d_model: int, *more
     return Trial("speedrun-350m", 24_000 * thousands, batch, words)
 
 
+def baseline(lr: str, batch: int, *more: str, thousands: int) -> Trial:
+    """Two minutes of GPT-2 medium in nanoGPT's style."""
+    return Trial(BASELINE, 120_000 * thousands, batch, (f"train.lr={lr}", *more))
+
+
 TRIALS: dict[str, Trial] = {
+    "nanogpt 6e-4 16, a fifth of it warming up": baseline("6e-4", 16, "train.warmup_steps=280", thousands=192),
+    "nanogpt 1e-3 16, a fifth of it warming up": baseline("1e-3", 16, "train.warmup_steps=280", thousands=192),
+    "nanogpt 4e-4 8": baseline("4e-4", 8, thousands=176),
+    "nanogpt 6e-4 12": baseline("6e-4", 12, thousands=186),
     "pretrain 0.02 3e-3 32": pretrain("0.02", "3e-3", 32),
     "pretrain 0.01 3e-3 32": pretrain("0.01", "3e-3", 32),
     "pretrain 0.02 3e-3 16": pretrain("0.02", "3e-3", 16),
@@ -128,15 +137,28 @@ def asked_for(trial: Trial, source: str, share: float) -> dict[str, Any]:
     return {"words": words, "steps": trial.steps(share)}
 
 
-def tried(trial: Trial, words: list[str], steps: int) -> dict[str, Any]:
+Found = tuple[list[dict[str, Any]], dict[str, Any]]  # its evaluations, and the lock of its run
+
+
+def by_the_baseline(words: list[str], steps: int) -> Found:
+    """Its steps are those that fit into a budget: as many seconds as steps, of a second each."""
+    found = ask("redline.bench.nanogpt", {"words": words, "budget_s": steps, "step_ms": 1e3}, LIMIT_S)
+    return [{key: point[key] for key in ("step", "tokens", "loss")} for point in found["evaluations"]], found["lock"]
+
+
+def by_redline(arm: str, words: list[str], steps: int) -> Found:
     apart, warm_up = max(1, steps // LOOKS), max(1, steps // 20)
     last = (f"train.steps={steps}", f"train.warmup_steps={warm_up}", f"eval.every={apart}")
+    run = trained([arm, *UNDISTURBED, *words, *NO_OTHER_STOP, *last], LIMIT_S)
+    return looks(run), run.lock
+
+
+def tried(trial: Trial, words: list[str], steps: int) -> dict[str, Any]:
     try:
-        run = trained([trial.arm, *UNDISTURBED, *words, *NO_OTHER_STOP, *last], LIMIT_S)
+        curve, lock = by_the_baseline(words, steps) if trial.arm == BASELINE else by_redline(trial.arm, words, steps)
     except ChildError as error:
         return {"error": str(error)}  # to be tried again
-    curve = looks(run)
-    return {"loss": curve[-1]["loss"], "evaluations": curve, "words": words, "steps": steps, "lock": run.lock}
+    return {"loss": curve[-1]["loss"], "evaluations": curve, "words": words, "steps": steps, "lock": lock}
 
 
 def main() -> None:
