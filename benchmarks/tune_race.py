@@ -69,6 +69,16 @@ TRIALS: dict[str, Trial] = {
     "nanogpt 1e-3 16, a fifth of it warming up": baseline("1e-3", 16, "train.warmup_steps=280", thousands=192),
     "nanogpt 4e-4 8": baseline("4e-4", 8, thousands=176),
     "nanogpt 6e-4 12": baseline("6e-4", 12, thousands=186),
+    "nanogpt 6e-4 12, a fifth of it warming up": baseline("6e-4", 12, "train.warmup_steps=370", thousands=186),
+    **{
+        f"pretrain 0.01 1.2e-2 16, momentum 0.9, betas 0.7 0.998, no decay, {seconds} s": pretrain(
+            *("0.01", "1.2e-2", 16, "model.embedding_std=0.005", "train.graph=true", "train.muon_momentum=0.9"),
+            *("train.betas=[0.7,0.998]", "train.weight_decay=0"),
+            thousands=210,
+            seconds=seconds,
+        )
+        for seconds in (24, 96)
+    },
     "pretrain 0.02 3e-3 32": pretrain("0.02", "3e-3", 32),
     "pretrain 0.01 3e-3 32": pretrain("0.01", "3e-3", 32),
     "pretrain 0.02 3e-3 16": pretrain("0.02", "3e-3", 16),
