@@ -133,6 +133,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "Muon's rate 0.01": ("train.muon_lr=0.01",),
     "the rest's rate 1.2e-2": ("train.lr=1.2e-2",),
     "betas 0.8 and 0.99": ("train.betas=[0.8,0.99]",),
+    "betas 0.7 and 0.998, no decay": ("train.betas=[0.7,0.998]", "train.weight_decay=0"),
 }
 TRIALS |= {
     f"part: {name}": speedrun("0.02", "6e-3", 32, 8, 512, "train.decay_fraction=0.6", *words, thousands=600)

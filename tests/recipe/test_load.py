@@ -233,7 +233,8 @@ def test_what_no_base_has(key: str) -> None:
 
 
 def test_whether_a_base_has_a_head_of_its_own_is_for_the_base_to_say() -> None:
-    assert load("qlora-8b", ["train.head_lr=1e-3"]).recipe.train.head_lr == 1e-3
+    all_of_it = ("finetune.method=full", "model.lora=null", "train.head_lr=1e-3")
+    assert load("qlora-8b", all_of_it).recipe.train.head_lr == 1e-3
     assert "does nothing" in problems("pretrain-350m", "train.head_lr=1e-3")["train.head_lr"]
 
 

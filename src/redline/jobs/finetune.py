@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from redline.errors import Problem
-from redline.fields import MaybeText, Section, one_of
+from redline.fields import AUTO, MaybeText, Section, one_of
 from redline.jobs.causal_lm import Costs as DecoderCosts
 from redline.plan.adapters import Adapter, matrix_sides
 from redline.plan.flops import FlopsPerToken
@@ -53,8 +53,13 @@ def problems(recipe: Any) -> list[Problem]:
         what = "fine-tuning reads with its base's own tokenizer."
         found.append(Problem("data.tokenizer", what, "Leave it out, or write base."))
     if method == "full" and model.lora != type(model).model_fields["lora"].default:
-        fix = "Take it away, or use finetune.method=lora."
+        fix = "Take it away (model.lora=null), or use finetune.method=lora."
         found.append(Problem("model.lora", "does nothing with finetune.method=full.", fix))
+    if method != "full":
+        rates = {key: getattr(recipe.train, key) for key in ("embedding_lr", "head_lr", "scalar_lr")}
+        idle = [key for key, rate in rates.items() if rate not in (AUTO, recipe.train.lr)]
+        what = f"does nothing with finetune.method={method}: only the adapters' matrices learn."
+        found += [Problem(f"train.{key}", what, "Use train.lr.") for key in idle]
     if model.mlp != "swiglu":
         found.append(Problem("model.mlp", f"no base has {model.mlp}.", "Leave it out: the base says what it has."))
     if recipe.train.precision == "fp8" and method == "full":

@@ -129,7 +129,7 @@ class Model(Section):
     base: MaybeText = None  # finetune: a folder, a .gguf file or a hub id
     quant: Annotated[str, one_of("none", "nf4")] = "none"  # of the base; nf4 with finetune.method=qlora
     quant_double: Flag = True  # the scales of NF4 quantised too
-    lora: Lora = Lora()
+    lora: Annotated[Lora, BeforeValidator(lambda given: {} if given is None else given)] = Lora()  # null: the default
     init_from: MaybeText = None  # RUN[@step|@best] or an exported folder: weights only
 
 

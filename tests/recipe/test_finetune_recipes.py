@@ -1,0 +1,37 @@
+"""Recipes of fine-tuning: what does not go together is said, what does is taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from redline.errors import RecipeError
+from redline.recipe.load import load
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (["model.base=null"], "model.base", "is missing"),
+        (["model.quant=none"], "model.quant", "does not go with finetune.method=qlora"),
+        (["finetune.method=lora", "model.quant=nf4"], "model.quant", "does not go with finetune.method=lora"),
+        (["data.tokenizer=gpt2"], "data.tokenizer", "its base's own tokenizer"),
+        (["finetune.method=full", "model.lora.r=4"], "model.lora", "does nothing with finetune.method=full"),
+        (["model.mlp=relu2"], "model.mlp", "no base has relu2"),
+        *(
+            ([f"train.{rate}=3e-3"], f"train.{rate}", "only the adapters' matrices learn")
+            for rate in ("embedding_lr", "head_lr", "scalar_lr")
+        ),
+    ],
+)
+def test_what_is_refused(overrides: list[str], key: str, said: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        load("qlora-smollm2", ["model.base=there", *overrides])
+    assert [problem.key for problem in refused.value.problems] == [key]
+    assert said in refused.value.problems[0].what
+
+
+@pytest.mark.parametrize("overrides", [["train.lr=3e-3"], ["finetune.method=full", "model.lora=null"]])
+def test_a_rate_that_is_obeyed_is_taken(overrides: list[str]) -> None:
+    """One that says what holds anyway is in every lock; where all of a model learns, so do its embeddings."""
+    recipe = load("qlora-smollm2", ["model.base=there", "train.embedding_lr=3e-3", *overrides]).recipe
+    assert recipe.train.embedding_lr == 3e-3
