@@ -21,6 +21,7 @@
 # bounds     TOKENS: −log p by block size; goes on from OUT/bounds.json
 # tune       TOKENS: trials of the race to a loss; goes on from OUT/tune.json
 # parts      TOKENS: what each part is worth in that race; goes on from OUT/parts.json
+# race       TOKENS: the race itself with what won its trials, three seeds of two minutes and one of eight; goes on from OUT/race.json
 #
 # GPT-2's tokenizer, where a part needs it: REDLINE_GPT2=folder of its tokenizer.json.
 set -uo pipefail
@@ -140,6 +141,20 @@ for part in "$@"; do
     parts)
         limited parts "${LIMIT:-560}" python3 benchmarks/tune_race.py "$out/parts.json" "${TOKENS:?a folder of tokens}" --parts --at-once 3
         cat "$out/parts.log"
+        ;;
+    race)
+        [[ -d /dev/shm ]] && export TMPDIR=/dev/shm # where each arm's last checkpoint is written, and deleted
+        ours="train.optimizer=normuon train.muon_lr=0.01 train.muon_momentum=0.9 train.lr=1.2e-2 train.betas=[0.7,0.998] train.weight_decay=0 \
+            train.global_batch=16 train.precision=fp8 train.graph=true model.init=zero model.embedding_std=0.005 \
+            train.schedule=wsd train.decay_fraction=0.6 train.min_lr_ratio=0.0"
+        for arm in "120 1337,1338,1339 nanogpt train.lr=6e-4 train.global_batch=16 train.warmup_steps=280" \
+            "26 1337,1338,1339 pretrain-350m $ours" "12 1337,1338,1339 speedrun-350m" \
+            "90 1337 pretrain-350m $ours" "36 1337 speedrun-350m" \
+            "480 1337 nanogpt train.lr=6e-4 train.global_batch=16 train.warmup_steps=280"; do
+            read -r budget seeds name words <<<"$arm"
+            # shellcheck disable=SC2086 # words, not a word
+            bench race "${LIMIT:-2400}" time-to-loss "data.source=${TOKENS:?a folder of tokens}" --arm "$name" $words --budget "$budget" --seed "$seeds"
+        done
         ;;
     *) echo "no part is called $part" >&2; exit 2 ;;
     esac
