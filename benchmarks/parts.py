@@ -95,6 +95,14 @@ AROUND_THE_RACE: dict[str, tuple[str, ...]] = {
     "betas 0.8, 0.998": ("train.betas=[0.8,0.998]",),
     "betas 0.7, 0.998, no decay": ("train.betas=[0.7,0.998]", "train.weight_decay=0"),
     "betas 0.7, 0.998, no decay, seed 1": ("train.betas=[0.7,0.998]", "train.weight_decay=0", "train.seed=1"),
+    **{
+        f"betas 0.7, 0.998, no decay, {steps} steps{', seed 1' if seed else ''}": (
+            *("train.betas=[0.7,0.998]", "train.weight_decay=0", f"train.muon_steps={steps}"),
+            *(("train.seed=1",) if seed else ()),
+        )
+        for steps in (4, 3)
+        for seed in (0, 1)
+    },
 }
 ARMS: dict[str, tuple[str, ...]] = {
     **{f"adamw {lr}": (f"train.lr={lr}",) for lr in ("1.5e-3", "3e-3", "6e-3")},

@@ -161,6 +161,7 @@ def _forms(rule: Rule) -> list[dict[str, Any]]:
 
 Count = Annotated[int, _count()]
 Whole = Annotated[int, _count(0)]
+Quintics = Annotated[int, _count(3, 5)]
 Sequences = Annotated[int, _count(1, MOST_SEQUENCES)]
 Positive = Annotated[float, _real(0.0, above=True)]
 NonNegative = Annotated[float, _real(0.0)]

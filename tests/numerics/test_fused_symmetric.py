@@ -162,6 +162,7 @@ def test_the_plan_counts_the_tiles_that_are_made(fused: Any) -> None:
     tile, made, whole = 2 * 128**3, 8 * 9 // 2, 8 * 8  # FLOPs of one tile by one; tiles of a Gram matrix
     square, wide = made * 8 + made * 8 + whole * 8, made * 20 + made * 8 + 8 * 20 * 8
     assert decoder_work(shape, 1024, **how).update_flops == 5 * tile * (4 * square + 2 * wide)
+    assert decoder_work(shape, 1024, muon_steps=4, **how).update_flops == 4 * tile * (4 * square + 2 * wide)
 
 
 def test_fewer_stages_where_shared_memory_is_small(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:

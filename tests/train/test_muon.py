@@ -19,7 +19,7 @@ from redline.plan.memory import moment_bytes
 from redline.plan.shapes import DecoderShape
 from redline.plan.work import _hidden_matrices, decoder_work
 from redline.recipe.schema import Train
-from redline.train.muon import POLAR_EXPRESS, SAFETY, Muon, momentum_at, orthogonalise
+from redline.train.muon import POLAR_EXPRESS, REACHED, SAFETY, Muon, momentum_at, orthogonalise
 from redline.train.optim import Optimizer
 
 GOOD, BAD, ONE = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(1.0)
@@ -35,8 +35,8 @@ def one_matrix(weight: nn.Parameter, **changes: Any) -> Muon:
     return Muon([ParamGroup("matrix", {"w": weight}, {"w": (weight.shape[0],)})], options(**changes))
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
-    return orthogonalise(matrices, matrices.float().square().sum((-2, -1)))
+def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
+    return orthogonalise(matrices, matrices.float().square().sum((-2, -1)), POLAR_EXPRESS[steps])
 
 
 def keller_jordan(x: Tensor) -> Tensor:
@@ -60,17 +60,33 @@ def best_quintic(low: float, high: float) -> np.ndarray:
     return np.array([a, b, c])
 
 
-def test_the_coefficients_are_polar_express() -> None:
-    low, high, powers = 1e-3, 1.0, np.array([1, 3, 5])
-    for number, coefficients in enumerate(POLAR_EXPRESS):
+@pytest.mark.parametrize(("count", "ends_above"), [(3, 0.72), (4, 0.79), (5, 0.87)])
+def test_the_coefficients_are_polar_express(count: int, ends_above: float) -> None:
+    low, high, powers = REACHED[count], 1.0, np.array([1, 3, 5])
+    for number, coefficients in enumerate(POLAR_EXPRESS[count]):
         quintic = best_quintic(max(low, 0.0241 * high), high)
         ends = [(quintic * end**powers).sum() for end in (low, high)]
         if low < 0.0241 * high:
             quintic, ends = quintic * 2 / sum(ends), [2 * end / sum(ends) for end in ends]
         low, high = ends[0], 2 - ends[0]
-        shrunk = quintic / (SAFETY if number < 4 else 1.0) ** powers
+        shrunk = quintic / (SAFETY if number < count - 1 else 1.0) ** powers
         np.testing.assert_allclose(coefficients, shrunk, rtol=1e-6)
-    assert low > 0.87, "what began at a thousandth of the norm"
+    assert len(POLAR_EXPRESS[count]) == count
+    assert low > ends_above, "what began as the smallest that is reached"
+
+
+@pytest.mark.parametrize(("count", "off"), [(3, 0.30), (4, 0.23), (5, 0.15)])
+def test_what_is_reached_ends_near_one(count: int, off: float) -> None:
+    """Singular values from all of a norm of 1 down to REACHED of it, through the matmuls themselves."""
+    chance = torch.Generator().manual_seed(count)
+    u, v = (torch.linalg.qr(torch.randn(1, 64, 64, generator=chance)).Q for _ in range(2))
+    x = u * torch.logspace(0, np.log10(REACHED[count] * SAFETY), 64) @ v
+
+    def largest_error(quintics: Any) -> float:
+        return float((torch.linalg.svdvals(orthogonalise(x, torch.ones(1), quintics)) - 1).abs().max())
+
+    assert largest_error(POLAR_EXPRESS[count]) < off
+    assert largest_error(POLAR_EXPRESS[count][:-1]) > 2 * off
 
 
 def random(m: int, n: int, chance: torch.Generator) -> Tensor:
@@ -153,11 +169,12 @@ def test_merged_matrices_are_updated_apart(optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["muon", "normuon"])
 @pytest.mark.parametrize("cautious", [False, True])
-def test_the_formula(optimizer: str, cautious: bool) -> None:
+@pytest.mark.parametrize("steps", [4, 5])
+def test_the_formula(optimizer: str, cautious: bool, steps: int) -> None:
     chance = torch.Generator().manual_seed(5)
     weight = nn.Parameter(torch.randn(6, 3, generator=chance))
     keys = {"muon_momentum": 0.9, "muon_lr": 0.1, "muon_beta2": 0.8, "muon_momentum_warmup": 2}
-    muon = one_matrix(weight, optimizer=optimizer, cautious=cautious, **keys)
+    muon = one_matrix(weight, optimizer=optimizer, cautious=cautious, muon_steps=steps, **keys)
     expected, momentum, second = weight.detach().clone(), torch.zeros(6, 3), torch.zeros(6, 1)
     for step in range(4):
         grad = torch.randn(6, 3, generator=chance)
@@ -165,7 +182,7 @@ def test_the_formula(optimizer: str, cautious: bool) -> None:
         muon.step(0.5, (torch.tensor(4.0), GOOD), step)
         beta = (0.85, 0.875, 0.9, 0.9)[step]
         momentum = beta * momentum + (1 - beta) * grad
-        update = orthogonal(((1 - beta) * grad + beta * momentum)[None])[0]
+        update = orthogonal(((1 - beta) * grad + beta * momentum)[None], steps)[0]
         decays = (update * expected > 0).float() if cautious else 1.0
         if optimizer == "normuon":
             second = 0.8 * second + 0.2 * update.square().mean(1, keepdim=True)
@@ -243,13 +260,14 @@ def test_the_plan_counts_the_matrices_of_a_block() -> None:
 
 
 def test_the_plan_counts_the_bytes_of_an_update() -> None:
-    def update(optimizer: str) -> float:
-        how = {"checkpointing": "none", "bytes_per_value": 2, "optimizer": optimizer, "ema": False}
+    def update(optimizer: str, **more: int) -> float:
+        how = {"checkpointing": "none", "bytes_per_value": 2, "optimizer": optimizer, "ema": False, **more}
         return decoder_work(shape, 1024, **how).update  # type: ignore[arg-type]
 
     shape = DecoderShape(1, 64, 1, 1, 64, 64, 64, mlp="relu2")  # square matrices
     hidden = shape.layer_matmul_parameters
     assert update("muon") == 32 * (shape.parameters - hidden) + 102 * hidden
+    assert update("muon") - update("muon", muon_steps=4) == 14 * hidden
     assert update("normuon") - update("muon") == 2 * hidden
     assert update("adamw") == 32 * shape.parameters
 

@@ -137,6 +137,8 @@ def test_zeros_at_the_start_in_low_precision(
         ),
         (["train.optimizer=muon", "train.cautious=true", "train.weight_decay=0"], "train.weight_decay is 0"),
         (["train.head_lr=0.1"], "train.head_lr: does nothing while model.tied=true"),
+        (["train.optimizer=adamw", "train.muon_steps=4"], "train.muon_steps: does nothing with train.optimizer=adamw"),
+        (["train.optimizer=muon", "train.muon_steps=6"], "train.muon_steps: 6 is too large; it must be at most 5"),
         (["train.optimizer=normuon", "train.muon_beta2=1"], "train.muon_beta2"),
         (["model.init=ones"], "'ones' is not one of gpt2, zero"),
         (["train.embedding_lr=-1"], "train.embedding_lr"),

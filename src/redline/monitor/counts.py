@@ -106,6 +106,7 @@ def _counted(lock: Mapping[str, Any]) -> tuple[Recipe, DecoderShape, Work] | Non
         bytes_per_value=_value_bytes(recipe)[0],
         optimizer=train.optimizer,
         ema=train.ema is not None,
+        muon_steps=train.muon_steps,
     )
     return recipe, shape, work
 

@@ -48,6 +48,7 @@ def decoder_work(
     bytes_per_value: int,
     optimizer: str,
     ema: bool,
+    muon_steps: int = 5,
     kernels: Kernels = Kernels(),
     passes: Passes | None = None,
 ) -> Work:
@@ -69,10 +70,10 @@ def decoder_work(
         touched=float(passes.read * layers * shape.d_attention * bytes_per_value),
         moved_least=_least_traffic(shape, bytes_per_value, passes),
         moved=traffic * kept + recompute_traffic + beside if fused is None else fused,
-        update=_update_traffic(shape, optimizer, ema),
+        update=_update_traffic(shape, optimizer, ema, muon_steps),
         gradient_bytes=4.0 * shape.parameters,
         kernels=(KERNELS_PER_LAYER if kernels.compiled else KERNELS_UNCOMPILED) * layers,
-        update_flops=_orthogonalisation(shape) if optimizer in MUON else 0.0,
+        update_flops=_orthogonalisation(shape, muon_steps) if optimizer in MUON else 0.0,
         mask="documents" if kernels.packed else passes.mask,
         width=d,
         head_dim=shape.head_dim,
@@ -116,30 +117,30 @@ def _fused_traffic(shape: DecoderShape, bytes_per_value: int, fp8: bool, passes:
     return float((passes.read * blocks + passes.scored * 2 * shape.vocab) * bytes_per_value + passes.read * cast)
 
 
-def _update_traffic(shape: DecoderShape, optimizer: str, ema: bool) -> float:
+def _update_traffic(shape: DecoderShape, optimizer: str, ema: bool, muon_steps: int) -> float:
     """Weights, gradients and moments, read and written by one update; the norm reads the gradients before."""
     hidden = shape.layers * shape.layer_matmul_parameters if optimizer in MUON else 0
     moments = 0.5 if optimizer in LOW_BIT else 2  # of four bytes; 8-bit moments are a quarter each
     per_parameter = 4 * (2 + 2 + 2 * moments)
     averaged = 12 * shape.parameters if ema else 0
-    orthogonal = _muon_traffic(shape, optimizer) if optimizer in MUON else 0.0
+    orthogonal = _muon_traffic(shape, optimizer, muon_steps) if optimizer in MUON else 0.0
     return per_parameter * (shape.parameters - hidden) + orthogonal + averaged
 
 
-def _muon_traffic(shape: DecoderShape, optimizer: str) -> float:
+def _muon_traffic(shape: DecoderShape, optimizer: str, steps: int) -> float:
     """Of one update of the hidden matrices. A parameter's bytes, with q = shorter / longer side of its matrix:
 
     4: the gradient, for its norm. 4 + 4 + 4: gradient, momentum in and out. 2 + 2 + 2: Nesterov's sum written, read and
-    scaled. 5·(2 + 2 + 2): for each quintic, x read for its Gram matrix, read and written for the product.
-    5·8q: the Gram matrix and its polynomial, written and read. 2 + 4 + 4: the update, the weight in and out: 62 + 40q.
-    NorMuon reads the update once more.
+    scaled. 2 + 4 + 4: the update, the weight in and out. NorMuon reads the update once more. For each of the steps:
+    2 + 2 + 2, x read for its Gram matrix, read and written for the product; 8q, that matrix and its polynomial.
     """
-    per_parameter = 62 + (2 if optimizer == "normuon" else 0)
-    return float(sum(m * n * per_parameter + 40 * min(m, n) ** 2 for m, n in _hidden_matrices(shape)) * shape.layers)
+    per_parameter = 32 + 6 * steps + (2 if optimizer == "normuon" else 0)
+    moved = sum(m * n * per_parameter + 8 * steps * min(m, n) ** 2 for m, n in _hidden_matrices(shape))
+    return float(moved * shape.layers)
 
 
-def _orthogonalisation(shape: DecoderShape) -> float:
-    """Five quintics for every hidden matrix: X·Xᵀ, its square, and their product with X, as they are executed.
+def _orthogonalisation(shape: DecoderShape, steps: int) -> float:
+    """So many quintics for every hidden matrix: X·Xᵀ, its square, and their product with X, as they are executed.
 
     Of the first two, which are symmetric, the tiles on and above the diagonal alone.
     """
@@ -148,7 +149,7 @@ def _orthogonalisation(shape: DecoderShape) -> float:
         short, tiles = min(m), ceil(min(m) / SYMMETRIC_TILE)
         made = (tiles + 1) / (2 * tiles)
         per_step += 2.0 * short * short * (made * (max(m) + short) + max(m))
-    return 5 * shape.layers * per_step
+    return steps * shape.layers * per_step
 
 
 def _hidden_matrices(shape: DecoderShape) -> list[tuple[int, int]]:

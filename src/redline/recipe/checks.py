@@ -127,6 +127,7 @@ def _optimizer(recipe: Recipe) -> list[Problem]:
     without = "Take it away, or use train.optimizer=muon or normuon."
     if train.optimizer not in MUON:
         idle = {"train.cautious": train.cautious, "train.muon_momentum_warmup": train.muon_momentum_warmup}
+        idle["train.muon_steps"] = train.muon_steps != type(train).model_fields["muon_steps"].default
         what = f"does nothing with train.optimizer={train.optimizer}."
         problems += [Problem(key, what, without) for key, value in idle.items() if value]
     elif train.cautious and not train.weight_decay:

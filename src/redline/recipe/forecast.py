@@ -168,6 +168,7 @@ def work_of(resolved: Resolved) -> Work:
         bytes_per_value=4 if train.precision == "fp32" else 2,
         optimizer=train.optimizer,
         ema=train.ema is not None,
+        muon_steps=train.muon_steps,
         kernels=kernels_of(
             resolved.recipe,
             resolved.machine.device,

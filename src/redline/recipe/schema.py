@@ -25,6 +25,7 @@ from redline.fields import (
     NonNegative,
     Positive,
     Probability,
+    Quintics,
     Rule,
     Section,
     Sequences,
@@ -206,6 +207,7 @@ class Train(Section):
     muon_momentum: Probability = 0.95
     muon_momentum_warmup: Whole = 0  # steps in which it rises from 0.85
     muon_beta2: Probability = 0.95  # normuon: of the rows' second moments
+    muon_steps: Quintics = 5  # of orthogonalisation: fewer are cheaper, and coarser
     betas: Annotated[tuple[float, float], BeforeValidator(_pair)] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.1  # on matrices only

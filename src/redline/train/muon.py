@@ -18,16 +18,31 @@ from redline.train.low_bit import Gate
 FIRST_MOMENTUM = 0.85  # where a warm-up of the momentum begins
 
 SAFETY = 1.01
-# Polar Express (arXiv 2505.16932): five odd quintics a·x + b·x³ + c·x⁵, each the best towards 1 on the interval that
-# those before it leave. Computed by the paper's method: a Remez exchange for each, for singular values from 1e-3 of the
+# Polar Express (arXiv 2505.16932): odd quintics a·x + b·x³ + c·x⁵, each the best towards 1 on the interval that those
+# before it leave. Computed by the paper's method: a Remez exchange for each, for singular values from REACHED of the
 # norm up to all of it; none is fitted below 0.0241 of its interval's end; all but the last shrunk by SAFETY, for bf16.
-POLAR_EXPRESS = (
-    (8.204949302, -22.90026163, 16.4592876),
-    (4.066293239, -2.860946323, 0.5183543801),
-    (3.909510766, -2.82315236, 0.524991495),
-    (3.285615881, -2.415339854, 0.4852982729),
-    (2.300697441, -1.668944738, 0.4188117164),
-)
+REACHED = {3: 1e-2, 4: 3e-3, 5: 1e-3}  # by their number: what they bring to within 1 ± 0.3, 0.23 and 0.15
+Quintics = tuple[tuple[float, float, float], ...]
+POLAR_EXPRESS: dict[int, Quintics] = {
+    3: (
+        (7.910064394, -22.07722893, 15.86774275),
+        (3.607357616, -2.646677719, 0.5110407529),
+        (2.671285614, -1.985331095, 0.4535242554),
+    ),
+    4: (
+        (8.13751621, -22.71205383, 16.32401551),
+        (3.965130214, -2.836197955, 0.5224222592),
+        (3.488704173, -2.562188406, 0.5016272721),
+        (2.511563125, -1.852478799, 0.4388359849),
+    ),
+    5: (
+        (8.204949302, -22.90026163, 16.4592876),
+        (4.066293239, -2.860946323, 0.5183543801),
+        (3.909510766, -2.82315236, 0.524991495),
+        (3.285615881, -2.415339854, 0.4852982729),
+        (2.300697441, -1.668944738, 0.4188117164),
+    ),
+}
 _SMALLEST = 1e-12  # beside smaller norms
 _TINY = 1e-30  # in place of smaller squares
 
@@ -56,6 +71,7 @@ class Muon:
     def __init__(self, groups: Sequence[ParamGroup], train: Train) -> None:
         self.lr, self.weight_decay, self.cautious = train.muon_lr, train.weight_decay, train.cautious
         self.momentum, self.warmup, self.beta2 = train.muon_momentum, train.muon_momentum_warmup, train.muon_beta2
+        self.quintics = POLAR_EXPRESS[train.muon_steps]
         self.batches: dict[torch.Size, list[_Matrix]] = defaultdict(list)
         for group in groups:
             for name, parameter in group.parameters.items():
@@ -80,7 +96,7 @@ class Muon:
         divisor, bad = gate
         gradients = [matrix.of(matrix.parameter.grad) for matrix in self.batches[shape]]
         total, squares = nesterov_(gradients, self.first[shape], divisor, bad, beta)
-        update = orthogonalise(total, squares)
+        update = orthogonalise(total, squares, self.quintics)
         return update, self._scales(shape, update, bad)
 
     def _descend(
@@ -126,8 +142,8 @@ def momentum_at(step: int, momentum: float, warmup: int) -> float:
     return FIRST_MOMENTUM + (momentum - FIRST_MOMENTUM) * step / warmup
 
 
-def orthogonalise(x_NRC: Tensor, squares_N: Tensor) -> Tensor:
-    """U·Vᵀ of each matrix with that squared norm, roughly: singular values from 1e-3 of the norm end within 1 ± 0.13.
+def orthogonalise(x_NRC: Tensor, squares_N: Tensor, quintics: Quintics = POLAR_EXPRESS[5]) -> Tensor:
+    """U·Vᵀ of each matrix with that squared norm, roughly: by five, singular values from 1e-3 of it end in 1 ± 0.15.
 
     One quintic is x ← (a + b·G + c·G²)·x with the Gram matrix G of the smaller side. As c·(G + b/2c)² + (a − b²/4c) it
     takes two symmetric matmuls, with a sum on the diagonal each, and the large x is touched by matmuls alone.
@@ -135,7 +151,7 @@ def orthogonalise(x_NRC: Tensor, squares_N: Tensor) -> Tensor:
     norm = squares_N.sqrt() * SAFETY + _SMALLEST
     x = x_NRC * norm.reciprocal().to(x_NRC.dtype)[:, None, None]
     tall = x.shape[-2] > x.shape[-1]
-    for a, b, c in POLAR_EXPRESS:
+    for a, b, c in quintics:
         shifted = gram(x, tall=tall, diagonal=b / (2 * c))
         polynomial = square(shifted, factor=c, diagonal=a - b * b / (4 * c))
         x = x @ polynomial if tall else polynomial @ x
