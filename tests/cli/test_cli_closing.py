@@ -56,7 +56,7 @@ def test_who_diverged_is_not_told_to_go_on(recipe: str, inside: Any) -> None:
 def test_what_a_resume_changed_holds_for_the_next(recipe: str, inside: Any, tmp_path: Path) -> None:
     inside("train", recipe, "--run", "runs/toy")
     assert "step 9" in inside("train", "--resume", "toy", "train.steps=9", "monitor.price_per_hour=36").err
-    assert "finished   steps" in inside("train", "--resume", "toy").err
+    assert "step 9" in inside("train", "--resume", "toy", "eval.every=3").err
     events = [json.loads(line) for line in (tmp_path / "runs/toy/events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["type"] == "stop"] == [6, 9, 9]
     assert [e["cost_usd"] is None for e in events if e["type"] == "stop"] == [True, False, False]
@@ -126,3 +126,26 @@ def test_a_price_is_a_number_above_nothing(text: str, price: float | None, monke
     monkeypatch.setenv("REDLINE_PRICE", text)
     assert price_of(None) == price
     assert price_of(3.0) == 3.0
+
+
+def test_a_finished_run_says_so_and_is_left_alone(recipe: str, inside: Any, tmp_path: Path) -> None:
+    inside("train", recipe, "--run", "runs/toy")
+    log = tmp_path / "runs/toy/events.jsonl"
+    before = log.read_bytes()
+    again = inside("train", "--resume", "toy")
+    assert (again.code, log.read_bytes()) == (0, before)
+    said = ["finished   steps, at step 6 already", "next    redline train --resume runs/toy train.steps=…"]
+    assert again.err.splitlines() == said
+
+
+def test_a_finished_run_whose_last_save_is_damaged_goes_on_from_before(
+    recipe: str, inside: Any, tmp_path: Path
+) -> None:
+    inside("train", recipe, "checkpoint.every=2", "checkpoint.best=false", "--run", "runs/toy")
+    (weights,) = (tmp_path / "runs/toy/checkpoints/step-00000006").glob("model*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    again = inside("train", "--resume", "toy")
+    assert again.code == 0
+    assert "step-00000006 is damaged" in again.err
+    assert "already" not in again.err
+    assert "already" in inside("train", "--resume", "toy").err

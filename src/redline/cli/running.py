@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from redline.cli.one_run import Leaving, OneRun, refuse_run
 from redline.cli.paths import RUNS, refuse_unreadable
 from redline.cli.together import Quiet, join_ranks, resolved_alike
@@ -27,10 +29,13 @@ from redline.recipe.load import Loaded
 from redline.recipe.lock import locked_recipe, read_lock
 from redline.recipe.parallel import for_world
 from redline.recipe.resolve import Resolved, resolve
-from redline.recipe.schema import Recipe
+from redline.recipe.schema import Recipe, Train
 from redline.train.pulse import PREPARING, PULSE, STARTING
 from redline.train.signals import preempting
 from redline.units import format_count
+
+# by the reason of a stop that was the run's own: the keys of which the first that is set brought it about
+_ENDS = {"steps": ("steps", "tokens", "epochs"), "hours": ("hours",), "target_loss": ("target_loss",)}
 
 if TYPE_CHECKING:
     from redline.data.progress import Progress
@@ -81,6 +86,10 @@ def fresh_run(loaded: Loaded, directory: Path | None) -> Path:
 
 def resume_run(name: str, overrides: list[str], *, dry_run: bool, gpus: int = 1) -> int:
     path, loaded = resumable(name, overrides)
+    if not overrides and not dry_run and (said := nothing_left(path, loaded.recipe.train)):
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo(said, err=True)
+        return 0
     return _start(loaded, path, dry_run=dry_run, resumed=True, overrides=overrides, gpus=gpus)
 
 
@@ -91,6 +100,20 @@ def resumable(name: str, overrides: list[str]) -> tuple[Path, Loaded]:
         fix = f"redline train --resume {shlex.quote(str(path))}"
         raise UsageError("a run goes on from its newest checkpoint.", where=name, fix=f"Leave out @{selector}: {fix}")
     return path, locked_recipe(path, read_lock(path), overrides, _changed_before(path))
+
+
+def nothing_left(path: Path, train: Train) -> str | None:
+    """What is to be said instead of going on with a run that has reached its end, and whose last save is whole."""
+    from redline.train.checkpoint import newest_valid, step_name
+
+    ends = [event for event in read_events(path / EVENTS) if event["type"] in ("start", "stop")]
+    limits = _ENDS.get(ends[-1].get("reason"), ()) if ends else ()
+    newest = newest_valid(path / "checkpoints") if limits else None
+    if newest is None or newest.name != step_name(ends[-1]["step"]):
+        return None
+    later = next((key for key in limits if getattr(train, key) is not None), limits[0])
+    more = f"redline train --resume {shlex.quote(str(path))} train.{later}=…"
+    return f"finished   {ends[-1]['reason']}, at step {ends[-1]['step']} already\nnext    {more}"
 
 
 def _changed_before(run: Path) -> list[list[str]]:
