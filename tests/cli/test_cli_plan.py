@@ -61,6 +61,7 @@ def test_the_json_has_the_keys_that_programs_rely_on() -> None:
     ("words", "limit"),
     [
         (("--target-tokens-per-s", "700000"), "438,945"),
+        (("--target-tokens-per-s", "0.7M"), "438,945"),
         (("--target-tokens-per-s", "500000", "train.precision=bf16"), "438,945"),
         (("--target-tokens-per-s", "900000", "train.precision=fp8"), "823,117"),
     ],

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from redline.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from redline.monitor.events import read_events
@@ -27,6 +28,10 @@ OPTIONS = ("train.steps=10", "checkpoint.every=2", "eval.every=3", "train.ema=0.
 def curve(run: Path) -> list[tuple[Any, ...]]:
     events = [e for e in read_events(run / "events.jsonl") if e["type"] == "step"]
     return [(e["step"], e["tokens"], e["loss"], e["lr"], e["grad_norm"]) for e in events]
+
+
+def evaluations(run: Path) -> dict[int, float]:
+    return {e["step"]: e["loss"] for e in read_events(run / "events.jsonl") if e["type"] == "eval"}
 
 
 def stop_reasons(run: Path) -> list[str]:
@@ -67,6 +72,7 @@ PHASES = {  # where the signal comes, and the step that must be saved then
     "first look": (hook("objective.evaluate"), 0),
     "first step": (hook("step.backward", 2), 1),  # the warm-up's is the first
     "middle step": (hook("step.backward", 6), 5),
+    "step to be evaluated": (hook("step.backward", 4), 3),
     "evaluation": (hook("objective.evaluate", 2), 3),
     "snapshot": (hook("keeper.save"), 2),
 }
@@ -112,6 +118,7 @@ def test_preempted(attempt: Any, whole: Any, tmp_path: Path, phase: str, numbers
     assert newest_valid(run / "checkpoints") == run / "checkpoints" / step_name(step)
     goes_on(attempt, run, whole)
     assert stop_reasons(run) == ["preempted", "steps"]
+    assert [*evaluations(run)] == [0, 3, 6, 9, 10], "one that was due is made up for"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -196,6 +203,38 @@ def test_a_second_ctrl_c_leaves_at_once(fork: Any, attempt: Any, whole: Any, tmp
     assert int(newest.name[5:]) >= 4
     resumed = attempt(run, *OPTIONS)
     assert resumed.outcome.exit_code == EXIT_DONE
+
+
+def test_ctrl_c_saves_before_it_looks(fork: Any, attempt: Any, tmp_path: Path) -> None:
+    """The second one, which is offered, then loses nothing."""
+    run = tmp_path / "run"
+
+    def prepare(trainer: Any) -> None:
+        hook("step.backward", 5)(trainer, lambda: send(signal.SIGINT))
+        hook("objective.evaluate", 3)(trainer, lambda: send(signal.SIGINT))  # after those at 0 and 3
+
+    assert fork(lambda _: attempt(run, *OPTIONS, prepare=prepare).outcome.exit_code).wait() == EXIT_INTERRUPTED
+    assert stop_reasons(run) == [], "it left while it looked"
+    assert newest_valid(run / "checkpoints") == run / "checkpoints" / step_name(4)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), RuntimeError("a defect of ours")])
+def test_a_last_look_that_fails_loses_nothing(attempt: Any, tmp_path: Path, error: Exception) -> None:
+    run = tmp_path / "run"
+
+    def fail() -> None:
+        raise error
+
+    options = (*OPTIONS, "train.steps=7", "eval.samples=2")
+    arm = hook("objective.sample", 2)
+    if isinstance(error, torch.OutOfMemoryError):
+        trainer = attempt(run, *options, prepare=lambda t: arm(t, fail))
+        assert trainer.outcome.exit_code == EXIT_DONE
+        assert any("does not fit" in e["message"] for e in read_events(run / "events.jsonl") if e["type"] == "warning")
+    else:
+        with pytest.raises(RuntimeError, match="defect"):
+            attempt(run, *options, prepare=lambda t: arm(t, fail))
+    assert newest_valid(run / "checkpoints") == run / "checkpoints" / step_name(7)
 
 
 def test_a_signal_within_a_write_to_stderr(monkeypatch: pytest.MonkeyPatch) -> None:

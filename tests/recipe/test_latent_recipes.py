@@ -116,3 +116,12 @@ def test_every_key_is_documented() -> None:
 
     page = (Path(__file__).parents[2] / "docs/keys.md").read_text(encoding="utf-8")
     assert all(f"`{NAME}.{key}`" in page for key in known_keys(options_of(NAME)))
+
+
+def test_what_no_texts_allow_is_prefix_and_one_token() -> None:
+    """Batches are cut to their longest: only a speed beyond that is impossible for certain."""
+    resolved = resolve(load("latentwire-squad", ["data.seq_len=80"]).recipe, card("h200"), FACTS)
+    matmul, attention = costs(resolved.recipe).certain(resolved.shape)
+    assert attention == 0.0
+    slots = resolved.recipe.latent_prefix.slots
+    assert 0 < matmul < (slots + 2 + 1) / 80, "the encoder and the head are not in it"

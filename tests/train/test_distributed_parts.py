@@ -187,9 +187,22 @@ def test_the_nearest_choices_are_valid(total: int, world: int) -> None:
 @given(st.integers(0, 6), st.integers(1, 4), st.integers(0, 6))
 def test_less_memory_never_changes_the_global_batch(micro: int, accumulation: int, failed: int) -> None:
     plan = BatchPlan(2**micro, accumulation, 2)
-    after, checkpointing = smaller(plan, "none", [Trouble(0, 9, 2**failed, 2, "none")])
+    after, checkpointing = smaller(plan, "none", [Trouble(0, 9, 2**failed, 2, "none")], sharded=False)
     assert after.global_batch == plan.global_batch
     assert after.micro < 2**failed or checkpointing == "full" or plan.micro < 2**failed
+
+
+@pytest.mark.parametrize(
+    ("sharded", "failed_on", "micro"), [(False, 2, 4), (False, 8, 4), (True, 2, 8), (True, 4, 4), (True, 8, 4)]
+)
+def test_what_shards_did_not_fit_says_nothing_of_smaller_ones(sharded: bool, failed_on: int, micro: int) -> None:
+    after, _ = smaller(BatchPlan(8, 1, 4), "none", [Trouble(0, 9, 8, failed_on, "none")], sharded=sharded)
+    assert after.micro == micro
+
+
+def test_an_odd_micro_batch_gets_smaller_too() -> None:
+    after, checkpointing = smaller(BatchPlan(15, 1, 1), "none", [Trouble(0, 9, 3, 1, "none")], sharded=False)
+    assert (after, checkpointing) == (BatchPlan(1, 15, 1), "none")
 
 
 # --- what is chosen, and refused

@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from redline.recipe.schema import Recipe
 
 
+def _rate(text: str) -> float:
+    """Tokens/s, written as counts are elsewhere."""
+    from redline.units import parse_count
+
+    try:
+        rate = float(text) if text.replace(".", "", 1).isdecimal() else float(parse_count(text))
+    except (ValueError, OverflowError):
+        rate = 0.0
+    if not 1.0 <= rate <= 1e15:
+        raise typer.BadParameter(f"{text!r} is no number of tokens a second. Write for instance 700000 or 700k.")
+    return rate
+
+
 def plan(
     recipe: Annotated[
         list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE …]", help="A shipped name or a YAML file.")
@@ -27,7 +40,9 @@ def plan(
     price: Annotated[float | None, typer.Option(min=0.0, max=1e6, help="Dollars an hour for one card.")] = None,
     target: Annotated[
         float | None,
-        typer.Option("--target-tokens-per-s", min=1.0, max=1e15, help="Refused if no hardware could do it."),
+        typer.Option(
+            "--target-tokens-per-s", metavar="N", parser=_rate, help="700k. Refused if no hardware could do it."
+        ),
     ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Measure memory and speed by a few real steps here.")] = False,
     figure: Annotated[

@@ -107,7 +107,7 @@ def nothing_left(path: Path, train: Train) -> str | None:
     from redline.train.checkpoint import newest_valid, step_name
 
     ends = [event for event in read_events(path / EVENTS) if event["type"] in ("start", "stop")]
-    limits = _ENDS.get(ends[-1].get("reason"), ()) if ends else ()
+    limits = _ENDS.get(str(ends[-1].get("reason")), ()) if ends else ()
     newest = newest_valid(path / "checkpoints") if limits else None
     if newest is None or newest.name != step_name(ends[-1]["step"]):
         return None

@@ -71,7 +71,8 @@ def resolved_alike(recipe: Recipe, machine: Machine, facts: DataFacts, ranks: Ra
 def after_trouble(resolved: Resolved, facts: DataFacts, run: Path, ranks: Ranks) -> tuple[Resolved, str | None]:
     """With less at once, where that did not fit; and what was changed."""
     before = (resolved.batch, resolved.recipe.train.grad_checkpointing)
-    found = trouble.smaller(*before, trouble.noted(run)) if ranks.first else None
+    sharded = resolved.recipe.parallel.mode == "fsdp"
+    found = trouble.smaller(*before, trouble.noted(run), sharded=sharded) if ranks.first else None
     taken = ranks.from_first(found and [found[0].micro, found[0].accumulation, found[1]])
     micro, accumulation, checkpointing = taken
     after = (replace(resolved.batch, micro=micro, accumulation=accumulation), checkpointing)

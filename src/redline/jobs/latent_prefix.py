@@ -216,6 +216,14 @@ class Costs(DecoderCosts):
             again += 2.0 * recomputed + 2.0 * pairs if checkpointing == "full" else 0.0
         return FlopsPerToken(useful / seq_len, causal / seq_len, (causal + again) / seq_len, FORMULA, FORMULA_CAUSAL)
 
+    def certain(self, shape: DecoderShape) -> tuple[float, float]:
+        """Prefix and one token: how long texts and answers are, to which batches are cut, is for the data to say."""
+        seq_len, every = self.recipe.data.seq_len, self.shapes(shape)
+        blocks = sum(one.layers * one.layer_matmul_parameters for one in every)
+        attention = 6.0 * seq_len * sum(one.layers * one.d_attention for one in every)
+        matmuls = self.flops(shape, seq_len, "none").causal - attention
+        return 4.0 * blocks * (seq_len - self.answer + 1) / seq_len / matmuls, 0.0
+
     def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:
         wide, kernels = how["bytes_per_value"], how["kernels"]
         rows = max(1, how["tokens"] // self.recipe.data.seq_len)

@@ -49,6 +49,7 @@ _AT_ONCE = 8  # rows of an evaluation, at least: each is also read with another'
 class LatentPrefix(Objective):
     model: Wire
     can_answer = True
+    whole_rows = False  # a batch ends with its longest answer
 
     def __init__(self, resolved: Resolved, data: LatentData) -> None:
         self.resolved, self.recipe, self.data = resolved, resolved.recipe, data

@@ -29,10 +29,11 @@ class BatchPlan:
         return self.micro * self.accumulation * self.world
 
     def halved(self) -> BatchPlan | None:
-        """The same global batch in micro-batches of half the size; None when that cannot be."""
-        if self.micro % 2:
+        """The same global batch in micro-batches of half the size, or of the next that divides it; 1 has none."""
+        if self.micro == 1:
             return None
-        return BatchPlan(self.micro // 2, self.accumulation * 2, self.world)
+        parts = next(n for n in range(2, self.micro + 1) if self.micro % n == 0)
+        return BatchPlan(self.micro // parts, self.accumulation * parts, self.world)
 
 
 def given_batch(

@@ -48,7 +48,10 @@ class Pulse:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """For other ranks: who waits is not the one that hangs."""
+        """For other ranks: who waits is not the one that hangs. What threads beside training wait for says nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         self._facts["waiting"] = True
         try:
             yield

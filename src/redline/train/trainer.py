@@ -43,6 +43,7 @@ from redline.train.weights import copy_weights
 
 # in order: of two reasons the later one counts
 REASONS = (None, "steps", "hours", "target_loss", "requested", "nonfinite", "preempted", "interrupted")
+OWN_ENDS = ("steps", "hours", "target_loss")
 EXIT_OF = {"preempted": EXIT_PREEMPTED, "interrupted": EXIT_INTERRUPTED, "nonfinite": EXIT_FAILED}
 
 
@@ -86,7 +87,7 @@ class Trainer:
         self.horizon = Horizon(horizon_steps, self.train.hours)
         self.signals = Signals()
         self.deadline = Deadline()
-        peak = resolved.machine.peak("bf16")
+        peak = resolved.machine.peak("bf16") if objective.whole_rows else None
         self.throughput = Throughput(resolved.flops, peak and peak * ranks.size, clock)
         self.log = StepLog(monitor, self.throughput, self.device, self.train.max_nonfinite)
         shared = ranks.joined and self.recipe.parallel.mode == "fsdp"
@@ -151,6 +152,7 @@ class Trainer:
         self.pace.closing |= state["decisions"].get("closing", {})
         self.batch = as_decided(BatchPlan(*state["decisions"]["batch"]), self.batch)
         self.log.skipped = int(state["skipped"])
+        self.looking.evaluated_at = state.get("evaluated", self.state.step)  # older ones do not tell
         self.keeper.saved_at = self.state.step
         if warning := self.horizon.spent(self.state.step, self.state.seconds):
             self.monitor.warn(warning)
@@ -165,7 +167,9 @@ class Trainer:
                 # one of several must not leave the others alone in a warm-up
                 with self.signals.abandonable() if self.ranks.size == 1 else nullcontext():
                     self.warm_up()
-                if self.state.step == 0 and not self.leaving():
+                if self.state.step > 0:
+                    self.evaluate_if_due()  # who was asked to leave when it was has not
+                elif not self.leaving():
                     self.look("before")
                 reason = self._loop()
             except StopRequested:
@@ -285,10 +289,12 @@ class Trainer:
         return max(0.0, min(ends)) if ends else None
 
     def evaluate_if_due(self) -> None:
-        if self.state.step % self.recipe.eval.every == 0 and not self.leaving():
+        due = self.state.step % self.recipe.eval.every == 0 and self.looking.evaluated_at != self.state.step
+        if due and not self.leaving():
             self.evaluate()
 
     def evaluate(self) -> None:
+        self.log.wait()  # for what is queued: in the pause, its time would be lost and its tokens counted
         self.state = self.looking.evaluate(self.state, self.batch.micro)
         if self.recipe.checkpoint.best and self.state.best_step == self.state.step > 0:
             self.save()
@@ -306,6 +312,7 @@ class Trainer:
 
     def save(self) -> None:
         PULSE.at("saving", self.state.step)
+        self.log.wait()
         files = self.tensors()
         places = {stem: self.parallel.places(tensors) for stem, tensors in files.items()}
         with self.throughput.paused():
@@ -319,6 +326,7 @@ class Trainer:
             **replace(self.state, seconds=self.pace.seconds).to_json(),
             "seed": self.train.seed,
             "skipped": self.log.skipped,
+            "evaluated": self.looking.evaluated_at,
             "identity": self.identity,
             "objective": self.objective.state(),
             "decisions": {
@@ -369,20 +377,34 @@ class Trainer:
         noted = self.supervised and self.ranks.first and trouble.note_storm(path, self._facts(), steps[0], batches)
         return bool(self.ranks.from_first(noted))
 
+    def _last_look(self) -> None:
+        """It may need more memory than any before it, for more texts; what was learnt is not lost by that."""
+        try:
+            self.look("after")
+        except torch.OutOfMemoryError:
+            self.monitor.warn("the last look does not fit into memory; smaller eval.samples or eval.sample_tokens may")
+        except Exception:
+            self.save()
+            self.keeper.settle()
+            raise
+
     def _facts(self) -> trouble.Facts:
         micro, checkpointing = self.batch.micro, self.train.grad_checkpointing
         return trouble.Facts(self.ranks.rank, self.state.step, micro, self.ranks.size, checkpointing)
 
     def finish(self, reason: str) -> Outcome:
-        """The last look and the last save. Who was asked to leave saves first and looks at nothing."""
+        """The last look, whose findings the last save knows. Who was asked to leave saves first, and who has to make
+        room looks at nothing: what a run learns does not depend on when it was interrupted."""
         abandoned = reason == "nonfinite" and self._rolls_back()
         if self.log.said < self.state.step:  # where it ended was not known in advance
             self._log(None)
-        if reason not in ("preempted", "nonfinite"):
-            self.look("after")
+        if reason in OWN_ENDS:
+            self._last_look()
         if not abandoned:
             self.save()
         saved = self.ranks.from_first(abandoned or self.keeper.finish(self.state.step))
+        if reason in ("interrupted", "requested"):
+            self._last_look()
         hours = self.pace.seconds / 3600
         self.monitor.emit(
             "stop",

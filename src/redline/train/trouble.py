@@ -95,9 +95,14 @@ def noted(run: Path) -> list[Trouble]:
     return found
 
 
-def smaller(plan: BatchPlan, checkpointing: str, troubles: Iterable[Trouble]) -> tuple[BatchPlan, str]:
-    """Micro-batch and checkpointing below all that did not fit; the global batch stays what it is."""
-    failed = [t for t in troubles if t.kind == MEMORY and t.world <= plan.world]
+def smaller(
+    plan: BatchPlan, checkpointing: str, troubles: Iterable[Trouble], *, sharded: bool
+) -> tuple[BatchPlan, str]:
+    """Micro-batch and checkpointing below all that did not fit; the global batch stays what it is.
+
+    What is sharded over more ranks takes less of each: of those troubles only that of as many or more counts here.
+    """
+    failed = [t for t in troubles if t.kind == MEMORY and (t.world >= plan.world or not sharded)]
     while any(t.checkpointing == checkpointing and t.micro <= plan.micro for t in failed):
         half = plan.halved()
         if half is not None:
