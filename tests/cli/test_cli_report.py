@@ -48,3 +48,12 @@ def test_several_runs_are_compared(home: Path, inside: Any, tmp_path: Path) -> N
     answer = inside("report", "one", "thre")
     assert answer.code == 2
     assert "There is no such run" in answer.said
+
+
+def test_what_does_not_go_together_and_what_is_one(home: Path, inside: Any, tmp_path: Path) -> None:
+    refused = inside("report", "latest", "--json", "--out", "page.html", cwd=home)
+    assert refused.code == 2
+    assert "--json writes no page" in refused.said
+    twice = inside("report", "latest", "latest", "--out", str(tmp_path / "page.html"), cwd=home)
+    assert twice.code == 0
+    assert "named twice is one" in twice.err

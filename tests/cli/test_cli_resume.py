@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +36,34 @@ def test_a_step_of_a_run_is_refused_where_the_run_is_meant(inside: Any, world: A
         refused = inside(*command, f"{run}@best")
         assert refused.code == 2
         assert "Leave out @best" in refused.said
+
+
+def test_losses_of_other_windows_are_no_measure(inside: Any, recipe: str, tmp_path: Path) -> None:
+    """A resume may evaluate more, or less: what was lowest before is then of another text."""
+    assert inside("train", recipe, "--run", "runs/one", "eval.sequences=1").code == 0
+    state = tmp_path / "runs/one/checkpoints/step-00000006/state.json"
+    lowest = json.loads(state.read_text())["best"]["loss"]
+    more = inside(
+        "train", "--resume", "one", "train.steps=7", "eval.sequences=8", f"train.target_loss={lowest + 0.001}"
+    )
+    assert "eval.sequences was 1, and is 8" in more.err
+    evals = {e["step"]: e["loss"] for e in read_events(tmp_path / "runs/one/events.jsonl") if e["type"] == "eval"}
+    assert evals[7] > lowest + 0.001, "else this shows nothing"
+    assert "finished   steps" in more.err
+    state = tmp_path / "runs/one/checkpoints/step-00000007/state.json"
+    assert json.loads(state.read_text())["best"] == {"step": 7, "loss": evals[7]}
+    report = json.loads(inside("report", "one", "--json").out)
+    assert report["headline"]["best_val_loss"] == evals[7]
+    assert inside("train", recipe, "--run", "runs/two", "eval.sequences=1").code == 0
+    assert "Their eval.sequences differ" in inside("report", "one", "two", "--json").out
+
+
+def test_rows_that_are_left_out_are_told(inside: Any, recipe: str, tmp_path: Path) -> None:
+    rows = [{"text": f"the {n}th of many rows, which are all alike in all but this"} for n in range(200)]
+    rows[1:60:2] = [{"words": "under another key"}] * 30
+    (tmp_path / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = "30 of 200 rows are left out; the first is odd.jsonl:2"
+    assert told in inside("train", recipe, "data.source=odd.jsonl", "--run", "runs/one").err
+    assert told in inside("train", recipe, "data.source=odd.jsonl", "--dry-run").err
+    scored = inside("eval", "one", "--data", "odd.jsonl", "--json")
+    assert any(told in note for note in json.loads(scored.out)["notes"])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from redline.cli.main import app
-from redline.errors import UsageError
+from redline.errors import UsageError, UserError
+from redline.evaluate.generated import generative_perplexity
 
 
 @pytest.fixture
@@ -49,3 +51,31 @@ def test_what_does_not_go_together(runs: dict[str, str]) -> None:
     assert isinstance(bound.exception, UsageError) or "only a causal_lm run" in bound.output
     result = CliRunner().invoke(app, ["eval", runs["diffusion"], "--under", runs["causal"], "--answers", "gsm8k"])
     assert isinstance(result.exception, UsageError) or "do not go together" in result.output
+
+
+class Writes:
+    """An objective that writes these texts, one after another."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = list(texts)
+
+    def sample(self, prompt: str, how: Any) -> list[Any]:
+        return [SimpleNamespace(text=self.texts.pop(0)) for _ in range(how.count)]
+
+
+def read_back(*texts: str) -> dict[str, Any]:
+    def score(file: Path) -> dict[str, float | None]:
+        return {"perplexity": float(len(file.read_text().splitlines()))}
+
+    return generative_perplexity(Writes(*texts), score, count=len(texts), tokens=4, where="run")  # type: ignore[arg-type]
+
+
+def test_texts_that_are_none_are_counted() -> None:
+    found = read_back("a text", "\x00\x01\x02\x00", "another", "a third")
+    assert (found["texts"], found["texts_read"], found["generative_perplexity"]) == (4, 3, 3.0)
+
+
+def test_who_writes_no_text_is_to_be_trained_for_longer() -> None:
+    with pytest.raises(UserError, match="of the 3 texts that it wrote, 1 are text") as refused:
+        read_back("a text", "\x00\x01\x02\x00", "  ")
+    assert refused.value.fix == "Train it for longer."

@@ -311,3 +311,11 @@ def test_a_resume_by_other_ranks_is_repeated_by_them() -> None:
         "redline train --resume runs/two-again train.steps=80 --gpus 3",
         "redline train --resume runs/two-again",
     ]
+
+
+def test_the_night_between_two_attempts_is_no_work() -> None:
+    """Whoever goes on may warn before it says so."""
+    log = [("start", 0.0), ("stop", 5.0), ("warning", 3600.0), ("start", 3600.1), ("stop", 3604.1)]
+    events = [{"type": kind, "time": time, "message": "", "reason": "steps", "step": 1} for kind, time in log]
+    moments = timeline(events)
+    assert [round(moment.seconds, 3) for moment in moments] == [0.0, 5.0, 5.0, 5.0, 9.0]

@@ -9,6 +9,7 @@ import typer
 
 from redline.cli.options import JsonOption
 from redline.cli.paths import whole_run
+from redline.errors import UsageError
 
 
 def report(
@@ -30,7 +31,11 @@ def report(
       redline report latest --out /tmp/run.html
       redline report first second third
     """
+    if json_ and out is not None:
+        raise UsageError("--json writes no page.", where="--out", fix="Leave one of them out.")
     paths = list(dict.fromkeys(whole_run(run) for run in runs or ["latest"]))
+    if len(paths) < len(runs or []):
+        typer.echo("a run that is named twice is one: it is shown once", err=True)
     if json_:
         import json
 

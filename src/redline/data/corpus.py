@@ -129,6 +129,7 @@ def _joined(parts: Sequence[Part], opened: Sequence[TokenData]) -> TokenData:
         eot=first.eot,
         fingerprint=digest_of(["mixture", named]),
         files=tuple(file for data in opened for file in data.files),
+        left_out=tuple(line for data in opened for line in data.left_out),
     )
 
 

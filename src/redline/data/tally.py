@@ -71,6 +71,20 @@ class Tally:
         }
 
 
+def left_out(counts: Any) -> tuple[str, ...]:
+    """What `counts` say is not in the data, in sentences; they are read from a file that anyone may have written."""
+    if not isinstance(counts, dict):
+        return ()
+    bad, rows, binary = (counts.get(key) for key in ("bad_rows", "rows", "binary_files"))
+    told = []
+    if isinstance(bad, int) and isinstance(rows, int) and bad > 0:
+        told.append(f"{bad:,} of {rows:,} rows are left out; the first is {quoted(str(counts.get('first_bad_row')))}")
+    if isinstance(binary, int) and binary > 0:
+        first = quoted(str(counts.get("first_binary_file")))
+        told.append(f"{binary:,} {'files are' if binary > 1 else 'file is'} left out, no text; the first is {first}")
+    return tuple(told)
+
+
 class Seen:
     """A set of 8-byte digests in at most 256 MiB: enough for 16.7 million documents; later ones are not remembered.
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from redline.data.origin import SCHEMA, held_out_of
 from redline.data.raw import open_raw
 from redline.data.shards import HEADER_BYTES, OtherTokenizerError, TokenFile, check_shard, damaged, token_dtype
+from redline.data.tally import left_out
 from redline.data.tokenizer import Tokenizer, load_tokenizer, named_vocabulary, trained_size
 from redline.errors import UserError
 
@@ -88,6 +89,7 @@ class TokenData:
     eot: int
     fingerprint: str
     files: tuple[TokenFile, ...]
+    left_out: tuple[str, ...] = ()  # of what was read to make them, in sentences
 
     def verify(self) -> None:
         """Read every token once and compare with the digests that were recorded."""
@@ -182,6 +184,7 @@ def _open_prepared(folder: Path, tokenizer: str | None) -> TokenData:
         eot=eot,
         fingerprint=meta["fingerprint"],
         files=tuple(file for each in files.values() for file in each),
+        left_out=left_out(meta.get("counts")),
     )
 
 

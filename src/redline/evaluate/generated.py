@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from redline.data.rows import is_clean
 from redline.errors import UserError
 from redline.objectives.base import Objective, Sampling
 
@@ -34,15 +35,18 @@ def generative_perplexity(
         texts += [sample.text for sample in objective.sample("", how)]
         told(len(texts), count)
     seconds = max(1e-6, time.monotonic() - begun)
-    if not any(text.strip() for text in texts):
-        raise UserError("it wrote nothing that another model could read.", where=where, fix="Train it for longer.")
+    readable = [text for text in texts if text.strip() and is_clean(text)]
+    if 2 * len(readable) < len(texts):
+        what = f"of the {len(texts)} texts that it wrote, {len(readable)} are text that another model could read."
+        raise UserError(what, where=where, fix="Train it for longer.")
     with tempfile.TemporaryDirectory(prefix="redline-texts-") as folder:
         file = Path(folder) / "texts.jsonl"
-        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text.strip()), encoding="utf-8")
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in readable), encoding="utf-8")
         found = score(file)
     return {
         "generative_perplexity": found["perplexity"],
         "texts": len(texts),
+        "texts_read": len(readable),
         "characters": sum(map(len, texts)),
         "texts_per_s": len(texts) / seconds,
     }

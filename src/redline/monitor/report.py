@@ -15,6 +15,7 @@ from redline.monitor.figures import MAX_POINTS, draw_figures
 from redline.monitor.pages import format_date, render, write_page
 from redline.monitor.plan_table import plan_rows_of
 from redline.monitor.repeat import how_to_repeat
+from redline.monitor.resumed import comparable_evals
 from redline.monitor.roofline import standing
 from redline.monitor.roofline_figures import draw_roofline
 from redline.monitor.runs import EVENTS, LOCK, RunSummary, summarise
@@ -69,7 +70,9 @@ def run_data(run: Path, events: EventList, lock: Mapping[str, Any]) -> dict[str,
         "recipe_name": lock.get("recipe_name") or start.get("recipe"),
         "device": section(lock, "machine").get("name") or start.get("device"),
         "started": number(start, "time"),
-        "headline": _headline(steps, evals) | _totals(summary) | {"mfu_formula": _formula(lock, plan)},
+        "headline": _headline(steps, comparable_evals(events))
+        | _totals(summary)
+        | {"mfu_formula": _formula(lock, plan)},
         "parameters": dict(section(lock, "parameters") or section(plan, "parameters")),
         "steps": [{key: step.get(key) for key in _CURVES} for step in _evenly(steps)],
         "roofline": against.data(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -165,7 +166,7 @@ def _unknown(name: str, root: Path) -> UsageError:
         fix = "Write its path, its name or `latest`; `redline runs` lists what there is."
         return UsageError("no run is named.", where="RUN", fix=fix)
     if sweep := next((path for path in (Path(name), root / name) if is_sweep(path)), None):
-        runs = [str(path) for path in run_paths(sweep)] or [f"{sweep}/RUN, once it has begun one"]
+        runs = [shlex.quote(str(path)) for path in run_paths(sweep)] or [f"{sweep}/RUN, once it has begun one"]
         return UsageError("this is a sweep, not a run.", where=name, fix=f"Name one of its runs: {runs[0]}.")
     known = [_name(path, root) for path in run_paths(root)]
     if not known:

@@ -11,6 +11,7 @@ from typing import Any
 from redline.monitor.console import one_line
 from redline.monitor.events import Event, number, section
 from redline.monitor.report import read_run, run_data
+from redline.monitor.resumed import as_it_ended, comparable_evals
 from redline.recipe.load import flatten
 
 MISSING = "–"
@@ -62,7 +63,7 @@ def _names(runs: Sequence[Path]) -> list[str]:
 def _side(run: Path, name: str) -> Side:
     events, lock = read_run(run)
     steps = sorted((e for e in events if e["type"] == "step"), key=lambda event: number(event, "step") or 0)
-    return Side(name, run_data(run, events, lock), lock, steps, [e for e in events if e["type"] == "eval"])
+    return Side(name, run_data(run, events, lock), as_it_ended(run, lock, events), steps, comparable_evals(events))
 
 
 def recipe_differences(sides: Sequence[Side]) -> list[Difference]:

@@ -49,6 +49,8 @@ def timeline(events: Sequence[Event]) -> list[Moment]:
         told = _told(event)
         if told is not None and before is not None:
             moments.append(Moment(told[0], worked, step, told[1]))
+        if event["type"] == "stop":
+            before = None  # who goes on may warn before it says so
     return moments
 
 

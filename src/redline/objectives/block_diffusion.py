@@ -41,6 +41,10 @@ class TextSequences:
         return replace(found, vocab_size=found.vocab_size + 1)
 
     @property
+    def told(self) -> tuple[str, ...]:
+        return self.text.told
+
+    @property
     def vocabulary(self) -> Vocabulary:
         tokens = self.text.tokens
         return Vocabulary(mask=tokens.vocab_size, classes=tokens.vocab_size, end=tokens.eot)

@@ -44,6 +44,11 @@ class CausalData:
     def facts(self) -> DataFacts:
         return self.corpus.facts if self.corpus is not None else facts_of(self.tokens)
 
+    @property
+    def told(self) -> tuple[str, ...]:
+        """What became of its rows."""
+        return self.tokens.left_out
+
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """For samples; token files can be trained on without it."""

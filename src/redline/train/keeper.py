@@ -6,7 +6,7 @@ from typing import Any
 
 from redline.monitor.monitor import Monitor
 from redline.recipe.schema import Checkpoint
-from redline.train.checkpoint import Committed, Snapshot, Tensors
+from redline.train.checkpoint import Committed, Snapshot, Tensors, committed_steps
 from redline.train.pace import Pace
 from redline.train.rundir import RunDirectory
 from redline.train.saving import Commit, HostCopy, Saver
@@ -80,7 +80,9 @@ class Keeper:
         """Wait for what is in flight; whether this step is committed."""
         self._saver.wait()
         if self.saved_at != step:
-            self.monitor.warn("the last state of this run is not on disk; what was committed before is")
+            before = committed_steps(self.run.checkpoints)
+            left = f"step {before[-1]} is" if before else "nothing else is either: to go on is to begin again"
+            self.monitor.warn(f"the last state of this run is not on disk; {left}")
         return self.saved_at == step
 
     def _saved(self, done: Committed, seconds: float) -> None:

@@ -147,7 +147,7 @@ class Trainer:
             for stem, tensors in self.tensors().items():
                 saved = read_rows(checkpoint, stem, tensors, self.parallel.places(tensors))
                 copy_weights(tensors, saved, str(checkpoint))
-        self.state = TrainState.from_json(state)
+        self.state = self._comparable(TrainState.from_json(state), state.get("evaluated_on"))
         self.horizon.load_state(state["decisions"]["horizon"], self.state.step, self.state.seconds)
         self.pace.closing |= state["decisions"].get("closing", {})
         self.batch = as_decided(BatchPlan(*state["decisions"]["batch"]), self.batch)
@@ -156,6 +156,14 @@ class Trainer:
         self.keeper.saved_at = self.state.step
         if warning := self.horizon.spent(self.state.step, self.state.seconds):
             self.monitor.warn(warning)
+
+    def _comparable(self, state: TrainState, sequences: int | None) -> TrainState:
+        """Losses of other validation windows are no measure for those that come."""
+        now = self.recipe.eval.sequences
+        if state.best_step is None or sequences in (None, now):
+            return state
+        self.monitor.warn(f"eval.sequences was {sequences}, and is {now}: which step is best is looked for anew")
+        return replace(state, best_loss=None, best_step=None)
 
     # --- the run
 
@@ -327,6 +335,7 @@ class Trainer:
             "seed": self.train.seed,
             "skipped": self.log.skipped,
             "evaluated": self.looking.evaluated_at,
+            "evaluated_on": self.recipe.eval.sequences,
             "identity": self.identity,
             "objective": self.objective.state(),
             "decisions": {
