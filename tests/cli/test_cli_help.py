@@ -32,9 +32,15 @@ def best_of(count: int, command: Callable[[], Any]) -> float:
     return min(times)
 
 
+def slowness() -> float:
+    """Of this machine, beside one on which importing these takes 0.14 s: there the limits below are meant."""
+    libraries = [sys.executable, "-c", "import pydantic, rich.console, typer"]
+    return max(1.0, best_of(5, lambda: subprocess.run(libraries, check=True)) / 0.14)
+
+
 def test_help_is_quick(redline: Any, tmp_path: Path) -> None:
     assert "train" in redline("--help", cwd=tmp_path).out
-    assert best_of(5, lambda: redline("--help", cwd=tmp_path)) <= 0.3
+    assert best_of(5, lambda: redline("--help", cwd=tmp_path)) <= 0.3 * slowness()
 
 
 def test_nothing_heavy_is_imported_for_it() -> None:
@@ -83,4 +89,4 @@ def test_a_bad_recipe_is_answered_at_once(redline: Any, tmp_path: Path) -> None:
     assert "Did you mean 'train.steps'?" in answer.said
     assert "train.lr" in answer.said
     assert list(tmp_path.iterdir()) == []
-    assert best_of(3, lambda: redline(*words, cwd=tmp_path)) <= 0.6
+    assert best_of(3, lambda: redline(*words, cwd=tmp_path)) <= 0.6 * slowness()

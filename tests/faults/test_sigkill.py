@@ -37,10 +37,10 @@ def reported(run: Path) -> int:
 
 
 class Killer:
-    """Kills attempts at random instants, mostly while they train and save."""
+    """Kills so many attempts at random instants, mostly while they train and save."""
 
-    def __init__(self, fork: Callable[..., Any], attempt: Callable[..., Any], seed: int) -> None:
-        self.fork, self.attempt, self.chance = fork, attempt, random.Random(seed)
+    def __init__(self, fork: Callable[..., Any], attempt: Callable[..., Any], most: int) -> None:
+        self.fork, self.attempt, self.chance, self.most = fork, attempt, random.Random(most), most
         self.kills = self.lost = self.damaged = 0
 
     def train(self, run: Path) -> None:
@@ -58,10 +58,11 @@ class Killer:
             return int(trainer.outcome.exit_code)
 
         child = self.fork(action)
-        if self.chance.random() < 0.85:
-            child.await_ready()
-        time.sleep(self.chance.uniform(0, 0.12))
-        child.send(signal.SIGKILL)
+        if self.kills < self.most:  # a slow machine gets to the end only when it is left alone
+            if self.chance.random() < 0.85:
+                child.await_ready()
+            time.sleep(self.chance.uniform(0, 0.12))
+            child.send(signal.SIGKILL)
         code = child.wait()
         assert code in (0, -signal.SIGKILL), code
         return bool(code == 0)
@@ -71,7 +72,7 @@ class Killer:
 def test_nothing_is_lost(fork: Any, attempt: Any, tensors_of: Any, tmp_path: Path, say: Any, kills: int) -> None:
     assert fork(lambda _: attempt(tmp_path / "whole", *OPTIONS).outcome.exit_code).wait() == 0
     expected = tensors_of(tmp_path / "whole/checkpoints" / step_name(STEPS))
-    killer, runs = Killer(fork, attempt, seed=kills), 0
+    killer, runs = Killer(fork, attempt, kills), 0
     while killer.kills < kills:
         run, runs = tmp_path / "run", runs + 1
         killer.train(run)

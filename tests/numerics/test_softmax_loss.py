@@ -69,7 +69,7 @@ def check(loss: Loss, rows: int, vocab: int, softcap: float | None, scale: float
     assert gradient is not None
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=2e-6)
-    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6 * scale)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=3e-5, atol=1e-6 * scale)  # a sum of 50,304
 
 
 @settings(max_examples=25, deadline=None)

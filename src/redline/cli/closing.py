@@ -14,7 +14,7 @@ from redline.jobs import job
 from redline.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from redline.train.trainer import Outcome
+    from redline.train.outcome import Outcome
 
 
 def closing(path: Path, outcome: Outcome, recipe: Recipe) -> None:

@@ -41,6 +41,17 @@ class Horizon:
         piece = next((p for p in reversed(self.pieces) if p.step <= step), self.pieces[0])
         return min(1.0, piece.progress + (1.0 - piece.progress) * (step - piece.step) / piece.length)
 
+    def done(self, step: int, seconds: float) -> float:
+        """Share of the run that is: by steps or by the clock, whichever is further."""
+        by_clock = seconds / self.seconds if self.seconds else 0.0
+        return min(1.0, max(self.progress(step), by_clock))
+
+    def left_s(self, step: int, seconds: float, per_step: float) -> float | None:
+        """Seconds until it ends, by what a step takes; None where nobody knows."""
+        by_steps = [(self.steps - step) * per_step] if self.steps is not None and per_step else []
+        by_clock = [self.seconds - seconds] if self.seconds is not None else []
+        return max(0.0, min([*by_steps, *by_clock])) if by_steps or by_clock else None
+
     @property
     def end(self) -> int:
         """The step at which progress is 1."""

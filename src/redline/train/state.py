@@ -23,6 +23,12 @@ class TrainState:
             return self
         return replace(self, best_loss=loss, best_step=self.step)
 
+    def best_of_others(self, sequences: int | None, now: int) -> str | None:
+        """What is to be said where the lowest loss is of other validation windows: it measures nothing that comes."""
+        if self.best_step is None or sequences in (None, now):
+            return None
+        return f"eval.sequences was {sequences}, and is {now}: which step is best is looked for anew"
+
     def to_json(self) -> dict[str, Any]:
         best = {"step": self.best_step, "loss": self.best_loss} if self.best_step is not None else None
         return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "best": best}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, UserError
+from redline.errors import UserError
 from redline.monitor.monitor import Monitor
 from redline.monitor.throughput import Throughput
 from redline.objectives.base import Objective
@@ -27,6 +27,7 @@ from redline.train.keeper import Keeper
 from redline.train.log import StepLog
 from redline.train.looking import Looking
 from redline.train.optim import Ema, Optimizer
+from redline.train.outcome import OWN_ENDS, REASONS, Outcome
 from redline.train.pace import Pace
 from redline.train.parallel import build_alike, parallelise
 from redline.train.precision import LossScale
@@ -40,22 +41,6 @@ from redline.train.state import TrainState
 from redline.train.step import Step
 from redline.train.warmup import as_decided, warm_up
 from redline.train.weights import copy_weights
-
-# in order: of two reasons the later one counts
-REASONS = (None, "steps", "hours", "target_loss", "requested", "nonfinite", "preempted", "interrupted")
-OWN_ENDS = ("steps", "hours", "target_loss")
-EXIT_OF = {"preempted": EXIT_PREEMPTED, "interrupted": EXIT_INTERRUPTED, "nonfinite": EXIT_FAILED}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    reason: str
-    state: TrainState
-    saved: bool = True
-
-    @property
-    def exit_code(self) -> int:
-        return EXIT_OF.get(self.reason, EXIT_DONE) if self.saved else EXIT_FAILED
 
 
 class Trainer:
@@ -147,7 +132,10 @@ class Trainer:
             for stem, tensors in self.tensors().items():
                 saved = read_rows(checkpoint, stem, tensors, self.parallel.places(tensors))
                 copy_weights(tensors, saved, str(checkpoint))
-        self.state = self._comparable(TrainState.from_json(state), state.get("evaluated_on"))
+        self.state = TrainState.from_json(state)
+        if then := self.state.best_of_others(state.get("evaluated_on"), self.recipe.eval.sequences):
+            self.state = replace(self.state, best_loss=None, best_step=None)
+            self.monitor.warn(then)
         self.horizon.load_state(state["decisions"]["horizon"], self.state.step, self.state.seconds)
         self.pace.closing |= state["decisions"].get("closing", {})
         self.batch = as_decided(BatchPlan(*state["decisions"]["batch"]), self.batch)
@@ -156,14 +144,6 @@ class Trainer:
         self.keeper.saved_at = self.state.step
         if warning := self.horizon.spent(self.state.step, self.state.seconds):
             self.monitor.warn(warning)
-
-    def _comparable(self, state: TrainState, sequences: int | None) -> TrainState:
-        """Losses of other validation windows are no measure for those that come."""
-        now = self.recipe.eval.sequences
-        if state.best_step is None or sequences in (None, now):
-            return state
-        self.monitor.warn(f"eval.sequences was {sequences}, and is {now}: which step is best is looked for anew")
-        return replace(state, best_loss=None, best_step=None)
 
     # --- the run
 
@@ -270,7 +250,7 @@ class Trainer:
 
     def log_if_due(self) -> None:
         step = self.state.step
-        eta = self._eta()
+        eta = self.horizon.left_s(self.state.step, self.state.seconds, self.pace.seconds_per_step())
         self.monitor.tick(step, self.progress, eta)
         if step % self.recipe.monitor.log_every == 0 or step == self.horizon.end:
             self._log(eta)
@@ -283,18 +263,7 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """Share of the run that is done: by steps or by the clock, whichever is further."""
-        by_clock = self.state.seconds / self.horizon.seconds if self.horizon.seconds else 0.0
-        return min(1.0, max(self.horizon.progress(self.state.step), by_clock))
-
-    def _eta(self) -> float | None:
-        per_step = self.pace.seconds_per_step()
-        ends = []
-        if self.horizon.steps is not None and per_step:
-            ends.append((self.horizon.steps - self.state.step) * per_step)
-        if self.horizon.seconds is not None:
-            ends.append(self.horizon.seconds - self.state.seconds)
-        return max(0.0, min(ends)) if ends else None
+        return self.horizon.done(self.state.step, self.state.seconds)
 
     def evaluate_if_due(self) -> None:
         due = self.state.step % self.recipe.eval.every == 0 and self.looking.evaluated_at != self.state.step

@@ -1,0 +1,24 @@
+"""Why a run ended, and with which exit code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from redline.train.state import TrainState
+
+# in order: of two reasons the later one counts
+REASONS = (None, "steps", "hours", "target_loss", "requested", "nonfinite", "preempted", "interrupted")
+OWN_ENDS = ("steps", "hours", "target_loss")
+EXIT_OF = {"preempted": EXIT_PREEMPTED, "interrupted": EXIT_INTERRUPTED, "nonfinite": EXIT_FAILED}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    reason: str
+    state: TrainState
+    saved: bool = True
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_OF.get(self.reason, EXIT_DONE) if self.saved else EXIT_FAILED
