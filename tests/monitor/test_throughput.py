@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from redline.hardware.machine import Machine
+from redline.monitor.events import read_events
 from redline.monitor.throughput import Throughput
+from redline.objectives.causal_lm import CausalLM
+from redline.objectives.latent_prefix import LatentPrefix
 from redline.plan.flops import FlopsPerToken
 
 FLOPS = FlopsPerToken(useful=2.404e9, causal=2.253e9, executed=2.253e9)
@@ -109,3 +115,17 @@ def test_an_unknown_peak_gives_no_share(clock: Clock) -> None:
     assert got.tokens_per_s == 100.0
     assert got.mfu is None
     assert got.mfu_causal is None
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_who_cuts_rows_short_has_no_mfu(
+    world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """FLOPs of whole rows would be more than were computed."""
+    monkeypatch.setattr(Machine, "peak", lambda *_: 1e15)
+    monkeypatch.setattr(CausalLM, "whole_rows", whole)
+    world.run(tmp_path / "run", "train.steps=2")
+    steps = [event for event in read_events(tmp_path / "run/events.jsonl") if event["type"] == "step"]
+    assert [event["mfu"] is not None for event in steps] == [whole] * len(steps)
+    assert steps
+    assert not LatentPrefix.whole_rows

@@ -21,7 +21,7 @@ from redline.cli.paths import RUNS, refuse_unreadable
 from redline.cli.together import Quiet, join_ranks, resolved_alike
 from redline.errors import UsageError
 from redline.monitor.console import Console
-from redline.monitor.events import read_events
+from redline.monitor.events import Event, number, read_events
 from redline.monitor.monitor import View, price_of
 from redline.monitor.runs import EVENTS, resolve_run
 from redline.monitor.sinks import require_packages
@@ -30,12 +30,10 @@ from redline.recipe.lock import locked_recipe, read_lock
 from redline.recipe.parallel import for_world
 from redline.recipe.resolve import Resolved, resolve
 from redline.recipe.schema import Recipe, Train
+from redline.train.outcome import OWN_ENDS
 from redline.train.pulse import PREPARING, PULSE, STARTING
 from redline.train.signals import preempting
 from redline.units import format_count
-
-# by the reason of a stop that was the run's own: the keys of which the first that is set brought it about
-_ENDS = {"steps": ("steps", "tokens", "epochs"), "hours": ("hours",), "target_loss": ("target_loss",)}
 
 if TYPE_CHECKING:
     from redline.data.progress import Progress
@@ -107,13 +105,17 @@ def nothing_left(path: Path, train: Train) -> str | None:
     from redline.train.checkpoint import newest_valid, step_name
 
     ends = [event for event in read_events(path / EVENTS) if event["type"] in ("start", "stop")]
-    limits = _ENDS.get(str(ends[-1].get("reason")), ()) if ends else ()
-    newest = newest_valid(path / "checkpoints") if limits else None
-    if newest is None or newest.name != step_name(ends[-1]["step"]):
+    last: Event = ends[-1] if ends else {}
+    reason, step = str(last.get("reason")), number(last, "step")
+    if reason not in OWN_ENDS or step is None:
         return None
-    later = next((key for key in limits if getattr(train, key) is not None), limits[0])
+    newest = newest_valid(path / "checkpoints")
+    if newest is None or newest.name != step_name(int(step)):
+        return None
+    keys = OWN_ENDS[reason]
+    later = next((key for key in keys if getattr(train, key) is not None), keys[0])
     more = f"redline train --resume {shlex.quote(str(path))} train.{later}=…"
-    return f"finished   {ends[-1]['reason']}, at step {ends[-1]['step']} already\nnext    {more}"
+    return f"finished   {reason}, at step {int(step)} already\nnext    {more}"
 
 
 def _changed_before(run: Path) -> list[list[str]]:
@@ -177,10 +179,10 @@ def fresh_name(recipe: str, suffix: str = "") -> Path:
     """runs/RECIPE-DATE-TIME, with a number if that is taken."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     path = RUNS / f"{recipe}-{stamp}{suffix}"
-    for number in range(2, 1000):
+    for count in range(2, 1000):
         if not path.exists():
             break
-        path = RUNS / f"{recipe}-{stamp}-{number}{suffix}"
+        path = RUNS / f"{recipe}-{stamp}-{count}{suffix}"
     return path
 
 

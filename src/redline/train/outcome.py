@@ -9,7 +9,8 @@ from redline.train.state import TrainState
 
 # in order: of two reasons the later one counts
 REASONS = (None, "steps", "hours", "target_loss", "requested", "nonfinite", "preempted", "interrupted")
-OWN_ENDS = ("steps", "hours", "target_loss")
+# its own, with the keys of which the first that is set brings it about
+OWN_ENDS = {"steps": ("steps", "tokens", "epochs"), "hours": ("hours",), "target_loss": ("target_loss",)}
 EXIT_OF = {"preempted": EXIT_PREEMPTED, "interrupted": EXIT_INTERRUPTED, "nonfinite": EXIT_FAILED}
 
 

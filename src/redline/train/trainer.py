@@ -349,9 +349,8 @@ class Trainer:
 
     def _rolls_back(self) -> bool:
         """Whether to go on from before the bad batches, without them: that is for a supervisor, and not for ever."""
-        steps = self.log.storm
+        steps, path = self.log.storm, self.run_directory.path
         batches = [unskipped(step, self.skipped) for step in steps]
-        path = self.run_directory.path
         noted = self.supervised and self.ranks.first and trouble.note_storm(path, self._facts(), steps[0], batches)
         return bool(self.ranks.from_first(noted))
 
@@ -359,20 +358,21 @@ class Trainer:
         """It may need more memory than any before it, for more texts; what was learnt is not lost by that."""
         try:
             self.look("after")
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if self.ranks.size > 1:
+                raise  # the others are still within it: they cannot save
+            if not isinstance(error, torch.OutOfMemoryError):
+                self.save()
+                self.keeper.settle()
+                raise
             self.monitor.warn("the last look does not fit into memory; smaller eval.samples or eval.sample_tokens may")
-        except Exception:
-            self.save()
-            self.keeper.settle()
-            raise
 
     def _facts(self) -> trouble.Facts:
         micro, checkpointing = self.batch.micro, self.train.grad_checkpointing
         return trouble.Facts(self.ranks.rank, self.state.step, micro, self.ranks.size, checkpointing)
 
     def finish(self, reason: str) -> Outcome:
-        """The last look, whose findings the last save knows. Who was asked to leave saves first, and who has to make
-        room looks at nothing: what a run learns does not depend on when it was interrupted."""
+        """The last look, which the last save knows of. Who was asked to leave saves first; to make room, none looks."""
         abandoned = reason == "nonfinite" and self._rolls_back()
         if self.log.said < self.state.step:  # where it ended was not known in advance
             self._log(None)
