@@ -21,8 +21,11 @@ H200 = Machine("cuda", "NVIDIA H200", 150 << 30, 16, (9, 0), fast_bf16=True)
 def row(arm: str, *overrides: str, losses: list[float], seed: int = 1, budget: float = 120.0, **fields: Any) -> Any:
     """Evaluated at equal distances; ends exactly at its budget."""
     text, anchor = fields.pop("text", "abcdef"), fields.pop("anchor", 100.0)
-    apart = budget / (len(losses) - 1)
-    evaluations = [{"step": n, "tokens": n, "seconds": n * apart, "loss": loss} for n, loss in enumerate(losses)]
+    share = 1 / (len(losses) - 1)
+    evaluations = [
+        {"step": round(240 * n * share), "tokens": n, "seconds": budget * n * share, "loss": loss}
+        for n, loss in enumerate(losses)
+    ]
     data = {"fingerprint": text, "train_tokens": 57_100_000, "val_tokens": 730_000, "tokenizer": "gpt2"}
     recipe = {"data": {"seq_len": 1024}, "eval": {"sequences": 256}}
     return {
@@ -202,6 +205,16 @@ def test_the_step_time_of_the_same_work_is_known_at_todays_speed() -> None:
     assert known_step_ms(same, ROWS, None) is None
     other = Trial("nanogpt", ("data.source=./a", "train.global_batch=64", "train.lr=1e-3"), 120.0, 1)
     assert known_step_ms(other, ROWS, 100.0) is None
+
+
+def test_a_row_that_a_busy_host_slowed_sets_no_step_time() -> None:
+    """Neither a whole row nor a stretch of one: the rows after it would get too few steps."""
+    same = Trial("nanogpt", ("data.source=./a", "train.lr=3e-3"), 480.0, 7)
+    slow = row("nanogpt", "data.source=./a", losses=[10.0, 6.0, 5.2], budget=170.0)
+    assert known_step_ms(same, [*ROWS, slow], 100.0) == pytest.approx(500)
+    stumbled = row("nanogpt", "data.source=./a", losses=[10.0, 7.0, 6.0, 5.2], budget=120.0)
+    stumbled["evaluations"][3]["seconds"] += 60.0
+    assert known_step_ms(same, [slow, stumbled], 100.0) == pytest.approx(500)
 
 
 def result(rows: list[Any], **fields: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -57,6 +58,12 @@ def median_step_ms(events: Sequence[Event]) -> float:
     """Of the logged windows but the first, in which clocks and loader still settle; one that stumbled says nothing."""
     windows = [event["step_ms"] for event in events if event["type"] == "step"]
     return float(median(windows[1:] or windows))
+
+
+def typical_step_ms(curve: Sequence[Point]) -> float:
+    """The median between two evaluations: a stretch in which something held the host up says nothing of the card."""
+    apart = [(b["step"] - a["step"], b["seconds"] - a["seconds"]) for a, b in pairwise(curve)]
+    return float(median(1e3 * seconds / steps for steps, seconds in apart if steps))
 
 
 def point(step: int, tokens: int, seconds: float, loss: float | None) -> Point:

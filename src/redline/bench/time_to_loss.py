@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from redline.bench.arms import BASELINE, OF_THE_TEXT, Trial, in_order, words_for
 from redline.bench.child import ChildError, DivergedError, TrainedRun, ask, train
-from redline.bench.curve import OFF_BUDGET, Looks, curve_of, figures, fitted_steps, median_step_ms
+from redline.bench.curve import OFF_BUDGET, Looks, curve_of, figures, fitted_steps, median_step_ms, typical_step_ms
 from redline.bench.loss_page import sections
 from redline.bench.passing import compare
 from redline.bench.record import Row
@@ -155,14 +155,16 @@ def _trained(trial: Trial, call: Call, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def known_step_ms(trial: Trial, rows: Sequence[Row], card_anchor_ms: float | None) -> float | None:
-    """From the last row whose steps are the same work by the same code, at the speed that the card has now."""
+    """From the rows whose steps are the same work by the same code, at the speed that the card has now. The fastest
+    counts: a busy host makes a whole row slow, and those after it would get too few steps."""
     code = git_state()["commit"]
-    for row in reversed(rows):
+    known = []
+    for row in rows:
         old = "from" in row and (row["from"].get("git") or {}).get("commit") != code
         same = "error" not in row and not old and _trial_of(row).speed == trial.speed
         if same and card_anchor_ms and row["card_anchor_ms"]:
-            return float(row["step_ms"] * card_anchor_ms / row["card_anchor_ms"])
-    return None
+            known.append(typical_step_ms(row["evaluations"]) * card_anchor_ms / row["card_anchor_ms"])
+    return min(known, default=None)
 
 
 def _trial_of(row: Row) -> Trial:
