@@ -221,7 +221,7 @@ class Train(Section):
     precision: Annotated[str, one_of(AUTO, "bf16", "fp16", "fp32", "fp8")] = AUTO
     fp8: Annotated[str, one_of(AUTO, "native", "torchao")] = AUTO  # with precision fp8: whose matmuls
     compile: AutoFlag = AUTO
-    graph: Flag = False  # a step's launches as one, where that is faster
+    graph: Flag = False  # a step's launches as one, unless that is slower
     # of two validators the right one runs first
     grad_checkpointing: Annotated[str, one_of(*CHECKPOINTING), CHECKPOINTING_RULE] = AUTO
     preset: Annotated[str | None, one_of(*PRESETS)] | None = None  # sets memory_fraction, scales global_batch

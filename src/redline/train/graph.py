@@ -18,8 +18,8 @@ from redline.objectives.base import Batch
 from redline.train.signals import StopRequested
 from redline.train.step import Backward, Step, StepBatch
 
-SLOWEST = 0.1  # seconds: above this a step's kernels are long, and launching them is free
-_WORTH = 0.97  # of the time without
+# Of the time without. A graph that is only as fast is taken, too: a host that is held up later does not hold it up.
+_WORTH = 1.02
 _TIMED = 3  # steps
 
 
@@ -75,30 +75,28 @@ class GraphedBackward:
 
 
 def use_graph(step: Step, batch: StepBatch, monitor: Monitor) -> None:
-    """Where launching is what takes the time. Whatever goes wrong, kernels can still be launched one by one."""
+    """Unless it is slower. Whatever goes wrong, kernels can still be launched one by one."""
     try:
-        graph, found = if_faster(lambda: GraphedBackward(step.backward, step.parameters, batch), step.backward, batch)
+        step.graph, found = unless_slower(
+            lambda: GraphedBackward(step.backward, step.parameters, batch), step.backward, batch
+        )
     except StopRequested:
         raise
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         monitor.warn(f"a CUDA graph could not be recorded ({first_line[:120]}); going on without, which is slower")
         return
-    if graph is not None:
-        step.graph = graph
-        monitor.say(found)
+    monitor.emit("warmup", message=found)
 
 
-def if_faster(graphed: Callable[[], Backward], plain: Backward, batch: StepBatch) -> tuple[Backward | None, str]:
-    """The graph, if it takes less time for this batch, and what was found."""
-    without = _seconds(plain, batch)
-    if without > SLOWEST:
-        return None, ""
+def unless_slower(graphed: Callable[[], Backward], plain: Backward, batch: StepBatch) -> tuple[Backward | None, str]:
+    """The graph, unless it takes more time for this batch, and what was found."""
+    without = 1e3 * _seconds(plain, batch)
     graph = graphed()
-    within = _seconds(graph, batch)
+    within = 1e3 * _seconds(graph, batch)
     if within > _WORTH * without:
-        return None, ""
-    return graph, f"forward and backward are one launch: {1e3 * without:.1f} → {1e3 * within:.1f} ms"
+        return None, f"forward and backward stay many launches: as one they take {within:.1f} ms, not {without:.1f}"
+    return graph, f"forward and backward are one launch: {without:.1f} → {within:.1f} ms"
 
 
 def _seconds(backward: Backward, batch: StepBatch) -> float:
