@@ -245,6 +245,30 @@ def test_at_a_micro_batch_of_one_blocks_are_recomputed_and_then_it_stops(supervi
     assert "does not fit, even" in supervised.log
 
 
+def too_large_to_rehearse() -> None:
+    """In this process: nothing fits in the warm-up, unless blocks are recomputed."""
+    from redline.train.step import Step
+
+    plain = Step.rehearse
+
+    def rehearse(self: Any, batch: Any) -> None:
+        if self.objective.recipe.train.grad_checkpointing != "full":
+            raise torch.OutOfMemoryError("injected")
+        plain(self, batch)
+
+    Step.rehearse = rehearse  # type: ignore[method-assign]
+
+
+def test_a_warm_up_that_fits_in_no_micro_batch_begins_again_with_recomputation(
+    supervised: Supervised, whole: Any
+) -> None:
+    supervised.prepare = lambda rank: too_large_to_rehearse()
+    assert supervised("train.micro_batch=4", size=1) == EXIT_DONE
+    assert supervised.attempts == 2
+    assert any("grad_checkpointing none → full" in e["message"] for e in supervised.events("recovery"))
+    assert supervised.losses() == pytest.approx(whole, abs=1e-5)
+
+
 def poisoned(data_steps: set[int]) -> None:
     """In this process: the loss of these steps' data is not finite, in whichever step they come."""
     from redline.train import feed

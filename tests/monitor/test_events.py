@@ -36,6 +36,17 @@ def test_every_event_is_on_disk_before_the_log_is_closed(tmp_path):
     assert [e["type"] for e in read_events(log.path)] == ["start"]
 
 
+def test_a_power_cut_takes_back_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is where a resume's changes are kept; a step may be lost, and waits for no disk."""
+    synced, path = [], tmp_path / "events.jsonl"
+    monkeypatch.setattr("os.fsync", lambda number: synced.append(path.read_text().count("start")))
+    log = EventLog(path)
+    log.emit("step", step=1)
+    assert synced == []
+    log.emit("start", overrides=["train.steps=4"])
+    assert synced == [1]
+
+
 def test_non_finite_numbers_become_null_at_any_depth(tmp_path):
     log = EventLog(tmp_path / "events.jsonl")
     event = log.emit("step", loss=float("nan"), terms={"a": [float("inf"), 1.0], "b": float("-inf")})

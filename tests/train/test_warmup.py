@@ -12,6 +12,7 @@ import torch
 from redline.errors import UserError
 from redline.monitor.events import read_events
 from redline.train.rundir import RunDirectory
+from redline.train.trouble import noted, smaller
 
 
 @pytest.fixture(autouse=True)
@@ -66,10 +67,23 @@ def test_a_halved_micro_batch_stays_on_resume(world: Any, tmp_path: Path) -> Non
 
 def test_nothing_left_to_halve(world: Any, tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run") as run:
-        trainer = world.trainer(run, "train.micro_batch=1")
+        trainer = world.trainer(run, "train.micro_batch=1", "train.grad_checkpointing=full")
         fail(trainer, [torch.OutOfMemoryError("no")])
-        with pytest.raises(UserError, match="grad_checkpointing=full"):
+        with pytest.raises(UserError, match="does not fit into .*, even with grad_checkpointing=full"):
             trainer.run()
+
+
+def test_where_one_sequence_does_not_fit_it_is_noted_that_blocks_must_be_computed_twice(
+    world: Any, tmp_path: Path
+) -> None:
+    with RunDirectory(tmp_path / "run") as run:
+        trainer = world.trainer(run, "train.micro_batch=2")
+        fail(trainer, [torch.OutOfMemoryError("no"), torch.OutOfMemoryError("no")])
+        with pytest.raises(UserError, match="goes on from the beginning with grad_checkpointing=full"):
+            trainer.run()
+    (found,) = noted(tmp_path / "run")
+    assert (found.micro, found.checkpointing) == (1, "none")
+    assert smaller(trainer.resolved.batch, "none", [found], sharded=False)[1] == "full"
 
 
 def test_a_compiler_that_fails_is_done_without(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

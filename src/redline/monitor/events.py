@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 import warnings
@@ -51,14 +52,15 @@ class EventLog:
         event: Event = _plain({"type": type, "time": self._clock(), **fields})
         text = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         # A lone surrogate has no UTF-8 form; the escape that `backslashreplace` writes is valid JSON for it.
-        self._append(text.encode("utf-8", "backslashreplace") + b"\n")
+        # What a resume changed is told by its start alone: a power cut must not take that back.
+        self._append(text.encode("utf-8", "backslashreplace") + b"\n", synced=type == "start")
         return event
 
     def close(self) -> None:
         with self._lock:
             self._file.close()
 
-    def _append(self, line: bytes) -> None:
+    def _append(self, line: bytes, *, synced: bool = False) -> None:
         with self._lock:
             # After a torn line a newline comes first, so that only the torn event is lost and not this one too.
             rest = memoryview(b"\n" + line if self._torn else line)
@@ -67,6 +69,8 @@ class EventLog:
                     self._torn = True
                     rest = rest[self._file.write(rest) or 0 :]
                 self._torn = False
+                if synced:
+                    os.fsync(self._file.fileno())
             except OSError as error:
                 self._tell_once(error)
 

@@ -39,7 +39,7 @@ from redline.train.sharded import SharedCommit, read_rows
 from redline.train.signals import Signals, StopRequested
 from redline.train.state import TrainState
 from redline.train.step import Step
-from redline.train.warmup import as_decided, warm_up
+from redline.train.warmup import LeastTooLarge, as_decided, warm_up
 from redline.train.weights import copy_weights
 
 
@@ -194,14 +194,19 @@ class Trainer:
     def warm_up(self) -> None:
         """Compile and run the worst-case batch: an OOM happens here, not in hour three."""
         PULSE.at("warming up", self.state.step)
-        self.batch = warm_up(
-            self._rehearse,
-            self.batch,
-            self.monitor,
-            self.ranks,
-            compiled=self.train.compile,
-            device=self.resolved.machine.name,
-        )
+        try:
+            self.batch = warm_up(
+                self._rehearse,
+                self.batch,
+                self.monitor,
+                self.ranks,
+                compiled=self.train.compile,
+                recomputed=self.train.grad_checkpointing == "full",
+                device=self.resolved.machine.name,
+            )
+        except LeastTooLarge as least:
+            self.batch = least.plan
+            raise torch.OutOfMemoryError from None  # noted as any other: whoever goes on with the run finds it
         if self.train.graph:
             self._record_graph()
         self.keeper.expect(self.tensors())

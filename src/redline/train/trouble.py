@@ -65,10 +65,9 @@ def out_of_memory(run: Path, facts: Facts) -> UserError:
     """Noted; and what to say."""
     note(run, Trouble(**vars(facts)))
     what = f"out of memory at step {facts.step}, with a micro-batch of {facts.micro} (rank {facts.rank})."
-    return OutOfMemory(
-        what,
-        fix=f"`redline train --resume {shlex.quote(str(run))}` goes on from the last checkpoint with less at once.",
-    )
+    how = "with less at once" if facts.micro > 1 else "with grad_checkpointing=full"
+    place = "from the last checkpoint" if facts.step else "from the beginning"
+    return OutOfMemory(what, fix=f"`redline train --resume {shlex.quote(str(run))}` goes on {place} {how}.")
 
 
 def note_storm(run: Path, facts: Facts, first: int, batches: Sequence[int]) -> bool:

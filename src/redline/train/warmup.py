@@ -15,6 +15,14 @@ from redline.train.signals import StopRequested
 from redline.units import format_seconds
 
 
+class LeastTooLarge(Exception):  # noqa: N818
+    """One sequence at a time does not fit, with activations kept: whoever begins again computes them twice."""
+
+    def __init__(self, plan: BatchPlan) -> None:
+        super().__init__("a micro-batch of 1 does not fit")
+        self.plan = plan
+
+
 def warm_up(
     rehearse: Callable[[BatchPlan], None],
     plan: BatchPlan,
@@ -22,6 +30,7 @@ def warm_up(
     ranks: Ranks = ALONE,
     *,
     compiled: bool,
+    recomputed: bool,
     device: str,
 ) -> BatchPlan:
     """Rehearse the worst-case batch until it runs in all ranks; the plan that did."""
@@ -31,8 +40,8 @@ def warm_up(
         try:
             if not ranks.highest(float(_too_large(rehearse, plan)))[0]:
                 break
-            plan = _halved(plan, monitor, device)
-        except (StopRequested, UserError):
+            plan = _halved(plan, monitor, device, recomputed=recomputed)
+        except (StopRequested, UserError, LeastTooLarge):
             raise
         except Exception as error:
             if not compiled:
@@ -58,15 +67,15 @@ def _too_large(rehearse: Callable[[BatchPlan], None], plan: BatchPlan) -> bool:
     return False
 
 
-def _halved(plan: BatchPlan, monitor: Monitor, device: str) -> BatchPlan:
+def _halved(plan: BatchPlan, monitor: Monitor, device: str, *, recomputed: bool) -> BatchPlan:
     smaller = plan.halved()
     torch.cuda.empty_cache()
+    if smaller is None and not recomputed:
+        raise LeastTooLarge(plan)
     if smaller is None:
-        raise UserError(
-            f"a micro-batch of {plan.micro} does not fit into {device}.",
-            where="train.micro_batch",
-            fix="Use train.grad_checkpointing=full, a shorter data.seq_len or a smaller model.",
-        )
+        what = f"a micro-batch of {plan.micro} does not fit into {device}, even with grad_checkpointing=full."
+        fix = "Use a shorter data.seq_len, a smaller model, parallel.mode=fsdp on several GPUs, or a larger card."
+        raise UserError(what, where="train.micro_batch", fix=fix)
     change = f"{plan.micro} → {smaller.micro}, the global batch stays {smaller.global_batch}"
     monitor.emit("recovery", message=f"out of memory: micro-batch {change}")
     return smaller
