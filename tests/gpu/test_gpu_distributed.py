@@ -76,7 +76,7 @@ def test_a_group_of_one_learns_what_one_process_does(
     options = ("train.precision=fp32", f"train.optimizer={optimizer}", "train.ema=0.9")
     world.run(tmp_path / "one", *GPU, *options, machine=machine)
     run = train(world, tmp_path / "group", *options, f"parallel.mode={mode}")
-    apart = 2e-3 if optimizer == "muon" else 1e-4  # it multiplies in bf16, and each process by kernels of its choice
+    apart = 5e-3 if optimizer == "muon" else 1e-4  # it multiplies in bf16, and each process by kernels of its choice
     assert losses(run) == pytest.approx(losses(tmp_path / "one"), abs=apart)
     newest = newest_valid(run / "checkpoints")
     assert newest is not None

@@ -69,7 +69,7 @@ def test_nothing_left_to_halve(world: Any, tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run") as run:
         trainer = world.trainer(run, "train.micro_batch=1", "train.grad_checkpointing=full")
         fail(trainer, [torch.OutOfMemoryError("no")])
-        with pytest.raises(UserError, match="does not fit into .*, even with grad_checkpointing=full"):
+        with pytest.raises(UserError, match="even with grad_checkpointing=full"):
             trainer.run()
 
 
