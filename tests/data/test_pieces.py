@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,19 @@ def test_a_usual_tokenizer_comes_first(tmp_path: Path) -> None:
     assert piece_file(tmp_path) == tmp_path / "tok512.json"
     (tmp_path / "tokenizer.json").write_text("{}")
     assert piece_file(tmp_path) is None
+
+
+def test_a_reader_is_known_by_how_it_begins_and_ends_a_text(tiny_base: Path, tmp_path: Path) -> None:
+    """What a teacher has read, and what a run learns, depends on both."""
+    shutil.copytree(tiny_base, tmp_path / "base")
+    plain = Reader(tmp_path / "base", "Answer: ")
+    assert Reader(tiny_base, "Answer: ").fingerprint == plain.fingerprint
+    assert Reader(tiny_base, "So: ").fingerprint != plain.fingerprint
+    config = json.loads((tmp_path / "base/tokenizer_config.json").read_text())
+    config |= {"eos_token": "<|im_start|>", "chat_template": None}
+    (tmp_path / "base/tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "base/chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / "base/special_tokens_map.json").unlink(missing_ok=True)
+    changed = Reader(tmp_path / "base", "Answer: ")
+    assert changed.eos_ids != plain.eos_ids
+    assert changed.fingerprint != plain.fingerprint

@@ -21,6 +21,7 @@ from redline.kernels.low_rank import keep_probability
 from redline.models.frozen import FrozenMatrix
 from redline.models.lora import LoraLinear
 from redline.models.recompute import CHECKPOINTING
+from redline.objectives.roles import role_groups
 
 QKV = {"q": 40, "k": 24, "v": 24}
 
@@ -368,3 +369,10 @@ def test_where_nothing_learns_a_compiler_sees_all_that_is_plain(base: str) -> No
         results.append((y.detach(), x.grad))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_muon_takes_merged_adapters_one_by_one() -> None:
+    """Else the update of one part would depend on which others are adapted beside it."""
+    linear = LoraLinear(FrozenMatrix(torch.randn(24, 8)), {"q": 8, "k": 8, "v": 8}, ["q", "v"], 4, 4, 0.0)
+    (group,) = role_groups(linear)
+    assert group.splits == {"lora_A": (4, 4), "lora_B.q": (8,), "lora_B.v": (8,)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import gamma
 from pathlib import Path
 from typing import Any
@@ -180,3 +181,21 @@ def test_a_benchmark_knows_what_to_compare_it_with() -> None:
     names = {recipe: [one.name for one in contenders(load(recipe).recipe)] for recipe in ("owt-bd3lm", "pretrain-350m")}
     assert names["owt-bd3lm"] == ["redline", "redline-fp8", "masked", "dense", "textbook"]
     assert names["pretrain-350m"] == ["redline", "redline-fp8", "plain", "transformers"]
+
+
+def test_what_fills_no_window_is_not_held_out(world: Any, tmp_path: Path) -> None:
+    """It is never scored, so nobody must wait for its loss."""
+    data = job(world, tmp_path, length=32).data
+    assert data.facts.val_tokens == len(data.text.held_out) >= 32
+    short = replace(data, seq_len=len(data.text.held_out) + 1)
+    assert short.held_out == 0
+    assert short.facts.val_tokens == 0
+
+
+def test_batches_are_made_anew_for_another_ranks_noise(world: Any, tmp_path: Path) -> None:
+    objective = job(world, tmp_path)
+    objective.load_state(objective.state())
+    assert not objective.batches_changed()
+    objective.load_state({**objective.state(), "clip": [0.45, 0.95]})
+    assert (objective.clip.low, objective.clip.high) == (0.45, 0.95)
+    assert objective.batches_changed()

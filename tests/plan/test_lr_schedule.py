@@ -114,3 +114,14 @@ def test_a_stable_phase_that_a_long_warm_up_leaves_no_room_for_does_not_jump(war
     steepest = max(1 / warmup, 1 / (20 * 0.4)) + 1e-9
     assert all(abs(b - a) <= steepest for a, b in itertools.pairwise(factors))
     assert factors[-1] == 0.0
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "one_cycle", "wsd"])
+@pytest.mark.parametrize("warmup", [900, 1000, 20_000])
+def test_a_rate_whose_end_comes_before_its_peak_has_decayed_by_then(schedule: str, warmup: int) -> None:
+    """As where a clock leaves room for fewer steps than the warm-up has."""
+    factors = [lr_factor(schedule, step=step, warmup=warmup, progress=step / 788) for step in range(788)]
+    assert factors[-1] < 0.01
+    assert max(factors) > 0.6 * 400 / warmup, "and it has risen before"
+    steps = [abs(b - a) for a, b in itertools.pairwise(factors)]
+    assert max(steps) < 0.01, "without a jump"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from redline.errors import RecipeError
 from redline.fields import AUTO
 from redline.hardware.machine import Machine
+from redline.recipe.horizon import steps_of
 from redline.recipe.load import flatten, load, shipped
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 
@@ -198,3 +199,11 @@ def test_the_model_of_a_counted_run_is_sized_by_its_real_batch() -> None:
     parts = resolved(*words, "train.micro_batch=64", "train.accumulation=4", name="quickstart")
     whole = resolved(*words, "train.global_batch=256", name="quickstart")
     assert parts.shape == whole.shape
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(257, 1), (256 + 31, 1), (256 + 32, 2), (20, 1)])
+def test_an_epoch_has_whole_sequences_alone(tokens: int, steps: int) -> None:
+    """What is left over is no sequence, and no step more."""
+    words = ("train.hours=null", "train.steps=null", "train.epochs=1", "data.seq_len=32", "train.global_batch=8")
+    recipe = load("quickstart", list(words)).recipe
+    assert steps_of(recipe, tokens, tokens_per_step=256) == steps

@@ -10,6 +10,7 @@ import torch
 
 from redline.errors import EXIT_FAILED
 from redline.monitor.events import read_events
+from redline.train.checkpoint import newest_valid
 from redline.train.rundir import RunDirectory
 
 
@@ -85,3 +86,28 @@ def test_fp16_scaling_backs_off_and_recovers() -> None:
     fixed = LossScale("bf16", torch.device("cpu"))
     fixed.update(torch.tensor(1.0))
     assert fixed.scale.item() == 1.0
+
+
+def test_what_was_skipped_before_a_checkpoint_is_known_after_a_crash(world: Any, tmp_path: Path) -> None:
+    """Whoever goes on from it never sees those steps."""
+    options = ("train.steps=8", "train.max_nonfinite=4", "monitor.log_every=100", "checkpoint.every=5")
+    with RunDirectory(tmp_path / "run") as run:
+        trainer = world.trainer(run, *options)
+        poison(trainer, {3, 4}, float("nan"))
+        world.around(trainer, after=lambda step: _die() if step == 5 else None)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run()
+        trainer.keeper.settle()
+    with RunDirectory(tmp_path / "run") as run:
+        trainer = world.trainer(run, *options, checkpoint=newest_valid(run.checkpoints))
+        assert trainer.state.step == 5
+        assert (trainer.log.skipped, trainer.log.row) == (2, [3, 4])
+        poison(trainer, {5, 6}, float("nan"))
+        outcome = trainer.run()
+    assert outcome.reason == "nonfinite", "four in a row, of which a crash took two"
+    stop = [e for e in read_events(tmp_path / "run/events.jsonl") if e["type"] == "stop"][-1]
+    assert stop["skipped"] == 4
+
+
+def _die() -> None:
+    raise KeyboardInterrupt

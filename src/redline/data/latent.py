@@ -50,7 +50,8 @@ class Reader:
         self.anchor: list[int] = self._ids(bare)
         self._space = "" if self._adds_space() else anchor[len(bare) :]
         self.eos_ids = self._tokenizer.eos_ids
-        self.fingerprint: str = self._tokenizer.fingerprint
+        marks = [self.begin, self.anchor, self._space, list(self.eos_ids)]
+        self.fingerprint: str = digest_of(["reader", self._tokenizer.fingerprint, marks])
         self.vocab_size = self._tokenizer.vocab_size
         if not self.anchor:
             raise UserError(
@@ -238,6 +239,7 @@ def load_pairs(
     sizes, weights = [len(rows) for rows in each], [part.weight for part in data.parts]
     rows_print, val_print = _digest(train), _digest(val)
     content = [rows_print, val_print, sizes, weights, seed, data.shuffle, data.seq_len, most_bytes]
+    content += [reader.fingerprint for reader in readers]
     return PairData(
         train=train,
         val=val if len(val) else None,

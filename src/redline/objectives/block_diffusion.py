@@ -38,7 +38,8 @@ class TextSequences:
     @cached_property
     def facts(self) -> DataFacts:
         found = self.text.facts
-        return replace(found, vocab_size=found.vocab_size + 1)
+        held_out = found.val_tokens if self.held_out else 0  # what fills no window is never scored
+        return replace(found, vocab_size=found.vocab_size + 1, val_tokens=held_out)
 
     @property
     def told(self) -> tuple[str, ...]:

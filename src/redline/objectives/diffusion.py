@@ -237,8 +237,11 @@ class DiffusionObjective(InFloat8):
         return super().state() | {"clip": [self.clip.low, self.clip.high]}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Another rank's decision, too: what was made by the own one is made again."""
         super().load_state(state)
-        self.clip = Clip(*state["clip"])
+        taken = Clip(*state["clip"])
+        self._changed = self._changed or taken != self.clip
+        self.clip = taken
 
 
 def row_seeds(seed: int, numbers: Sequence[int]) -> list[int]:

@@ -15,9 +15,15 @@ def lr_factor(
     rise = _rise(schedule, (step + 1) / warmup) if step < warmup else 1.0
     if schedule == "wsd":  # warm-up, stable, decay: which may begin before the peak in a short run
         return min(rise, floor + (1.0 - floor) * min(1.0, (1.0 - progress) / decay_fraction))
-    if step < warmup or schedule == "constant":
+    if schedule == "constant":
         return rise
-    fallen = _since_warmup(step, warmup, progress)
+    if step >= warmup:
+        return _fall(schedule, _since_warmup(step, warmup, progress), floor)
+    # where the end comes before the peak, the rate has decayed by then all the same
+    return min(rise, _fall(schedule, progress, floor)) if step < progress * warmup else rise
+
+
+def _fall(schedule: str, fallen: float, floor: float) -> float:
     if schedule == "linear":
         return floor + (1.0 - floor) * (1.0 - fallen)
     if schedule in ("cosine", "one_cycle"):

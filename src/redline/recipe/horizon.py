@@ -11,12 +11,12 @@ from redline.recipe.schema import Recipe
 
 
 def steps_of(recipe: Recipe, train_tokens: int, tokens_per_step: int) -> int | None:
-    train = recipe.train
+    train, length = recipe.train, recipe.data.seq_len
     return horizon_steps(
         steps=train.steps,
         tokens=train.tokens,
         epochs=train.epochs if train_tokens else None,  # unknown before they are prepared
-        train_tokens=train_tokens,
+        train_tokens=max(length, train_tokens - train_tokens % length),  # an epoch has whole sequences alone
         tokens_per_step=tokens_per_step,
     )
 

@@ -26,7 +26,7 @@ class StepLog:
         self.skipped = 0
         self.bad_steps: list[int] = []  # the last of them: which data to look at
         self.storm: list[int] = []  # the first row of them that is longer than it may be
-        self._row: list[int] = []
+        self.row: list[int] = []  # of them, up to the last step that was looked at
         self._bad: list[torch.Tensor] = []
         self.said = 0  # the last step that an event tells of
         self._unsaid = 0  # bad steps that no event has counted yet
@@ -94,10 +94,10 @@ class StepLog:
         self._bad.clear()
         steps = []
         for number, is_bad in enumerate(bad, start=step - len(bad)):  # counted from 0, as data are
-            self._row = [*self._row, number] if is_bad else []
+            self.row = [*self.row, number] if is_bad else []
             steps += [number] if is_bad else []
-            if len(self._row) >= self.most_bad:
-                self.storm = self._row
+            if len(self.row) >= self.most_bad:
+                self.storm = self.row
         self.skipped += len(steps)
         self._unsaid += len(steps)
         if steps:

@@ -17,6 +17,7 @@ from redline.monitor.throughput import Throughput
 from redline.objectives.base import Objective
 from redline.plan.batch import BatchPlan
 from redline.plan.schedule import lr_factor
+from redline.recipe.rates import long_warmup
 from redline.recipe.resolve import Resolved
 from redline.train import trouble
 from redline.train.checkpoint import Tensors, read_state
@@ -64,6 +65,8 @@ class Trainer:
         self.identity = identity  # what must be equal on resume: data and tokenizer fingerprints
         self.ranks, self.supervised = ranks, supervised  # supervised: someone will go on after a failure
         self.skipped = list(skipped)  # steps whose data are left out
+        # by the plan, which knew only what speed was to be expected
+        self._warmup_told = any("train.warmup_steps=" in warning for warning in resolved.warnings)
         objective.left_out = len(self.skipped)
         self.device = torch.device(self.train.device)
         self.batch = resolved.batch
@@ -140,6 +143,7 @@ class Trainer:
         self.pace.closing |= state["decisions"].get("closing", {})
         self.batch = as_decided(BatchPlan(*state["decisions"]["batch"]), self.batch)
         self.log.skipped = int(state["skipped"])
+        self.log.row = [int(step) for step in state.get("bad_row", ())]
         self.looking.evaluated_at = state.get("evaluated", self.state.step)  # older ones do not tell
         self.keeper.saved_at = self.state.step
         if warning := self.horizon.spent(self.state.step, self.state.seconds):
@@ -252,6 +256,9 @@ class Trainer:
             end = self.horizon.end
             message = f"{1000 * per_step:.0f} ms a step: the schedule ends at step {end}"
             self.monitor.emit("replan", step=self.state.step, end=end, seconds_per_step=per_step, message=message)
+            if not self._warmup_told and (told := long_warmup(self.train.warmup_steps, end)):
+                self._warmup_told = True
+                self.monitor.warn(told[0])
 
     def log_if_due(self) -> None:
         step = self.state.step
@@ -295,6 +302,7 @@ class Trainer:
     def save(self) -> None:
         PULSE.at("saving", self.state.step)
         self.log.wait()
+        self.log.look(self.state.step)  # whoever goes on from here cannot look at these steps any more
         files = self.tensors()
         places = {stem: self.parallel.places(tensors) for stem, tensors in files.items()}
         with self.throughput.paused():
@@ -308,6 +316,7 @@ class Trainer:
             **replace(self.state, seconds=self.pace.seconds).to_json(),
             "seed": self.train.seed,
             "skipped": self.log.skipped,
+            "bad_row": self.log.row,
             "evaluated": self.looking.evaluated_at,
             "evaluated_on": self.recipe.eval.sequences,
             "identity": self.identity,
