@@ -30,7 +30,7 @@ def test_answers_are_compared_as_the_job_asks_for(name: tuple[str, ...], kind: s
 def test_the_commands_it_names_are_those_of_the_job(recipe: str, inside: Any) -> None:
     said = inside("train", recipe, "--run", "runs/toy").err.splitlines()
     assert [line for line in said if line.startswith("next")] == [
-        "next    redline sample runs/toy --prompt 'import '",
+        "next    redline sample runs/toy",
         "next    redline eval runs/toy@best",
         "next    redline export runs/toy --out toy-model",
     ]
@@ -39,7 +39,7 @@ def test_the_commands_it_names_are_those_of_the_job(recipe: str, inside: Any) ->
 def test_names_with_spaces_can_be_pasted_back(recipe: str, inside: Any) -> None:
     said = inside("train", recipe, "data.val_fraction=0", "--run", "runs/my run").err.splitlines()
     assert [line for line in said if line.startswith("next")] == [
-        "next    redline sample 'runs/my run' --prompt 'import '",
+        "next    redline sample 'runs/my run'",
         "next    redline eval 'runs/my run'",
         "next    redline export 'runs/my run' --out 'my run-model'",
     ]
@@ -56,9 +56,10 @@ def test_who_diverged_is_not_told_to_go_on(recipe: str, inside: Any) -> None:
 def test_what_a_resume_changed_holds_for_the_next(recipe: str, inside: Any, tmp_path: Path) -> None:
     inside("train", recipe, "--run", "runs/toy")
     assert "step 9" in inside("train", "--resume", "toy", "train.steps=9", "monitor.price_per_hour=36").err
-    assert "step 9" in inside("train", "--resume", "toy", "eval.every=3").err
+    assert "at step 9 already" in inside("train", "--resume", "toy", "eval.every=3").err
+    assert "step 12" in inside("train", "--resume", "toy", "train.steps=12").err
     events = [json.loads(line) for line in (tmp_path / "runs/toy/events.jsonl").read_text().splitlines()]
-    assert [e["step"] for e in events if e["type"] == "stop"] == [6, 9, 9]
+    assert [e["step"] for e in events if e["type"] == "stop"] == [6, 9, 12]
     assert [e["cost_usd"] is None for e in events if e["type"] == "stop"] == [True, False, False]
 
 
@@ -149,3 +150,21 @@ def test_a_finished_run_whose_last_save_is_damaged_goes_on_from_before(
     assert "step-00000006 is damaged" in again.err
     assert "already" not in again.err
     assert "already" in inside("train", "--resume", "toy").err
+
+
+def test_a_finished_run_that_was_given_no_more_is_left_alone_too(recipe: str, inside: Any, tmp_path: Path) -> None:
+    """What was changed is no later end: train.steps still binds."""
+    inside("train", recipe, "--run", "runs/toy")
+    log = tmp_path / "runs/toy/events.jsonl"
+    before = log.read_bytes()
+    for word in ("train.tokens=100k", "train.steps=3"):
+        again = inside("train", "--resume", "toy", word)
+        assert "finished   steps, at step 6 already" in again.err
+        assert (again.code, log.read_bytes()) == (0, before)
+    assert "already" not in inside("train", "--resume", "toy", "train.steps=7").err
+    assert log.read_bytes() != before
+
+
+def test_only_python_is_begun_with_python(recipe: str, inside: Any) -> None:
+    shown = inside("train", recipe, "data.source=embedded", "data.tokenizer=bytes", "--run", "runs/toy").err
+    assert "next    redline sample runs/toy --prompt 'import '\n" in shown

@@ -47,3 +47,9 @@ def test_mistakes(home: Path, inside: Any, words: tuple[str, ...], code: int, sa
     assert answer.code == code
     assert says in answer.said
     assert sorted(home.rglob("*")) == before
+
+
+def test_a_folder_above_one_that_is_not_there(home: Path, inside: Any, tmp_path: Path) -> None:
+    done = inside("export", "latest", "--out", f"{tmp_path}/nothing/../x/y", "--json", cwd=home)
+    assert done.code == 0
+    assert "model.safetensors" in json.loads(done.out)["files"]

@@ -271,3 +271,12 @@ def test_a_sweep_in_a_place_that_cannot_be_written(recipe: str, tmp_path: Path) 
     with pytest.raises(UserError, match="cannot be written") as refused:
         run_sweep(Sweep(recipe, [], {"train.lr": ["0.1"]}), tmp_path / "file/out")
     assert refused.value.exit_code == EXIT_FAILED, "as of a single run there"
+
+
+def test_a_sweeps_folder_is_no_place_for_a_run(recipe: str, inside: Any, tmp_path: Path) -> None:
+    (tmp_path / "runs/sw").mkdir(parents=True)
+    (tmp_path / "runs/sw/sweep.json").write_text("{}")
+    refused = inside("train", recipe, "--run", "runs/sw")
+    assert refused.code == 2
+    assert "runs/sw: this directory holds a sweep. Choose another --run." in refused.err
+    assert [path.name for path in (tmp_path / "runs/sw").iterdir()] == ["sweep.json"]

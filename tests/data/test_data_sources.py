@@ -20,7 +20,7 @@ from redline.data.origin import DatasetId, Reading, dataset_id
 from redline.data.prepare import prepare_source, training_texts
 from redline.data.sources import source_bytes, source_documents
 from redline.data.splits import REST, TRAIN, VAL, cut_pieces, split_documents
-from redline.data.tally import Seen, Tally
+from redline.data.tally import Seen, Tally, left_out
 from redline.data.text import Document
 from redline.data.tokenizer import load_tokenizer
 from redline.errors import UserError
@@ -340,3 +340,22 @@ def test_what_the_package_raises_becomes_a_sentence(
     fake_datasets(monkeypatch, error if when == "opening" else broken())
     with pytest.raises(UserError, match=rf"(?s)^owner/name: .*{sentence}"):
         read("owner/name")
+
+
+def test_text_that_is_not_utf8_is_told_apart_from_what_is_no_text(tmp_path: Path) -> None:
+    folder = tmp_path / "odd"
+    for number, text in enumerate(TEXTS[:3]):
+        write(folder / f"{number}.txt", text.encode())
+    write(folder / "a.bin", b"\0\1")
+    write(folder / "old.txt", "déjà vu".encode("latin-1"))
+    counted = read(folder)[1]
+    assert (counted.binary_files, counted.not_utf8_files, counted.first_not_utf8_file) == (2, 1, "old.txt")
+    told = left_out(counted.counts())
+    assert told == (
+        "1 file is left out, not UTF-8; the first is old.txt",
+        "1 file is left out, no text; the first is a.bin: this is a binary file, not text.",
+    )
+    for number in range(6):
+        write(folder / f"old{number}.txt", "déjà vu".encode("latin-1"))
+    with pytest.raises(UserError, match=r"7 of 11 files are not UTF-8; the first is old\.txt.*iconv -t UTF-8"):
+        read(folder)

@@ -152,3 +152,22 @@ def test_a_budget_that_is_spent_stays_spent(attempt: Any, world: Any, tmp_path: 
     assert first.outcome.reason == "hours"
     again = attempt(tmp_path, *options, prepare=slow_down, clock=lambda: now[0])
     assert again.state.step == first.state.step > 20
+
+
+def test_a_warm_up_that_does_not_fit_is_told_and_the_rate_decays_all_the_same(
+    attempt: Any, world: Any, tmp_path: Path
+) -> None:
+    now = [50.0]
+
+    def slow_down(trainer: Any) -> None:
+        world.around(trainer, after=lambda _: now.__setitem__(0, now[0] + 1.0))
+
+    options = ("train.hours=60s", "train.steps=null", "train.schedule=cosine", "train.min_lr_ratio=0.0")
+    trainer = attempt(tmp_path, *options, "train.warmup_steps=200", prepare=slow_down, clock=lambda: now[0])
+    events = list(read_events(tmp_path / "events.jsonl"))
+    told = [e["message"] for e in events if e["type"] == "warning" and "train.warmup_steps=200" in e["message"]]
+    assert len(told) == 1
+    assert "more than half of an expected" in told[0]
+    rates = [e["lr"] / trainer.train.lr for e in events if e["type"] == "step"]
+    assert max(rates) > 0.1
+    assert rates[-1] < 0.05

@@ -1,8 +1,10 @@
 import json
 import math
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from redline.errors import UserError
 from redline.monitor.events import EventLog
 from redline.monitor.figures import draw_figures, thin
+from redline.monitor.pages import write_page
 from redline.monitor.report import report_data, write_report
 
 LOCK = {
@@ -243,3 +246,29 @@ def test_a_page_that_cannot_be_written_is_an_error_for_people(whole_run, tmp_pat
 def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="no run"):
         write_report(tmp_path)
+
+
+def test_what_is_no_page_is_not_replaced_by_one(tmp_path: Path) -> None:
+    """A run's own files, first of all."""
+    lock = tmp_path / "lock.json"
+    lock.write_text("{}")
+    with pytest.raises(UserError, match="a file that is no HTML page is there"):
+        write_page(lock, "<!doctype html>")
+    assert lock.read_text() == "{}"
+    for content in ("", "<!DOCTYPE html> old", "<html>"):
+        (tmp_path / "page.html").write_text(content)
+        write_page(tmp_path / "page.html", "<!doctype html>")
+        assert (tmp_path / "page.html").read_text() == "<!doctype html>"
+
+
+def test_a_link_and_a_pipe_stay_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "link.html").symlink_to("target.html")
+    write_page(tmp_path / "link.html", "<!doctype html>")
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "target.html").read_text() == "<!doctype html>"
+    os.mkfifo(tmp_path / "pipe")
+    end = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_page(tmp_path / "pipe", "<!doctype html>")
+    assert os.read(end, 100) == b"<!doctype html>"
+    os.close(end)
+    assert (tmp_path / "pipe").is_fifo()

@@ -48,9 +48,11 @@ def _next_commands(path: Path, recipe: Recipe) -> list[str]:
 
     module = objective_module(recipe.objective)
     answers = f" --answers {answers_kind(recipe)}" if module.can_answer(recipe) else ""
-    prompt = recipe.eval.prompt or ("a question" if answers else "import ")
+    python = recipe.data.source == "embedded"
+    prompt = recipe.eval.prompt or ("a question" if answers else "import " if python else "")
     run, best, model = (shlex.quote(str(word)) for word in (path, _best(path), f"{path.resolve().name}-model"))
-    commands = [f"redline sample {run} --prompt {shlex.quote(prompt)}", f"redline eval {best}{answers}"]
+    begin = f" --prompt {shlex.quote(prompt)}" if prompt else ""
+    commands = [f"redline sample {run}{begin}", f"redline eval {best}{answers}"]
     if hasattr(module, "export") and (recipe.model.base is not None or not inexact(recipe.model)):
         commands.append(f"redline export {run} --out {model}")
     return commands

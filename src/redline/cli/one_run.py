@@ -18,7 +18,7 @@ from redline.cli.together import after_trouble, held, where_to_begin
 from redline.errors import EXIT_PREEMPTED, UsageError
 from redline.monitor.events import SCHEMA, EventLog, read_events
 from redline.monitor.monitor import Monitor, View, paid_until, price_of
-from redline.monitor.runs import EVENTS, LOCK_FILE
+from redline.monitor.runs import EVENTS, LOCK_FILE, SWEEP
 from redline.monitor.sinks import sinks_for
 from redline.recipe.lock import LOCK, make_lock, read_lock, write_lock
 from redline.recipe.resolve import Choice, Resolved
@@ -167,6 +167,8 @@ def refuse_run(path: Path) -> None:
     if (path / LOCK).exists():
         fix = f"Go on with it: redline train --resume {shlex.quote(str(path))}; or choose another --run."
         raise UsageError("this directory holds a run.", where=str(path), fix=fix)
+    if (path / SWEEP).exists():
+        raise UsageError("this directory holds a sweep.", where=str(path), fix="Choose another --run.")
 
 
 def _leave_no_trace(path: Path, theirs: set[str]) -> None:

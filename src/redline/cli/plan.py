@@ -185,7 +185,7 @@ def _caveats(resolved: Resolved, estimated: bool, train_tokens: int) -> list[str
         found.append(f"how many tokens {sources} holds is not known before it is prepared{epochs}")
     elif estimated and train.epochs:
         found.append("the number of tokens is estimated from the size of the files")
-    if resolved.batch.world > 1:
+    if resolved.batch.world > 1 and resolved.machine.device == "cuda":
         found.append("the speed of several cards is an estimate: what they tell each other was never timed")
     return found
 

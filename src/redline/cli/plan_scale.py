@@ -20,8 +20,9 @@ def scale_lines(scaling: Mapping[str, Any]) -> list[str]:
     widths = [max(map(len, column)) for column in shown]
     lines = ["  " + "  ".join(map(str.ljust, cells, widths)).rstrip() for cells in zip(*shown, strict=True)]
     notes = [scaling["verdict"], *(f"left out: {what}" for what in scaling["left_out"])]
-    basis = "estimates, not measurements: " + ", ".join(scaling["assumptions"])
-    return ["", *lines, *(f"  {note}" for note in [*notes, basis])]
+    if scaling["pays_up_to"] is not None:
+        notes.append("estimates, not measurements: " + ", ".join(scaling["assumptions"]))
+    return ["", *lines, *(f"  {note}" for note in notes)]
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -168,9 +168,11 @@ def _print(summary: dict[str, Any], dedup: bool, val_fraction: float) -> None:
     if counts["bad_rows"]:
         skipped = f"{counts['bad_rows']:,} of {counts['rows']:,} skipped; the first is {counts['first_bad_row']}"
         rows.append(("bad rows", skipped))
-    if counts["binary_files"]:
-        left_out = f"{counts['binary_files']:,} left out; the first is {counts['first_binary_file']}"
-        rows.append(("binary files", left_out))
+    if odd := counts["not_utf8_files"]:
+        hint = "`iconv -t UTF-8` converts them"
+        rows.append(("not UTF-8", f"{odd:,} left out; the first is {counts['first_not_utf8_file']}. {hint}"))
+    if binary := counts["binary_files"] - odd:
+        rows.append(("binary files", f"{binary:,} left out; the first is {counts['first_binary_file']}"))
     if not summary["val"]["tokens"] and val_fraction:
         rows.append(
             ("held out", "nothing: no validation loss will be known. Give more text, or a larger --val-fraction")
@@ -178,7 +180,7 @@ def _print(summary: dict[str, Any], dedup: bool, val_fraction: float) -> None:
     kept = "dropped" if dedup else "counted and kept"
     rows.append(("duplicates", f"{counts['duplicates']:,} {kept}" if counts["duplicates"] else "none"))
     rows.append(("fingerprint", summary["fingerprint"]))
-    rows.append(("took", f"{format_seconds(summary['seconds'])}, {summary['mb_per_s']:.1f} MB/s"))
+    rows.append(("took", f"{format_seconds(summary['seconds'])}, {summary['mb_per_s']:.1f} MB of text a second"))
     typer.echo(summary["out"])
     for name, value in rows:
         typer.echo(f"  {name:12s} {value}")

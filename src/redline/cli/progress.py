@@ -68,5 +68,5 @@ class PreparationBar:
 
     def _summary(self, last: Progress) -> str:
         rate = last.done / 1e6 / max(self.seconds, 1e-9)
-        speed = f", {rate:.1f} MB/s" if last.total else ""
+        speed = f", reading {rate:.1f} MB/s" if last.total else ""
         return f"{last.stage}: {format_count(last.tokens)} tokens in {format_seconds(self.seconds)}{speed}"

@@ -25,11 +25,12 @@ from redline.monitor.events import Event, number, read_events
 from redline.monitor.monitor import View, price_of
 from redline.monitor.runs import EVENTS, resolve_run
 from redline.monitor.sinks import require_packages
+from redline.recipe.horizon import steps_of
 from redline.recipe.load import Loaded
 from redline.recipe.lock import locked_recipe, read_lock
 from redline.recipe.parallel import for_world
 from redline.recipe.resolve import Resolved, resolve
-from redline.recipe.schema import Recipe, Train
+from redline.recipe.schema import Recipe
 from redline.train.outcome import OWN_ENDS
 from redline.train.pulse import PREPARING, PULSE, STARTING
 from redline.train.signals import preempting
@@ -84,7 +85,7 @@ def fresh_run(loaded: Loaded, directory: Path | None) -> Path:
 
 def resume_run(name: str, overrides: list[str], *, dry_run: bool, gpus: int = 1) -> int:
     path, loaded = resumable(name, overrides)
-    if not overrides and not dry_run and (said := nothing_left(path, loaded.recipe.train)):
+    if not dry_run and (said := nothing_left(path, loaded.recipe, changed=bool(overrides))):
         if os.environ.get("RANK", "0") == "0":
             typer.echo(said, err=True)
         return 0
@@ -100,8 +101,9 @@ def resumable(name: str, overrides: list[str]) -> tuple[Path, Loaded]:
     return path, locked_recipe(path, read_lock(path), overrides, _changed_before(path))
 
 
-def nothing_left(path: Path, train: Train) -> str | None:
-    """What is to be said instead of going on with a run that has reached its end, and whose last save is whole."""
+def nothing_left(path: Path, recipe: Recipe, *, changed: bool) -> str | None:
+    """What is to be said instead of going on with a run that has reached its end, and whose last save is whole. Where
+    something was changed, that is what its counted steps say: a clock or a loss may have been given more."""
     from redline.train.checkpoint import newest_valid, step_name
 
     ends = [event for event in read_events(path / EVENTS) if event["type"] in ("start", "stop")]
@@ -112,10 +114,22 @@ def nothing_left(path: Path, train: Train) -> str | None:
     newest = newest_valid(path / "checkpoints")
     if newest is None or newest.name != step_name(int(step)):
         return None
+    if changed and not (reason == "steps" and _reached(path, recipe, int(step))):
+        return None
     keys = OWN_ENDS[reason]
-    later = next((key for key in keys if getattr(train, key) is not None), keys[0])
+    later = next((key for key in keys if getattr(recipe.train, key) is not None), keys[0])
     more = f"redline train --resume {shlex.quote(str(path))} train.{later}=…"
     return f"finished   {reason}, at step {int(step)} already\nnext    {more}"
+
+
+def _reached(path: Path, recipe: Recipe, step: int) -> bool:
+    """Whether the recipe's counted end is behind the step."""
+    lock = read_lock(path)
+    try:
+        end = steps_of(recipe, int(lock["data"]["train_tokens"]), int(lock["batch"]["tokens_per_step"]))
+    except (KeyError, TypeError, ValueError):
+        return False  # an older lock: whoever goes on says so
+    return end is not None and end <= step
 
 
 def _changed_before(run: Path) -> list[list[str]]:

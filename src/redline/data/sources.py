@@ -48,6 +48,7 @@ def _file_documents(path: Path, tally: Tally, text_key: str) -> Iterator[AnyDocu
             yield from parquet_documents(file, text_key, tally)
         else:
             yield from _text_document(file, tally, alone=path.is_file())
+    tally.refuse_mostly_not_utf8(len(files))
     if tally.binary_files == len(files):
         what = f"the folder holds no text: all of its {len(files):,} files are binary."
         raise UserError(what, where=str(path), fix="Give a folder of UTF-8 text, JSONL or Parquet files.")
@@ -62,6 +63,9 @@ def _text_document(file: SourceFile, tally: Tally, *, alone: bool) -> Iterator[A
             binary = str(reason) == BINARY
             fix = "Remove it or convert it to UTF-8 text." if binary else "Convert it, e.g. with `iconv -t UTF-8`."
             raise UserError(str(reason), where=str(file.path), fix=fix) from None
-        tally.binary_file(file.name, str(reason))
+        if str(reason) == BINARY:
+            tally.binary_file(file.name, str(reason))
+        else:
+            tally.not_utf8_file(file.name)
         return
     yield document

@@ -34,6 +34,8 @@ class Tally:
     fix: str = ""  # for the first bad row
     binary_files: int = 0
     first_binary_file: str | None = None
+    not_utf8_files: int = 0  # among those: text, in another encoding
+    first_not_utf8_file: str | None = None
     duplicates: int = 0
 
     def read(self, count: float) -> None:
@@ -51,6 +53,18 @@ class Tally:
         self.binary_files += 1
         self.first_binary_file = self.first_binary_file or f"{place}: {reason}"
 
+    def not_utf8_file(self, place: str) -> None:
+        """Text all the same, which nobody means to lose."""
+        self.binary_files += 1
+        self.not_utf8_files += 1
+        self.first_not_utf8_file = self.first_not_utf8_file or place
+
+    def refuse_mostly_not_utf8(self, files: int) -> None:
+        odd = self.not_utf8_files
+        if 2 * odd > files:
+            what = f"{odd:,} of {files:,} files are not UTF-8; the first is {self.first_not_utf8_file}."
+            raise UserError(what, where=self.source, fix="Convert them, e.g. with `iconv -t UTF-8`.")
+
     def refuse_mostly_bad(self) -> None:
         """More than half of the rows unusable: something is wrong that no one should train on."""
         bad = self.bad_rows.total()
@@ -67,6 +81,8 @@ class Tally:
             "first_bad_row": self.first_bad_row,
             "binary_files": self.binary_files,
             "first_binary_file": self.first_binary_file,
+            "not_utf8_files": self.not_utf8_files,
+            "first_not_utf8_file": self.first_not_utf8_file,
             "duplicates": self.duplicates,
         }
 
@@ -79,9 +95,15 @@ def left_out(counts: Any) -> tuple[str, ...]:
     told = []
     if isinstance(bad, int) and isinstance(rows, int) and bad > 0:
         told.append(f"{bad:,} of {rows:,} rows are left out; the first is {quoted(str(counts.get('first_bad_row')))}")
-    if isinstance(binary, int) and binary > 0:
-        first = quoted(str(counts.get("first_binary_file")))
-        told.append(f"{binary:,} {'files are' if binary > 1 else 'file is'} left out, no text; the first is {first}")
+    odd = counts.get("not_utf8_files")
+    odd = odd if isinstance(odd, int) and odd > 0 else 0
+    for number, why, first in (
+        (odd, "not UTF-8", counts.get("first_not_utf8_file")),
+        (binary - odd if isinstance(binary, int) else 0, "no text", counts.get("first_binary_file")),
+    ):
+        if number > 0:
+            are = "files are" if number > 1 else "file is"
+            told.append(f"{number:,} {are} left out, {why}; the first is {quoted(str(first))}")
     return tuple(told)
 
 

@@ -51,6 +51,7 @@ def export_run(
     say: Say = lambda _: None,
 ) -> Exported:
     """Write `out`, whole or not at all."""
+    out = out.resolve() if ".." in out.parts else out  # what lies before the dots need not be there
     refuse_content(out)
     lock = read_lock(run)
     trained = Trained(run, lock, locked_recipe(run, lock).recipe, find_weights(run, selector, weights, say))

@@ -232,13 +232,14 @@ def plan_rows(event: Event) -> Iterator[tuple[str, str]]:
 def _speed_rows(event: Event) -> Iterator[tuple[str, str]]:
     """What is expected, and what the hardware would allow."""
     speed, ceiling, measured = section(event, "throughput"), section(event, "ceiling"), section(event, "measured")
-    unknown = "unknown here; --probe measures it" if speed.get("source") == "unknown" else ""
+    source = one_line(speed.get("source"))
+    unknown = "unknown here; --probe measures it" if source == "unknown" else ""
     yield from _row(
         "speed",
         [
-            _number(speed, "tokens_per_s", "{} tokens/s", format_count) or unknown,
+            _number(speed, "tokens_per_s", "{} tokens/s", format_count) or unknown or ("unknown" if source else ""),
             _number(speed, "mfu", "MFU {:.1%}") + _number(speed, "mfu_causal", " ({:.1%} causal)"),
-            "" if unknown else one_line(speed.get("source")),
+            "" if unknown else source,
         ],
     )
     yield from _row(

@@ -30,15 +30,20 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 
 
 def write_page(path: Path, page: str) -> Path:
-    """Never half a page: written beside its place, then renamed."""
+    """Never half a page: written beside its place, then renamed. What is no page is not replaced by one."""
     if not path.name:  # `.` or `/`
         what = "The report cannot be written: this is a folder."
         raise UserError(what, where=str(path), fix="Name a file with --out.")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    place = path.resolve()  # a link stays one
+    unfinished = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if _is_stream(place):
+            place.write_bytes(page.encode("utf-8", "replace"))
+            return path
+        _refuse_other(place, path)
+        place.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_bytes(page.encode("utf-8", "replace"))
-        unfinished.replace(path)
+        unfinished.replace(place)
     except OSError as error:
         with suppress(OSError):  # where nothing can be written, nothing can be taken away
             unfinished.unlink()
@@ -48,6 +53,21 @@ def write_page(path: Path, page: str) -> Path:
             fix="Choose a place with --out that can be written.",
         ) from error
     return path
+
+
+def _is_stream(place: Path) -> bool:
+    """A terminal, a pipe, /dev/null: written to, and never renamed over."""
+    return place.exists() and not place.is_file() and not place.is_dir()
+
+
+def _refuse_other(place: Path, asked: Path) -> None:
+    if not place.is_file() or not place.stat().st_size:
+        return
+    with open(place, "rb") as file:
+        begin = file.read(256).lstrip().lower()
+    if not begin.startswith((b"<!doctype html", b"<html")):
+        what = "The report cannot be written: a file that is no HTML page is there."
+        raise UserError(what, where=str(asked), fix="Choose another place with --out.")
 
 
 def format_date(seconds: float | None) -> str:
