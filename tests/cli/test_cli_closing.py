@@ -168,3 +168,11 @@ def test_a_finished_run_that_was_given_no_more_is_left_alone_too(recipe: str, in
 def test_only_python_is_begun_with_python(recipe: str, inside: Any) -> None:
     shown = inside("train", recipe, "data.source=embedded", "data.tokenizer=bytes", "--run", "runs/toy").err
     assert "next    redline sample runs/toy --prompt 'import '\n" in shown
+
+
+@pytest.mark.parametrize("words", [("plan",), ("train", "--dry-run")])
+def test_a_price_that_is_none_is_told(words: Any, recipe: str, inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDLINE_PRICE", "abc")
+    done = inside(*words, recipe)
+    assert "REDLINE_PRICE='abc' is not a number, so no cost is shown; write dollars per hour" in done.out + done.err
+    assert "REDLINE_PRICE" not in (given := inside(*words, recipe, "monitor.price_per_hour=2")).out + given.err

@@ -13,7 +13,7 @@ from redline.cli.options import JsonOption, split_words
 if TYPE_CHECKING:
     from redline.hardware.machine import Machine
     from redline.recipe.forecast import Measured
-    from redline.recipe.resolve import Resolved
+    from redline.recipe.resolve import DataFacts, Resolved
     from redline.recipe.schema import Recipe
 
 
@@ -84,7 +84,7 @@ def plan(
     measured = _probe(resolved, facts, gpu) if probe else None
     price = _price(price, loaded.recipe)
     event = resolved.plan_event(price=price, measured=measured)
-    event["warnings"] = [*loaded.notes, *event["warnings"], *_caveats(resolved, facts.estimated, facts.train_tokens)]
+    event["warnings"] = [*loaded.notes, *event["warnings"], *_caveats(resolved, facts, price)]
     event["measured"] = vars(measured) if measured else None
     several = gpus * nodes > 1
     table = scaling(resolve_for, gpus, nodes, price=price, measured=measured).event() if several else None
@@ -176,18 +176,20 @@ def _price(given: float | None, recipe: Recipe) -> float | None:
     return given if given is not None else price_of(recipe.monitor.price_per_hour)
 
 
-def _caveats(resolved: Resolved, estimated: bool, train_tokens: int) -> list[str]:
+def _caveats(resolved: Resolved, facts: DataFacts, price: float | None) -> list[str]:
     """What the figures leave open."""
+    from redline.monitor.monitor import price_notes
+
     train, found = resolved.recipe.train, []
-    if not train_tokens:
+    if not facts.train_tokens:
         epochs = ": train.epochs cannot be counted" if train.epochs else ""
         sources = " and ".join(part.source for part in resolved.recipe.data.parts)
         found.append(f"how many tokens {sources} holds is not known before it is prepared{epochs}")
-    elif estimated and train.epochs:
+    elif facts.estimated and train.epochs:
         found.append("the number of tokens is estimated from the size of the files")
     if resolved.batch.world > 1 and resolved.machine.device == "cuda":
         found.append("the speed of several cards is an estimate: what they tell each other was never timed")
-    return found
+    return [*found, *price_notes(price)]
 
 
 def _show(event: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from redline.cli.together import Quiet, join_ranks, resolved_alike
 from redline.errors import UsageError
 from redline.monitor.console import Console
 from redline.monitor.events import Event, number, read_events
-from redline.monitor.monitor import View, price_of
+from redline.monitor.monitor import View, price_notes, price_of
 from redline.monitor.runs import EVENTS, resolve_run
 from redline.monitor.sinks import require_packages
 from redline.recipe.horizon import steps_of
@@ -147,7 +147,7 @@ def _start(loaded: Loaded, path: Path, *, dry_run: bool, resumed: bool, override
         ranks = join_ranks(loaded.recipe)
         path = Path(ranks.from_first(str(path)))
         console = Console() if ranks.first else Quiet()
-        for note in loaded.notes if ranks.first else ():
+        for note in (*loaded.notes, *price_notes(loaded.recipe.monitor.price_per_hour)) if ranks.first else ():
             console.event({"type": "warning", "message": note})
         initial = None if resumed else _initial(loaded.recipe, console)
         recipe = initial.fill(loaded.recipe) if initial else loaded.recipe

@@ -145,7 +145,7 @@ def environment(variables: dict[str, str]) -> list[Check]:
     )
     lines.append(Check("HF_HUB_OFFLINE", "ok", said))
     for name, value in variables.items():
-        if name == "REDLINE_PRICE" and (wrong := _wrong_price(value)):
+        if name == "REDLINE_PRICE" and (wrong := wrong_price(value)):
             fix = "Write dollars per hour as a number: REDLINE_PRICE=2.5."
             lines.append(Check(name, "warn", f"{value!r} is {wrong}, so no cost is shown", fix))
         elif name.startswith("REDLINE_"):
@@ -157,7 +157,8 @@ def _set_or_not(name: str, variables: dict[str, str]) -> str:
     return "set" if name in variables else "not set"
 
 
-def _wrong_price(value: str) -> str:
+def wrong_price(value: str) -> str:
+    """Why it is no price; nothing, where it is one."""
     try:
         price = float(value)
     except ValueError:

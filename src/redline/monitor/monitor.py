@@ -9,6 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol
 
+from redline.hardware.checks import wrong_price
 from redline.monitor.events import Event, EventLog, number
 
 
@@ -89,6 +90,13 @@ def paid_until(events: Sequence[Event], hours: float) -> tuple[float, float]:
     return max(
         ((at, cost) for at, cost in known if at is not None and cost is not None and at <= hours), default=(0, 0)
     )
+
+
+def price_notes(given: float | None) -> list[str]:
+    """That $REDLINE_PRICE is no price, where it is what counts."""
+    value = os.environ.get("REDLINE_PRICE", "")
+    wrong = wrong_price(value) if value and given is None else ""
+    return [f"REDLINE_PRICE={value!r} is {wrong}, so no cost is shown; write dollars per hour"] if wrong else []
 
 
 def price_of(given: float | None) -> float | None:
