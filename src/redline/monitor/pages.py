@@ -37,8 +37,8 @@ def write_page(path: Path, page: str) -> Path:
     place = path.resolve()  # a link stays one
     unfinished = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
-        if _is_stream(place):
-            place.write_bytes(page.encode("utf-8", "replace"))
+        if _is_stream(path):
+            path.write_bytes(page.encode("utf-8", "replace"))
             return path
         _refuse_other(place, path)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -55,9 +55,9 @@ def write_page(path: Path, page: str) -> Path:
     return path
 
 
-def _is_stream(place: Path) -> bool:
+def _is_stream(path: Path) -> bool:
     """A terminal, a pipe, /dev/null: written to, and never renamed over."""
-    return place.exists() and not place.is_file() and not place.is_dir()
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _refuse_other(place: Path, asked: Path) -> None:
