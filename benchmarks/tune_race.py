@@ -25,7 +25,7 @@ from runs import kept, looks, trained
 from redline.bench.arms import BASELINE, words_for
 from redline.bench.child import ChildError, ask
 from redline.bench.curve import LOOKS
-from redline.bench.setting import UNDISTURBED
+from redline.bench.setting import UNDISTURBED, beneath
 
 LENGTH = 1024  # tokens of a sequence
 LIMIT_S = 900
@@ -85,6 +85,16 @@ TRIALS: dict[str, Trial] = {
             seconds=seconds,
         )
         for seconds in (24, 96)
+    },
+    # a rate that is too high for the first hundred steps: lower ones, and longer warm-ups
+    **{
+        f"pretrain 0.01 {lr} 16, momentum 0.9, betas 0.7 0.998, no decay, 25 s, {warmup} steps of warm-up": pretrain(
+            *("0.01", lr, 16, "model.embedding_std=0.005", "train.graph=true", "train.muon_momentum=0.9"),
+            *("train.betas=[0.7,0.998]", "train.weight_decay=0", f"train.warmup_steps={warmup}"),
+            thousands=210,
+            seconds=25,
+        )
+        for lr, warmup in (("3e-3", 20), ("6e-3", 20), ("6e-3", 60), ("1.2e-2", 120))
     },
     "pretrain 0.02 3e-3 32": pretrain("0.02", "3e-3", 32),
     "pretrain 0.01 3e-3 32": pretrain("0.01", "3e-3", 32),
@@ -162,9 +172,9 @@ def by_the_baseline(words: list[str], steps: int) -> Found:
 
 
 def by_redline(arm: str, words: list[str], steps: int) -> Found:
-    apart, warm_up = max(1, steps // LOOKS), max(1, steps // 20)
-    last = (f"train.steps={steps}", f"train.warmup_steps={warm_up}", f"eval.every={apart}")
-    run = trained([arm, *UNDISTURBED, *words, *NO_OTHER_STOP, *last], LIMIT_S)
+    last = (f"train.steps={steps}", f"eval.every={max(1, steps // LOOKS)}")
+    usual = beneath([f"train.warmup_steps={max(1, steps // 20)}"], words)
+    run = trained([arm, *UNDISTURBED, *usual, *NO_OTHER_STOP, *last], LIMIT_S)
     return looks(run), run.lock
 
 
