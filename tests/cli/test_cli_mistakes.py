@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -172,6 +173,9 @@ def test_a_run_that_began_meanwhile_is_not_overwritten(
 
 def test_an_end_that_lies_behind_is_told_of(home: Path, inside: Any, tmp_path: Path) -> None:
     shutil.copytree((home / "runs/latest").resolve(), tmp_path / "run")
+    log = tmp_path / "run/events.jsonl"
+    kept = [line for line in log.read_text().splitlines() if json.loads(line)["type"] != "stop"]
+    log.write_text("\n".join(kept) + "\n")  # as of one that was killed
     answer = inside("train", "--resume", "run", "train.steps=4")
     assert answer.code == 0
     assert answer.said.count("the run is at step 6 already: its end, step 4, lies behind it") == 1

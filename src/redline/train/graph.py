@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from redline.monitor.monitor import Monitor
 from redline.objectives.base import Batch
+from redline.plan.batch import BatchPlan
+from redline.train.feed import step_batch, to_device
 from redline.train.signals import StopRequested
 from redline.train.step import Backward, Step, StepBatch
 
@@ -72,6 +74,18 @@ class GraphedBackward:
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
         return self.loss.clone(), {name: term.clone() for name, term in self.terms.items()}
+
+
+def graph_if_possible(step: Step, plan: BatchPlan, device: torch.device, monitor: Monitor, *, alone: bool) -> None:
+    """For the largest batch of this plan; where there can be none, that is told."""
+    objective = step.objective
+    if device.type != "cuda" or not objective.replayable or not alone:
+        monitor.warn("train.graph is off: it needs a GPU, and steps that are the same kernels each time")
+        return
+    rows = to_device(objective.worst_batch(plan.micro), device)
+    with objective.rehearsing():
+        use_graph(step, step_batch(objective, [rows] * plan.accumulation), monitor)
+    step.clear()
 
 
 def use_graph(step: Step, batch: StepBatch, monitor: Monitor) -> None:

@@ -23,7 +23,7 @@ from redline.train import trouble
 from redline.train.checkpoint import Tensors, read_state
 from redline.train.deadline import Deadline
 from redline.train.feed import Feed, step_batch, to_device, unskipped
-from redline.train.graph import use_graph
+from redline.train.graph import graph_if_possible
 from redline.train.keeper import Keeper
 from redline.train.log import StepLog
 from redline.train.looking import Looking
@@ -65,8 +65,7 @@ class Trainer:
         self.identity = identity  # what must be equal on resume: data and tokenizer fingerprints
         self.ranks, self.supervised = ranks, supervised  # supervised: someone will go on after a failure
         self.skipped = list(skipped)  # steps whose data are left out
-        # by the plan, which knew only what speed was to be expected
-        self._warmup_told = any("train.warmup_steps=" in warning for warning in resolved.warnings)
+        self._warmup_told = any("train.warmup_steps=" in text for text in resolved.warnings)  # by what was expected
         objective.left_out = len(self.skipped)
         self.device = torch.device(self.train.device)
         self.batch = resolved.batch
@@ -142,8 +141,7 @@ class Trainer:
         self.horizon.load_state(state["decisions"]["horizon"], self.state.step, self.state.seconds)
         self.pace.closing |= state["decisions"].get("closing", {})
         self.batch = as_decided(BatchPlan(*state["decisions"]["batch"]), self.batch)
-        self.log.skipped = int(state["skipped"])
-        self.log.row = [int(step) for step in state.get("bad_row", ())]
+        self.log.skipped, self.log.row = int(state["skipped"]), [int(step) for step in state.get("bad_row", ())]
         self.looking.evaluated_at = state.get("evaluated", self.state.step)  # older ones do not tell
         self.keeper.saved_at = self.state.step
         if warning := self.horizon.spent(self.state.step, self.state.seconds):
@@ -166,7 +164,8 @@ class Trainer:
                 reason = self._loop()
             except StopRequested:
                 reason = self.signals.reason or "preempted"
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
+                self.batch = error.plan if isinstance(error, LeastTooLarge) else self.batch
                 self.keeper.settle()
                 raise trouble.out_of_memory(self.run_directory.path, self._facts()) from None
             return self.finish(reason)
@@ -198,21 +197,17 @@ class Trainer:
     def warm_up(self) -> None:
         """Compile and run the worst-case batch: an OOM happens here, not in hour three."""
         PULSE.at("warming up", self.state.step)
-        try:
-            self.batch = warm_up(
-                self._rehearse,
-                self.batch,
-                self.monitor,
-                self.ranks,
-                compiled=self.train.compile,
-                recomputed=self.train.grad_checkpointing == "full",
-                device=self.resolved.machine.name,
-            )
-        except LeastTooLarge as least:
-            self.batch = least.plan
-            raise torch.OutOfMemoryError from None  # noted as any other: whoever goes on with the run finds it
+        self.batch = warm_up(
+            self._rehearse,
+            self.batch,
+            self.monitor,
+            self.ranks,
+            compiled=self.train.compile,
+            recomputed=self.train.grad_checkpointing == "full",
+            device=self.resolved.machine.name,
+        )
         if self.train.graph:
-            self._record_graph()
+            graph_if_possible(self.step, self.batch, self.device, self.monitor, alone=not self.ranks.joined)
         self.keeper.expect(self.tensors())
 
     def _rehearse(self, plan: BatchPlan) -> None:
@@ -224,15 +219,6 @@ class Trainer:
                 self.step.rehearse(step_batch(self.objective, [rows]).part_of(plan.global_batch / micro))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-
-    def _record_graph(self) -> None:
-        if self.device.type != "cuda" or not self.objective.replayable or self.ranks.joined:
-            self.monitor.warn("train.graph is off: it needs a GPU, and steps that are the same kernels each time")
-            return
-        rows = to_device(self.objective.worst_batch(self.batch.micro), self.device)
-        with self.objective.rehearsing():
-            use_graph(self.step, step_batch(self.objective, [rows] * self.batch.accumulation), self.monitor)
-        self.step.clear()
 
     # --- what happens between steps
 

@@ -15,7 +15,7 @@ from redline.train.signals import StopRequested
 from redline.units import format_seconds
 
 
-class LeastTooLarge(Exception):  # noqa: N818
+class LeastTooLarge(torch.OutOfMemoryError):
     """One sequence at a time does not fit, with activations kept: whoever begins again computes them twice."""
 
     def __init__(self, plan: BatchPlan) -> None:
