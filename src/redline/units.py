@@ -79,3 +79,12 @@ def format_usd(dollars: float) -> str:
     if 0 < dollars < 0.005:
         return "<$0.01"  # what costs a little is not free
     return f"${dollars:.2f}" if dollars < 100 else f"${dollars:,.0f}"
+
+
+def wrong_price(value: str) -> str:
+    """Why it is no price; nothing, where it is one."""
+    try:
+        price = float(value)
+    except ValueError:
+        return "not a number"
+    return "" if price >= 0 else "negative" if price < 0 else "not a number"

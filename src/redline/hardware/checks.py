@@ -6,7 +6,7 @@ from redline.errors import install_hint
 from redline.hardware.facts import Check, Facts, Package, Place
 from redline.hardware.gpu_checks import abilities, cuda, dotted, gpu
 from redline.hardware.specs import spec_of
-from redline.units import GIB
+from redline.units import GIB, wrong_price
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 12)
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
@@ -155,15 +155,6 @@ def environment(variables: dict[str, str]) -> list[Check]:
 
 def _set_or_not(name: str, variables: dict[str, str]) -> str:
     return "set" if name in variables else "not set"
-
-
-def wrong_price(value: str) -> str:
-    """Why it is no price; nothing, where it is one."""
-    try:
-        price = float(value)
-    except ValueError:
-        return "not a number"
-    return "" if price >= 0 else "negative" if price < 0 else "not a number"
 
 
 # --- what was measured

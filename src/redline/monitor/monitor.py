@@ -9,8 +9,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol
 
-from redline.hardware.checks import wrong_price
 from redline.monitor.events import Event, EventLog, number
+from redline.units import wrong_price
 
 
 class View(Protocol):
