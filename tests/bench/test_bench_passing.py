@@ -188,6 +188,18 @@ def test_a_baseline_that_passes_in_less_time_is_said() -> None:
     assert "not at its best" not in markdown(result(ROWS))
 
 
+def test_a_smaller_model_in_the_baselines_loop_is_a_control() -> None:
+    small = row("nanogpt", "data.source=./a", "model.layers=8", losses=[10.0, 5.0, 4.0], budget=60)
+    found = result([*ROWS, small, row("nanogpt", "model.layers=8", losses=[10.0, 4.0, 3.0])])
+    (table,) = [table for table in found["comparison"] if table["budget_s"] == 120]
+    assert table["baseline"]["overrides"] == ["train.lr=1e-3"]
+    assert table["trials"]["nanogpt"] == {"120": 2}
+    assert "not at its best" not in markdown(found)
+    (line,) = [line for line in lines(found) if line.endswith("model.layers=8") and "4.0000" in line]
+    assert "passes that loss after 29.4 s, 0.245 of its time" in line
+    assert compare([row("nanogpt", "model.layers=8", losses=[10.0, 4.0, 3.0])]), "alone it is the race's"
+
+
 def test_a_run_off_its_budget_says_so_in_the_table() -> None:
     late = row("speedrun-350m", losses=[10.0, 5.0, 4.0]) | {"seconds": 131.0}
     assert "| speedrun-350m, trained 131.0 s |" in markdown(result([*ROWS, late]))

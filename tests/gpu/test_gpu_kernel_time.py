@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from redline.kernels.timing import kernel_ms
 from redline.train.kernel_time import kernel_time
 
 pytestmark = [
@@ -36,3 +37,15 @@ def test_pauses_are_no_kernels() -> None:
     assert 0.8 < worked.share <= 1.0
     assert paused.kernels == pytest.approx(worked.kernels, rel=0.3)
     assert paused.wall > worked.wall + 0.9
+
+
+def test_a_slow_host_makes_no_kernel_slow() -> None:
+    a = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
+
+    def from_a_slow_host() -> None:
+        time.sleep(0.004)
+        a @ a
+
+    at_once, slowly = kernel_ms(lambda: a @ a), kernel_ms(from_a_slow_host)
+    assert at_once < 0.1
+    assert slowly < 0.1

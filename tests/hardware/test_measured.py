@@ -62,21 +62,22 @@ def test_another_torch_is_another_machine(cache: Path, count: list[str], monkeyp
         b"{",
         b"[1, 2]",
         b"\xff\xfe\x00",
-        b'{"schema": 1}',
-        b'{"schema": 1, "entries": 5}',
+        b'{"schema": NOW}',
+        b'{"schema": NOW, "entries": 5}',
         b'{"schema": 0, "entries": {}}',
-        b'{"schema": 1, "entries": {"KEY": 3}}',
-        b'{"schema": 1, "entries": {"KEY": {"date": "2026-01-01", "rates": {}}}}',
-        b'{"schema": 1, "entries": {"KEY": {"date": "2026-01-01", "rates": {"fp32": "fast"}}}}',
-        b'{"schema": 1, "entries": {"KEY": {"date": "2026-01-01", "rates": {"fp32": -1.0}}}}',
-        b'{"schema": 1, "entries": {"KEY": {"date": "2026-01-01", "rates": {"fp32": NaN}}}}',
-        b'{"schema": 1, "entries": {"KEY": {"rates": {"fp32": 1.0}}}}',
+        b'{"schema": NOW, "entries": {"KEY": 3}}',
+        b'{"schema": NOW, "entries": {"KEY": {"date": "2026-01-01", "rates": {}}}}',
+        b'{"schema": NOW, "entries": {"KEY": {"date": "2026-01-01", "rates": {"fp32": "fast"}}}}',
+        b'{"schema": NOW, "entries": {"KEY": {"date": "2026-01-01", "rates": {"fp32": -1.0}}}}',
+        b'{"schema": NOW, "entries": {"KEY": {"date": "2026-01-01", "rates": {"fp32": NaN}}}}',
+        b'{"schema": NOW, "entries": {"KEY": {"rates": {"fp32": 1.0}}}}',
         b"[" * 100_000,
     ],
 )
 def test_a_damaged_cache_is_measured_anew(cache: Path, count: list[str], damage: bytes) -> None:
     cache.mkdir()
-    (cache / "machine.json").write_bytes(damage.replace(b"KEY", measured.cpu_key().encode()))
+    now = str(measured.SCHEMA).encode()
+    (cache / "machine.json").write_bytes(damage.replace(b"KEY", measured.cpu_key().encode()).replace(b"NOW", now))
     assert machine_here() is None
     assert detect("cpu").measured == RATES
     assert machine_here() == detect("cpu")

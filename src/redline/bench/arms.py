@@ -74,6 +74,11 @@ def in_order(overrides: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in sorted(values.items()))
 
 
+def is_control(arm: str, overrides: Iterable[str]) -> bool:
+    """The baseline's loop with a model of another shape: it tells what size is worth, and is no baseline."""
+    return arm == BASELINE and any(key_of(word).startswith("model.") for word in overrides)
+
+
 def choose_arms(asked: str | None) -> list[str]:
     """Those that were named, else all that this version has a recipe for."""
     known = shipped()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from redline.bench.arms import BASELINE
+from redline.bench.arms import BASELINE, is_control
 from redline.bench.curve import OFF_BUDGET
 from redline.bench.passing import ANCHORS_DIFFER, best_entries
 from redline.units import format_count
@@ -121,7 +121,8 @@ def _lost_notes(table: dict[str, Any]) -> list[str]:
 
 def _untuned_notes(table: dict[str, Any]) -> list[str]:
     """A baseline that does as well in less time was not tuned at this one."""
-    sooner = [entry for entry in table["entries"] if entry["arm"] == BASELINE and entry["budget_s"] < table["budget_s"]]
+    shorter = [entry for entry in table["entries"] if entry["budget_s"] < table["budget_s"]]
+    sooner = [e for e in shorter if e["arm"] == BASELINE and not is_control(e["arm"], e["overrides"])]
     return [
         f"{_titled(entry, table)} passes, too, after {_passes(entry)}: the baseline is not at its best at this budget."
         for entry in sooner
@@ -184,13 +185,15 @@ def _run_line(row: Row) -> str:
 
 
 def _table_lines(table: dict[str, Any]) -> list[str]:
-    """Each arm at its best."""
+    """Each arm at its best, and the controls."""
     told = [f"{table['budget_s']:g} s of training. {_about(table)}", _tried(table)]
-    return [*told, *map(_entry_line, best_entries(table)), *_notes(table)]
+    controls = [entry for entry in table["entries"] if is_control(entry["arm"], entry["overrides"])]
+    entries = [_entry_line(entry, table["baseline"]) for entry in (*best_entries(table), *controls)]
+    return [*told, *entries, *_notes(table)]
 
 
-def _entry_line(entry: Entry) -> str:
-    if entry["arm"] == BASELINE:
+def _entry_line(entry: Entry, baseline: Entry) -> str:
+    if entry is baseline:
         said = f"in {entry['seconds']:.1f} s: the baseline"
     elif entry["ratio"] is None:
         said = f"passes that loss: {_passes(entry)}"

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from redline.bench.arms import BASELINE, OF_THE_TEXT, in_order
+from redline.bench.arms import BASELINE, OF_THE_TEXT, in_order, is_control
 from redline.bench.curve import seconds_to
 from redline.bench.setting import key_of
 
@@ -32,7 +32,9 @@ class _Trial(NamedTuple):
 
 def compare(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """A table for each budget, text and way of evaluating that has a baseline; the shortest budget first."""
-    tables = {table_of(row): None for row in rows if row["arm"] == BASELINE and "error" not in row}
+    able = [row for row in rows if row["arm"] == BASELINE and "error" not in row]
+    # where every trial has a shape that was asked for, that is the race's
+    tables = {table_of(row): None for row in [row for row in able if not _is_control(row)] or able}
     return [table for key in sorted(tables) if (table := _table(key, rows)) is not None]
 
 
@@ -54,6 +56,7 @@ def _table(key: Key, rows: Sequence[Row]) -> dict[str, Any] | None:
     baselines = [trial for trial in whole if trial.first["arm"] == BASELINE and not trial.lost]
     if not baselines:
         return None
+    baselines = [trial for trial in baselines if not _is_control(trial.first)] or baselines
     baseline = min(baselines, key=lambda trial: _mean(trial.rows, "final_loss"))
     entries = [_entry(trial, baseline.rows) for trial in whole if trial is not baseline]
     # a schedule fitted to less time may pass sooner; what does not pass then says nothing at this budget
@@ -123,14 +126,20 @@ def _by_trial(rows: Sequence[Row]) -> list[_Trial]:
     return [_Trial(some, len(found[key]) - len(some)) for key, some in curves.items() if some]
 
 
+def _is_control(row: Row) -> bool:
+    return is_control(row["arm"], row["overrides"])
+
+
 def _own_words(row: Row) -> list[str]:
     """What sets its trial apart within a table; where the text lies does not."""
     return [word for word in row["overrides"] if key_of(word) not in _OF_THE_TABLE]
 
 
 def _counted(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
-    """How often each arm was tried at each budget: who diverged was tried, too. A seed more is no trial more."""
-    tried = dict.fromkeys((row["arm"], f"{row['budget_s']:g}", in_order(_own_words(row))) for row in rows)
+    """How often each arm was tried at each budget: who diverged was tried, too. A seed more is no trial more, nor
+    is a control."""
+    counted = [row for row in rows if not _is_control(row)]
+    tried = dict.fromkeys((row["arm"], f"{row['budget_s']:g}", in_order(_own_words(row))) for row in counted)
     counts: dict[str, dict[str, int]] = {}
     for arm, budget, _ in tried:
         of_arm = counts.setdefault(arm, {})

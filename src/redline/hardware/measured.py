@@ -13,7 +13,7 @@ from typing import Any
 from redline.cache import cache_dir, write_atomically
 from redline.hardware.host import cpu_name, cpu_threads
 
-SCHEMA = 1  # another when what is measured, or how, changes
+SCHEMA = 2  # another when what is measured, or how, changes
 RATES = "machine.json"
 ATTENTION = "attention.json"
 FLOAT8 = "float8.json"

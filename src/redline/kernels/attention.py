@@ -21,6 +21,7 @@ from redline.hardware.measured import ATTENTION, gpu_key, keep, recall
 from redline.hardware.nvml import driver_version
 from redline.kernels.grouped import SDPA, by_documents, reads_groups, repeat_kv, unheard
 from redline.kernels.masks import MaskSpec, sees_block
+from redline.kernels.timing import kernel_ms
 
 BACKENDS = ("cudnn", "flash", "efficient", "flex", "split", "dense")
 
@@ -346,13 +347,4 @@ def measure(backend: str, spec: MaskSpec, *, dtype: torch.dtype, shape: Shape) -
         attention(q, k, v, bound).backward(upstream)
         qkv.grad = None
 
-    once()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for _ in range(5):
-        begin.record()
-        once()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
+    return kernel_ms(once)

@@ -15,6 +15,7 @@ from redline.hardware.nvml import driver_version
 from redline.kernels.float8 import MULTIPLE, Scale, input_gradient8, linear8, quantise, weight_gradient8
 from redline.kernels.float8_mean import mean_correction
 from redline.kernels.matmul import weight_gradient
+from redline.kernels.timing import kernel_ms
 from redline.kernels.torchao_linear import float8_linear, missing
 
 CAST = ("out", "head")  # native: their inputs come from kernels that know no fp8
@@ -71,7 +72,7 @@ def measure(
     else:
         bf16 = _bf16(x, grad, weight)
         fp8 = _native(x, grad, weight, cast) if backend == "native" else _torchao(x, grad, weight)
-    pairs = [(_ms(bf16), _ms(fp8)) for _ in range(3)]  # in turns: the card's clock wanders
+    pairs = [(kernel_ms(bf16), kernel_ms(fp8)) for _ in range(3)]  # in turns: the card's clock wanders
     first, second = zip(*pairs, strict=True)
     return round(statistics.median(first), 4), round(statistics.median(second), 4)
 
@@ -114,20 +115,6 @@ def _torchao(x: Tensor, grad: Tensor, weight: Tensor) -> Callable[[], Any]:
     linear = torch.compile(float8_linear(), dynamic=False)
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     return lambda: torch.autograd.grad(linear(x, weight), (x, weight), grad)
-
-
-def _ms(work: Callable[[], Any]) -> float:
-    for _ in range(2):
-        work()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for _ in range(5):
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
 
 
 def _recall(key: str, shapes: Shapes) -> dict[str, tuple[float, float]] | None:
