@@ -1,8 +1,9 @@
-"""Draws committed results as one picture of tokens per second.
+"""Draws committed results as one picture of tokens per second, or a race as curves of its loss.
 
 usage: python benchmarks/picture.py OUT.svg RESULT.json [RESULT.json …]
 
-A result is one of `redline bench throughput --out`, or of pretrain_350m.py beside it.
+A result is one of `redline bench throughput --out`, or of pretrain_350m.py beside it; or a single one of `redline bench
+time-to-loss --out`, of which the text with the most budgets is shown.
 """
 
 from __future__ import annotations
@@ -43,6 +44,17 @@ def about(result: dict[str, Any]) -> dict[str, Any]:
     return {"benchmark": "throughput", "recipe": result.get("recipe") or lock.get("recipe_name"), **shared}
 
 
+def on_one_text(race: dict[str, Any]) -> dict[str, Any]:
+    """Its budgets side by side; another text would be a panel that looks like one more budget."""
+    texts = [table["data"]["fingerprint"] for table in race["comparison"]]
+    most = max(texts, key=texts.count, default=None)
+    return {**race, "comparison": [table for table in race["comparison"] if table["data"]["fingerprint"] == most]}
+
+
+def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**about(results[0]), "rows": [row for result in results for row in rows_of(result)]}
+
+
 def main() -> None:
     if len(sys.argv) < 3:
         sys.exit(f"usage:{(__doc__ or '').partition('usage:')[2].splitlines()[0]}")
@@ -53,7 +65,10 @@ def main() -> None:
     names = {about(result)["machine"]["name"] for result in results}
     if len(names) > 1:
         sys.exit(f"one machine a picture, not {' and '.join(sorted(names))}")
-    svg = draw({**about(results[0]), "rows": [row for result in results for row in rows_of(result)]})
+    races = [result for result in results if result.get("benchmark") == "time-to-loss"]
+    if races and len(results) > 1:
+        sys.exit("a race is drawn alone: it has curves, and the others have bars")
+    svg = draw(on_one_text(races[0]) if races else joined(results))
     if svg is None:
         sys.exit("there is no figure to draw in these results")
     Path(sys.argv[1]).write_text(svg, encoding="utf-8")

@@ -148,8 +148,8 @@ for part in "$@"; do
             train.global_batch=16 train.precision=fp8 train.graph=true model.init=zero model.embedding_std=0.005 \
             train.schedule=wsd train.decay_fraction=0.6 train.min_lr_ratio=0.0"
         for arm in "120 1337,1338,1339 nanogpt train.lr=6e-4 train.global_batch=16 train.warmup_steps=280" \
-            "26 1337,1338,1339 pretrain-350m $ours train.warmup_steps=56" "6 1337,1338,1339 speedrun-350m train.warmup_steps=20" \
-            "90 1337 pretrain-350m $ours" "26 1337 speedrun-350m train.warmup_steps=20" \
+            "24 1337,1338,1339 pretrain-350m $ours train.warmup_steps=56" "6 1337,1338,1339 speedrun-350m train.warmup_steps=20" \
+            "82 1337 pretrain-350m $ours" "24 1337 speedrun-350m train.warmup_steps=20" \
             "480 1337 nanogpt train.lr=6e-4 train.global_batch=16 train.warmup_steps=280"; do
             read -r budget seeds name words <<<"$arm"
             # shellcheck disable=SC2086 # words, not a word

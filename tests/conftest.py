@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ if not Path("/dev/nvidiactl").exists():
 
 import pytest
 from hypothesis import settings
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts into the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # where a test does not say how many; HYPOTHESIS_PROFILE=default: 100
 settings.register_profile("quick", max_examples=25)
@@ -156,8 +160,6 @@ class World:
 
     def run(self, path: Path, *overrides: str, resume: bool = False, stop_at: int | None = None, **options: Any) -> Any:
         """Train; with `stop_at`, a SIGTERM arrives while that step is computed."""
-        import signal
-
         from redline.train.checkpoint import newest_valid
         from redline.train.rundir import RunDirectory
 

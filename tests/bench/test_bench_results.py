@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -263,6 +264,17 @@ def test_committed_results_become_one_picture(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "one machine a picture" in done.stderr
     assert not (tmp_path / "no.svg").exists()
+
+
+def test_a_race_is_drawn_on_one_text_and_alone(tmp_path: Path) -> None:
+    committed = ROOT / "benchmarks/results/race-h200-20261118.json"
+    done = picture(str(tmp_path / "out.svg"), str(committed))
+    assert done.returncode == 0, done.stderr
+    drawn = (tmp_path / "out.svg").read_text(encoding="utf-8")
+    ends = sorted(re.findall(r"(\d+) s: nanogpt ends at", drawn))
+    assert ends == ["120", "480"], "the second text's 120 s are another race"
+    refused = picture(str(tmp_path / "no.svg"), str(committed), str(committed))
+    assert (refused.returncode, "a race is drawn alone" in refused.stderr) == (1, True)
 
 
 def test_without_redline_among_them_nobody_is_compared_with_it() -> None:

@@ -213,8 +213,6 @@ def test_signals_before_training(
 ) -> None:
     from redline.objectives import causal_lm
 
-    if signal.getsignal(number) is signal.SIG_IGN:  # as a shell starts what it puts into the background
-        signal.signal(number, signal.default_int_handler)
     before = signal.getsignal(number)
     monkeypatch.setattr(causal_lm, "load_data", lambda recipe, **options: os.kill(os.getpid(), number))
     answer = inside("train", recipe)

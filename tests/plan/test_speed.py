@@ -182,15 +182,15 @@ def test_the_plan_is_what_an_h200_measured(row: dict[str, object], more: tuple[s
     assert plan["throughput"]["tokens_per_s"] == pytest.approx(measured["tokens_per_s"], rel=0.10)
 
 
-@pytest.mark.parametrize(("row", "more"), measured_steps("plan-small-h200-20261116.json"))
+@pytest.mark.parametrize(("row", "more"), measured_steps("plan-small-h200-20261118.json"))
 def test_fp8_saves_small_matmuls_less(row: dict[str, Any], more: tuple[str, ...]) -> None:
-    """Where casts take what fp8 would save, blocks stay in bf16: the plan sees that in the time, not in the memory."""
+    """Casts take a part of it, and what they would take all of stays in bf16: the plan sees that in the time, not in
+    the memory."""
     name, *overrides = str(row["case"]).split()
     machine = Machine("cuda", "NVIDIA H200", 150_109_880_320, 16, (9, 0), fast_bf16=True)
     plan = resolve(load(name, overrides).recipe, machine, FACTS).plan_event()
     assert plan["throughput"]["tokens_per_s"] == pytest.approx(row["measured"]["tokens_per_s"], rel=0.05)
-    if row["measured"]["memory_gib"] is not None:
-        assert plan["memory_gib"]["peak"] == pytest.approx(row["measured"]["memory_gib"], rel=0.08)
+    assert plan["memory_gib"]["peak"] == pytest.approx(row["measured"]["memory_gib"], rel=0.03)
 
 
 @given(tokens=st.integers(1, 1 << 20), width=st.integers(1, 1 << 14))

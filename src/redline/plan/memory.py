@@ -192,9 +192,12 @@ def passing_memory(
 
 def _head_bytes(shape: DecoderShape, tokens: int, bytes_per_value: int, kernels: Kernels, learns: bool) -> float:
     """A chunk's logits and their gradient, and the head's weight gradient, summed in float32."""
-    logits, weights = head_chunk(shape.vocab, tokens) * shape.vocab, shape.head_parameters
-    if kernels.fused and kernels.fp8 and learns:  # both ways round, and the last chunk's until there is another
-        return float(logits * (bytes_per_value + 2 + 2) + 2 * tokens * shape.d_model + (2 + 4) * weights)
+    chunk, weights = head_chunk(shape.vocab, tokens), shape.head_parameters
+    logits = chunk * shape.vocab
+    if kernels.fused and kernels.fp8 and learns:  # gradients both ways round, and the last until there is one more
+        second = min(chunk, tokens - chunk) * shape.vocab
+        most = max(logits * (bytes_per_value + 2), logits * 2 + second * (bytes_per_value + 2))
+        return float(most + 2 * tokens * shape.d_model + (2 + 4) * weights)
     if kernels.fused:  # the gradient takes the logits' place
         return float((logits + tokens * shape.d_model) * bytes_per_value + (4 * weights if learns else 0))
     copies = 0 if kernels.gpu else 12 if bytes_per_value == 2 else 4  # a CPU's kernel makes float32 ones

@@ -14,8 +14,9 @@ MATMUL_SHARE = {256: 0.52, 384: 0.61, 512: 0.60, 768: 0.66, 1024: 0.64, 1536: 0.
 # The share of its own peak that fp8 reaches, over bf16's: energy-h200-20261115.json, long sums exact. Beyond the width
 # that was for (1024) the share grew no more: plan-fused-h200-20261116.json.
 FP8_OF_BF16, MOST_FP8_SHARE = 0.89, 0.57
-# Casts take of what fp8 saves, and of a small matmul's all, so that it stays in bf16: plan-small-h200-20261116.json.
-FP8_LOST, FP8_GRAIN = 0.65, 1 << 34  # of the saving, where a micro-batch's tokens × width² are this
+# Casts take of what fp8 saves, the more the narrower a layer is, and the fewer tokens it sees at once:
+# plan-small-h200-20261118.json, and the fp8 rows of the other plan files. This much at a width of 1024 and 16k tokens.
+FP8_LOST = 0.12
 BEST_MATMUL_SHARE = {"bf16": 0.775, "fp8": 0.66, "fp16": 0.775, "fp32": 0.77}  # the fastest single one
 COPY_SHARE = 0.88  # of the memory's rated bandwidth
 
@@ -47,7 +48,7 @@ def matmul_share(width: int, precision: str = "bf16") -> float:
 
 def fp8_lost(micro_tokens: int, width: int) -> float:
     """The part of fp8's saving that a layer of this size does not see."""
-    return min(1.0, FP8_LOST * (FP8_GRAIN / (micro_tokens * width**2)) ** 1.5)
+    return min(1.0, FP8_LOST * (1024 / width) ** 3 * (16_384 / micro_tokens) ** 0.5)
 
 
 def _share_of_bf16(width: int) -> float:
