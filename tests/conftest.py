@@ -74,6 +74,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For runs whose report nobody looks at: a page without its figures, which take longer than such a run."""
+    monkeypatch.setattr("redline.monitor.figures._drawn", lambda draw, inches: "<svg></svg>")
+
+
 Hook = Callable[[int], Any]
 
 

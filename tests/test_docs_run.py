@@ -147,7 +147,7 @@ def _redline(*words: str) -> int:
 
 
 @pytest.fixture
-def here(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None) -> Path:
     """A copy of that directory, in which nothing is yet that the command makes."""
     copy = tmp_path / "home"
     shutil.copytree(home, copy, symlinks=True)

@@ -73,7 +73,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 @pytest.fixture
 def inside(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, no_pictures: None
 ) -> Iterator[Callable[..., Answer]]:
     """`redline …` within this process, where torch is imported already."""
     before = dict(os.environ)

@@ -238,6 +238,10 @@ def ink(name: str) -> str:
 
 def drawing(draw: Callable[[Canvas], None], inches: tuple[float, float] = _SIZE_INCHES) -> str:
     """What `draw` puts on a canvas of the report's style, as SVG for the page."""
+    return _inline(_drawn(draw, inches))
+
+
+def _drawn(draw: Callable[[Canvas], None], inches: tuple[float, float]) -> str:
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
@@ -246,7 +250,7 @@ def drawing(draw: Callable[[Canvas], None], inches: tuple[float, float] = _SIZE_
         draw(canvas)
         out = io.StringIO()
         canvas.savefig(out, format="svg", metadata={"Date": None})
-    return _inline(out.getvalue())
+    return out.getvalue()
 
 
 def _inline(svg: str) -> str:
