@@ -104,6 +104,21 @@ AROUND_THE_RACE: dict[str, tuple[str, ...]] = {
         for seed in (0, 1)
     },
 }
+# `speedrun-350m` as it ships, and whether its projections and those of the race gain by beginning at zero.
+SPEEDRUN = (
+    *(*GUIDES, "train.lr=6e-3", "train.betas=[0.7,0.998]", "train.weight_decay=0"),
+    *("model.qk_norm=true", "model.heads=2"),
+)
+LONGER_MEMORY = AROUND_THE_RACE["betas 0.7, 0.998, no decay"]
+BEGINNINGS = {
+    f"{name}{', GPT-2 initialisation' if init == 'gpt2' else ''}{', seed 1' if seed else ''}": (
+        *(*words, f"model.init={init}"),
+        *(("train.seed=1",) if seed else ()),
+    )
+    for name, words in {"speedrun": SPEEDRUN, "beginning of the race": (*RACE, *LONGER_MEMORY)}.items()
+    for init in ("zero", "gpt2")
+    for seed in (0, 1)
+}
 ARMS: dict[str, tuple[str, ...]] = {
     **{f"adamw {lr}": (f"train.lr={lr}",) for lr in ("1.5e-3", "3e-3", "6e-3")},
     "muon": ("train.optimizer=muon", *NORMUON[1:]),
@@ -134,6 +149,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "many, rate 1.2e-2, betas 0.9, 0.99": (*MANY, "train.lr=1.2e-2", "train.betas=[0.9,0.99]"),
     **{f"guides{', ' if name else ''}{name}": (*GUIDES, *words) for name, words in AROUND_THE_GUIDES.items()},
     **{f"race{', ' if name else ''}{name}": (*RACE, *words) for name, words in AROUND_THE_RACE.items()},
+    **BEGINNINGS,
 }
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conftest import RECIPE
-
 
 @pytest.fixture(scope="module")
-def profiled(redline: Any, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+def profiled(redline: Any, recipe: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     home = tmp_path_factory.mktemp("profile")
-    (home / "toy.yaml").write_text(RECIPE.replace("CORPUS", str(corpus)), encoding="utf-8")
+    shutil.copy(recipe, home / "toy.yaml")
     return redline("profile", "toy.yaml", "--steps", "2", cwd=home), home
 
 
