@@ -31,7 +31,7 @@ train: setup ## train [RECIPE=name or path] [ARGS="key=value …"]
 
 test: tools ## lint, and beside it all tests but the long ones [ARGS=…]
 	@$(MAKE) --no-print-directory lint & lint=$$!; \
-	$(PYTEST) -n 2 --dist worksteal -m "not soak" $(ARGS); tests=$$?; wait $$lint && exit $$tests
+	$(PYTEST) -n 2 -m "not soak" $(ARGS); tests=$$?; wait $$lint && exit $$tests
 
 lint: tools ## ruff, mypy, and the import rules
 	.venv/bin/ruff check
