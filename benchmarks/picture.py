@@ -51,8 +51,16 @@ def on_one_text(race: dict[str, Any]) -> dict[str, Any]:
     return {**race, "comparison": [table for table in race["comparison"] if table["data"]["fingerprint"] == most]}
 
 
-def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
-    return {**about(results[0]), "rows": [row for result in results for row in rows_of(result)]}
+def drawn(results: list[dict[str, Any]]) -> str | None:
+    names = {about(result)["machine"]["name"] for result in results}
+    if len(names) > 1:
+        sys.exit(f"one machine a picture, not {' and '.join(sorted(names))}")
+    races = [result for result in results if result.get("benchmark") == "time-to-loss"]
+    if races and len(results) > 1:
+        sys.exit("a race is drawn alone: it has curves, and the others have bars")
+    if races:
+        return draw(on_one_text(races[0]))
+    return draw({**about(results[0]), "rows": [row for result in results for row in rows_of(result)]})
 
 
 def main() -> None:
@@ -62,13 +70,10 @@ def main() -> None:
         results = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[2:]]
     except (OSError, ValueError) as error:
         sys.exit(f"a result cannot be read: {error}. Name files that `redline bench throughput --out` wrote.")
-    names = {about(result)["machine"]["name"] for result in results}
-    if len(names) > 1:
-        sys.exit(f"one machine a picture, not {' and '.join(sorted(names))}")
-    races = [result for result in results if result.get("benchmark") == "time-to-loss"]
-    if races and len(results) > 1:
-        sys.exit("a race is drawn alone: it has curves, and the others have bars")
-    svg = draw(on_one_text(races[0]) if races else joined(results))
+    try:
+        svg = drawn(results)
+    except (KeyError, TypeError, AttributeError):
+        sys.exit("a result is not whole. Name what `redline bench throughput` or `time-to-loss` wrote with --out.")
     if svg is None:
         sys.exit("there is no figure to draw in these results")
     Path(sys.argv[1]).write_text(svg, encoding="utf-8")

@@ -98,6 +98,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("It needs a GPU that has fp8.")
     out, source = Path(sys.argv[1]), sys.argv[2]
+    if not Path(source).is_dir():
+        sys.exit(f"{source} is no folder of tokens.")
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "versions": versions(), "git": git_state()}
     for recipe, model in MODELS.items():
         queued = timed(model)

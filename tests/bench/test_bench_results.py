@@ -275,6 +275,9 @@ def test_a_race_is_drawn_on_one_text_and_alone(tmp_path: Path) -> None:
     assert ends == ["120", "480"], "the second text's 120 s are another race"
     refused = picture(str(tmp_path / "no.svg"), str(committed), str(committed))
     assert (refused.returncode, "a race is drawn alone" in refused.stderr) == (1, True)
+    (tmp_path / "list.json").write_text("[]")
+    unlike = picture(str(tmp_path / "no.svg"), str(tmp_path / "list.json"))
+    assert unlike.stderr.startswith("a result is not whole.")
 
 
 def test_without_redline_among_them_nobody_is_compared_with_it() -> None:
