@@ -113,11 +113,12 @@ def test_what_is_said_after_submitting(inside: Any, tmp_path: Path, monkeypatch:
 def test_a_task_becomes_a_rank(monkeypatch: pytest.MonkeyPatch, number: str, code: int) -> None:
     before, seen = dict(os.environ), {}
 
-    def preempted() -> None:
+    def preempted() -> int:
         seen.update(os.environ)
-        sys.exit(75)
+        return 75
 
-    monkeypatch.setattr("redline.cli.main.main", preempted)
+    monkeypatch.setattr("redline.cli.main.run", preempted)
+    monkeypatch.setattr("redline.cli.main.exit_process", sys.exit)  # the real one would end the test runner
     task = {"NTASKS": "2", "NNODES": "1", "PROCID": number, "LOCALID": number, "NODEID": "0"}
     for name, value in task.items():
         monkeypatch.setenv(f"SLURM_{name}", value)

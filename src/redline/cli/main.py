@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import io
 import os
@@ -9,8 +10,10 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import typer
 
@@ -33,7 +36,7 @@ from redline.cli import (
     train,
     watch,
 )
-from redline.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError, without_secrets
+from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError, without_secrets
 
 _BY_DEFAULT = signal.default_int_handler
 
@@ -84,6 +87,12 @@ app.command("completion")(completion.completion)
 
 
 def main() -> None:
+    """Run the command line and end the process."""
+    exit_process(run())
+
+
+def run() -> int:
+    """Run the command line and return its exit code."""
     _open_streams()
     # Threads that wait should spin for a moment, not for ever: see docs/decisions/0003-cpu-threads.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -94,14 +103,33 @@ def main() -> None:
     try:
         _refuse_nowhere()
         app()
+    except SystemExit as leave:
+        return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     except UserError as error:
         sys.stderr.write(without_secrets(f"redline: {error.message()}\n"))
-        sys.exit(error.exit_code)
+        return error.exit_code
     except BrokenPipeError:
-        sys.exit(EXIT_FAILED)
+        return EXIT_FAILED
     except Exception as error:
         sys.stderr.write(without_secrets(_refused(error) or traceback.format_exc()))
-        sys.exit(EXIT_FAILED)
+        return EXIT_FAILED
+    return EXIT_DONE
+
+
+def exit_process(code: int) -> NoReturn:
+    """End the process with `code`, without finalising the interpreter if it was one rank of several.
+
+    A gloo worker thread may still be releasing the last collective: FSDP's device mesh keeps the process group alive,
+    so `destroy_process_group` does not join it. If Python finalises meanwhile, CPython ends that thread with
+    `pthread_exit` inside a noexcept destructor, and the whole process aborts after a run that finished.
+    """
+    if "RANK" in os.environ and "torch.distributed" in sys.modules:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # a pipe whose reader is gone, or a closed stream
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _open_streams() -> None:

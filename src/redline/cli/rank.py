@@ -1,23 +1,18 @@
-"""What one task of a SLURM job runs: `python -m redline.cli.rank train …`, as the script of `redline launch` does."""
+"""The process of one SLURM task: `python -m redline.cli.rank train …`, as the script of `redline launch` starts it."""
 
 from __future__ import annotations
 
 import os
-import sys
 
 from redline.launch.ranks import exit_code, rank_variables
 
 
 def main() -> None:
+    """Set the variables torchrun would set, run the command line, and end with the exit code srun should see."""
     os.environ.update(rank_variables(os.environ))
-    from redline.cli.main import main as redline
+    from redline.cli.main import exit_process, run
 
-    code = 0
-    try:
-        redline()
-    except SystemExit as leave:
-        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
-    sys.exit(exit_code(code, os.environ))
+    exit_process(exit_code(run(), os.environ))
 
 
 if __name__ == "__main__":
