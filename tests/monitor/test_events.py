@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from redline.monitor.events import EventLog, finite, read_events
+from redline.monitor.events import EventLog, NullEventLog, finite, read_events
 
 
 def lines(path):
@@ -194,3 +194,12 @@ def test_of_very_many_steps_the_lows_and_highs_stay(tmp_path: Path, monkeypatch:
     assert steps == sorted(steps)
     assert {*spikes, skipped, 1000} <= {*steps}
     assert [event["step"] for event in found if event["type"] == "eval"] == list(range(100, 1001, 100))
+
+
+def test_a_null_log_returns_events_and_writes_none(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Ranks other than the first have one: /dev/null cannot be synced, which looked like a full disk."""
+    log = NullEventLog(clock=lambda: 12.5)
+    event = log.emit("start", loss=float("nan"), where=tmp_path)
+    log.close()
+    assert event == {"type": "start", "time": 12.5, "loss": None, "where": str(tmp_path)}
+    assert not recwarn.list

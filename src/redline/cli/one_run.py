@@ -16,7 +16,7 @@ from redline.cli.closing import closing
 from redline.cli.paths import RUNS
 from redline.cli.together import after_trouble, held, where_to_begin
 from redline.errors import EXIT_PREEMPTED, UsageError
-from redline.monitor.events import SCHEMA, EventLog, read_events
+from redline.monitor.events import SCHEMA, EventLog, NullEventLog, read_events
 from redline.monitor.monitor import Monitor, View, paid_until, price_of
 from redline.monitor.runs import EVENTS, LOCK_FILE, SWEEP
 from redline.monitor.sinks import sinks_for
@@ -72,7 +72,8 @@ class OneRun:
                         monitor.emit("recovery", message=what)
                 outcome = trainer.run()
                 leaving.code = outcome.exit_code  # what is done stays done, whoever wants this process gone now
-        if self.ranks.first:
+        self.path = run.path  # someone may have moved it meanwhile
+        if self.ranks.first and self.path.is_dir():
             closing(self.path, outcome, recipe)
         self.ranks.wait()  # whoever leaves first may not have the others ended: the first still writes its report
         self.ranks.leave()

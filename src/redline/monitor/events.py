@@ -81,6 +81,19 @@ class EventLog:
             self._on_error(f"{self.path}: events are being lost ({reason}). Training goes on; free some disk space.")
 
 
+class NullEventLog(EventLog):
+    """The log of a rank other than the first: events are cleaned and returned as usual, and written nowhere."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+
+    def close(self) -> None:
+        return
+
+    def _append(self, line: bytes, *, synced: bool = False) -> None:
+        return
+
+
 class EventList(list[Event]):
     """Events in order; how many lines of the log could not be read, and how many steps are not kept."""
 
