@@ -1,4 +1,7 @@
-"""What a rank is doing, written down twice a second for a watch that may have to say where it hangs.
+"""What a rank is doing, written down twice a second for a supervisor that may have to say where it hangs.
+
+Each rank overwrites one small file in place, so a beat needs no free disk space: with a new file per beat, a full
+temporary folder would silence healthy ranks and the supervisor would kill them.
 
 The stack is asked for by a signal: the handler is C and needs nothing of Python's, so it also answers for a process
 that waits within a library.
@@ -20,6 +23,8 @@ from typing import Any
 FOLDER = "REDLINE_PULSE"  # names the folder; whoever starts the ranks sets it
 PARENT = "REDLINE_PARENT"  # and its own number: who is left behind should leave, too
 EVERY_S = 0.5
+_RECORD = 1024  # bytes of a file: one write of a fixed size, so that no beat needs a new block
+_LAST_TRIES = 20
 STACK = signal.SIGUSR2
 STARTING, PREPARING = "starting", "preparing data"  # the second takes as long as there is text
 
@@ -29,6 +34,7 @@ class Pulse:
 
     def __init__(self) -> None:
         self._path: Path | None = None
+        self._file: int | None = None
         self._facts: dict[str, Any] = {"doing": STARTING, "step": None, "waiting": False, "since": time.monotonic()}
         self._lock = threading.Lock()
 
@@ -59,10 +65,13 @@ class Pulse:
             self._facts["waiting"] = False
 
     def end(self, code: int, why: str) -> None:
-        """The last words, for whoever decides what to do next."""
+        """Record the exit code and the reason, for the supervisor that decides what to do next."""
         with self._lock:
             self._facts |= {"code": code, "why": why}
-        self._write()
+        for _ in range(_LAST_TRIES):  # this beat has no successor
+            if self._write():
+                return
+            time.sleep(EVERY_S / 10)
 
     def _beat(self) -> None:
         parent = int(os.environ.get(PARENT, 0))
@@ -73,24 +82,28 @@ class Pulse:
                 os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(EVERY_S)
 
-    def _write(self) -> None:
+    def _write(self) -> bool:
+        """Overwrite the file. Return False if it failed and the next beat should try again."""
         with self._lock:
             if self._path is None:
-                return
+                return True
             text = json.dumps({**self._facts, "time": time.monotonic()})
             try:
-                temporary = self._path.with_suffix(".new")
-                temporary.write_text(text)
-                temporary.replace(self._path)
-            except OSError:  # the folder went away with the watch
-                self._path = None
+                if self._file is None:
+                    self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                os.pwrite(self._file, text.encode().ljust(_RECORD), 0)
+            except (FileNotFoundError, NotADirectoryError):
+                self._path = None  # the supervisor has ended and removed its folder
+            except OSError:
+                return False  # a full disk or a network file system that is away: both can pass
+            return True
 
 
 PULSE = Pulse()
 
 
 def read_pulses(folder: Path) -> dict[int, dict[str, Any]]:
-    """The last words of each rank."""
+    """The last beat of each rank. A file that is being written just now may be missing."""
     found = {}
     for path in folder.glob("rank-*.json"):
         try:

@@ -91,14 +91,14 @@ class Watch:
     def run(self) -> Ending:
         try:
             while (code := self.job.poll()) is None:
-                self.seen = read_pulses(self.job.folder) or self.seen
+                self.seen |= read_pulses(self.job.folder)
                 self._pass_on()
                 if hung := self._hung():
                     return self._show(hung)
                 if self._abandoned():
                     break
                 time.sleep(_LOOK_EVERY_S)
-            self.seen = read_pulses(self.job.folder) or self.seen
+            self.seen |= read_pulses(self.job.folder)
             return self._ending(code)
         finally:
             self.job.end(self._pids())
