@@ -100,7 +100,7 @@ class OneRun:
             console.event({"type": "warning", "message": text})
 
         recipe, first = self.resolved.recipe, self.ranks.first
-        log = EventLog(self.path / "events.jsonl" if first else Path(os.devnull), on_error=warn)
+        log = EventLog(self.path / EVENTS, on_error=warn) if first else NullEventLog()
         sinks = sinks_for(recipe.monitor, self.path, recipe.model_dump(mode="json"), warn) if first else []
         monitor = Monitor(log, console, price_per_hour=recipe.monitor.price_per_hour, sinks=sinks)
         monitor.price = monitor.price and monitor.price * self.ranks.size

@@ -23,7 +23,7 @@ Selector = int | Literal["best"]
 _STATUS_WORDS: tuple[tuple[Status, str], ...] = (
     ("failed", r"\b(fail|error|exception|non-?finite|nan\b|diverg|oom\b|out of memory)"),
     ("preempted", r"\b(preempt|sigterm|sigusr1)"),
-    ("stopped", r"\b(interrupt|sigint|ctrl-c|stopped|stop.?request|request)"),
+    ("stopped", r"\b(interrupt|sigint|ctrl-c|stopped|stop.?request|request|moved)"),
 )
 
 

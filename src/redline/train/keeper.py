@@ -66,6 +66,7 @@ class Keeper:
         if not self.writes:
             return
         begin = self.pace.clock()
+        self._saver.folder = self.run.checkpoints  # the directory may have been moved since the last save
         snapshot = Snapshot(step, self._host.take(files), record, places or {})
         self._stall = self.pace.clock() - begin
         self.pace.paused += self._stall

@@ -34,18 +34,42 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[str] | None = None
-        self._looked = float("-inf")
+        self._looked = float("-inf")  # when `stop_reason` last looked
 
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def stop_requested(self) -> bool:
-        """Whether `redline stop` has asked, since this was asked last."""
+    def stop_reason(self) -> str | None:
+        """Why the run should stop, seen from its directory: it was "moved" away, or `redline stop` has "requested" it.
+        Looks at most once a second, because the directory may be on a network file system."""
         now = time.monotonic()
-        if now - self._looked < 1.0:  # a directory on a network should not be asked at every step
-            return False
+        if now - self._looked < 1.0:
+            return None
         self._looked = now
+        if self.moved():
+            return "moved"
+        return "requested" if self.stop_requested() else None
+
+    def moved(self) -> bool:
+        """Whether the directory that this process locked is no longer at its path."""
+        return self._file is not None and not _holds(self.path, self._file)
+
+    def follow(self) -> bool:
+        """Change `path` to where the directory was moved to. Return False if it was removed or cannot be found."""
+        if self._file is None:
+            return False
+        try:
+            found = Path(f"/proc/self/fd/{self._file.fileno()}").readlink().parent
+        except OSError:  # no /proc on this system
+            return False
+        if not found.is_dir() or not _holds(found, self._file):
+            return False
+        self.path = found.relative_to(Path.cwd()) if found.is_relative_to(Path.cwd()) else found
+        return True
+
+    def stop_requested(self) -> bool:
+        """Whether `redline stop` has asked; asking consumes the request."""
         path = stop_request_path(self.path)
         found = path.exists()
         path.unlink(missing_ok=True)
@@ -100,3 +124,13 @@ class RunDirectory:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _holds(directory: Path, lock: IO[str]) -> bool:
+    """Whether `directory` holds this very lock file. An error other than "not found" is no sign of a move."""
+    try:
+        return os.path.samestat((directory / LOCK_FILE).stat(), os.fstat(lock.fileno()))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True

@@ -333,8 +333,8 @@ class Trainer:
     def _wish(self) -> str | None:
         if self.signals.reason:
             return self.signals.reason
-        if self.run_directory.stop_requested():
-            return "requested"
+        if reason := self.run_directory.stop_reason():
+            return reason
         if self.log.storm:
             return "nonfinite"
         target, best = self.train.target_loss, self.state.best_loss
@@ -371,8 +371,20 @@ class Trainer:
         micro, checkpointing = self.batch.micro, self.train.grad_checkpointing
         return trouble.Facts(self.ranks.rank, self.state.step, micro, self.ranks.size, checkpointing)
 
+    def _follow_directory(self) -> None:
+        """Save where the directory is now, on every rank; without one, say that nothing more can be saved."""
+        before = self.run_directory.path
+        found = self.ranks.from_first(str(self.run_directory.path) if self.run_directory.follow() else None)
+        if found is None:
+            self.monitor.warn(f"the run directory {before} was removed while the run was training: stopping unsaved")
+            return
+        self.run_directory.path = Path(found)
+        self.monitor.warn(f"the run directory {before} was moved to {found} while the run was training: saving there")
+
     def finish(self, reason: str) -> Outcome:
         """The last look, which the last save knows of. Who was asked to leave saves first; to make room, none looks."""
+        if reason == "moved":
+            self._follow_directory()
         abandoned = reason == "nonfinite" and self._rolls_back()
         if self.log.said < self.state.step:  # where it ended was not known in advance
             self._log(None)

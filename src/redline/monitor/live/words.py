@@ -75,6 +75,7 @@ _REASONS = {
     "hours": "its time is up",
     "target_loss": "it reached its target loss",
     "requested": "as it was asked to",
+    "moved": "its directory was moved away",
     "nonfinite": "too many updates in a row were not finite",
 }
 
