@@ -17,7 +17,6 @@ PACKAGE = ROOT / "src/redline"
 FILES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")])
 YAML_LOADER = PACKAGE / "recipe/load.py"
 UNSAFE_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
-MOST_LINES = 400
 
 
 def dotted(node: ast.expr) -> str:
@@ -121,11 +120,9 @@ def test_the_gate_lets_pass(line: str) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_can_be_held_in_the_head(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    assert source.count("\n") <= MOST_LINES
+def test_every_module_has_a_docstring(path: Path) -> None:
     if path.name not in ("__init__.py", "__main__.py"):
-        assert ast.get_docstring(ast.parse(source)), "a module says in its first line what it is for"
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
 
 
 def test_every_recipe_key_is_read_somewhere() -> None:
