@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from redline.errors import UserError
+from redline.errors import UsageError, UserError
+from redline.train.network import GLOO_INTERFACE, Interface, choose_interface
 from redline.train.pulse import PULSE
 
 if TYPE_CHECKING:  # a process that is alone needs none of it, and torch takes seconds to import
@@ -132,29 +134,75 @@ def started_together() -> bool:
 
 
 def join(device: str, timeout: float) -> Ranks:
-    """The group that the environment names; without one this process is alone."""
+    """Join the process group that the environment names; return ALONE where it names none."""
     if not started_together():
         return ALONE
+    rank, size = (_whole(name) for name in ("RANK", "WORLD_SIZE"))
+    if rank >= size:
+        what = f"RANK={rank} is not possible with WORLD_SIZE={size}: ranks count from 0 to WORLD_SIZE - 1."
+        raise UsageError(what, where="RANK", fix="Set both as torchrun would, the same WORLD_SIZE for every rank.")
     import torch
     import torch.distributed as dist
 
-    rank, size = (_whole(name) for name in ("RANK", "WORLD_SIZE"))
     local = _whole("LOCAL_RANK", 0)
     here = _whole("LOCAL_WORLD_SIZE", size)
+    interface = choose_interface(here < size if "LOCAL_WORLD_SIZE" in os.environ else None)
     options: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=timeout + _GRACE)}
     if device == "cuda":
         card = _card(local, rank)
         torch.cuda.set_device(card)
         options |= {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", card)}
-    try:
+
+    def connect() -> Any:
+        if device == "cuda":
+            torch.cuda.set_device(card)  # the current device belongs to the thread
         dist.init_process_group(rank=rank, world_size=size, **options)
-        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
-    except (RuntimeError, ValueError) as error:
+        return dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    try:
+        patient = _within(timeout, connect)
+    except (RuntimeError, ValueError, TimeoutError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        fix = "Look at MASTER_ADDR and MASTER_PORT; `redline doctor` looks at NCCL."
-        raise LostRank(f"rank {rank} of {size} did not find the others ({reason[:200]}).", fix=fix) from None
+        what = f"rank {rank} of {size} did not find the others ({reason[:200]})."
+        raise LostRank(what, fix=_advice(str(error), interface)) from None
     nodes = 1 if here < 1 or size % here else size // here  # uneven ones are planned for as one
     return Ranks(rank, size, local, nodes, joined=True, patient=patient)
+
+
+def _within(seconds: float, connect: Callable[[], Any]) -> Any:
+    """Return what `connect` returns; raise TimeoutError if it takes longer.
+
+    It runs in a thread because gloo waits five times its own timeout for a rank that has registered but cannot be
+    reached, and two days in a group that is made with PATIENCE. A thread that still waits ends with the process:
+    `cli.together.ended` leaves by os._exit.
+    """
+    result: list[Any] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            result.append(connect())
+        except BaseException as error:  # raised again below, in the thread that asked
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="join", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not result:
+        raise TimeoutError(f"waited parallel.timeout={seconds:g} s")
+    return result[0]
+
+
+def _advice(error: str, interface: Interface) -> str:
+    master = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if "nccl" in error.lower():
+        return f"MASTER_ADDR:MASTER_PORT is {master}; `redline doctor` checks NCCL."
+    return (
+        f"Every node must reach {master} (MASTER_ADDR:MASTER_PORT) and the address that each rank offers to gloo; "
+        f"this rank offers {interface}. Choose another network with {GLOO_INTERFACE}=INTERFACE."
+    )
 
 
 def _card(local: int, rank: int) -> int:
