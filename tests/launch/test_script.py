@@ -110,7 +110,7 @@ def test_words_arrive_as_they_were_given(node: Any, job: Any, override: str, run
     made = job("a recipe.yaml", f"eval.prompt={override}", run=run, cluster=site, nodes=2)
     done = node.run(made.script(), {"code": 0}, watch=("ODD",))
     assert done.returncode == 0, done.stderr
-    assert node.trained() == [["a recipe.yaml", f"eval.prompt={override}", "--run", run]]
+    assert node.trained() == [["a recipe.yaml", f"eval.prompt={override}", "--run", run, "--continue"]]
     assert node.environment()["ODD"] == " ".join(value.split())
     assert sorted(path.name for path in node.folder.iterdir()) == [], "nothing else was run"
 
@@ -152,14 +152,8 @@ def test_preempted_goes_back_into_the_queue_and_on(node: Any, job: Any) -> None:
     assert node.called("scontrol")[-1] == ["requeue", "7"]
     assert "goes back into the queue" in done.stderr
     node.run(script, {"code": 0})
-    assert node.trained() == [["--resume", "runs/toy-7"]], "the same directory, with the run's own recipe"
-
-
-def test_a_run_that_is_there_goes_on_with_what_is_changed(node: Any, job: Any) -> None:
-    script = job("toy", "train.steps=9", run="runs/mine", changes=("train.steps=9",)).script()
-    node.run(script, {"code": 75, "makes": ["lock.json"]})
-    node.run(script, {"code": 0})
-    assert node.trained()[-1] == ["--resume", "runs/mine", "train.steps=9"]
+    words = ["toy", "train.steps=9", "--run", "runs/toy-7", "--continue"]
+    assert node.trained() == [words], "the same directory; --continue decides between start and resume"
 
 
 def test_the_notice_is_handed_on(node: Any, job: Any) -> None:
@@ -185,7 +179,7 @@ def test_a_lost_rank_is_tried_again_here(node: Any, job: Any) -> None:
     turns = [{"code": 137, "makes": ["lock.json", f"checkpoints/step-{n:08d}/x"]} for n in range(4)]
     done = node.run(job().script(), *turns, {"code": 0})
     assert done.returncode == 0
-    assert [words[0] for words in node.trained()] == ["toy", "--resume", "--resume", "--resume", "--resume"]
+    assert node.trained() == [["toy", "--run", "runs/toy-7", "--continue"]] * 5
     assert "the ranks ended with 137" in done.stderr
     why = [seen.get("REDLINE_RECOVERY") for name, _, seen in node.calls if name == "srun"]
     assert why == [None, *["the ranks ended with 137"] * 4], "an event of the run"

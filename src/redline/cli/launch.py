@@ -70,7 +70,6 @@ def launch(
         cpus=cpus_per_gpu,
         seconds=None if time is None else parse_time(time),
         run=None if run is None else str(run),
-        changes=tuple(overrides) if resumed else (),
         sbatch=options,
     )
     if submit:
@@ -85,15 +84,9 @@ def _resumed(run: Path | None, name: str | None, overrides: list[str]) -> Loaded
 
     if run is None or not (run / LOCK).is_file():
         return None
-    from redline.cli.running import resumable
-    from redline.errors import UsageError
-    from redline.recipe.load import load
+    from redline.cli.running import due_in
 
-    _, locked = resumable(str(run), overrides)
-    if name is not None and (given := load(name).name) != locked.name:
-        what = f"is a run of {locked.name}, and would go on as that."
-        raise UsageError(what, where=str(run), fix=f"Leave {given} out, or choose another --run.")
-    return locked
+    return due_in(run, name, overrides).loaded
 
 
 def _check_batch(loaded: Loaded, world: int) -> None:

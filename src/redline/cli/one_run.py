@@ -49,6 +49,7 @@ class OneRun:
     overrides: list[str]
     resumed: bool
     initial: Initial | None  # weights to begin with
+    continued_with: list[str] | None = None  # all overrides of a command with --continue
 
     def train(self, console: View, leaving: Leaving) -> int:
         from redline.objectives import objective_module
@@ -154,6 +155,7 @@ class OneRun:
             recipe=self.name,
             device=self.resolved.machine.name,
             overrides=self.overrides,
+            **({} if self.continued_with is None else {"continued_with": self.continued_with}),
         )
         price = price_of(self.resolved.recipe.monitor.price_per_hour)
         monitor.emit("plan", **self._decided(trainer).plan_event(price=price))

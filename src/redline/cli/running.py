@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -23,11 +24,11 @@ from redline.errors import UsageError
 from redline.monitor.console import Console
 from redline.monitor.events import Event, number, read_events
 from redline.monitor.monitor import View, price_notes, price_of
-from redline.monitor.runs import EVENTS, resolve_run
+from redline.monitor.runs import EVENTS, refuse_links, resolve_run
 from redline.monitor.sinks import require_packages
 from redline.recipe.horizon import steps_of
-from redline.recipe.load import Loaded
-from redline.recipe.lock import locked_recipe, read_lock
+from redline.recipe.load import Loaded, load, shipped, validate
+from redline.recipe.lock import LOCK, locked_recipe, read_lock
 from redline.recipe.parallel import for_world
 from redline.recipe.resolve import Resolved, resolve
 from redline.recipe.schema import Recipe
@@ -85,11 +86,69 @@ def fresh_run(loaded: Loaded, directory: Path | None) -> Path:
 
 def resume_run(name: str, overrides: list[str], *, dry_run: bool, gpus: int = 1) -> int:
     path, loaded = resumable(name, overrides)
-    if not dry_run and (said := nothing_left(path, loaded.recipe, changed=bool(overrides))):
-        if os.environ.get("RANK", "0") == "0":
-            typer.echo(said, err=True)
+    if not dry_run and _is_finished(path, loaded.recipe, changed=bool(overrides)):
         return 0
     return _start(loaded, path, dry_run=dry_run, resumed=True, overrides=overrides, gpus=gpus)
+
+
+@dataclass(frozen=True)
+class Due:
+    """What `--continue` does with a directory."""
+
+    loaded: Loaded
+    resumed: bool
+    changes: list[str]  # all overrides of a run that starts; of one that is resumed, those that are new
+
+
+def due_in(path: Path, given: str | None, overrides: list[str]) -> Due:
+    """Resume the run that the directory holds, or else start `given` there.
+
+    The same command is repeated at every restart, so overrides that the last such command had are not changes: the run
+    has them already, or somebody has changed them since by `--resume`.
+    """
+    if not os.path.isfile(path / LOCK):  # noqa: PTH113 - unlike Path.is_file, false for a name that is too long
+        loaded = load(given or "quickstart", overrides)
+        fresh_run(loaded, path)
+        return Due(loaded, False, overrides)
+    refuse_unreadable(path)
+    refuse_links(path)
+    lock = read_lock(path)
+    refuse_other_recipe(path, given, str(lock["recipe_name"]))
+    before = _last_command(path)
+    changes = [] if before is None else [word for key, word in _by_key(overrides).items() if before.get(key) != word]
+    return Due(locked_recipe(path, lock, changes, _changed_before(path)), True, changes)
+
+
+def continue_run(path: Path, given: str | None, overrides: list[str], *, dry_run: bool, gpus: int = 1) -> int:
+    due = due_in(path, given, overrides)
+    if due.resumed and not dry_run and _is_finished(path, due.loaded.recipe, changed=bool(due.changes)):
+        return 0
+    resumed, changes = due.resumed, due.changes
+    return _start(
+        due.loaded, path, dry_run=dry_run, resumed=resumed, overrides=changes, gpus=gpus, continued_with=overrides
+    )
+
+
+def refuse_other_recipe(path: Path, given: str | None, name: str) -> None:
+    """A run goes on with its own recipe, so a command that names another one is a mistake."""
+    if given is None or (given if given in shipped() else Path(given).stem) == name:
+        return
+    what = f"holds a run of {name}, which can only continue as that."
+    raise UsageError(what, where=str(path), fix=f"Leave {given} out, or choose another --run.")
+
+
+def _last_command(run: Path) -> dict[str, str] | None:
+    """Return the overrides of the last command that started the run or continued it, by key; None if the run's log does
+    not have them, as when it was killed before its first event."""
+    starts = [event for event in read_events(run / EVENTS) if event["type"] == "start"]
+    commands = [event.get("continued_with") or event.get("overrides") for event in starts[:1]]
+    commands += [event["continued_with"] for event in starts[1:] if isinstance(event.get("continued_with"), list)]
+    return _by_key([str(word) for word in commands[-1]]) if commands and isinstance(commands[-1], list) else None
+
+
+def _by_key(words: list[str]) -> dict[str, str]:
+    """Map each key to its last override."""
+    return {word.removeprefix("+").partition("=")[0]: word for word in words}
 
 
 def resumable(name: str, overrides: list[str]) -> tuple[Path, Loaded]:
@@ -99,6 +158,14 @@ def resumable(name: str, overrides: list[str]) -> tuple[Path, Loaded]:
         fix = f"redline train --resume {shlex.quote(str(path))}"
         raise UsageError("a run goes on from its newest checkpoint.", where=name, fix=f"Leave out @{selector}: {fix}")
     return path, locked_recipe(path, read_lock(path), overrides, _changed_before(path))
+
+
+def _is_finished(path: Path, recipe: Recipe, *, changed: bool) -> bool:
+    """Whether nothing is left to train; rank 0 says so."""
+    said = nothing_left(path, recipe, changed=changed)
+    if said and os.environ.get("RANK", "0") == "0":
+        typer.echo(said, err=True)
+    return said is not None
 
 
 def nothing_left(path: Path, recipe: Recipe, *, changed: bool) -> str | None:
@@ -140,12 +207,27 @@ def _changed_before(run: Path) -> list[list[str]]:
     return [[str(word) for word in some] for some in words if isinstance(some, list)]
 
 
-def _start(loaded: Loaded, path: Path, *, dry_run: bool, resumed: bool, overrides: list[str], gpus: int) -> int:
+def _start(
+    loaded: Loaded,
+    path: Path,
+    *,
+    dry_run: bool,
+    resumed: bool,
+    overrides: list[str],
+    gpus: int,
+    continued_with: list[str] | None = None,
+) -> int:
     require_packages(loaded.recipe.monitor)
     with _preemptible() as leaving:
         environment(loaded.recipe)
         ranks = join_ranks(loaded.recipe)
-        path = Path(ranks.from_first(str(path)))
+        # Rank 0 decides whether the run is started or resumed. Another rank may have seen the directory earlier, while
+        # the ranks that were restarted still wrote there, or through a file system that shows new files late.
+        recipe_of_first = loaded.recipe.model_dump(mode="json") if ranks.first else None
+        first = ranks.from_first([str(path), resumed, loaded.name, recipe_of_first])
+        path = Path(first[0])
+        if first[1] != resumed:
+            resumed, loaded = first[1], Loaded(first[2], validate(first[3], where="the first rank"))
         console = Console() if ranks.first else Quiet()
         for note in (*loaded.notes, *price_notes(loaded.recipe.monitor.price_per_hour)) if ranks.first else ():
             console.event({"type": "warning", "message": note})
@@ -158,7 +240,7 @@ def _start(loaded: Loaded, path: Path, *, dry_run: bool, resumed: bool, override
             console.event({"type": "plan", **resolved.plan_event(price=price_of(loaded.recipe.monitor.price_per_hour))})
             console.close()
             return 0
-        run = OneRun(loaded.name, path, resolved, data, ranks, overrides, resumed, initial)
+        run = OneRun(loaded.name, path, resolved, data, ranks, overrides, resumed, initial, continued_with)
         return run.train(console, leaving)
 
 

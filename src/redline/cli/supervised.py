@@ -97,13 +97,11 @@ class Processes:
             self.log.close()
 
 
-def train_supervised(
-    recipe: Recipe, path: Path, words: Sequence[str], overrides: Sequence[str], *, gpus: int, again: bool, resumed: bool
-) -> int:
-    """`words` begin it; once there is a run at `path`, it is resumed, with `overrides` if it was to begin with."""
+def train_supervised(recipe: Recipe, path: Path, words: Sequence[str], *, gpus: int, again: bool) -> int:
+    """Run `redline WORDS` in processes of its own and watch them. A restart uses the same words, so they must resume
+    the run at `path` once it exists (--continue or --resume)."""
     check_world(recipe, gpus)
     several = ["--gpus", str(gpus)] if gpus > 1 else []
-    kept = overrides if resumed else ()
     log = path / LOG
     require_packages(recipe.monitor)
     try:
@@ -114,9 +112,7 @@ def train_supervised(
         raise UserError(f"cannot be written ({error.strerror}).", where=str(path), fix=ELSEWHERE) from None
 
     def start(recovery: str | None) -> Processes:
-        begun = (path / LOCK).is_file()
-        chosen = ["train", "--resume", str(path), *kept] if begun else list(words)
-        return Processes([*chosen, *several], gpus, log, recovery, again=again)
+        return Processes([*words, *several], gpus, log, recovery, again=again)
 
     def say(text: str) -> None:
         typer.echo(f"redline: {text}", err=True)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from redline.cli.options import split_words
+from redline.cli.target import Target, read_target, restart_warning
 from redline.errors import UsageError
 
 
@@ -17,8 +18,11 @@ def train(
         list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE …]", help="A shipped name or a YAML file.")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option("--run", help="Where the run goes; runs/RECIPE-DATE-TIME if not given.")
+        Path | None, typer.Option("--run", help="The run's directory; runs/RECIPE-DATE-TIME if not given.")
     ] = None,
+    continued: Annotated[
+        bool, typer.Option("--continue", help="Start a run in --run, or resume the one there, whichever is due.")
+    ] = False,
     resume: Annotated[
         str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run: path, name or latest.")
     ] = None,
@@ -43,11 +47,15 @@ def train(
       redline train
       redline train pretrain-350m data.source=./tokens train.hours=1.5
       redline train --resume latest train.steps=2000
+      redline train pretrain-350m data.source=./tokens --run runs/long --continue
       redline train quickstart --sweep train.lr_base=3e-3,6e-3
       redline train qlora-smollm2 data.source=./train.jsonl --preview 3
       redline train pretrain-350m data.source=./tokens --gpus 4 --supervise
     """
-    given, overrides = split_words(recipe)
+    options = Target(run, resume, continued)
+    target, words = read_target(recipe or [], options, os.environ, sweep=bool(sweep))
+    given, overrides = split_words(words)
+    run, resume = target.run, target.resume
     if preview is not None and (resume or sweep):
         fix = "Leave out --resume and --sweep."
         raise UsageError("--preview looks at the data of one recipe.", fix=fix)
@@ -57,6 +65,10 @@ def train(
         if sweep:
             raise UsageError("--resume goes on with one run.", fix="Go on with a sweep by its command and its --run.")
         raise typer.Exit(_resume(resume, overrides, gpus or 1, supervise=supervise, dry_run=dry_run))
+    if not sweep and not dry_run and preview is None and (warning := restart_warning(target, os.environ)):
+        typer.echo(f"redline: {warning}", err=True)
+    if run is not None and target.continued and preview is None:
+        raise typer.Exit(_continue(given, overrides, run, gpus or 1, supervise=supervise, dry_run=dry_run))
     name = given or "quickstart"
     if sweep:
         if gpus or supervise:
@@ -77,10 +89,8 @@ def train(
         from redline.cli.supervised import train_supervised
 
         path = fresh_run(loaded, run)
-        words = ["train", name, *overrides, "--run", str(path)]
-        raise typer.Exit(
-            train_supervised(loaded.recipe, path, words, (), gpus=gpus or 1, again=_again(supervise), resumed=False)
-        )
+        words = ["train", name, *overrides, "--run", str(path), "--continue"]
+        raise typer.Exit(train_supervised(loaded.recipe, path, words, gpus=gpus or 1, again=_again(supervise)))
     raise typer.Exit(ended(lambda: new_run(loaded, run, overrides, dry_run=dry_run, gpus=gpus or 1)))
 
 
@@ -104,8 +114,21 @@ def _resume(name: str, overrides: list[str], gpus: int, *, supervise: bool, dry_
 
         path, loaded = resumable(name, overrides)
         words = ["train", "--resume", str(path), *overrides]
-        return train_supervised(loaded.recipe, path, words, overrides, gpus=gpus, again=_again(supervise), resumed=True)
+        return train_supervised(loaded.recipe, path, words, gpus=gpus, again=_again(supervise))
     return ended(lambda: resume_run(name, overrides, dry_run=dry_run, gpus=gpus))
+
+
+def _continue(given: str | None, overrides: list[str], run: Path, gpus: int, *, supervise: bool, dry_run: bool) -> int:
+    from redline.cli.running import continue_run, due_in
+    from redline.cli.together import ended
+
+    if not dry_run and _by_others(gpus, supervise):
+        from redline.cli.supervised import train_supervised
+
+        due = due_in(run, given, overrides)
+        words = ["train", *([given] if given else []), *overrides, "--run", str(run), "--continue"]
+        return train_supervised(due.loaded.recipe, run, words, gpus=gpus, again=_again(supervise))
+    return ended(lambda: continue_run(run, given, overrides, dry_run=dry_run, gpus=gpus))
 
 
 def _sweep(name: str, overrides: list[str], options: list[str], run: Path | None, *, dry_run: bool) -> int:

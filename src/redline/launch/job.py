@@ -30,7 +30,6 @@ class Job:
     cpus: int | None = None  # of each rank; None: the cluster's beside a GPU, else one
     seconds: int | None = None  # of wall time; None: the partition's own limit
     run: str | None = None  # None: runs/NAME-JOB
-    changes: tuple[str, ...] = ()  # to a run that is there already
     sbatch: tuple[str, ...] = ()
 
     @property
@@ -111,7 +110,6 @@ class Job:
             name=self.name,
             run=self.run,
             recipe=self.recipe,
-            changes=self.changes,
             command=self.command,
             srun=self.srun,
         )

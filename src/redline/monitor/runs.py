@@ -112,7 +112,7 @@ def resolve_run(name: str, root: Path) -> tuple[Path, Selector | None]:
     """RUN on the command line: a path, a run's name or `latest`, optionally with `@step` or `@best`."""
     run = _find(name, root)  # the whole name first: a directory may well have an @ in it
     if run is not None:
-        return _refuse_links(run), None
+        return refuse_links(run), None
     bare, at, tail = name.rpartition("@")
     if not at:
         raise _unknown(name, root)
@@ -121,10 +121,10 @@ def resolve_run(name: str, root: Path) -> tuple[Path, Selector | None]:
     run = _find(bare, root)
     if run is None:
         raise _unknown(bare, root)
-    return _refuse_links(run), _selector(tail, name)
+    return refuse_links(run), _selector(tail, name)
 
 
-def _refuse_links(run: Path) -> Path:
+def refuse_links(run: Path) -> Path:
     """A run is written to, and may come from someone else: nothing in it may stand for a place outside of it."""
     whole = run.resolve()
     for entry in run.iterdir():
