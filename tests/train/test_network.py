@@ -199,3 +199,31 @@ def test_hosts_that_cannot_reach_each_other_say_why_within_the_timeout(hosts: Ho
         return 3
 
     assert hosts.run(fail, **{GLOO_INTERFACE: "lo"}) == [3, 3], said(hosts.folder, range(2))
+
+
+def test_restarted_ranks_do_not_read_what_dead_ones_left_in_the_agents_store(tmp_path: Path) -> None:
+    """torchrun keeps one store over all restarts. Rank 1 is late, so that rank 0 finds its predecessor's address."""
+    from torch.distributed import TCPStore
+
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def meet(late: float) -> int:
+        time.sleep(late)
+        ranks = join("cpu", 20.0)
+        assert ranks.sums(1.0) == [2.0]
+        ranks.wait()
+        return 0
+
+    for restart in range(2):
+        forks = []
+        for rank in range(2):
+            shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restart)}
+            environment = {**rank_environment(rank, 2, agent.port), **shared}
+            late = 1.0 if restart and rank else 0.0
+            forks.append(Fork(lambda s=late: meet(s), environment, tmp_path / f"rank-{rank}.log"))
+        deadline = time.monotonic() + 60
+        while any(fork.poll() is None for fork in forks) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for fork in forks:
+            fork.end()
+        assert [fork.code for fork in forks] == [0, 0], said(tmp_path, range(2))

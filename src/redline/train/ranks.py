@@ -156,7 +156,7 @@ def join(device: str, timeout: float) -> Ranks:
     def connect() -> Any:
         if device == "cuda":
             torch.cuda.set_device(card)  # the current device belongs to the thread
-        dist.init_process_group(rank=rank, world_size=size, **options)
+        dist.init_process_group(rank=rank, world_size=size, store=_agent_store(size, timeout), **options)
         return dist.new_group(backend="gloo", timeout=PATIENCE)
 
     try:
@@ -167,6 +167,26 @@ def join(device: str, timeout: float) -> Ranks:
         raise LostRank(what, fix=_advice(str(error), interface)) from None
     nodes = 1 if here < 1 or size % here else size // here  # uneven ones are planned for as one
     return Ranks(rank, size, local, nodes, joined=True, patient=patient)
+
+
+def _agent_store(size: int, timeout: float) -> dist.Store | None:
+    """Return the store of torchrun's agent under a prefix of this restart; None where rank 0 hosts a store of its own.
+
+    The agent's store outlives the ranks it restarts, with their keys. Without the prefix a restarted rank may read the
+    address of a rank that has died before the new one has written its own, and every further restart fails alike.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    import torch.distributed as dist
+
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        _whole("MASTER_PORT"),
+        size,
+        is_master=False,
+        timeout=timedelta(seconds=timeout),
+    )
+    return dist.PrefixStore(f"redline/restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _within(seconds: float, connect: Callable[[], Any]) -> Any:
