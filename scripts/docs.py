@@ -41,7 +41,10 @@ READERS = {  # section → the verbs that look at it; those after the run read t
     "hierarchical_diffusion": "train, plan, eval and sample, with `objective: hierarchical_diffusion`",
 }
 # pydantic sees what a list of sources becomes, not that a plain name in it is enough
-_SOURCE = {"type": "object", "properties": {"source": {"type": "string"}, "weight": {"type": "number"}}}
+_SOURCE = {
+    "type": "object",
+    "properties": {"source": {"type": "string"}, "weight": {"type": "number"}, "repeat": {"type": "number"}},
+}
 BETTER = {
     "latent_prefix.others": {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object"}]}},
     "model.lora.target_modules": {

@@ -15,6 +15,7 @@ from redline.units import parse_count, parse_hours
 AUTO = "auto"
 MOST = (1 << 63) - 1  # counts and seeds are 64-bit integers further down
 MOST_HOURS = 1e6  # a century: what is meant by more is no duration
+MOST_REPEATS = 1_000_000  # of one source's rows in an epoch: the length of an epoch stays a 64-bit integer
 MOST_SEQUENCES = 1 << 31  # no batch is larger, and its divisors are still listed at once
 
 
@@ -176,6 +177,7 @@ MaybeCount = Annotated[int | None, none_or(_count())]
 MaybeWhole = Annotated[int | None, none_or(_count(0))]
 MaybeHours = Annotated[float | None, none_or(HOURS)]
 MaybePositive = Annotated[float | None, none_or(_real(0.0, above=True))]
+MaybeRepeat = Annotated[float | None, none_or(_real(0.0, MOST_REPEATS, above=True))]
 MaybeProbability = Annotated[float | None, none_or(_real(0.0, 0.999999))]
 # After resolution an auto field holds its value; before, the word. Readers see the resolved type.
 AutoCount = Annotated[Any, auto_or(_count())]

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from redline.data import answer_store
 from redline.data.answer_preview import preview_answers, show_answers
 from redline.data.answers import AnswerData, load_answers
-from redline.data.packed import IGNORE, EpochIndex, PackedSplit, best_fit
+from redline.data.mixture import EpochIndex
+from redline.data.packed import IGNORE, PackedSplit, best_fit
 from redline.data.template import ChatTokenizer, load_chat_tokenizer
 from redline.errors import UserError
 from redline.recipe.schema import Data
@@ -213,14 +214,14 @@ def test_the_split_follows_from_content_and_seed(load: Loaded, tmp_path: Path) -
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.sampled_from([0.25, 0.5, 1.0, 1.5, 2.0, 3.0])), min_size=1, max_size=4)
 )
-def test_weights_are_how_often_a_source_comes_in_an_epoch(parts: list[tuple[int, float]]) -> None:
-    sizes, weights = [size for size, _ in parts], [weight for _, weight in parts]
-    index = EpochIndex(sizes, weights, seed=3)
+def test_repeats_are_how_often_a_source_comes_in_an_epoch(parts: list[tuple[int, float]]) -> None:
+    sizes, repeats = [size for size, _ in parts], [repeat for _, repeat in parts]
+    index = EpochIndex(sizes, repeats, seed=3)
     epochs = 12
     order = index.sequences(np.arange(epochs * len(index)))
     first = 0
-    for size, weight in parts:
-        given_to_each = max(1, round(weight * size))
+    for size, repeat in parts:
+        given_to_each = max(1, round(repeat * size))
         own = order[(order >= first) & (order < first + size)]
         assert len(own) == epochs * given_to_each
         for epoch in np.split(order, epochs):

@@ -196,10 +196,15 @@ def test_epochs_are_shuffled_by_seed_and_sample_alone(tmp_path: Path) -> None:
 
 def test_weights_and_doubles_of_several_sources(tmp_path: Path) -> None:
     one, two = write(tmp_path / "one.jsonl", 40, "a"), write(tmp_path / "two.jsonl", 20, "b")
-    data = load([{"source": one, "weight": 0.5}, {"source": two, "weight": 2.0}], val_fraction=0.0)
+    data = load([{"source": one, "repeat": 0.5}, {"source": two, "repeat": 2.0}], val_fraction=0.0)
     first = data.index.sequences(np.arange(len(data.index)))
     assert len(data.index) == 60 == data.facts.train_tokens // 32
     assert (first < 40).sum() == 20
+    shared = load([{"source": one, "weight": 0.5}, {"source": two, "weight": 2.0}], val_fraction=0.0)
+    first = shared.index.sequences(np.arange(len(shared.index)))
+    assert len(shared.index) == 60 == shared.facts.train_tokens // 32
+    assert (first < 40).sum() == 12, "a fifth of the samples, though it has two thirds of the rows"
+    assert shared.facts.fingerprint != data.facts.fingerprint
     assert [data.train.records[number].question[0] for number in (0, 39, 40, 59)] == ["a", "a", "b", "b"]
     copy = write(tmp_path / "copy.jsonl", 41, "a")
     doubled = load([one, copy], val_fraction=0.0, dedup=True)

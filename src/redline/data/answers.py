@@ -18,13 +18,14 @@ import numpy.typing as npt
 
 from redline.data.answer_store import AnswerStore, open_store
 from redline.data.index import order_keys
-from redline.data.packed import Bools, EpochIndex, Int64s, Members, PackedSplit, joined, packed
+from redline.data.mixture import RowIndex, row_index, row_mixture_key, shares_of
+from redline.data.packed import Bools, Int64s, Members, PackedSplit, joined, packed
 from redline.data.progress import ProgressCallback
 from redline.data.template import ChatTokenizer, load_chat_tokenizer
 from redline.data.tokens import digest_of
 from redline.errors import UserError
 from redline.recipe.resolve import DataFacts
-from redline.recipe.schema import Data
+from redline.recipe.schema import Data, Part
 
 DROP, CUT, ERROR = "drop", "cut", "error"
 _KEY = "finetune.overlong"
@@ -37,7 +38,8 @@ class SourceReport:
     """What became of a source's rows. Of the rows that are bad some are empty; samples are overlong, cut or doubled."""
 
     source: str
-    weight: float
+    weight: float | None  # as the recipe states it
+    share: float  # of the sequences of training
     rows: int
     bad: int
     empty: int
@@ -99,7 +101,7 @@ class AnswerData:
     val: PackedSplit | None
     tokenizer: ChatTokenizer
     report: AnswerReport
-    index: EpochIndex
+    index: RowIndex
 
     def batch(self, samples: Int64s) -> dict[str, npt.NDArray[np.integer]]:
         """The sequences with these global sample numbers; a function of (seed, sample) alone."""
@@ -139,15 +141,15 @@ def load_answers(
     train, val = _divided(names, stores, fitting, held_out, dedup=data.dedup)
     order = seed if data.shuffle else None
     each = [packed(some, seq_len, pack=pack, seed=order, group=_PACK_GROUP + part) for part, some in enumerate(train)]
-    weights = [part.weight for part in data.parts]
-    index = EpochIndex([len(borders) - 1 for _, borders in each], weights, seed, data.shuffle)
+    sizes = [len(borders) - 1 for _, borders in each]
+    index = row_index(sizes, data.parts, seed, shuffle=data.shuffle)
     trained = PackedSplit(joined([one for one, _ in each]), _all_borders(each), seq_len, tokenizer.pad)
     validated = None
     if any(len(some) for some in val):
         together = packed(joined(val), seq_len, pack=pack, seed=seed, group=_VAL_GROUP)
         validated = PackedSplit(*together, seq_len, tokenizer.pad)
     options = [seq_len, pack, overlong, val_fraction, seed, data.shuffle, data.dedup]
-    contents = [[store.fingerprint, weight] for store, weight in zip(stores, weights, strict=True)]
+    contents = [[store.fingerprint, key] for store, key in zip(stores, row_mixture_key(data.parts), strict=True)]
     facts = DataFacts(
         vocab_size=tokenizer.vocab_size,
         train_tokens=len(index) * seq_len,
@@ -157,8 +159,10 @@ def load_answers(
         tokenizer_fingerprint=tokenizer.fingerprint,
     )
     reports = tuple(
-        _report(part.source, part.weight, store, fit, one, borders, held, seq_len)
-        for part, store, fit, (one, borders), held in zip(data.parts, stores, fitting, each, val, strict=True)
+        _report(part, share, store, fit, one, borders, held, seq_len)
+        for part, share, store, fit, (one, borders), held in zip(
+            data.parts, shares_of(sizes, data.parts), stores, fitting, each, val, strict=True
+        )
     )
     report = AnswerReport(reports, trained.fill, tokenizer.template_name)
     return AnswerData(facts, trained, validated, tokenizer, report, index)
@@ -232,8 +236,8 @@ def _all_borders(each: Sequence[tuple[Members, Int64s]]) -> Int64s:
 
 
 def _report(
-    source: str,
-    weight: float,
+    part: Part,
+    share: float,
     store: AnswerStore,
     fitting: Members,
     train: Members,
@@ -244,8 +248,9 @@ def _report(
     counts, tokens = store.counts, int(train.length.sum())
     sequences = len(borders) - 1
     return SourceReport(
-        source=source,
-        weight=weight,
+        source=part.source,
+        weight=part.weight,
+        share=share,
         rows=counts["rows"],
         bad=counts["bad_rows"],
         empty=counts["empty"],

@@ -12,8 +12,8 @@ import numpy as np
 from redline.cache import temporary_sibling, writing
 from redline.data.encode import default_workers
 from redline.data.facts import expected_facts
-from redline.data.index import Index, WindowIndex
-from redline.data.mixture import MixtureIndex, turns
+from redline.data.index import Index
+from redline.data.mixture import turns, window_index, window_mixture_key
 from redline.data.origin import EMBEDDED, Reading, holds_tokens, prepared_folder, shared_tokenizer
 from redline.data.prepare import prepare_cached, set_aside, tokenizer_for
 from redline.data.progress import Progress, ProgressCallback
@@ -27,7 +27,6 @@ from redline.recipe.schema import Data, Part
 
 # Parts of a mixture take turns in validation by blocks of about this many tokens, so that its beginning has them all.
 _BLOCK = 16_384
-_SEED_STEP = 1_000_003
 
 
 @dataclass(frozen=True)
@@ -40,20 +39,11 @@ class Corpus:
     sizes: tuple[int, ...]  # training tokens of each part, in the order in which `tokens.train` has them
 
     def index(self, seq_len: int, seed: int, *, shuffle: bool = True) -> Index:
-        """Which window of `tokens.train` is the n-th sample. Weights are shares of the samples."""
+        """Return which window of `tokens.train` each sample is."""
         train = self.tokens.train
         if isinstance(train, StreamSplit):
             return StreamIndex(train, seq_len, seed, shuffle)
-        indices = []
-        for number, (part, size) in enumerate(zip(self.parts, self.sizes, strict=True)):
-            try:
-                indices.append(WindowIndex(size, seq_len, seed + _SEED_STEP * number, shuffle))
-            except UserError as error:
-                raise UserError(error.what, where=part.source, fix=error.fix) from None
-        if len(indices) == 1:
-            return indices[0]
-        offsets = np.cumsum([0, *self.sizes[:-1]]).tolist()
-        return MixtureIndex(indices, offsets, [part.weight for part in self.parts])
+        return window_index(self.sizes, self.parts, seq_len, seed, shuffle=shuffle)
 
 
 def open_corpus(data: Data, *, for_evaluation: bool = False, progress: ProgressCallback | None = None) -> Corpus:
@@ -63,9 +53,18 @@ def open_corpus(data: Data, *, for_evaluation: bool = False, progress: ProgressC
     if data.stream and not for_evaluation and not _holds_tokens(data.parts[0].source):
         return _open_stream(data, reading, progress)
     opened = _open_parts([part.source for part in data.parts], data.tokenizer, reading, progress)
-    tokens = opened[0] if len(opened) == 1 else _joined(data.parts, opened)
-    facts = replace(facts_of(tokens), made=all(_holds_tokens(part.source) for part in data.parts))
+    tokens = _together(data.parts, opened)
+    facts = replace(
+        facts_of(tokens),
+        train_tokens=_epoch_tokens([len(part.train) for part in opened], data.parts),
+        made=all(_holds_tokens(part.source) for part in data.parts),
+    )
     return Corpus(tokens, facts, data.parts, tuple(len(part.train) for part in opened))
+
+
+def _epoch_tokens(sizes: Sequence[int], parts: Sequence[Part]) -> int:
+    """Return the training tokens of an epoch: each source's, times its `repeat`."""
+    return sum(round(size * part.reads_per_epoch) for size, part in zip(sizes, parts, strict=True))
 
 
 def facts_of(tokens: TokenData) -> DataFacts:
@@ -111,13 +110,25 @@ def _save(tokenizer: Tokenizer, path: Path) -> None:
         temporary.replace(path)
 
 
+def _together(parts: Sequence[Part], opened: Sequence[TokenData]) -> TokenData:
+    if len(opened) > 1:
+        return _joined(parts, opened)
+    if parts[0].repeat is None:  # also with a weight: a share of all samples
+        return opened[0]
+    return replace(opened[0], fingerprint=_fingerprint(parts, opened))
+
+
+def _fingerprint(parts: Sequence[Part], opened: Sequence[TokenData]) -> str:
+    keys = window_mixture_key(parts)
+    return digest_of(["mixture", [[data.fingerprint, key] for data, key in zip(opened, keys, strict=True)]])
+
+
 def _joined(parts: Sequence[Part], opened: Sequence[TokenData]) -> TokenData:
     first = opened[0]
     for part, other in zip(parts, opened, strict=True):
         if other.tokenizer_fingerprint != first.tokenizer_fingerprint:
             what = f"made with another tokenizer ({other.tokenizer_name}) than {parts[0].source}."
             raise UserError(what, where=part.source, fix="Prepare all parts of a mixture with the same one.")
-    named = [[data.fingerprint, part.weight] for part, data in zip(parts, opened, strict=True)]
     held_out = [data.val for data in opened if data.val is not None]
     return TokenData(
         source=first.source,
@@ -127,7 +138,7 @@ def _joined(parts: Sequence[Part], opened: Sequence[TokenData]) -> TokenData:
         tokenizer_fingerprint=first.tokenizer_fingerprint,
         vocab_size=first.vocab_size,
         eot=first.eot,
-        fingerprint=digest_of(["mixture", named]),
+        fingerprint=_fingerprint(parts, opened),
         files=tuple(file for data in opened for file in data.files),
         left_out=tuple(line for data in opened for line in data.left_out),
     )

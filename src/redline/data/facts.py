@@ -39,7 +39,7 @@ def expected_facts(data: Data, base_vocabulary: int = 0) -> DataFacts:
     unless the tokens lie ready.
     """
     vocab_size = base_vocabulary if data.tokenizer == "base" else vocabulary(data.tokenizer)
-    found = [_part(part.source, data, vocab_size) for part in data.parts]
+    found = [_repeated(_part(part.source, data, vocab_size), part.reads_per_epoch) for part in data.parts]
     if len(found) == 1:
         return found[0]
     known = all(part.train_tokens for part in found)
@@ -53,6 +53,12 @@ def expected_facts(data: Data, base_vocabulary: int = 0) -> DataFacts:
         estimated=any(part.estimated for part in found),
         made=all(part.made for part in found),
     )
+
+
+def _repeated(facts: DataFacts, repeat: float) -> DataFacts:
+    if repeat == 1.0:
+        return facts
+    return replace(facts, train_tokens=round(facts.train_tokens * repeat), fingerprint="")
 
 
 def vocabulary(tokenizer: str) -> int:

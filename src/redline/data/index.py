@@ -68,28 +68,44 @@ def order_keys(seed: int, epochs: npt.NDArray[np.int64], group: int = 0) -> UInt
     return _mix(np.atleast_1d(epochs).astype(np.uint64) * np.uint64(_GOLDEN) + origin)
 
 
+class PassIndex:
+    """Reads the `size` items of one source again and again, in another seeded order in each pass."""
+
+    def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
+        self.seed, self.shuffle, self._size = seed, shuffle, size
+
+    def __len__(self) -> int:
+        """Items per pass."""
+        return self._size
+
+    def starts(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return which item each sample is. Sample numbers count through all passes, without end."""
+        samples = np.asarray(samples, dtype=np.int64)
+        if samples.size and samples.min() < 0:
+            raise ValueError("sample numbers are not negative")
+        passes, positions = np.divmod(samples, self._size)
+        if self.shuffle:
+            positions = permute(positions, self._size, order_keys(self.seed, passes))
+        return positions
+
+
 class WindowIndex:
     """Cuts `tokens` into windows of seq_len + 1 that share their border token, and orders them anew each epoch."""
 
     def __init__(self, tokens: int, seq_len: int, seed: int, shuffle: bool = True) -> None:
-        self.seq_len, self.seed, self.shuffle = seq_len, seed, shuffle
-        self._windows = max(0, tokens - 1) // seq_len
-        if not self._windows:
+        self.seq_len = seq_len
+        windows = max(0, tokens - 1) // seq_len
+        if not windows:
             raise UserError(
                 f"the data hold {tokens} tokens, less than one sequence of {seq_len + 1}.",
                 fix="Give more data" + (f", or set data.seq_len to at most {tokens - 1}." if tokens > 1 else "."),
             )
+        self._passes = PassIndex(windows, seed, shuffle)
 
     def __len__(self) -> int:
         """Windows per epoch."""
-        return self._windows
+        return len(self._passes)
 
     def starts(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The first token of each sample's window. Sample numbers count through all epochs, without end."""
-        samples = np.asarray(samples, dtype=np.int64)
-        if samples.size and samples.min() < 0:
-            raise ValueError("sample numbers are not negative")
-        epochs, positions = np.divmod(samples, self._windows)
-        if self.shuffle:
-            positions = permute(positions, self._windows, order_keys(self.seed, epochs))
-        return positions * self.seq_len
+        return self._passes.starts(samples) * self.seq_len

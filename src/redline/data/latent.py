@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from redline.data.packed import IGNORE, EpochIndex
+from redline.data.mixture import RowIndex, row_index, row_mixture_key
+from redline.data.packed import IGNORE
 from redline.data.pairs import Pair, divided, read_pairs
 from redline.data.progress import Progress, ProgressCallback
 from redline.data.template import load_chat_tokenizer
@@ -183,7 +184,7 @@ class PairsReport:
 class PairData:
     train: Rows
     val: Rows | None
-    index: EpochIndex
+    index: RowIndex
     readers: list[Reader]
     report: PairsReport
     fingerprint: str
@@ -236,14 +237,15 @@ def load_pairs(
         lengths,
     )
     told.train, told.val = len(train), len(val)
-    sizes, weights = [len(rows) for rows in each], [part.weight for part in data.parts]
+    sizes = [len(rows) for rows in each]
     rows_print, val_print = _digest(train), _digest(val)
-    content = [rows_print, val_print, sizes, weights, seed, data.shuffle, data.seq_len, most_bytes]
+    mixture = row_mixture_key(data.parts)
+    content = [rows_print, val_print, sizes, mixture, seed, data.shuffle, data.seq_len, most_bytes]
     content += [reader.fingerprint for reader in readers]
     return PairData(
         train=train,
         val=val if len(val) else None,
-        index=EpochIndex(sizes, weights, seed, data.shuffle),
+        index=row_index(sizes, data.parts, seed, shuffle=data.shuffle),
         readers=readers,
         report=told,
         fingerprint=digest_of(["pairs", content]),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from redline.data.packed import EpochIndex
+from redline.data.mixture import RowIndex, row_index, row_mixture_key
 from redline.data.progress import Progress, ProgressCallback
 from redline.data.record_rows import QUESTION, RecordRows, SegmentReport, refuse_short
 from redline.data.records import Record, divided, read_records
@@ -85,7 +85,7 @@ class RecordData:
     val: RecordSplit | None
     tokenizer: WithSpecials
     report: RecordsReport
-    index: EpochIndex
+    index: RowIndex
 
 
 def load_records(
@@ -106,9 +106,9 @@ def load_records(
             raise rows.nothing_fits(name)
     train = _joined(each)
     held_out = RecordSplit(*rows.write([record for records in split.val for record in records]), layout)
-    sizes, weights = [len(part) for part in each], [part.weight for part in data.parts]
-    index = EpochIndex(sizes, weights, seed, data.shuffle)
-    content = [_digest(train), _digest(held_out), sizes, weights, seed, data.shuffle]
+    sizes = [len(part) for part in each]
+    index = row_index(sizes, data.parts, seed, shuffle=data.shuffle)
+    content = [_digest(train), _digest(held_out), sizes, row_mixture_key(data.parts), seed, data.shuffle]
     facts = DataFacts(
         vocab_size=tokenizer.vocab_size,
         train_tokens=len(index) * layout.length,

@@ -150,4 +150,7 @@ def _stream(recipe: Recipe) -> list[Problem]:
     if len(recipe.data.parts) > 1:
         fix = "Prepare the mixture first (data.stream=false), or stream one source."
         problems.append(Problem("data.stream", "works with one source, not with a mixture.", fix))
+    elif recipe.data.parts[0].repeat is not None:
+        fix = "Leave out repeat: a stream is read again from its beginning for as long as the run lasts."
+        problems.append(Problem("data.stream", "has no epochs in which a source could be repeated.", fix))
     return problems

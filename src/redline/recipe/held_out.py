@@ -26,3 +26,18 @@ def unread(recipe: Recipe) -> list[str]:
     asked = [key for key in _OF_TEXT if getattr(recipe.data, key) != getattr(plain, key)]
     how = "`redline prepare` has an option for each"
     return [f"data.{key} does nothing: the source holds tokens, which are taken as they are; {how}" for key in asked]
+
+
+def weight_notes(data: Data) -> list[str]:
+    """Say what becomes of weights that the recipe leaves to a rule: some are unstated, or there is nothing to share."""
+    stated = [part for part in data.parts if part.weight is not None]
+    if stated and len(data.parts) == 1:
+        return ["the weight of a single source has no effect: it gives every sample"]
+    unstated = [part.source for part in data.parts if part.weight is None]
+    if not stated or not unstated:
+        return []
+    total = sum(part.weight or 1.0 for part in data.parts)
+    shares = ", ".join(f"{part.source} {(part.weight or 1.0) / total:.1%}" for part in data.parts)
+    names = " and ".join(unstated)
+    verb = "states no weight and counts" if len(unstated) == 1 else "state no weight and count"
+    return [f"data.source: {names} {verb} as 1. Shares of the samples: {shares}"]

@@ -26,6 +26,10 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "data.tokenizer": ("base", "bytes", "gpt2"),
     **dict.fromkeys(("model.base", "model.init_from", "latent_prefix.others"), ()),
 }
+# What `weight` in data.source means to a run. A lock without the field is older: there it was a share of the samples
+# for jobs that read windows of text, and multiplied the rows for jobs that read rows.
+WEIGHTS, SHARES = "data_weights", "shares"
+_ROW_JOBS = ("finetune", "hierarchical_diffusion", "latent_prefix")
 _PACKAGES = ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers")
 
 
@@ -47,6 +51,7 @@ def make_lock(
         "memory_gib": plan["memory_gib"],
         "batch": plan["batch"],
         "data": vars(data),
+        WEIGHTS: SHARES,
         "init_from": init_from,
         "machine": resolved.machine.facts(),
         "versions": versions(),
@@ -85,7 +90,7 @@ def locked_recipe(
     run: Path, lock: dict[str, Any], overrides: list[str] | None = None, before: Iterable[list[str]] = ()
 ) -> Loaded:
     """The run's recipe, with the few keys that may change while it goes on; `before`: the words of earlier resumes."""
-    base = found_again(dict(flatten(lock["recipe"])), lock.get("began_in"))
+    base = found_again(_with_todays_weights(dict(flatten(lock["recipe"])), lock), lock.get("began_in"))
     for words in before:
         flat, _, _ = canonical_keys(parse_overrides(words), "log")
         base |= {key: value for key, value in flat.items() if key.startswith(RESUMABLE)}
@@ -106,6 +111,24 @@ def locked_recipe(
     tree, clashes = nest({**base, **changes})
     recipe = validate(tree, where=str(run), problems=[*problems, *clashes])
     return Loaded(str(lock["recipe_name"]), recipe, notes)
+
+
+def _with_todays_weights(flat: dict[str, Any], lock: dict[str, Any]) -> dict[str, Any]:
+    """Express the mixture of an older lock in today's terms, so that the run reads the same samples in the same order.
+
+    Older locks state a weight for every source of a list. Where a job reads rows it is today's `repeat`; where it reads
+    windows of text it is a share, as today.
+    """
+    sources = flat.get("data.source")
+    by_rows = flat.get("objective") in _ROW_JOBS or flat.get("block_diffusion.question") is not None
+    if lock.get(WEIGHTS) == SHARES or not by_rows or not isinstance(sources, list):
+        return flat
+    parts = [{"source": p["source"], "repeat": p["weight"]} if _is_weighted(p) else p for p in sources]
+    return {**flat, "data.source": parts}
+
+
+def _is_weighted(part: Any) -> bool:
+    return isinstance(part, dict) and part.keys() == {"source", "weight"}
 
 
 def found_again(flat: dict[str, Any], began_in: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ValidationError, create_model
 from redline.errors import did_you_mean
 from redline.fields import (
     AUTO,
+    MOST_REPEATS,
     AutoCount,
     AutoFlag,
     AutoPositive,
@@ -21,6 +22,7 @@ from redline.fields import (
     MaybeHours,
     MaybePositive,
     MaybeProbability,
+    MaybeRepeat,
     MaybeText,
     NonNegative,
     Positive,
@@ -135,14 +137,20 @@ class Model(Section):
 
 
 class Part(Section):
-    """One source of a mixture."""
+    """One source of a mixture: with a share of the samples, or read a number of times an epoch."""
 
     source: Text
-    weight: Positive = 1.0
+    weight: MaybePositive = None  # share of the samples, relative to the other weights
+    repeat: MaybeRepeat = None  # how often each row or window comes in an epoch; null: once
+
+    @property
+    def reads_per_epoch(self) -> float:
+        """How often an epoch reads the source, where no weights are stated."""
+        return 1.0 if self.repeat is None else self.repeat
 
 
 def _source(value: Any) -> Any:
-    """One source, or a list of them: names, or {source, weight}."""
+    """One source, or a list of them: names, {source, weight} or {source, repeat}."""
     if value == "":
         raise ValueError("is empty.")
     if isinstance(value, str):
@@ -156,10 +164,14 @@ def _source(value: Any) -> Any:
         try:
             parts.append(Part.model_validate(entry))
         except ValidationError:
-            raise ValueError(f"{item!r} is not a path or {{source: PATH, weight: above 0}}.") from None
+            form = f"{{source: PATH, weight: above 0}} or {{source: PATH, repeat: above 0, at most {MOST_REPEATS:,}}}"
+            raise ValueError(f"{item!r} is not a path, {form}.") from None
     names = [part.source for part in parts]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"{twice[0]!r} is in the list twice; give it once, with a higher weight.")
+    if any(part.weight is not None for part in parts) and any(part.repeat is not None for part in parts):
+        what = "weight (a share of the samples) and repeat (how often its rows come) cannot be combined"
+        raise ValueError(f"{what}; use one of them for all sources.")
     return tuple(parts)
 
 
@@ -181,7 +193,7 @@ class Data(Section):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The sources with their weights; a single one has the weight 1."""
+        """The sources as a list, whether the recipe names one or several."""
         return (Part(source=self.source),) if isinstance(self.source, str) else self.source
 
 
