@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -15,7 +17,13 @@ EXIT_USAGE = 2
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
 
-_SECRET = frozenset({"TOKEN", "KEY", "APIKEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS"})  # words of a name
+# Words in the name of an environment variable that mark its value as a secret: HF_TOKEN, DB_PASS, GITHUB_PAT.
+_SECRET = frozenset(
+    {"TOKEN", "KEY", "APIKEY", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "PASS", "PAT", "CREDENTIAL", "CREDENTIALS"}
+)
+# Ends of names that are written without a separator: PGPASSWORD, SSHPASS, GITHUBTOKEN.
+_SECRET_ENDS = ("PASSWORD", "PASSWD", "PASSPHRASE", "APIKEY", "SECRET", "TOKEN", "SSHPASS")
+_SECRET_NAMES = frozenset({"MYSQL_PWD"})  # PWD by itself is the working directory
 _SHORTEST_SECRET = 8  # characters; what is shorter would be found in innocent words
 _LOGIN = re.compile(r"(?<=:/)(/?)[^\s/@]+:[^\s/@]*@")  # https://user:password@
 
@@ -67,16 +75,40 @@ class UsageError(UserError):
     exit_code = EXIT_USAGE
 
 
-def without_secrets(text: str) -> str:
-    """The text without what the environment calls a token, a key or a password, and without logins in addresses.
+@cache  # every text of every event asks for all variables
+def names_a_secret(variable: str) -> bool:
+    """Return whether an environment variable of this name holds a token, a key or a password."""
+    words = [word.rstrip("0123456789") for word in re.split(r"[^A-Z0-9]+", variable.upper())]
+    by_word = not _SECRET.isdisjoint(words) or any(word.endswith(_SECRET_ENDS) for word in words)
+    return by_word or variable.upper() in _SECRET_NAMES
 
-    For whatever is written down or printed: other libraries quote such things in the texts of their errors.
+
+def secret_variables() -> dict[str, str]:
+    """Return the environment's secrets by name, the longest value first: one may contain another."""
+    named = {name: it for name, it in os.environ.items() if len(it) >= _SHORTEST_SECRET and names_a_secret(name)}
+    return dict(sorted(named.items(), key=lambda item: -len(item[1])))
+
+
+def without_secrets(text: str) -> str:
+    """Return the text without the values of secret environment variables and without logins in addresses.
+
+    Everything that is written to a file or printed goes through here: other libraries quote such values in their
+    error messages.
     """
-    named = [value for name, value in os.environ.items() if not _SECRET.isdisjoint(name.upper().split("_"))]
-    for value in sorted(named, key=len, reverse=True):
-        if len(value) >= _SHORTEST_SECRET:
-            text = text.replace(value, "***")
+    for value in secret_variables().values():
+        text = text.replace(value, "***")
     return _LOGIN.sub(r"\1***@", text)
+
+
+def cleaned(value: Any) -> Any:
+    """Return plain data with every text in it passed through `without_secrets`."""
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, Mapping):
+        return {key: cleaned(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [cleaned(item) for item in value]
+    return value
 
 
 def install_hint(extra: str) -> str:

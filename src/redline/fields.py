@@ -15,6 +15,7 @@ from redline.units import parse_count, parse_hours
 AUTO = "auto"
 MOST = (1 << 63) - 1  # counts and seeds are 64-bit integers further down
 MOST_HOURS = 1e6  # a century: what is meant by more is no duration
+MOST_WORKERS = 1024  # threads that load data, or processes that encode it
 MOST_REPEATS = 1_000_000  # of one source's rows in an epoch: the length of an epoch stays a 64-bit integer
 MOST_SEQUENCES = 1 << 31  # no batch is larger, and its divisors are still listed at once
 
@@ -163,6 +164,7 @@ def _forms(rule: Rule) -> list[dict[str, Any]]:
 Count = Annotated[int, _count()]
 Whole = Annotated[int, _count(0)]
 Quintics = Annotated[int, _count(3, 5)]
+Workers = Annotated[int, _count(0, MOST_WORKERS)]
 Sequences = Annotated[int, _count(1, MOST_SEQUENCES)]
 Positive = Annotated[float, _real(0.0, above=True)]
 NonNegative = Annotated[float, _real(0.0)]

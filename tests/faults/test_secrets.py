@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import types
@@ -11,8 +12,12 @@ from typing import Any
 
 import pytest
 
-from redline.errors import UserError, without_secrets
+from redline.errors import UserError, names_a_secret, without_secrets
+from redline.hardware.machine import Machine
 from redline.monitor.events import EventLog
+from redline.recipe.load import load
+from redline.recipe.lock import locked_recipe, make_lock
+from redline.recipe.resolve import DataFacts, resolve
 from redline.train.trainer import Trainer
 
 CANARIES = {
@@ -21,6 +26,9 @@ CANARIES = {
     "WANDB_API_KEY": "canary5of5the5tracker5aaaaaaaaaaaaaaaaaaa",
     "AWS_SECRET_ACCESS_KEY": "canary/of+the/bucket/BBBBBBBBBBBBBBBBBBB",
     "REDLINE_PASSWORD": "canary-of-our-own-kind",
+    "DB_PASS": "canary-of-a-database",
+    "GITHUB_PAT": "ghp_CanaryOfAForge0123456789",
+    "PGPASSWORD": "canary-of-postgres",
 }
 LOGIN = "canary-in-an-address"
 RECIPE = """
@@ -147,6 +155,40 @@ def test_a_run_tells_no_secret(home: Home, say: Any) -> None:
     assert home.files() > 20
 
 
+def test_a_recipe_that_quotes_secrets_tells_none(home: Home) -> None:
+    """Neither the lock nor the report does, not even the report of a lock that does."""
+    secrets = " ".join(CANARIES.values())
+    words = ("eval.samples=0", f"eval.prompt={secrets} https://me:{LOGIN}@host/x", f"description={secrets}")
+    assert home.redline("train", "toy.yaml", "--run", "runs/toy", "train.steps=2", *words) == 0, home.said()
+    lock = json.loads((home.path / "runs/toy/lock.json").read_text())
+    assert set(lock["withheld"]) == set(CANARIES)
+    assert "${HF_TOKEN}" in lock["recipe"]["description"]
+    assert (home.path / "runs/toy/report.html").is_file()
+    assert home.found() == []
+    lock["recipe"]["description"] = secrets  # as an older version wrote it
+    (home.path / "runs/toy/lock.json").write_text(json.dumps(lock))
+    assert home.redline("report", "runs/toy") == 0
+    assert {place.partition(":")[0] for place in home.found()} == {"lock.json"}
+
+
+def test_a_path_with_a_secret_in_it_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
+) -> None:
+    monkeypatch.setenv("SOME_KEY", "a-name-like-any-other")
+    source = tmp_path / "a-name-like-any-other" / "text"
+    machine = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
+    facts = DataFacts(257, 100_000, 5_000, "data", "bytes", "tokenizer")
+    recipe = load("pretrain-125m", ["data.tokenizer=bytes", f"data.source={source}"]).recipe
+    lock = make_lock("pretrain-125m", "id", resolve(recipe, machine, facts), facts)
+    assert "a-name-like-any-other" not in json.dumps(lock)
+    assert locked_recipe(tmp_path, lock).recipe.data.source == str(source)
+    monkeypatch.delenv("SOME_KEY")
+    assert locked_recipe(tmp_path, lock).recipe.data.source == str(tmp_path / "${SOME_KEY}" / "text")
+    monkeypatch.setenv("HOME_OF_NOTHING", "value-of-no-secret")
+    lock = {**lock, "withheld": ["HOME_OF_NOTHING"], "recipe": {**lock["recipe"], "description": "${HOME_OF_NOTHING}"}}
+    assert locked_recipe(tmp_path, lock).recipe.description == "${HOME_OF_NOTHING}", "a lock asks for secrets alone"
+
+
 def test_errors_tell_no_secret(home: Home) -> None:
     address = f"https://me:{LOGIN}@host/x.jsonl"
     toy = ("train", "toy.yaml", "--run", "runs/other")
@@ -167,6 +209,10 @@ def test_what_counts_as_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("SOME_TOKEN_LONGER", "canary-one-and-more")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false-or-true")
     monkeypatch.setenv("SHORT_KEY", "train")
+    for name in ("DB_PASS", "GITHUB_PAT", "PGPASSWORD", "SSHPASS", "MYSQL_PWD", "db_password2", "npm-token", "MYTOKEN"):
+        assert names_a_secret(name), name
+    for name in ("PATH", "LD_LIBRARY_PATH", "PWD", "OLDPWD", "COMPASS_HOME", "TOKENIZERS_PARALLELISM", "KEYBOARD"):
+        assert not names_a_secret(name), name
     assert without_secrets("a canary-one, a canary-one-and-more") == "a ***, a ***"
     assert without_secrets("false-or-true, train") == "false-or-true, train"
     assert without_secrets("https://me:word@host/x me@host run@best") == "https://***@host/x me@host run@best"

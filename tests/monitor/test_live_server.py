@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from live_logs import PLAN, sample, start, step, write_run
 from werkzeug.test import Client
 
 from redline.errors import UserError
+from redline.monitor.live import server as server_module
 from redline.monitor.live.server import App, is_loopback, is_own_name, open_server
 from redline.monitor.live.tunnel import ssh_line
 from redline.monitor.live.watched import Watch
@@ -73,6 +75,11 @@ def test_every_answer_carries_its_policy(own: Client) -> None:
         ("192.168.0.1:8770", 421),
         ("", 421),
         ("[", 421),
+        ("127.0.0.1:8770:8771", 421),
+        ("127.0.0.1:80@evil.example", 400),
+        ("localhost:@evil.example:8770", 400),
+        ("user@127.0.0.1", 400),
+        ("[::1]:8770@evil.example", 400),
     ],
 )
 def test_other_names_are_not_answered(own: Client, host: str, status: int) -> None:
@@ -166,7 +173,14 @@ def test_the_token_becomes_a_cookie(watch: Watch) -> None:
 def test_who_is_loopback() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "localhost", "::1", "127.9.9.9")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "box", "")))
-    assert not is_own_name("localhost@evil")
+    assert not any(map(is_own_name, ("localhost@evil", "127.0.0.1:80@evil", "[::1]@evil", "[::1]x", "localhost:port")))
+
+
+def test_a_name_with_a_user_is_refused_on_every_address(watch: Watch) -> None:
+    open_to_all = Client(App(watch, TOKEN, loopback=False))
+    header = {"Authorization": f"Bearer {TOKEN}"}
+    assert open_to_all.get("/api/state", headers={**header, "Host": "box:8770@evil.example"}).status_code == 400
+    assert open_to_all.get("/api/state", headers={**header, "Host": "box:8770"}).status_code == 200
 
 
 @pytest.fixture
@@ -197,6 +211,75 @@ def test_over_a_socket(address: tuple[str, int]) -> None:
         assert b"400" in odd.recv(1000)
     connection.request("GET", "/")
     assert connection.getresponse().status == 200, "and it goes on"
+
+
+def _serving() -> int:
+    """The threads that answer connections."""
+    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+
+
+def test_half_open_connections_hold_few_threads(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(server_module, "_REQUEST_S", 600.0)
+    server, _ = open_server(watch, "127.0.0.1", 0, guarded=False)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    before = _serving()
+    held = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(30)]
+    try:
+        assert all(_all_of(one).startswith(b"HTTP/1.1 503") for one in held[4:])
+        assert _serving() - before == 4
+        for one in held[:4]:
+            one.close()
+        for _ in range(600):  # until the server has seen that they are closed
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+            connection.request("GET", "/api/state")
+            if (status := connection.getresponse().status) == 200:
+                break
+            time.sleep(0.05)
+        assert status == 200
+    finally:
+        for one in held:
+            one.close()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_request_that_trickles_in_has_one_deadline(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_REQUEST_S", 0.5)
+    server, _ = open_server(watch, "127.0.0.1", 0, guarded=False)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as slow:
+            slow.sendall(b"GET / HTTP/1.1\r\nX-Slow: ")
+            slow.settimeout(0.05)  # a byte as often as this: each of them would begin a timeout of its own anew
+            for _ in range(600):
+                try:
+                    slow.sendall(b"x")
+                    if slow.recv(1000) == b"":
+                        break
+                except TimeoutError:
+                    continue
+                except OSError:
+                    break
+            else:
+                pytest.fail("the connection is still open")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _all_of(connection: socket.socket) -> bytes:
+    found = b""
+    try:
+        while part := connection.recv(4096):
+            found += part
+    except ConnectionError:  # closed while a byte of ours was unread
+        pass
+    return found
 
 
 def test_a_taken_port_is_said_and_passed_over(watch: Watch, address: tuple[str, int]) -> None:

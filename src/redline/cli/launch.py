@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from redline.cli.options import split_words
+from redline.cli.paths import refuse_too_long
 
 if TYPE_CHECKING:
     from redline.launch.cluster import Cluster
@@ -82,6 +83,8 @@ def _resumed(run: Path | None, name: str | None, overrides: list[str]) -> Loaded
     """The recipe of a run that is there already, as it goes on; what it cannot go on with is refused."""
     from redline.recipe.lock import LOCK
 
+    if run is not None:
+        refuse_too_long(run)
     if run is None or not (run / LOCK).is_file():
         return None
     from redline.cli.running import due_in

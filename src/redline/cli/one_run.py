@@ -15,7 +15,7 @@ from redline.cache import sync
 from redline.cli.closing import closing
 from redline.cli.paths import RUNS
 from redline.cli.together import after_trouble, held, where_to_begin
-from redline.errors import EXIT_PREEMPTED, UsageError
+from redline.errors import EXIT_PREEMPTED, UsageError, cleaned
 from redline.monitor.events import SCHEMA, EventLog, NullEventLog, read_events
 from redline.monitor.monitor import Monitor, View, paid_until, price_of
 from redline.monitor.runs import EVENTS, LOCK_FILE, SWEEP
@@ -102,7 +102,7 @@ class OneRun:
 
         recipe, first = self.resolved.recipe, self.ranks.first
         log = EventLog(self.path / EVENTS, on_error=warn) if first else NullEventLog()
-        sinks = sinks_for(recipe.monitor, self.path, recipe.model_dump(mode="json"), warn) if first else []
+        sinks = sinks_for(recipe.monitor, self.path, cleaned(recipe.model_dump(mode="json")), warn) if first else []
         monitor = Monitor(log, console, price_per_hour=recipe.monitor.price_per_hour, sinks=sinks)
         monitor.price = monitor.price and monitor.price * self.ranks.size
         return monitor

@@ -13,6 +13,7 @@ import typer
 
 from redline.cli.options import JsonOption
 from redline.errors import EXIT_FAILED, UsageError
+from redline.fields import MOST_WORKERS
 from redline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ def prepare(
     tokenizer: Annotated[str, typer.Option(help="gpt2, bytes, train:N or a tokenizer.json.")] = "gpt2",
     val_fraction: Annotated[float, typer.Option(min=0.0, max=0.999, help="Share of the text that is held out.")] = 0.05,
     text_key: Annotated[str, typer.Option(help="The key or column that holds the text.")] = "text",
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; as many as cores if not given.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=MOST_WORKERS, help="Processes; as many as cores if not given.")
+    ] = None,
     dedup: Annotated[bool, typer.Option("--dedup", help="Keep only the first of documents with equal text.")] = False,
     preview: Annotated[int | None, typer.Option(min=1, metavar="N", help="Show N documents with their tokens.")] = None,
     ids: Annotated[bool, typer.Option("--ids", help="With --preview: the ids of the first 40 tokens too.")] = False,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from redline.cli.one_run import Leaving, OneRun, refuse_run
-from redline.cli.paths import RUNS, refuse_unreadable
+from redline.cli.paths import RUNS, refuse_too_long, refuse_unreadable
 from redline.cli.together import Quiet, join_ranks, resolved_alike
 from redline.errors import UsageError
 from redline.monitor.console import Console
@@ -75,6 +75,7 @@ def fresh_run(loaded: Loaded, directory: Path | None) -> Path:
     """Where it goes; what cannot be is refused."""
     path = directory or fresh_name(loaded.name)
     refuse_unreadable(path)
+    refuse_too_long(path)
     if path.resolve() in (Path.cwd(), RUNS.resolve()):
         what = "is where runs lie, each in a folder of its own." if path.resolve() != Path.cwd() else "is this folder."
         raise UsageError(what, where=str(path), fix="Name a new one: --run runs/NAME.")

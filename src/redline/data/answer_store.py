@@ -125,6 +125,7 @@ Sample = tuple[int, int, Coded]  # number and key of its row
 
 
 def _coded(source: str, tokenizer: ChatTokenizer, learn: str, tally: RowTally) -> Iterator[list[Sample]]:
+    tokenizer.begin_source()
     numbered = enumerate(read_conversations(source, tally))
     while some := list(itertools.islice(numbered, _AT_ONCE)):
         texts: list[Rendered] = []

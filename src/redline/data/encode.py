@@ -99,7 +99,7 @@ def _zipped(batch: list[Piece], texts: _Texts) -> Iterator[Encoded]:
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> _Texts:
-    ids = [tokenizer.encode_array(text) for text in texts]
+    ids = tokenizer.encode_arrays(texts)
     return _Texts(np.concatenate(ids), [len(one) for one in ids], [len(text.encode("utf-8")) for text in texts])
 
 

@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from redline.data.chat import ASSISTANT, USER, Conversation, Message
 from redline.data.pieces import piece_file, piece_tokenizer
-from redline.data.time_limit import TookTooLongError, processor_seconds
-from redline.data.tokenizer import backend_fingerprint
+from redline.data.time_limit import Budget, TookTooLongError, processor_seconds
+from redline.data.tokenizer import backend_fingerprint, encodings
 from redline.data.tokens import digest_of
 from redline.errors import UserError, install_hint
 
@@ -44,7 +44,10 @@ _CHATML = (
 )
 # Some templates write today's date. What is learnt must not depend on the day on which it is prepared.
 _DAY = datetime(2024, 7, 26)
-_MOST_SECONDS = 10.0  # for one conversation; ordinary templates take a thousandth
+_MOST_SECONDS = 10.0  # of processor time for writing one conversation; ordinary templates take a thousandth of one
+# Processor time for all conversations of a source: this much, and so much for each writing and each character written.
+# Ordinary templates take under a millisecond for a writing and 0.02 µs for a character.
+_SOURCE_SECONDS, _SECONDS_PER_WRITING, _SECONDS_PER_CHARACTER = 60.0, 0.01, 1e-6
 _PROBE = Conversation("a probe", (Message(USER, "Which?"), Message(ASSISTANT, "This.")), is_pair=True)
 
 Span = tuple[int, int]
@@ -83,6 +86,7 @@ class ChatTokenizer:
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint: str = backend_fingerprint(self._backend)
         self.template_name, self.template = self._chosen(template)
+        self.begin_source()
         self._check()
 
     # --- what it is
@@ -175,6 +179,10 @@ class ChatTokenizer:
 
     # --- conversations → text
 
+    def begin_source(self) -> None:
+        """Start a new budget of processor time for the template: it is counted for each source."""
+        self._budget = Budget(_SOURCE_SECONDS, _SECONDS_PER_WRITING, _SECONDS_PER_CHARACTER)
+
     def render(self, conversation: Conversation, learn: str = ANSWERS) -> list[Rendered]:
         """One text for a conversation. A template that rewrites earlier turns (by leaving out their thoughts, say)
         gives one for each answer instead, as a model meets them, when answers alone are learnt."""
@@ -213,14 +221,26 @@ class ChatTokenizer:
     def _apply(self, messages: list[dict[str, str]], *, asks: bool) -> str:
         how = {"add_generation_prompt": asks, "tokenize": False, "strftime_now": _DAY.strftime}
         try:
-            with processor_seconds(_MOST_SECONDS):
-                return str(self._tokenizer.apply_chat_template(messages, chat_template=self.template, **how))
+            with self._budget.charged(), processor_seconds(_MOST_SECONDS):
+                text = str(self._tokenizer.apply_chat_template(messages, chat_template=self.template, **how))
         except TookTooLongError:
             what = f"the chat template ({self.template_name}) wrote one conversation for {_MOST_SECONDS:g} s."
             raise UserError(what, where=self.name, fix=_FIX) from None
         except Exception as error:  # templates raise what they like, and meet types they did not expect
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            self._refuse_slow()  # before the next row: a template may also take its time to fail
             raise TemplateRefusalError(f"it fails ({reason.rstrip('.')})") from None
+        self._budget.wrote(len(text))
+        self._refuse_slow()
+        return text
+
+    def _refuse_slow(self) -> None:
+        budget = self._budget
+        if not budget.is_over:
+            return
+        what = f"the chat template ({self.template_name}) took {budget.spent:.0f} s of processor time to write"
+        what += f" {budget.calls:,} conversations of this source, where {budget.allowed:.0f} s are allowed."
+        raise UserError(what, where=self.name, fix=_FIX)
 
     def _plain(self, conversation: Conversation) -> Rendered:
         if not conversation.is_pair:
@@ -238,19 +258,19 @@ class ChatTokenizer:
 
     def code(self, texts: Sequence[Rendered], learn: str) -> list[Coded]:
         """A token is learnt if it begins inside an answer; of `all`, every one that another comes before."""
-        encodings = self._backend.encode_batch([one.text for one in texts], add_special_tokens=False)
-        return [_coded(encoding, one.spans, learn) for encoding, one in zip(encodings, texts, strict=True)]
+        found = encodings(self._backend, [one.text for one in texts], self.name, offsets=True)
+        return [_coded(encoding, one.spans, learn) for encoding, one in zip(found, texts, strict=True)]
 
     def encode(self, prompt: str) -> list[int]:
         """What a model reads before it answers."""
         asked = [{"role": USER, "content": prompt}]
         text = self._asked(prompt) if self.template is None else self._apply(asked, asks=True)
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(encodings(self._backend, [text], self.name)[0].ids)
 
     def encode_bare(self, text: str) -> list[int]:
         """A text to go on with, outside any chat."""
         begun = text if text.startswith(self._bos) else self._bos + text
-        return list(self._backend.encode(begun, add_special_tokens=False).ids)
+        return list(encodings(self._backend, [begun], self.name)[0].ids)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], *, special: bool = True) -> str:
         return str(self._backend.decode([int(one) for one in ids], skip_special_tokens=not special))

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from redline.data.time_limit import TookTooLongError, within_seconds
 from redline.errors import UserError
 from redline.units import parse_count
 
@@ -29,6 +30,8 @@ _LONG_WORD = re.compile(r"(\S{256})(?=\S)")
 _LONG_GAP = re.compile(r"(\s{256})\s+")  # so is a run of spaces, of which more teaches nothing
 _VAST_GAP = 100_000  # characters: tiktoken's pattern recurses there, and overflows from a million on
 _GPT2_VOCABULARY = (50257, 50256, "f6d629a518c01312")
+# The limit on encoding a batch: ordinary tokenizers take about a second for a million characters.
+_LIMIT_S, _LIMIT_S_PER_CHARACTER = 30.0, 6e-5
 
 
 class Tokenizer(ABC):
@@ -50,6 +53,9 @@ class Tokenizer(ABC):
         import numpy as np
 
         return np.array(self.encode(text), dtype=np.uint32)
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
+        return [self.encode_array(text) for text in texts]
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -99,7 +105,7 @@ class LibraryTokenizer(Tokenizer):
             backend.add_special_tokens([end])  # not marked as one: the library would find it in text
         self.fingerprint = backend_fingerprint(backend)
         self._backend = backend
-        if self.eot in backend.encode(end, add_special_tokens=False).ids:  # a whole word of its vocabulary
+        if self.eot in encodings(backend, [end], name)[0].ids:  # a whole word of its vocabulary
             fix = "Take a tokenizer that splits it, or one whose end-of-text token is no word."
             raise UserError(f"text that holds {end} would be cut there.", where=name, fix=fix)
 
@@ -113,7 +119,13 @@ class LibraryTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if self._encoder is not None and not any(map(_has_vast_gap, texts)):
             return [self._encoder.encode_ordinary(text) for text in texts]
-        return [coded.ids for coded in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [coded.ids for coded in encodings(self._backend, texts, self.name)]
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
+        """Encode all texts under one time limit: a thread for each of many short texts would cost more than they do."""
+        import numpy as np
+
+        return [np.array(ids, dtype=np.uint32) for ids in self.encode_batch(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
@@ -124,6 +136,35 @@ class LibraryTokenizer(Tokenizer):
     def definition(self) -> str:
         """What a tokenizer.json holds."""
         return str(self._backend.to_str())
+
+
+def encodings(backend: Any, texts: Sequence[str], name: str, *, offsets: bool = False) -> list[Any]:
+    """Return what the library makes of the texts, within a time limit.
+
+    The regular expressions of a tokenizer.json can backtrack: on some texts the library panics, on others it would
+    compute for days.
+    """
+    encode = backend.encode_batch if offsets else backend.encode_batch_fast
+    characters = sum(map(len, texts))
+    most = _LIMIT_S + _LIMIT_S_PER_CHARACTER * characters
+    try:
+        found: list[Any] = within_seconds(lambda: encode(list(texts), add_special_tokens=False), most)
+    except TookTooLongError:
+        raise _backtracks(name, f"{characters:,} characters were not split within {most:.0f} s") from None
+    except BaseException as error:  # a panic of the library is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = next(iter(str(error).splitlines()), "")
+        raise _backtracks(name, f"the tokenizers library stopped with {reason!r}") from None
+    return found
+
+
+def _backtracks(name: str, what: str) -> UserError:
+    return UserError(
+        f"a regular expression of the tokenizer cannot split this text: {what}.",
+        where=name,
+        fix="Simplify the pattern of pre_tokenizer or normalizer in its tokenizer.json, or use another tokenizer.",
+    )
 
 
 def _has_vast_gap(text: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from redline.errors import cleaned
 from redline.monitor.events import EventList, number, read_events, section
 from redline.monitor.runs import EVENTS, last_number
 from redline.units import format_count, format_seconds
@@ -128,7 +129,7 @@ def making(events: EventList, lock: Mapping[str, Any], exported: Mapping[str, An
 
 
 def resolved_recipe(lock: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(section(lock, "recipe")), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(cleaned(section(lock, "recipe")), sort_keys=False, allow_unicode=True)
 
 
 def bullets(facts: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from redline.errors import UserError
+from redline.errors import UserError, cleaned
 from redline.monitor.console import clean, one_line
 from redline.monitor.events import Event, EventList, number, read_events, section
 from redline.monitor.figures import MAX_POINTS, draw_figures
@@ -52,7 +52,8 @@ def read_run(run: Path) -> tuple[EventList, Mapping[str, Any]]:
         lock = json.loads((run / LOCK).read_text("utf-8"))
     except (OSError, ValueError, RecursionError):  # the events still tell most of it
         lock = {}
-    return read_events(run / EVENTS), lock if isinstance(lock, dict) else {}
+    # a lock of an older version may hold values of secret environment variables
+    return read_events(run / EVENTS), cleaned(lock) if isinstance(lock, dict) else {}
 
 
 def run_data(run: Path, events: EventList, lock: Mapping[str, Any]) -> dict[str, Any]:

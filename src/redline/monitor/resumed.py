@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from redline.errors import UserError
+from redline.errors import UserError, cleaned
 from redline.monitor.events import Event
 from redline.recipe.lock import locked_recipe
 
@@ -20,7 +20,7 @@ def as_it_ended(run: Path, lock: Mapping[str, Any], events: Sequence[Event]) -> 
         recipe = locked_recipe(run, {**lock, "began_in": None}, before=before).recipe
     except (UserError, KeyError, TypeError, ValueError):
         return lock
-    return {**lock, "recipe": recipe.model_dump(mode="json")}
+    return {**lock, "recipe": cleaned(recipe.model_dump(mode="json"))}
 
 
 def comparable_evals(events: Sequence[Event]) -> list[Event]:

@@ -7,13 +7,13 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from redline import __version__
-from redline.errors import UsageError, UserError, did_you_mean
+from redline.errors import UsageError, UserError, cleaned, did_you_mean, names_a_secret, secret_variables
 from redline.recipe.load import Loaded, canonical_keys, flatten, known_keys, nest, parse_overrides, validate
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import RESUMABLE, Recipe
@@ -29,6 +29,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
 # What `weight` in data.source means to a run. A lock without the field is older: there it was a share of the samples
 # for jobs that read windows of text, and multiplied the rows for jobs that read rows.
 WEIGHTS, SHARES = "data_weights", "shares"
+WITHHELD = "withheld"  # names of environment variables whose values stand in the recipe as ${NAME}
 _ROW_JOBS = ("finetune", "hierarchical_diffusion", "latent_prefix")
 _PACKAGES = ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers")
 
@@ -37,13 +38,15 @@ def make_lock(
     name: str, run_id: str, resolved: Resolved, data: DataFacts, init_from: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     plan = resolved.plan_event()
-    return {
+    recipe, withheld = _without_values(resolved.recipe.model_dump(mode="json"))
+    lock = {
         "schema": SCHEMA,
         "run_id": run_id,
         "created": time.time(),
         "began_in": str(Path.cwd()),
         "recipe_name": name,
-        "recipe": resolved.recipe.model_dump(mode="json"),
+        "recipe": recipe,
+        WITHHELD: withheld,
         "choices": plan["choices"],
         "seed": resolved.recipe.train.seed,
         "parameters": plan["parameters"],
@@ -57,6 +60,45 @@ def make_lock(
         "versions": versions(),
         "git": git_state(),
     }
+    return {key: cleaned(value) for key, value in lock.items()}
+
+
+def _without_values(recipe: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Replace the values of secret environment variables by their names, and return those names as well.
+
+    A resumed run in the same environment finds the value again; events and reports need no more than the name.
+    """
+    secrets, withheld = secret_variables(), set()
+
+    def named(text: str) -> str:
+        for name, value in secrets.items():
+            if value in text:
+                text = text.replace(value, f"${{{name}}}")
+                withheld.add(name)
+        return text
+
+    return _in_texts(recipe, named), sorted(withheld)
+
+
+def _with_values(recipe: dict[str, Any], withheld: Any) -> dict[str, Any]:
+    """Put back what `_without_values` took out, as far as the environment still has it."""
+    names = [name for name in withheld if isinstance(name, str)] if isinstance(withheld, list) else []
+    values = {f"${{{name}}}": os.environ[name] for name in names if names_a_secret(name) and name in os.environ}
+
+    def restored(text: str) -> str:
+        for name, value in values.items():
+            text = text.replace(name, value)
+        return text
+
+    return _in_texts(recipe, restored) if values else recipe
+
+
+def _in_texts(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _in_texts(item, change) for key, item in value.items()}
+    return [_in_texts(item, change) for item in value] if isinstance(value, list) else value
 
 
 def write_lock(run: Path, lock: dict[str, Any]) -> None:
@@ -90,7 +132,8 @@ def locked_recipe(
     run: Path, lock: dict[str, Any], overrides: list[str] | None = None, before: Iterable[list[str]] = ()
 ) -> Loaded:
     """The run's recipe, with the few keys that may change while it goes on; `before`: the words of earlier resumes."""
-    base = found_again(_with_todays_weights(dict(flatten(lock["recipe"])), lock), lock.get("began_in"))
+    written = dict(flatten(_with_values(lock["recipe"], lock.get(WITHHELD))))
+    base = found_again(_with_todays_weights(written, lock), lock.get("began_in"))
     for words in before:
         flat, _, _ = canonical_keys(parse_overrides(words), "log")
         base |= {key: value for key, value in flat.items() if key.startswith(RESUMABLE)}

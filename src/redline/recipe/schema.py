@@ -35,6 +35,7 @@ from redline.fields import (
     Text,
     Whole,
     Words,
+    Workers,
     none_or,
     one_of,
 )
@@ -183,7 +184,7 @@ class Data(Section):
     seq_len: Count = 1024
     pack: Flag = False  # true: documents in a row never see each other
     shuffle: Flag = True
-    workers: Whole = 2
+    workers: Workers = 2
     val_fraction: Probability = 0.05
     text_key: Text = "text"  # the column or key of a table that holds the text
     dedup: Flag = False  # true: of documents with the same text only the first is kept

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import gzip
 import hmac
+import io
 import ipaddress
 import json
+import re
 import secrets
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
-from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
+from werkzeug.serving import BaseWSGIServer, ThreadedWSGIServer, WSGIRequestHandler
 from werkzeug.wrappers import Request, Response
 
 from redline.errors import UserError
@@ -40,6 +44,11 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _LONGEST_QUERY = 8192
+_HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.%\w]+)\]|(?P<name>[^\s:@/\[\]]+))(?::\d{0,5})?")
+MOST_CONNECTIONS = 64  # at a time; a browser opens up to six, and each holds a thread
+_REQUEST_S = 10.0  # for a whole request to arrive
+_ANSWER_S = 30.0  # for the answer to be taken
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class App:
@@ -64,7 +73,10 @@ class App:
             return _sentence(405, "This only answers GET.", {"Allow": "GET, HEAD"})
         if len(request.query_string) > _LONGEST_QUERY:
             return _sentence(414, "Too long a question.")
-        if self._loopback and not is_own_name(request.environ.get("HTTP_HOST", "")):
+        host = request.environ.get("HTTP_HOST", "")
+        if "@" in host:
+            return _sentence(400, "A Host header names a host and a port, and no user.")
+        if self._loopback and not is_own_name(host):
             return _sentence(421, "This answers to localhost and 127.0.0.1 alone.")
         if self._token is not None:
             given = request.args.get("token") if request.path == "/" else None
@@ -111,8 +123,10 @@ def _sentence(status: int, text: str, headers: dict[str, str] | None = None) -> 
 
 
 def is_own_name(host: str) -> bool:
-    """Whether a Host header names this machine itself; the port may be a tunnel's."""
-    name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
+    """Return whether a Host header names this machine itself; the port may be a tunnel's."""
+    if not (found := _HOST.fullmatch(host)):
+        return False
+    name = found["address"] or found["name"]
     if name.lower().rstrip(".") == "localhost":
         return True
     with suppress(ValueError):
@@ -125,14 +139,73 @@ def is_loopback(host: str) -> bool:
     return is_own_name(f"[{host}]" if ":" in host else host)
 
 
+class _Deadline(io.RawIOBase):
+    """Reads from a socket until a point in time: with a timeout for each read, a byte now and then holds a thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._end = connection, 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def within(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request took too long")
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
 class _Handler(WSGIRequestHandler):
-    timeout = 30  # seconds that a connection may be silent: a slow one holds a thread
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._incoming = _Deadline(self.connection)
+        self.rfile = io.BufferedReader(self._incoming)
+
+    def handle_one_request(self) -> None:
+        self._incoming.within(_REQUEST_S)
+        super().handle_one_request()
+
+    def run_wsgi(self) -> None:
+        self.connection.settimeout(_ANSWER_S)  # of each write; the answer is one
+        super().run_wsgi()
 
     def log(self, type: str, message: str, *args: Any) -> None:
         """The terminal is for the address, and a request may hold a token."""
 
     def version_string(self) -> str:
         return "redline"
+
+
+class _Server(ThreadedWSGIServer):
+    """A thread for each connection, and no more than MOST_CONNECTIONS of them: further ones are answered 503."""
+
+    def __init__(self, *how: Any, **options: Any) -> None:
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__(*how, **options)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            with suppress(OSError):
+                request.setblocking(False)
+                request.send(_BUSY)
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
 
 def open_server(watch: Watch, host: str, port: int | None, guarded: bool) -> tuple[BaseWSGIServer, str]:
@@ -144,7 +217,7 @@ def open_server(watch: Watch, host: str, port: int | None, guarded: bool) -> tup
         bound = listening.getsockname()[1]
         # cookies know no ports: two servers must not share one
         app = App(watch, token, loopback=loopback, cookie=f"redline-{bound}")
-        server = make_server(host, bound, app, threaded=True, request_handler=_Handler, fd=listening.fileno())
+        server = _Server(host, bound, app, _Handler, fd=listening.fileno())
     return server, f"http://{_shown(host)}:{bound}/" + (f"?token={token}" if token else "")
 
 
