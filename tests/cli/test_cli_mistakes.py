@@ -288,3 +288,19 @@ def test_a_kernel_that_cannot_run_here_leaves_no_directory(inside: Any, tmp_path
     assert answer.code == 1
     assert "cudnn needs a GPU" in answer.err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000 + "run", "é" * 130])
+def test_a_run_directory_whose_name_is_too_long(recipe: str, inside: Any, name: str) -> None:
+    answer = inside("train", recipe, "train.steps=1", "--run", name)
+    assert answer.code == 2
+    assert "--run" in answer.err
+    assert len(answer.err) < 300, "the name is not repeated in full"
+
+
+@pytest.mark.parametrize("workers", ["1025", "100000", "100000000000"])
+def test_more_workers_than_any_machine_has(recipe: str, inside: Any, workers: str) -> None:
+    answer = inside("train", recipe, "train.steps=1", f"data.workers={workers}", "--run", "many")
+    assert answer.code == 2
+    assert "data.workers" in answer.err
+    assert "1024" in answer.err.replace(",", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from chat_tokenizers import CHATML, FORGETFUL, STRICT, tokenizer_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.data import answer_store
+from redline.data import answer_store, time_limit
 from redline.data.answer_preview import preview_answers, show_answers
 from redline.data.answers import AnswerData, load_answers
 from redline.data.mixture import EpochIndex
@@ -283,6 +284,18 @@ def test_a_failed_preparation_leaves_nothing(
     with pytest.raises(UserError, match=r"the cache cannot be written \(No space left on device\).*REDLINE_CACHE"):
         load(source)
     assert list((cache / "answers").iterdir()) == []
+
+
+def test_a_template_has_a_budget_of_processor_time_for_each_source(
+    load: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr(time_limit.time, "thread_time", lambda: float(next(seconds)))  # each writing takes one
+    few = [write(tmp_path / f"{name}.jsonl", [row(n, name) for n in range(15)]) for name in ("x", "y", "z")]
+    assert len(load(few, val_fraction=0.0).train.samples) == 45, "of each source alone it is under a minute"
+    many = write(tmp_path / "many.jsonl", [row(n) for n in range(60)])
+    with pytest.raises(UserError, match="chat template"):
+        load(many)
 
 
 def test_rows_that_the_template_refuses(load: Loaded, tmp_path: Path) -> None:

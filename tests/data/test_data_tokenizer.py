@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from redline.data import tokenizer as tokenizer_module
 from redline.data.text import Document
+from redline.data.time_limit import within_seconds
 from redline.data.tokenizer import Tokenizer, load_tokenizer, named_vocabulary
 from redline.errors import UserError
 
@@ -211,3 +214,43 @@ def test_one_endless_word_does_not_take_for_ever(letters: str) -> None:
     tokenizer = load_tokenizer("train:300", lambda: [text])
     assert time.monotonic() - begun < 20
     assert tokenizer.decode(tokenizer.encode(text[:5000])) == text[:5000]
+
+
+def patterned(folder: Path, pattern: str) -> Path:
+    """A tokenizer.json of letters that splits text by this pattern."""
+    from tokenizers import Regex, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend(models.BPE(vocab={"<|endoftext|>": 0, "a": 1, "b": 2}, merges=[]))
+    backend.add_special_tokens(["<|endoftext|>"])
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    path = folder / "tokenizer.json"
+    backend.save(str(path))
+    return path
+
+
+def test_a_pattern_that_the_library_gives_up_on_is_a_sentence(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(patterned(tmp_path, r"(a+)+$")))
+    assert tokenizer.encode("aab") == [1, 1, 2]
+    with pytest.raises(UserError, match="regular expression") as caught:
+        tokenizer.encode("a" * 40 + "b")
+    assert caught.value.where == str(tmp_path / "tokenizer.json")
+    assert "tokenizer.json" in (caught.value.fix or "")
+
+
+def test_a_pattern_that_backtracks_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(str(patterned(tmp_path, r"(?:a|aa)+c")))
+    monkeypatch.setattr(tokenizer_module, "_LIMIT_S", 0.1)
+    monkeypatch.setattr(tokenizer_module, "_LIMIT_S_PER_CHARACTER", 0.0)
+    slow = ("a" * 24 + "b") * 100  # a few seconds of work that no signal ends
+    begun = time.process_time()
+    with pytest.raises(UserError, match="regular expression"):
+        tokenizer.encode(slow)
+    assert time.process_time() - begun < 2.0
+    assert tokenizer.encode("ab" * 5) == [1, 2] * 5
+
+
+def test_a_limited_call_returns_and_raises_what_the_call_does() -> None:
+    assert within_seconds(lambda: threading.current_thread().daemon, 60.0)
+    with pytest.raises(ZeroDivisionError):
+        within_seconds(lambda: 1 / 0, 60.0)
