@@ -43,7 +43,7 @@ def test_exported_in_each_form(first: Path, inside: Any, tmp_path: Path) -> None
     answer = inside("export", "first", "--out", "adapter")
     assert answer.code == 0, answer.err
     assert "(raw weights, fp32) → adapter: adapter for LlamaForCausalLM" in answer.out
-    assert "peft: AutoPeftModelForCausalLM.from_pretrained('adapter')" in answer.out
+    assert "load it with peft: the code is in adapter/README.md" in answer.out
     answer = inside("export", "first", "--out", "original", "--merged", "--onto", "original", "--dtype", "bf16")
     assert answer.code == 0, answer.err
     assert "from which what was trained against differs by" in answer.out

@@ -208,7 +208,9 @@ def test_ends_and_identity(load: Load, chatml: ChatTokenizer, tmp_path: Path) ->
     replaced.save(tmp_path / "saved")
     again = load_chat_tokenizer(tmp_path / "saved")
     assert again.render(chat("a", "b")) == replaced.render(chat("a", "b"))
-    assert (again.identity, again.vocab_size) == (replaced.identity, replaced.vocab_size)
+    assert (again.fingerprint, again.vocab_size) == (replaced.fingerprint, replaced.vocab_size)
+    assert [again.decode([one]) for one in again.eos_ids] == ["<|im_end|>"], "eos_token is the template's end mark"
+    assert replaced.identity == load(INSTRUCT, "chatml").identity, "saving changes nothing in the tokenizer itself"
 
 
 def test_folders_without_a_tokenizer(tmp_path: Path) -> None:

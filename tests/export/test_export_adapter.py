@@ -50,18 +50,25 @@ def assert_alike(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "llama tied", "mistral", "qwen2", "qwen3"])
 def test_peft_on_the_plain_base(
-    base_of: Callable[..., Path], tuned: Any, logits: Any, tmp_path: Path, family: str
+    base_of: Callable[..., Path],
+    tuned: Any,
+    logits: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
 ) -> None:
     base = base_of(family)
     run, trainer = tuned(base, "finetune.method=lora")
     done = export_run(run, None, tmp_path / "out")
-    files = ["README.md", "adapter_config.json", "adapter_model.safetensors", *TOKENIZER, "redline.json"]
+    weights = ["adapter_config.json", "adapter_model.safetensors", "generation_config.json"]
+    files = ["README.md", *weights, *TOKENIZER, "redline.json"]
     assert sorted(done.files) == sorted(files)
     assert (done.form, done.parameters) == ("adapter", sum(p.numel() for p in trainer.parameters.values()))
     before = logits(plain(base))
     model = peft.PeftModel.from_pretrained(plain(base), tmp_path / "out")
     assert_alike(logits(model), logits(trainer))
     assert (logits(model) - before).abs().max() > 0.01, "the adapters do something"
+    monkeypatch.chdir(tmp_path)  # adapter_config.json names a local base relative to the working directory
     by_itself = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert_alike(logits(by_itself), logits(trainer))
 
@@ -81,7 +88,7 @@ def test_peft_on_the_dequantised_base(
     said = (config["r"], config["lora_alpha"], config["lora_dropout"], config["use_rslora"])
     assert said == (lora.r, lora.alpha, lora.dropout, lora.rslora)
     assert config["target_modules"] == list(lora.target_modules)
-    assert config["base_model_name_or_path"] == str(base.resolve())
+    assert config["base_model_name_or_path"] == "./base"
 
 
 @pytest.mark.parametrize("method", ["qlora", "lora", "full"])
@@ -159,7 +166,13 @@ def test_it_says_where_it_comes_from(tiny_base: Path, tuned: Any, tmp_path: Path
     run, trainer = tuned(tiny_base, "train.ema=0.5")
     done = export_run(run, None, tmp_path / "out")
     about = json.loads((tmp_path / "out/redline.json").read_text())
-    base = {"source": str(tiny_base), "loads_from": str(tiny_base), "revision": None}
+    base = {
+        "source": str(tiny_base),
+        "name": f"./{tiny_base.name}",
+        "hub_id": None,
+        "loads_from": str(tiny_base),
+        "revision": None,
+    }
     assert about["base"] == {**base, "fingerprint": open_base(str(tiny_base)).fingerprint}
     assert (about["run_id"], about["step"], about["method"], about["form"]) == ("0123", 3, "qlora", "adapter")
     assert about["quantisation"] == {"type": "nf4", "double": True}
@@ -167,6 +180,14 @@ def test_it_says_where_it_comes_from(tiny_base: Path, tuned: Any, tmp_path: Path
     mean = trainer.ema.average["blocks.0.mlp.down.lora_B.down"]
     name = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"
     assert torch.equal(load_file(tmp_path / "out/adapter_model.safetensors")[name], mean)
+
+
+def run_snippet(folder: Path, base: Path) -> dict[str, Any]:
+    """Run the loading code of a folder's card with the paths filled in. Return its variables."""
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    file = folder.with_suffix(".py")
+    file.write_text(code.replace("PATH-OF-THIS-FOLDER", str(folder)).replace("PATH-OF-THE-BASE", str(base)))
+    return runpy.run_path(str(file))
 
 
 @pytest.mark.parametrize("merged", [False, True], ids=["adapter", "merged"])
@@ -177,7 +198,8 @@ def test_the_card(
     export_run(run, None, tmp_path / "out", merged=merged)
     card = (tmp_path / "out/README.md").read_text()
     front = yaml.safe_load(card.split("---\n")[1])
-    assert (front["library_name"], front["base_model"]) == ("transformers" if merged else "peft", str(tiny_base))
+    assert front["library_name"] == ("transformers" if merged else "peft")
+    assert "base_model" not in front, "model hubs accept only their own ids there"
     facts = trainer.objective.data.facts
     said = (
         trainer.objective.data.base.fingerprint,
@@ -188,9 +210,7 @@ def test_the_card(
         "perplex",
     )
     assert [words for words in said if words not in card] == []
-    code = card.split("```python\n")[1].split("```")[0].replace("PATH-OF-THIS-FOLDER", str(tmp_path / "out"))
-    (tmp_path / "load.py").write_text(code)
-    runpy.run_path(str(tmp_path / "load.py"))
+    run_snippet(tmp_path / "out", tiny_base)
     assert capsys.readouterr().out, "what the card tells people to type works"
 
 
@@ -202,6 +222,65 @@ def test_it_stops_where_answers_end(tiny_base: Path, tuned: Any, tmp_path: Path)
     export_run(run, None, tmp_path / "out", merged=True)
     generation = json.loads((tmp_path / "out/generation_config.json").read_text())
     assert generation == {"eos_token_id": [1, 9], "temperature": 0.6, "pad_token_id": 1}
+
+
+@pytest.fixture
+def other_end(base_of: Callable[..., Path]) -> Path:
+    """A base whose end of text, `<|endoftext|>`, is not the end mark of its chat template, `<|im_end|>`."""
+    base = base_of("llama")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})
+    tokenizer.save_pretrained(base)
+    for name in ("config.json", "generation_config.json"):
+        content = {**json.loads((base / name).read_text()), "eos_token_id": tokenizer.eos_token_id}
+        (base / name).write_text(json.dumps(content))
+    return base
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["adapter", "merged"])
+def test_generation_stops_at_the_end_mark_of_the_template(
+    other_end: Path, tuned: Any, tmp_path: Path, merged: bool
+) -> None:
+    run, _ = tuned(other_end, "finetune.method=lora", "train.steps=40")
+    export_run(run, None, tmp_path / "out", merged=merged)
+    mark, end = 1, transformers.AutoTokenizer.from_pretrained(other_end).eos_token_id
+    assert mark != end
+    generation = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert generation["eos_token_id"] == [mark, end]
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == mark
+    answer = run_snippet(tmp_path / "out", other_end)["answer"].tolist()
+    assert answer[-1] == mark
+    assert mark not in answer[:-1]
+    assert len(answer) < 100, "the limit of the snippet"
+
+
+def test_a_template_that_writes_the_end_of_text_itself_keeps_it(other_end: Path, tuned: Any, tmp_path: Path) -> None:
+    """A new eos_token would change what such a template writes; generation_config.json is enough to stop."""
+    template = other_end / "chat_template.jinja"
+    template.write_text(template.read_text() + "{{ eos_token if not add_generation_prompt }}")
+    run, _ = tuned(other_end, "finetune.method=lora")
+    export_run(run, None, tmp_path / "out")
+    written, own = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "out", other_end))
+    assert written.eos_token_id == own.eos_token_id != 1
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"][0] == 1
+
+
+def test_no_file_of_an_adapter_that_peft_reads_names_a_folder_of_this_machine(
+    base_of: Callable[..., Path], tuned: Any, tmp_path: Path
+) -> None:
+    base = base_of("llama")
+    run, _ = tuned(base, "finetune.method=lora")
+    export_run(run, None, tmp_path / "out")
+    assert str(tmp_path) not in (tmp_path / "out/adapter_config.json").read_text()
+    assert str(tmp_path) not in (tmp_path / "out/README.md").read_text().split("## What it learnt from")[0]
+    snapshot = tmp_path / "hub/models--some-owner--Some-Model.v2/snapshots/0f1e2d"  # as the hub's cache lays them out
+    shutil.copytree(base, snapshot)
+    export_run(run, None, tmp_path / "hubbed", base=str(snapshot))
+    config = json.loads((tmp_path / "hubbed/adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("some-owner/Some-Model.v2", "0f1e2d")
+    card = (tmp_path / "hubbed/README.md").read_text()
+    assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "some-owner/Some-Model.v2"
+    assert 'from_pretrained("some-owner/Some-Model.v2", revision="0f1e2d")' in card
 
 
 def test_another_base_is_refused(base_of: Callable[..., Path], tuned: Any, tmp_path: Path) -> None:

@@ -68,5 +68,7 @@ def export(
     if done.quantisation_difference is not None:
         difference = f"{done.quantisation_difference:.2%}"
         typer.echo(f"merged onto the original base, from which what was trained against differs by {difference}")
-    loader = "peft: AutoPeftModelForCausalLM" if done.form == "adapter" else "transformers: AutoModelForCausalLM"
-    typer.echo(f"load it with {loader}.from_pretrained({str(out)!r})")
+    if done.form == "adapter":  # the base, its revision and the stop tokens belong to it: more than one line
+        typer.echo(f"load it with peft: the code is in {out / 'README.md'}")
+    else:
+        typer.echo(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")

@@ -10,6 +10,7 @@ beginning only if the tokenizer itself puts one before every text, and no mark w
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from bisect import bisect_left
@@ -49,6 +50,7 @@ _MOST_SECONDS = 10.0  # of processor time for writing one conversation; ordinary
 # Ordinary templates take under a millisecond for a writing and 0.02 µs for a character.
 _SOURCE_SECONDS, _SECONDS_PER_WRITING, _SECONDS_PER_CHARACTER = 60.0, 0.01, 1e-6
 _PROBE = Conversation("a probe", (Message(USER, "Which?"), Message(ASSISTANT, "This.")), is_pair=True)
+_LONG_PROBE = Conversation("a probe", (*_PROBE.messages, *_PROBE.messages), is_pair=False)
 
 Span = tuple[int, int]
 
@@ -276,9 +278,29 @@ class ChatTokenizer:
         return str(self._backend.decode([int(one) for one in ids], skip_special_tokens=not special))
 
     def save(self, folder: Path) -> None:
-        """As transformers reads it, with the template that was used."""
-        self._tokenizer.chat_template = self.template
-        self._tokenizer.save_pretrained(folder)
+        """Write the files that transformers reads: with the template that was used, and its end mark as eos_token.
+
+        Inference engines stop at the tokenizer's eos_token, which for a base model is often another token. A template
+        that itself writes eos_token keeps the old one, because with another it would write another text.
+        """
+        written = copy.deepcopy(self._tokenizer)
+        written.chat_template = self.template
+        if self._end_mark and self._end_mark != self._eos:
+            written.eos_token = self._end_mark
+            if _texts(ChatTokenizer(written, self.name, None)) != _texts(self):
+                written.eos_token = self._eos or None
+        written.save_pretrained(folder)
+
+
+def _texts(tokenizer: ChatTokenizer) -> list[str]:
+    """Return what the template writes for each of the probes, or why it refuses to."""
+    found = []
+    for probe in (_PROBE, _LONG_PROBE):
+        try:
+            found += [one.text for one in tokenizer.render(probe)]
+        except TemplateRefusalError as reason:
+            found.append(str(reason))
+    return found
 
 
 def _coded(encoding: Any, spans: Sequence[Span], learn: str) -> Coded:

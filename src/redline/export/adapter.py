@@ -32,7 +32,7 @@ def adapter_config(learnt: OnBase, base: Base) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": address(base),
+        "base_model_name_or_path": base_name(base),
         "revision": revision(base),
         "r": lora.r,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
@@ -48,14 +48,40 @@ def adapter_config(learnt: OnBase, base: Base) -> dict[str, Any]:
 
 
 def address(base: Base) -> str:
-    """What loads the same weights again: the hub's id if they came from there, else the folder they lie in."""
+    """Return what loads the same weights again on this machine: the hub id, or the folder the weights are in."""
     is_path = Path(base.source).expanduser().exists()
-    unpacked = base.folder.parent == cache_dir() / "bases"  # from a .gguf file, perhaps in the hub's stead
-    return str(base.folder) if is_path or unpacked else base.source
+    return str(base.folder) if is_path or is_unpacked(base) else base.source
+
+
+def is_unpacked(base: Base) -> bool:
+    """Whether the weights were unpacked from a .gguf file, for example from a packaged copy of a hub model."""
+    return base.folder.parent == cache_dir() / "bases"
+
+
+def hub_id(base: Base) -> str | None:
+    """Return the base's id on the Hugging Face hub; None for a base that is known only as local files."""
+    if not Path(base.source).expanduser().exists():
+        return base.source  # open_base() accepts paths and hub ids, and this is no path
+    # A snapshot of the hub's cache, given by its path: models--OWNER--NAME/snapshots/COMMIT.
+    kind, *parts = base.folder.parent.parent.name.split("--")
+    is_snapshot = kind == "models" and len(parts) == 2 and revision(base) is not None
+    return "/".join(parts) if is_snapshot else None
+
+
+def base_name(base: Base) -> str:
+    """Return the base's name for adapter_config.json, which has to mean something on other machines too.
+
+    A local base is named `./FOLDER`: peft looks for it in the working directory. Unlike a bare `FOLDER`, this cannot
+    be read as the id of some unrelated model on the hub.
+    """
+    if (known := hub_id(base)) is not None:
+        return known
+    path = Path(base.source).expanduser().resolve()
+    return f"./{path.stem if path.is_file() else path.name}"
 
 
 def revision(base: Base) -> str | None:
-    """The hub's commit."""
+    """Return the hub's commit."""
     return base.folder.name if base.folder.parent.name == "snapshots" else None
 
 

@@ -18,6 +18,9 @@ from redline.export.adapter import (
     Drift,
     adapter_config,
     address,
+    base_name,
+    hub_id,
+    is_unpacked,
     merged_tensors,
     revision,
     to_peft,
@@ -107,7 +110,7 @@ def _adapter(one: _Tuned) -> Contents:
         stem=ADAPTER,
         shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
         tensors=tensors.items,
-        files={ADAPTER_CONFIG: adapter_config(learnt, base)},
+        files={ADAPTER_CONFIG: adapter_config(learnt, base), GENERATION: _generation(base, one.tokenizer)},
         write_tokenizer=one.tokenizer.save,
         card=_card(one),
         origin=lambda: _origin(one),
@@ -171,13 +174,13 @@ def _config(base: Base, dtype: str) -> dict[str, Any]:
 
 
 def _generation(base: Base, tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """The base's own; it also stops where the answers that were learnt end."""
+    """Return the base's generation_config.json with the end mark of the chat template added to its stop tokens."""
     try:
         own = json.loads((base.folder / GENERATION).read_text(encoding="utf-8"))
         own = own if isinstance(own, dict) else {}
     except (OSError, ValueError):
         own = {}
-    ends = own.get("eos_token_id")
+    ends = own.get("eos_token_id", read_config(base.folder).get("eos_token_id"))
     stops = [*tokenizer.eos_ids, *(ends if isinstance(ends, list) else [ends])]
     unique = list(dict.fromkeys(stop for stop in stops if isinstance(stop, int)))
     own.pop("transformers_version", None)
@@ -199,6 +202,9 @@ def _origin(one: _Tuned) -> dict[str, Any]:
         "quantisation": {"type": "nf4", "double": adapter.double} if adapter is not None and quantised else None,
         "base": {
             "source": base.source,
+            "name": base_name(base),
+            "hub_id": hub_id(base),
+            **({"unpacked_from_gguf": True} if is_unpacked(base) else {}),
             "loads_from": address(base),
             "revision": revision(base),
             "fingerprint": base.fingerprint,

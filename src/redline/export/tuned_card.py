@@ -28,7 +28,8 @@ def tuned_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], 
     is_adapter = exported["form"] == "adapter"
     front = {
         "library_name": "peft" if is_adapter else "transformers",
-        "base_model": exported["base"]["source"],
+        # Model hubs reject a card whose base_model is not one of their ids.
+        **({"base_model": known} if (known := exported["base"]["hub_id"]) else {}),
         "pipeline_tag": "text-generation",
         "tags": ["redline", str(exported["objective"]), str(exported["method"]), str(exported["model_type"])],
     }
@@ -55,7 +56,7 @@ def tuned_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], 
 
 
 def _what(lock: Mapping[str, Any], exported: Mapping[str, Any]) -> str:
-    base, kind = f"`{exported['base']['source']}`", f"in {exported['dtype']} as `{exported['class']}`"
+    base, kind = f"`{exported['base']['name']}`", f"in {exported['dtype']} as `{exported['class']}`"
     held = "the moving average of the weights" if exported["weights"] == "ema" else "the weights"
     if exported["form"] == "adapter":
         what = f"{_adapters(lock)} for {base}. This folder holds {held} in {exported['dtype']}, and not the base."
@@ -77,8 +78,11 @@ def _base(lock: Mapping[str, Any], exported: Mapping[str, Any]) -> dict[str, Any
     base, origin = exported["base"], section(lock, "init_from")
     begun = f"the weights of run `{origin.get('run_id')}` at step {origin.get('step')}" if origin else None
     return {
-        "base": f"`{base['source']}`" + (f", revision `{base['revision']}`" if base["revision"] else ""),
+        "base": f"`{base['name']}`" + (f", revision `{base['revision']}`" if base["revision"] else ""),
         "fingerprint of its weights": f"`{base['fingerprint']}`",
+        "weights": "unpacked from a quantised .gguf copy; those on the hub differ by the quantisation error"
+        if base["hub_id"] and base.get("unpacked_from_gguf")
+        else None,
         "in training": _in_training(exported),
         "in this folder": _in_folder(exported),
         "the run began with": begun,
@@ -105,13 +109,19 @@ def _in_folder(exported: Mapping[str, Any]) -> str | None:
 
 
 def _loading(exported: Mapping[str, Any], template: bool) -> str:
-    name = json.dumps(exported["base"]["loads_from"])
+    stops = ""
     if exported["form"] == "adapter":
-        imports = "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        model = (
-            f"base = AutoModelForCausalLM.from_pretrained({name})\n"
-            'model = PeftModel.from_pretrained(base, "PATH-OF-THIS-FOLDER")\n'
+        imports = (
+            "from peft import PeftModel\n"
+            "from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig\n"
         )
+        # peft takes the generation settings from the base, which may not stop at the chat template's end mark.
+        model = (
+            f"base = AutoModelForCausalLM.from_pretrained({_base_arguments(exported['base'])})\n"
+            'model = PeftModel.from_pretrained(base, "PATH-OF-THIS-FOLDER")\n'
+            'stops = GenerationConfig.from_pretrained("PATH-OF-THIS-FOLDER")\n'
+        )
+        stops = ", generation_config=stops"
     else:
         imports = "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
         model = 'model = AutoModelForCausalLM.from_pretrained("PATH-OF-THIS-FOLDER")\n'
@@ -119,10 +129,30 @@ def _loading(exported: Mapping[str, Any], template: bool) -> str:
         f"{imports}\n"
         'tokenizer = AutoTokenizer.from_pretrained("PATH-OF-THIS-FOLDER")\n'
         f"{model}{_PROMPTS[template]}"
-        "answer = model.generate(**prompt, max_new_tokens=100)[0, prompt.input_ids.shape[1] :]\n"
+        f"answer = model.generate(**prompt{stops}, max_new_tokens=100)[0, prompt.input_ids.shape[1] :]\n"
         "print(tokenizer.decode(answer, skip_special_tokens=True))\n"
     )
-    return f"```python\n{code}```" + _in_four_bits(exported)
+    return f"```python\n{code}```" + _where_the_base_is(exported) + _in_four_bits(exported)
+
+
+def _base_arguments(base: Mapping[str, Any]) -> str:
+    """Return the arguments of `from_pretrained` that load the base, as Python source."""
+    if not base["hub_id"]:
+        return '"PATH-OF-THE-BASE"'
+    return json.dumps(base["hub_id"]) + (f", revision={json.dumps(base['revision'])}" if base["revision"] else "")
+
+
+def _where_the_base_is(exported: Mapping[str, Any]) -> str:
+    """Explain the name of a base that has no hub id."""
+    base = exported["base"]
+    if exported["form"] != "adapter" or base["hub_id"]:
+        return ""
+    return (
+        f"\n\nThe base was a local folder, so `adapter_config.json` calls it `{base['name']}`: peft finds it when the "
+        "working directory contains a folder of that name. If the base is elsewhere, or on a model hub, set "
+        "`base_model_name_or_path` there to its path or id. It has to have the fingerprint above; "
+        "`redline export RUN --out DIR --base OWNER/NAME` checks that and writes the id."
+    )
 
 
 def _in_four_bits(exported: Mapping[str, Any]) -> str:
