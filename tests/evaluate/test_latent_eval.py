@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 from latents import Latents, other_base, piece_base
 from redline.cli.main import app
 from redline.data.pairs import Pair
-from redline.evaluate.latent import _all_slots, _marks, compare
+from redline.evaluate.latent import Comparison, _all_slots, _marks, compare
 from redline.evaluate.trained import open_trained
 from redline.objectives import latent_prefix
 from redline.objectives.base import Answered
 from redline.objectives.latent_writing import from_latents, from_prompts
+from redline.plan.wire import BITS
 
 pytest.importorskip("transformers", reason="bases are made by transformers")
 CONDITIONS = ["text", "latent", "budget", "no_context", "other", "latent int8", "latent int4"]
@@ -185,4 +186,14 @@ def test_a_wire_is_held_against_what_it_carries(run: Path) -> None:
 def test_numbers_are_compared_as_numbers_when_asked_for() -> None:
     said, pairs = [Answered("5", True, 1)], [Pair("two minus seven", "", ("-5",), "a group")]
     assert _marks(said, pairs, numbers=False)["exact_match"] == 1.0, "by words, without punctuation"
-    assert _marks(said, pairs, numbers=True)["exact_match"] == 0.0
+    found = _marks(said, pairs, numbers=True)
+    assert (found["exact_match"], found["strict_match"], found["flexible_extract"]) == (0.0, 0.0, 0.0)
+    two = [Pair("four plus one", "", ("five", "5"), "a group")]
+    found = _marks([Answered("So #### 5 it is.", True, 1)], two, numbers=True)
+    assert (found["exact_match"], found["strict_match"], found["flexible_extract"]) == (1.0, 1.0, 1.0)
+    conditions = {"latent": {**found, "nll": None, "first_top1": 0.5, "first_top5": 1.0}}
+    model = {"title": "one", "conditions": conditions, "prompt_tokens": 8.0, "prefix": 2}
+    wire = {"utf8": 4.0, "gzip": 4.0, "unread": 0.0, **dict.fromkeys(BITS, 4)}
+    header, row = Comparison({"0": model}, wire, None, 1, 1.0).lines()[1:3]
+    assert header.split() == ["EM", "strict", "flexible", "F1", "NLL/token", "top-1", "top-5"]
+    assert row.split()[:4] == ["latent", "1.000", "1.000", "1.000"]

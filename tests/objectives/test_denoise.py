@@ -99,7 +99,29 @@ def test_only_the_likeliest_are_picked(seed: int, top_p: float, top_k: int) -> N
         rank = int((probabilities[row] > probabilities[row, token]).sum())
         assert rank < top_k
         kept = min(top_k, 20)
-        assert float(ordered[row, :rank].sum()) < top_p * float(ordered[row, :kept].sum()) + 1e-5
+        with_it = float(ordered[row, : rank + 1].sum())
+        assert rank == 0 or with_it <= top_p * float(ordered[row, :kept].sum()) + 1e-5
+
+
+@pytest.mark.parametrize(
+    ("top_p", "expected"),
+    [
+        (0.9, [5 / 8, 3 / 8, 0.0, 0.0]),  # the third token would bring the mass to 0.95: it is left out
+        (0.96, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0.0]),
+        (0.3, [1.0, 0.0, 0.0, 0.0]),  # the likeliest is always there
+        (1.0, [0.5, 0.3, 0.15, 0.05]),
+        (None, [0.5, 0.3, 0.15, 0.05]),
+    ],
+)
+def test_the_nucleus_of_the_authors_of_block_diffusion(top_p: float | None, expected: list[float]) -> None:
+    """Cumulative probability at most `top_p`, without the token that crosses it, and renormalised."""
+    order = [2, 0, 3, 1]  # the token of each probability
+    logits = torch.empty(4)
+    logits[order] = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    draws = (torch.arange(10_000) + 0.5) / 10_000
+    picked = pick(logits.expand(10_000, 4), draws, Denoising(top_p=top_p))
+    share = (torch.bincount(picked, minlength=4) / 10_000)[order]
+    torch.testing.assert_close(share, torch.tensor(expected), atol=2e-4, rtol=0)
 
 
 def test_picked_as_often_as_likely() -> None:

@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from redline.errors import UserError
 from redline.metrics.answers import RULE, behind_mark, exact_match, f1, final_answer, gsm8k_exact_match
+from redline.metrics.lm_eval import flexible_extract, strict_match
 
 if TYPE_CHECKING:
     from redline.objectives.base import Answered, Asked, Objective
 
 Score = Callable[[Sequence[str], Sequence[str]], float]
-# by name, what is averaged; an answer is right if the last of them gives it all
+# By name, what is averaged; an answer is right if its exact_match is 1.
 METRICS: dict[str, dict[str, Score]] = {
-    "gsm8k": {"exact_match": gsm8k_exact_match},
+    "gsm8k": {
+        "exact_match": gsm8k_exact_match,
+        "strict_match": strict_match,
+        "flexible_extract": flexible_extract,
+    },
     "match": {"exact_match": exact_match},
     "f1": {"f1": f1, "exact_match": exact_match},
 }

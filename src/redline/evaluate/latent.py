@@ -25,6 +25,7 @@ from redline.data.pairs import Pair, strangers
 from redline.data.wire import from_wire, to_wire
 from redline.errors import UserError
 from redline.metrics.answers import exact_match, f1, final_answer, number_match
+from redline.metrics.lm_eval import flexible_extract, strict_match
 from redline.metrics.wire import text_bytes, verdict
 from redline.models.latent import cosine
 from redline.objectives.base import Answered
@@ -39,6 +40,22 @@ QUANTISED = ("int8", "int4")
 _AT_ONCE = 32
 
 Told = Callable[[int, int], None]
+Score = Callable[[Sequence[str], Sequence[str]], float]
+
+_LM_EVAL: dict[str, Score] = {"strict_match": strict_match, "flexible_extract": flexible_extract}
+_COLUMNS = {
+    "exact_match": "EM",
+    "strict_match": "strict",
+    "flexible_extract": "flexible",
+    "f1": "F1",
+    "nll": "NLL/token",
+    "first_top1": "top-1",
+    "first_top5": "top-5",
+}
+
+
+def _width(title: str) -> int:
+    return max(7, len(title) + 1)
 
 
 @dataclass(frozen=True)
@@ -63,11 +80,13 @@ class Comparison:
         told = []
         for number, one in self.models.items():
             told.append(f"model {number}: {one['title']}")
-            told.append(f"  {'':12s} {'EM':>7s} {'F1':>7s} {'NLL/token':>10s} {'top-1':>7s} {'top-5':>7s}")
+            measured = {key for found in one["conditions"].values() for key in found}
+            columns = {key: title for key, title in _COLUMNS.items() if key in measured}
+            told.append(f"  {'':12s} " + " ".join(f"{title:>{_width(title)}s}" for title in columns.values()))
             for name, found in one["conditions"].items():
-                figures = [found[key] for key in ("exact_match", "f1", "nll", "first_top1", "first_top5")]
-                em, words, nll, top1, top5 = (float("nan") if value is None else value for value in figures)
-                told.append(f"  {name:12s} {em:7.3f} {words:7.3f} {nll:10.3f} {top1:7.3f} {top5:7.3f}")
+                figures = {title: float("nan") if found[key] is None else found[key] for key, title in columns.items()}
+                cells = " ".join(f"{figure:{_width(title)}.3f}" for title, figure in figures.items())
+                told.append(f"  {name:12s} {cells}")
             ratio = one["prompt_tokens"] / one["prefix"]
             told.append(f"  prompt {one['prompt_tokens']:.0f} tokens, prefix {one['prefix']}: {ratio:.2f}× as many")
         shown = "unknown" if self.latent_cosine is None else f"{self.latent_cosine:.3f} (1 is collapse)"
@@ -168,8 +187,18 @@ def _sent(z_BMD: Tensor, kind: str) -> Tensor:
 
 def _marks(said: Sequence[Answered], pairs: Sequence[Pair], numbers: bool) -> dict[str, float]:
     texts, right = [one.text for one in said], [pair.answers for pair in pairs]
-    equal = number_match if numbers else exact_match
-    return {"exact_match": equal(texts, right), "f1": f1(texts, right)}
+    if not numbers:
+        return {"exact_match": exact_match(texts, right), "f1": f1(texts, right)}
+    return {
+        "exact_match": number_match(texts, right),
+        **{name: _best_of_each(score, texts, right) for name, score in _LM_EVAL.items()},
+        "f1": f1(texts, right),
+    }
+
+
+def _best_of_each(score: Score, texts: Sequence[str], right: Sequence[Sequence[str]]) -> float:
+    """Return the mean over texts of the best score that any of a text's references gives."""
+    return float(np.mean([max(score([text], [one]) for one in some) for text, some in zip(texts, right, strict=True)]))
 
 
 def _of_prompts(one: Frozen, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Scores:

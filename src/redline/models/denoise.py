@@ -163,13 +163,16 @@ def pick(logits_NV: Tensor, uniform_N: Tensor, how: Denoising) -> Tensor:
     total = ordered.cumsum(-1)
     if how.top_k is not None and how.top_k < ordered.shape[1]:
         ordered, total = ordered[:, : how.top_k], total[:, : how.top_k].contiguous()
-    kept = total[:, -1:] if how.top_p is None else _nucleus(ordered, total, how.top_p)
+    kept = total[:, -1:] if how.top_p is None or how.top_p >= 1.0 else _nucleus(total, how.top_p)
     place = torch.searchsorted(total, uniform_N[:, None] * kept).clamp(max=total.shape[1] - 1)
     return order.gather(1, place)[:, 0]
 
 
-def _nucleus(ordered: Tensor, total: Tensor, share: float) -> Tensor:
-    """The mass of the fewest tokens that together have this share of it."""
-    wanted = share * total[:, -1:]
-    last = ((total - ordered) < wanted).sum(-1, keepdim=True) - 1
-    return total.gather(1, last.clamp(min=0))
+def _nucleus(total: Tensor, share: float) -> Tensor:
+    """Return the mass of the nucleus as the authors of BD3-LM define it (arXiv 2503.09573, their published code).
+
+    Tokens are in it, likeliest first, as long as their cumulative probability is at most `share`; the likeliest is
+    always in it. The token that would cross `share` is not, unlike in Holtzman et al. 2020 and `generate.choose`.
+    """
+    inside = (total <= share * total[:, -1:]).sum(-1, keepdim=True)
+    return total.gather(1, (inside - 1).clamp(min=0))
