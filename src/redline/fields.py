@@ -177,6 +177,7 @@ Words = Annotated[str, WORDS]  # may be empty
 MaybeText = Annotated[str | None, none_or(TEXT)]
 MaybeCount = Annotated[int | None, none_or(_count())]
 MaybeWhole = Annotated[int | None, none_or(_count(0))]
+MaybeFraction = Annotated[float | None, none_or(_real(0.0, 1.0))]
 MaybeHours = Annotated[float | None, none_or(HOURS)]
 MaybePositive = Annotated[float | None, none_or(_real(0.0, above=True))]
 MaybeRepeat = Annotated[float | None, none_or(_real(0.0, MOST_REPEATS, above=True))]

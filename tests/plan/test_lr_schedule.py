@@ -6,12 +6,15 @@ import itertools
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.plan.schedule import SCHEDULES, horizon_steps, lr_factor, sqrt_scaled_lr
+from redline.plan.schedule import SCHEDULES, cycled_momentum, horizon_steps, lr_factor, sqrt_scaled_lr
+from redline.train.schedule import Horizon
 
 STEPS, WARMUP = 1000, 100
+FLOOR = dict.fromkeys(SCHEDULES, 0.1) | {"constant": 1.0, "one_cycle": 1 / 25 / 1e4}  # with min_lr_ratio=0.1
 
 
 def curve(schedule: str, floor: float = 0.1, warmup: int = WARMUP, decay_fraction: float = 0.4) -> list[float]:
@@ -29,7 +32,7 @@ def test_it_warms_up_peaks_and_ends_at_the_floor(schedule: str) -> None:
     assert factors[:WARMUP] == sorted(factors[:WARMUP]), "the warm-up rises"
     assert factors[WARMUP - 1] == pytest.approx(1.0), "and arrives"
     assert max(factors) <= 1.0
-    assert factors[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    assert factors[-1] == pytest.approx(FLOOR[schedule])
     assert factors[WARMUP:] == sorted(factors[WARMUP:], reverse=True), "then it only falls"
 
 
@@ -49,7 +52,7 @@ def test_it_does_not_jump_when_the_horizon_moves(schedule: str) -> None:
     factors = [lr_factor(schedule, step=s, warmup=WARMUP, progress=p, floor=0.1) for s, p in enumerate(moved)]
     assert max(abs(b - a) for a, b in itertools.pairwise(factors)) < 0.02
     assert factors[WARMUP:] == sorted(factors[WARMUP:], reverse=True)
-    assert factors[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    assert factors[-1] == pytest.approx(FLOOR[schedule])
 
 
 @given(
@@ -67,8 +70,65 @@ def test_it_stays_between_zero_and_one(
         schedule, step=step, warmup=warmup, progress=progress, floor=floor, decay_fraction=decay_fraction
     )
     assert 0.0 <= factor <= 1.0 + 1e-12
-    if step >= warmup:
+    if step >= warmup and schedule != "one_cycle":
         assert factor >= floor - 1e-12
+
+
+def torch_cycle(steps: int, pct_start: float) -> list[tuple[float, float]]:
+    """The learning rate and beta1 that torch's OneCycleLR gives each step, for a peak of 1."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=steps, pct_start=pct_start)
+    found = []
+    for step in range(steps):
+        if step:
+            optimizer.step()
+            scheduler.step()
+        group = optimizer.param_groups[0]
+        found.append((group["lr"], group["betas"][0]))
+    return found
+
+
+@pytest.mark.parametrize("steps", [2, 7, 40, 333])
+@pytest.mark.parametrize("pct_start", [0.0, 0.1, 0.3, 0.47, 1.0])
+def test_one_cycle_is_that_of_torch_at_every_step(steps: int, pct_start: float) -> None:
+    horizon = Horizon(steps, None)
+    found = []
+    for step in range(steps):
+        where = {"step": step, "warmup": 5, "progress": horizon.progress(step), "per_step": horizon.per_step(step)}
+        rate = lr_factor("one_cycle", **where, pct_start=pct_start, floor=0.1)  # type: ignore[arg-type]
+        momentum = cycled_momentum(0.85, 0.95, **where, pct_start=pct_start)  # type: ignore[arg-type]
+        found.append((rate, momentum))
+    for ours, theirs in zip(found, torch_cycle(steps, pct_start), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+def test_one_cycle_with_a_counted_warm_up_peaks_at_its_end() -> None:
+    """train.warmup_steps=12 of 40 steps is pct_start=0.3."""
+    horizon = Horizon(40, None)
+    found = [
+        lr_factor("one_cycle", step=s, warmup=12, progress=horizon.progress(s), per_step=horizon.per_step(s))
+        for s in range(40)
+    ]
+    assert found == pytest.approx([rate for rate, _ in torch_cycle(40, 0.3)], rel=1e-9)
+
+
+def test_one_cycle_by_share_does_not_jump_when_the_horizon_moves() -> None:
+    moved = [s / STEPS if s < 400 else 0.4 + 0.6 * (s - 400) / (2 * STEPS) for s in range(2401)]
+    slopes = [1 / STEPS if s < 400 else 0.6 / (2 * STEPS) for s in range(2401)]
+    factors = [
+        lr_factor("one_cycle", step=s, warmup=0, progress=p, pct_start=0.3, per_step=u)
+        for s, (p, u) in enumerate(zip(moved, slopes, strict=True))
+    ]
+    assert max(abs(b - a) for a, b in itertools.pairwise(factors)) < 0.02
+    assert factors[-1] == pytest.approx(FLOOR["one_cycle"])
+
+
+def test_the_shape_that_was_called_one_cycle() -> None:
+    """A half cosine from 1/25 over the warm-up, then a cosine down to the floor: what older runs began with."""
+    factors = curve("cosine_cycle")
+    assert factors[0] == pytest.approx(0.04 + 0.96 * 0.5 * (1 - math.cos(math.pi / WARMUP)))
+    assert factors[WARMUP // 2 - 1] == pytest.approx(0.52)
+    assert factors[(STEPS + WARMUP) // 2] == pytest.approx(0.55)
 
 
 def test_wsd_is_stable_until_it_decays() -> None:
@@ -116,7 +176,7 @@ def test_a_stable_phase_that_a_long_warm_up_leaves_no_room_for_does_not_jump(war
     assert factors[-1] == 0.0
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "one_cycle", "wsd"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "one_cycle", "cosine_cycle", "wsd"])
 @pytest.mark.parametrize("warmup", [900, 1000, 20_000])
 def test_a_rate_whose_end_comes_before_its_peak_has_decayed_by_then(schedule: str, warmup: int) -> None:
     """As where a clock leaves room for fewer steps than the warm-up has."""

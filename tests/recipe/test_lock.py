@@ -37,6 +37,18 @@ def test_round_trip(lock: dict[str, Any], tmp_path: Path) -> None:
     assert left <= {"model.attention", "train.fp8"}
 
 
+def test_one_cycle_of_an_older_lock_keeps_its_shape(tmp_path: Path) -> None:
+    loaded = load("quickstart", ["train.steps=10", "train.hours=null", "train.schedule=one_cycle"])
+    write_lock(tmp_path, make_lock("quickstart", "abc", resolve(loaded.recipe, MACHINE, DATA), DATA))
+    lock = read_lock(tmp_path)
+    now = locked_recipe(tmp_path, lock).recipe.train
+    assert (now.schedule, now.pct_start, now.warmup_steps) == ("one_cycle", 0.3, 3)
+    for key in ("pct_start", "cycle_momentum"):
+        del lock["recipe"]["train"][key]  # as versions wrote it that did not know them
+    old = resolve(locked_recipe(tmp_path, lock).recipe, MACHINE, DATA).recipe.train
+    assert (old.schedule, old.pct_start, old.warmup_steps) == ("cosine_cycle", None, 3)
+
+
 def test_what_it_records(lock: dict[str, Any]) -> None:
     assert lock["seed"] == 1337
     assert lock["run_id"] == "abc"

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from redline.objectives.base import ParamGroup
+from redline.plan.schedule import cycled_momentum, lr_factor
 from redline.recipe.schema import Train
 from redline.train.optim import Adam, Ema, Optimizer
 from redline.train.schedule import REPLAN_AT, Horizon
@@ -168,6 +169,89 @@ sys.exit("torch._dynamo" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_one_cycle_moves_weights_as_torch_does(model: nn.Module) -> None:
+    """Learning rate and beta1 of every step, through AdamW."""
+    twin, steps = copy.deepcopy(model), 10
+    sets = [
+        {"params": [p for p in twin.parameters() if (p.dim() > 1) is matrices], "weight_decay": decay}
+        for matrices, decay in ((True, 0.1), (False, 0.0))
+    ]
+    theirs = torch.optim.AdamW(sets, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(theirs, max_lr=3e-3, total_steps=steps)
+    ours, horizon = Optimizer(groups(model), options()), Horizon(steps, None)
+    for step, grads in enumerate(gradients(model, steps)):
+        for mine, other, grad in zip(model.parameters(), twin.parameters(), grads, strict=True):
+            mine.grad, other.grad = grad.clone(), grad.clone()
+        where = {"step": step, "warmup": 0, "progress": horizon.progress(step), "per_step": horizon.per_step(step)}
+        factor = lr_factor("one_cycle", **where, pct_start=0.3)  # type: ignore[arg-type]
+        momentum = cycled_momentum(0.85, 0.95, **where, pct_start=0.3)  # type: ignore[arg-type]
+        ours.step(factor, (ONE, GOOD), step, momentum)
+        theirs.step()
+        scheduler.step()
+        for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon", "adamw_8bit"])
+def test_a_given_momentum_replaces_the_optimizers_own(optimizer: str) -> None:
+    if optimizer == "adamw_8bit":
+        pytest.importorskip("bitsandbytes", reason="8-bit AdamW is that of bitsandbytes")
+    chance = torch.Generator().manual_seed(2)
+    start = torch.randn(64, 128, generator=chance)  # large enough for 8-bit moments
+    grads = [torch.randn(start.shape, generator=chance) for _ in range(3)]
+    found = []
+    for own, momentum in (({"betas": (0.8, 0.95), "muon_momentum": 0.8}, None), ({}, 0.8), ({}, None)):
+        weight = nn.Parameter(start.clone())
+        ours = Optimizer([ParamGroup("matrix", {"w": weight}, {"w": (64,)})], options(optimizer=optimizer, **own))
+        for step, grad in enumerate(grads):
+            weight.grad = grad.clone()
+            ours.step(1.0, (ONE, GOOD), step, momentum)
+        found.append(weight.detach())
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    ("words", "pct_start", "cycled"),
+    [
+        (("train.warmup_steps=auto",), 0.3, False),
+        (("train.pct_start=0.5", "train.cycle_momentum=[0.85, 0.95]"), 0.5, True),
+        (("train.warmup_steps=3", "train.cycle_momentum=[0.85, 0.95]"), 0.5, True),
+    ],
+)
+def test_a_run_with_one_cycle_steps_as_torch_says(
+    world: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    pct_start: float,
+    cycled: bool,
+) -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=6, pct_start=pct_start)
+    expected: list[tuple[float, float | None]] = []
+    for _ in range(6):
+        group = optimizer.param_groups[0]
+        expected.append((group["lr"], group["betas"][0] if cycled else None))
+        optimizer.step()
+        scheduler.step()
+    plain, found = Optimizer.step, []
+
+    def noted(self: Optimizer, factor: float, gate: Any, step: int = 0, momentum: float | None = None) -> None:
+        found.append((factor, momentum))
+        plain(self, factor, gate, step, momentum)
+
+    monkeypatch.setattr(Optimizer, "step", noted)
+    trainer = world.run(tmp_path / "run", "train.schedule=one_cycle", "train.steps=6", "train.lr=1e-3", *words)
+    taken = found[-6:]  # the first are dry runs
+    assert [rate for rate, _ in taken] == pytest.approx([rate for rate, _ in expected], rel=1e-9)
+    if cycled:
+        assert [momentum for _, momentum in taken] == pytest.approx([one for _, one in expected], rel=1e-9)
+    else:
+        assert {momentum for _, momentum in taken} == {None}
+    assert trainer.recipe.train.warmup_steps == 6 * pct_start or not cycled
 
 
 def test_adam_state_is_live(model: nn.Module) -> None:

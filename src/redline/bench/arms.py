@@ -33,6 +33,7 @@ SAME_SPEED = {
     *(f"train.{key}" for key in ("lr", "lr_base", "batch_base", "embedding_lr", "head_lr", "scalar_lr", "muon_lr")),
     *(f"train.{key}" for key in ("muon_momentum", "muon_momentum_warmup", "muon_beta2", "betas", "eps")),
     *(f"train.{key}" for key in ("weight_decay", "schedule", "warmup_steps", "decay_fraction", "min_lr_ratio")),
+    *(f"train.{key}" for key in ("pct_start", "cycle_momentum")),
     "model.init",
     "model.embedding_std",
     "data.source",

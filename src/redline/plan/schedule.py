@@ -1,17 +1,39 @@
-"""Learning-rate shapes: warm-up counts steps, decay follows progress (0 at the start, 1 at the horizon)."""
+"""Learning-rate shapes: warm-up counts steps, decay follows progress (0 at the start, 1 at the horizon).
+
+`one_cycle` is torch's OneCycleLR with its defaults (Smith and Topin, arXiv 1708.07120), step for step. `cosine_cycle`
+is the shape that older versions called one_cycle: runs that began with it keep it.
+"""
 
 from __future__ import annotations
 
 import math
 
-SCHEDULES = ("cosine", "one_cycle", "wsd", "linear", "constant")
+ONE_CYCLE, COSINE_CYCLE = "one_cycle", "cosine_cycle"
+SCHEDULES = ("cosine", ONE_CYCLE, COSINE_CYCLE, "wsd", "linear", "constant")
+PCT_START = 0.3  # of OneCycleLR
+_INITIAL = 1.0 / 25.0  # of OneCycleLR: div_factor
+_FINAL = _INITIAL / 1e4  # of OneCycleLR: final_div_factor
 
 
 def lr_factor(
-    schedule: str, *, step: int, warmup: int, progress: float, floor: float = 0.0, decay_fraction: float = 0.4
+    schedule: str,
+    *,
+    step: int,
+    warmup: int,
+    progress: float,
+    floor: float = 0.0,
+    decay_fraction: float = 0.4,
+    pct_start: float | None = None,
+    per_step: float = 0.0,
 ) -> float:
-    """What the peak LR is multiplied by at `step` (0-based)."""
+    """Return what the peak LR is multiplied by at `step` (0-based).
+
+    `one_cycle` also reads `pct_start`, which replaces `warmup`, and `per_step`, the progress that this step makes.
+    """
     progress = min(1.0, max(0.0, progress))
+    if schedule == ONE_CYCLE:
+        rising, done = _cycle_phase(step, warmup, progress, pct_start, per_step)
+        return _anneal(_INITIAL, 1.0, done) if rising else _anneal(1.0, _FINAL, done)
     rise = _rise(schedule, (step + 1) / warmup) if step < warmup else 1.0
     if schedule == "wsd":  # warm-up, stable, decay: which may begin before the peak in a short run
         return min(rise, floor + (1.0 - floor) * min(1.0, (1.0 - progress) / decay_fraction))
@@ -23,17 +45,52 @@ def lr_factor(
     return min(rise, _fall(schedule, progress, floor)) if step < progress * warmup else rise
 
 
+def cycled_momentum(
+    low: float, high: float, *, step: int, warmup: int, progress: float, pct_start: float | None, per_step: float
+) -> float:
+    """Return the momentum of `one_cycle` at `step`: it falls to `low` while the LR rises, and rises again after."""
+    rising, done = _cycle_phase(step, warmup, min(1.0, max(0.0, progress)), pct_start, per_step)
+    return _anneal(high, low, done) if rising else _anneal(low, high, done)
+
+
+def _cycle_phase(
+    step: int, warmup: int, progress: float, pct_start: float | None, per_step: float
+) -> tuple[bool, float]:
+    """Return whether the LR rises at `step`, and which share of that phase is done.
+
+    OneCycleLR counts so that its peak is step `pct_start·N - 1` and its end step `N - 1`, the last one that is taken.
+    With N = 1 / per_step this follows progress, so that the LR does not jump when the horizon moves.
+    """
+    if pct_start is not None:
+        if progress + per_step <= pct_start and pct_start > per_step:
+            return True, progress / (pct_start - per_step)
+        return False, (min(1.0, (progress + per_step - pct_start) / (1.0 - pct_start)) if pct_start < 1.0 else 0.0)
+    fallen = _since_warmup(step + 1, warmup, min(1.0, progress + per_step))
+    if step + 1 >= warmup:
+        return False, fallen
+    risen = step / (warmup - 1)
+    # If the horizon comes before the peak, the LR follows the lower of the two phases and has decayed by the end.
+    if step < progress * warmup and _anneal(1.0, _FINAL, progress) < _anneal(_INITIAL, 1.0, risen):
+        return False, progress
+    return True, risen
+
+
+def _anneal(start: float, end: float, done: float) -> float:
+    """Go from `start` to `end` on a half cosine."""
+    return end + (start - end) / 2.0 * (1.0 + math.cos(math.pi * done))
+
+
 def _fall(schedule: str, fallen: float, floor: float) -> float:
     if schedule == "linear":
         return floor + (1.0 - floor) * (1.0 - fallen)
-    if schedule in ("cosine", "one_cycle"):
+    if schedule in ("cosine", COSINE_CYCLE):
         return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * fallen))
     raise ValueError(f"unknown schedule {schedule!r}")
 
 
 def _rise(schedule: str, share: float) -> float:
-    if schedule == "one_cycle":  # Smith's one-cycle begins at 1/25 and rises on a half cosine
-        return 0.04 + 0.96 * 0.5 * (1.0 - math.cos(math.pi * share))
+    if schedule == COSINE_CYCLE:
+        return _anneal(_INITIAL, 1.0, share)
     return share
 
 

@@ -9,6 +9,7 @@ from redline.fields import AUTO
 from redline.jobs import job
 from redline.plan.batch import given_batch
 from redline.plan.memory import MUON
+from redline.plan.schedule import ONE_CYCLE
 from redline.plan.shapes import SIZES
 from redline.recipe.schema import Model, Recipe, Train
 
@@ -25,7 +26,7 @@ def number(value: Any) -> Any:
 def contradictions(recipe: Recipe) -> list[Problem]:
     found = [*_model(recipe.model), *_stops(recipe.train), *_batch(recipe.train), *_stream(recipe)]
     found += [*_addresses(recipe), *_overlong(recipe)]
-    return [*found, *_optimizer(recipe), *job(recipe.objective).problems(recipe)]
+    return [*found, *_optimizer(recipe), *_schedule(recipe.train), *job(recipe.objective).problems(recipe)]
 
 
 def idle(model: Model) -> list[Problem]:
@@ -138,6 +139,19 @@ def _optimizer(recipe: Recipe) -> list[Problem]:
         fix = "Use train.embedding_lr, or model.tied=false."
         problems.append(Problem("train.head_lr", "does nothing while model.tied=true: the head is the embedding.", fix))
     return problems
+
+
+def _schedule(train: Train) -> list[Problem]:
+    """Report keys of one_cycle that another schedule does not read, and two rules for one momentum."""
+    if train.schedule != ONE_CYCLE:
+        given = {"train.pct_start": train.pct_start, "train.cycle_momentum": train.cycle_momentum}
+        what = f"does nothing with train.schedule={train.schedule}."
+        fix = f"Remove it, or use train.schedule={ONE_CYCLE}."
+        return [Problem(key, what, fix) for key, value in given.items() if value is not None]
+    if train.cycle_momentum is not None and train.muon_momentum_warmup:
+        what = "and train.muon_momentum_warmup both set Muon's momentum."
+        return [Problem("train.cycle_momentum", what, "Remove one of them.")]
+    return []
 
 
 def _stream(recipe: Recipe) -> list[Problem]:

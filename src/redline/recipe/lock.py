@@ -14,6 +14,7 @@ from typing import Any
 
 from redline import __version__
 from redline.errors import UsageError, UserError, cleaned, did_you_mean, names_a_secret, secret_variables
+from redline.plan.schedule import COSINE_CYCLE, ONE_CYCLE
 from redline.recipe.load import Loaded, canonical_keys, flatten, known_keys, nest, parse_overrides, validate
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import RESUMABLE, Recipe
@@ -133,7 +134,7 @@ def locked_recipe(
 ) -> Loaded:
     """The run's recipe, with the few keys that may change while it goes on; `before`: the words of earlier resumes."""
     written = dict(flatten(_with_values(lock["recipe"], lock.get(WITHHELD))))
-    base = found_again(_with_todays_weights(written, lock), lock.get("began_in"))
+    base = found_again(_in_todays_terms(written, lock), lock.get("began_in"))
     for words in before:
         flat, _, _ = canonical_keys(parse_overrides(words), "log")
         base |= {key: value for key, value in flat.items() if key.startswith(RESUMABLE)}
@@ -154,6 +155,14 @@ def locked_recipe(
     tree, clashes = nest({**base, **changes})
     recipe = validate(tree, where=str(run), problems=[*problems, *clashes])
     return Loaded(str(lock["recipe_name"]), recipe, notes)
+
+
+def _in_todays_terms(flat: dict[str, Any], lock: dict[str, Any]) -> dict[str, Any]:
+    """Express the recipe of an older lock in today's terms, so that a run that is resumed keeps what it began with."""
+    flat = _with_todays_weights(flat, lock)
+    if flat.get("train.schedule") == ONE_CYCLE and "train.pct_start" not in flat:  # every newer lock has that key
+        flat = {**flat, "train.schedule": COSINE_CYCLE}
+    return flat
 
 
 def _with_todays_weights(flat: dict[str, Any], lock: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from redline.plan.batch import BatchPlan, divisible, given_batch, largest_micro
 from redline.plan.flops import FlopsPerToken
 from redline.plan.memory import MemoryParts
 from redline.plan.parallel import share_of, undivided
-from redline.plan.schedule import sqrt_scaled_lr
+from redline.plan.schedule import ONE_CYCLE, PCT_START, sqrt_scaled_lr
 from redline.plan.shapes import SHAPE_KEYS, SIZES, DecoderShape, padded_vocab
 from redline.recipe.checks import number
 from redline.recipe.forecast import CPU_SHARE, Measured, forecast, kernels_of
@@ -24,7 +24,7 @@ from redline.recipe.held_out import nothing_held_out, unread, weight_notes
 from redline.recipe.horizon import asked_batch, steps_of, token_limit
 from redline.recipe.parallel import FSDP, choose_mode
 from redline.recipe.presets import preset_factor, preset_text
-from redline.recipe.rates import long_warmup, resolved_rates, usual_warmup
+from redline.recipe.rates import UNKNOWN_WARMUP, long_warmup, resolved_rates, usual_warmup
 from redline.recipe.schema import Recipe
 from redline.units import GIB, format_count
 
@@ -346,11 +346,21 @@ class _Resolver:
         if self.recipe.train.hours:
             speed = self.rate() / flops.causal / tokens_per_step
             expected = min(expected, self.recipe.train.hours * 3600 * speed)
+        if (share := self.pct_start()) is not None:
+            steps_up = UNKNOWN_WARMUP if math.isinf(expected) else round(share * expected)
+            return int(self.choose("train.warmup_steps", steps_up, f"train.pct_start={share:g} of the run"))
         if self.recipe.train.warmup_steps != AUTO:
             asked = int(self.recipe.train.warmup_steps)
             self.warnings += long_warmup(asked, expected)
             return asked
         return int(self.choose("train.warmup_steps", *usual_warmup(expected)))
+
+    def pct_start(self) -> float | None:
+        """Return the share of the run in which one_cycle rises; None if train.warmup_steps says how long it does."""
+        train = self.recipe.train
+        if train.schedule != ONE_CYCLE or train.pct_start is not None or train.warmup_steps != AUTO:
+            return train.pct_start
+        return PCT_START
 
 
 def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1, nodes: int = 1) -> Resolved:
@@ -373,6 +383,7 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
         "grad_checkpointing": checkpointing,
         **resolved_rates(recipe, r.lr(batch.global_batch)),
         "warmup_steps": r.warmup(steps, flops, tokens_per_step),
+        "pct_start": r.pct_start(),
     }
     held_out = 1 if data.estimated else data.val_tokens
     r.warnings += nothing_held_out(recipe, data.train_tokens, held_out, made=data.made)

@@ -19,6 +19,7 @@ from redline.fields import (
     Flag,
     Fraction,
     MaybeCount,
+    MaybeFraction,
     MaybeHours,
     MaybePositive,
     MaybeProbability,
@@ -61,6 +62,15 @@ def _pair(value: Any) -> tuple[float, float]:
     if fine != [True, True]:
         raise ValueError(f"{value!r} is not two numbers between 0 and 1.")
     return float(numbers[0]), float(numbers[1])
+
+
+def _momenta(value: Any) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    low, high = _pair(value)
+    if low > high:
+        raise ValueError(f"{value!r} is not in order: the lower momentum comes first, as in [0.85, 0.95].")
+    return low, high
 
 
 def _project(value: Any) -> bool | str:
@@ -228,6 +238,8 @@ class Train(Section):
     clip: MaybePositive = 1.0
     schedule: Annotated[str, one_of(*SCHEDULES)] = "cosine"
     warmup_steps: AutoWhole = AUTO
+    pct_start: MaybeFraction = None  # one_cycle: the share of the run in which the LR rises
+    cycle_momentum: Annotated[tuple[float, float] | None, BeforeValidator(_momenta)] = None  # one_cycle: low, high
     decay_fraction: Share = 0.4  # wsd: the share of the run in which the LR falls
     min_lr_ratio: Fraction = 0.1
     ema: MaybeProbability = None

@@ -60,28 +60,30 @@ class Adam8bit:
         ]
 
     @torch.no_grad()
-    def step(self, factor: float, gate: Gate) -> None:
+    def step(self, factor: float, gate: Gate, momentum: float | None = None) -> None:
         divisor, bad = gate
         stop = bad > 0
         torch.where(stop, self.count, self.count + 1, out=self.count)
-        beta1, beta2 = self.betas
+        beta1, beta2 = self.betas[0] if momentum is None else momentum, self.betas[1]
         correction = ((1 - beta2**self.count).sqrt() / (1 - beta1**self.count)).float()
         for some in self.together:
             lr, values = some.rate * factor, some.flat(some.parameters)
             update, codes, scales = torch.zeros_like(values), some.codes.clone(), some.scales.clone()
-            self._update(some.flat(some.gradients()) / divisor, update, codes, scales, lr)
+            self._update(some.flat(some.gradients()) / divisor, update, codes, scales, lr, (beta1, beta2))
             moved = torch.addcmul(values * (1.0 - lr * some.decay), update, correction)
             some.write(torch.where(stop, values, moved, out=values))
             torch.where(stop, some.codes, codes, out=some.codes)
             torch.where(stop, some.scales, scales, out=some.scales)
 
-    def _update(self, gradient: Tensor, update: Tensor, codes: Tensor, scales: Tensor, lr: float) -> None:
+    def _update(
+        self, gradient: Tensor, update: Tensor, codes: Tensor, scales: Tensor, lr: float, betas: tuple[float, float]
+    ) -> None:
         self._bnb.optimizer_update_8bit_blockwise(
             "adam",
             gradient,
             update,
             *codes,
-            *self.betas,
+            *betas,
             0.0,  # beta3 and alpha belong to AdEMAMix
             0.0,
             self.eps,

@@ -85,8 +85,8 @@ class Muon:
         self.second = {shape: _zeros(batch, shape[0]) for shape, batch in self.batches.items()} if normed else {}
 
     @torch.no_grad()
-    def step(self, factor: float, gate: Gate, step: int) -> None:
-        beta = momentum_at(step, self.momentum, self.warmup)
+    def step(self, factor: float, gate: Gate, step: int, momentum: float | None = None) -> None:
+        beta = momentum_at(step, self.momentum, self.warmup) if momentum is None else momentum
         for shape, batch in self.batches.items():
             update, scales = self._update(shape, gate, beta)
             self._descend([matrix.of(matrix.parameter) for matrix in batch], update, scales, gate, factor, shape)

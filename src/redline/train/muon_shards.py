@@ -58,11 +58,11 @@ class ShardedMuon(Muon):
         super().__init__(owned, train)
 
     @torch.no_grad()
-    def step(self, factor: float, gate: Gate, step: int) -> None:
+    def step(self, factor: float, gate: Gate, step: int, momentum: float | None = None) -> None:
         for name, gradient in self._to_owners().items():
             self.stands[name].grad = gradient
         updates = {name: torch.empty(stand.shape, device=stand.device) for name, stand in self.stands.items()}
-        beta = momentum_at(step, self.momentum, self.warmup)
+        beta = momentum_at(step, self.momentum, self.warmup) if momentum is None else momentum
         for shape, batch in self.batches.items():
             update, scales = self._update(shape, gate, beta)
             scaled = update.float() if scales is None else scales[..., None] * update.float()

@@ -35,7 +35,7 @@ class Adam:
                 self.alike[rate, decay, parameter.dtype].append(_Moments(name, parameter))
 
     @torch.no_grad()
-    def step(self, factor: float, gate: Gate) -> None:
+    def step(self, factor: float, gate: Gate, momentum: float | None = None) -> None:
         divisor, bad = gate
         for (rate, decay, _), moments in self.alike.items():
             there = [one for one in moments if one.parameter.grad is not None]
@@ -51,7 +51,7 @@ class Adam:
                 [],
                 steps,
                 lr=rate * factor,
-                beta1=self.betas[0],
+                beta1=self.betas[0] if momentum is None else momentum,
                 beta2=self.betas[1],
                 weight_decay=decay,
                 eps=self.eps,
@@ -102,14 +102,15 @@ class Optimizer:
         self.low_bit = Adam8bit(large, train) if large else None
         self.adam = Adam(rest, train) if rest else None
 
-    def step(self, factor: float, gate: Gate, step: int = 0) -> None:
-        """`factor` is of every peak rate; `step` counts from the run's beginning, resumes included."""
+    def step(self, factor: float, gate: Gate, step: int = 0, momentum: float | None = None) -> None:
+        """Take one step. `factor` multiplies every peak rate, `momentum` replaces beta1 and Muon's momentum if given,
+        and `step` counts from the run's beginning, resumes included."""
         if self.muon:
-            self.muon.step(factor, gate, step)
+            self.muon.step(factor, gate, step, momentum)
         if self.low_bit:
-            self.low_bit.step(factor, gate)
+            self.low_bit.step(factor, gate, momentum)
         if self.adam:
-            self.adam.step(factor, gate)
+            self.adam.step(factor, gate, momentum)
 
     def rehearsing(self) -> AbstractContextManager[None]:
         """Around a step that must leave nothing behind, however it ends."""

@@ -37,8 +37,16 @@ class Horizon:
         self._next = 0
         self._planned = (0.0, 0.0, self.seconds or 0.0)  # when last, at which progress, and when it shall be 1
 
+    def _piece(self, step: int) -> Piece:
+        return next((p for p in reversed(self.pieces) if p.step <= step), self.pieces[0])
+
+    def per_step(self, step: int) -> float:
+        """Return how much progress one step makes."""
+        piece = self._piece(step)
+        return (1.0 - piece.progress) / piece.length
+
     def progress(self, step: int) -> float:
-        piece = next((p for p in reversed(self.pieces) if p.step <= step), self.pieces[0])
+        piece = self._piece(step)
         return min(1.0, piece.progress + (1.0 - piece.progress) * (step - piece.step) / piece.length)
 
     def done(self, step: int, seconds: float) -> float:

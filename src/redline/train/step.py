@@ -63,10 +63,10 @@ class Step:
         self.parameters = list(parallel.parameters().values())
         self.graph: Backward | None = None  # in place of `backward`, where that is faster
 
-    def __call__(self, step: int, batch: StepBatch, lr_factor: float) -> StepResult:
+    def __call__(self, step: int, batch: StepBatch, lr_factor: float, momentum: float | None = None) -> StepResult:
         loss, terms = (self.graph or self.backward)(step, batch)
         grad_norm, bad = self._measure(loss)
-        self._update(step, lr_factor, grad_norm, bad)
+        self._update(step, lr_factor, grad_norm, bad, momentum)
         self.scale.update(bad)
         return StepResult(loss, terms, grad_norm, bad)
 
@@ -97,13 +97,15 @@ class Step:
         return grad_norm, (~finite).float()
 
     @torch.no_grad()
-    def _update(self, step: int, lr_factor: float, grad_norm: Tensor, bad: Tensor) -> None:
+    def _update(
+        self, step: int, lr_factor: float, grad_norm: Tensor, bad: Tensor, momentum: float | None = None
+    ) -> None:
         # clipping and unscaling ride along in the optimizer's own pass over the gradients
         divisor = self.scale.scale
         if self.clip is not None:
             divisor = divisor * torch.clamp_min(grad_norm / self.clip, 1.0)
         divisor = torch.where(bad > 0, 1.0, divisor)
-        self.optimizer.step(lr_factor, (divisor, bad), step)
+        self.optimizer.step(lr_factor, (divisor, bad), step, momentum)
         if self.ema is not None:
             self.ema.update(bad, step)
 

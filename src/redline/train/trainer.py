@@ -16,7 +16,7 @@ from redline.monitor.monitor import Monitor
 from redline.monitor.throughput import Throughput
 from redline.objectives.base import Objective
 from redline.plan.batch import BatchPlan
-from redline.plan.schedule import lr_factor
+from redline.plan.schedule import cycled_momentum, lr_factor
 from redline.recipe.rates import long_warmup
 from redline.recipe.resolve import Resolved
 from redline.train import trouble
@@ -179,7 +179,8 @@ class Trainer:
             while not stop:
                 PULSE.at("step", self.state.step)
                 batch = feed.next(self.state.step)
-                result = self.step(self.state.step, batch, self._lr_factor(self.state.step))
+                number = self.state.step
+                result = self.step(number, batch, self._lr_factor(number), self._momentum(number))
                 self.state = self.state.after(self.resolved.tokens_per_step, self.pace.seconds)
                 self.pace.after()
                 self.log.note(result, self.resolved.tokens_per_step, batch.seconds)
@@ -230,6 +231,21 @@ class Trainer:
             progress=self.horizon.progress(step),
             floor=self.train.min_lr_ratio,
             decay_fraction=self.train.decay_fraction,
+            pct_start=self.train.pct_start,
+            per_step=self.horizon.per_step(step),
+        )
+
+    def _momentum(self, step: int) -> float | None:
+        """Return what replaces AdamW's beta1 and Muon's momentum at this step, if train.cycle_momentum is given."""
+        if self.train.cycle_momentum is None:
+            return None
+        return cycled_momentum(
+            *self.train.cycle_momentum,
+            step=step,
+            warmup=self.train.warmup_steps,
+            progress=self.horizon.progress(step),
+            pct_start=self.train.pct_start,
+            per_step=self.horizon.per_step(step),
         )
 
     def replan_if_due(self) -> None:
@@ -242,7 +258,8 @@ class Trainer:
             end = self.horizon.end
             message = f"{1000 * per_step:.0f} ms a step: the schedule ends at step {end}"
             self.monitor.emit("replan", step=self.state.step, end=end, seconds_per_step=per_step, message=message)
-            if not self._warmup_told and (told := long_warmup(self.train.warmup_steps, end)):
+            rises_by_steps = self.train.pct_start is None
+            if rises_by_steps and not self._warmup_told and (told := long_warmup(self.train.warmup_steps, end)):
                 self._warmup_told = True
                 self.monitor.warn(told[0])
 
