@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redline.data import encode
-from redline.data.byte_bpe import byte_level_encoder
+from redline.data.byte_bpe import byte_alphabet, byte_level_encoder
 from redline.data.encode import encode_pieces
 from redline.data.origin import Reading
 from redline.data.prepare import prepare_source
@@ -24,6 +24,7 @@ from redline.data.text import Document
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer, load_tokenizer, named_vocabulary
 from redline.errors import UserError
 
+CORPUS = Path(__file__).parents[2] / "docs/data.md"  # any text will do
 GPT2 = os.environ.get("REDLINE_GPT2", "")
 needs_gpt2 = pytest.mark.skipif(not GPT2, reason="REDLINE_GPT2 does not name the tokenizer's files")
 ANY_TEXT = st.text() | st.text(alphabet=" \n\t'abst1<|>é日")
@@ -83,6 +84,44 @@ def test_every_form_of_gpt2_is_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     text = "Hello world's 日本語\n\n  <|endoftext|> 123" * 3
     assert tokenizer.encode(text) == by_the_library(tokenizer, text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@settings(deadline=None)
+@given(ANY_TEXT)
+def test_words_are_split_as_tiktoken_splits_them(text: str) -> None:
+    """Our merges under tiktoken's own pattern for GPT-2 give our ids."""
+    tiktoken = pytest.importorskip("tiktoken")
+    public = pytest.importorskip("tiktoken_ext.openai_public", reason="tiktoken has no definitions of its own here")
+    model, alphabet = json.loads(SMALL.definition())["model"], byte_alphabet()  # type: ignore[attr-defined]
+    ranks = {
+        bytes(alphabet[character] for character in token): number
+        for token, number in model["vocab"].items()
+        if set(token) <= alphabet.keys() and number != SMALL.eot
+    }
+    theirs = tiktoken.Encoding("ours", pat_str=public.r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
+    assert SMALL.encode(text) == theirs.encode_ordinary(text)
+
+
+@needs_gpt2
+def test_gpt2_is_that_of_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tiktoken's own definition, with the ranks from a file because nothing is fetched in a test."""
+    tiktoken = pytest.importorskip("tiktoken")
+    public = pytest.importorskip("tiktoken_ext.openai_public", reason="tiktoken has no definitions of its own here")
+    from tiktoken.load import load_tiktoken_bpe
+
+    file = (Path(GPT2) if Path(GPT2).is_dir() else Path(GPT2).parent) / "r50k_base.tiktoken"
+    if not file.is_file():
+        pytest.skip("r50k_base.tiktoken is not beside REDLINE_GPT2")
+    monkeypatch.setenv("REDLINE_GPT2", GPT2)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+    monkeypatch.setattr(public, "load_tiktoken_bpe", lambda _, expected_hash: load_tiktoken_bpe(str(file)))
+    theirs, ours = tiktoken.Encoding(**public.r50k_base()), load_tokenizer("gpt2")
+    assert (theirs.n_vocab, theirs.eot_token) == (ours.vocab_size, ours.eot)
+    texts = CORPUS.read_text(encoding="utf-8").splitlines()
+    texts += ["naïve 日本語 👩‍👩‍👧 \t\r\n  don't I'LL 12,345.6 <|endoftext|>", " \u00a0 "]
+    for text in texts:
+        assert ours.encode(text) == theirs.encode_ordinary(text)
+        assert ours.decode(ours.encode(text)) == text
 
 
 def test_gpt2_fetched_once_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
