@@ -29,7 +29,7 @@ from redline.bench.setting import UNDISTURBED, beneath
 
 LENGTH = 1024  # tokens of a sequence
 LIMIT_S = 900
-NO_OTHER_STOP = tuple(f"train.{key}=null" for key in ("tokens", "epochs", "hours", "target_loss"))
+NO_OTHER_STOP = (*(f"train.{key}=null" for key in ("tokens", "epochs", "hours", "target_loss")), "eval.patience=null")
 DECAYED = ("train.schedule=wsd", "train.min_lr_ratio=0.0", "train.decay_fraction=0.6")
 NORMUON = ("train.optimizer=normuon", "train.precision=fp8", "model.init=zero", *DECAYED)
 

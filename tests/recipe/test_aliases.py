@@ -20,6 +20,7 @@ SAID: dict[str, tuple[str, Any]] = {
     "train.gradient_accumulation_steps": ("2", 2),
     "gradient_accumulation": ("2", 2),
     "gradient_accumulation_steps": ("2", 2),
+    "early_stopping_patience": ("3", 3),
     "max_batch_memory_gb": ("72", 72.0),
     "learning_rate": ("4e-4", 4e-4),
     "max_hours": ("1.5", 1.5),

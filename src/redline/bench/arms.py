@@ -23,7 +23,8 @@ BASELINE_READS = {
 OWN = {
     "train.seed": "Use --seed.",
     **dict.fromkeys(
-        ("train.steps", "train.tokens", "train.epochs", "train.hours", "train.target_loss"), "Use --budget."
+        ("train.steps", "train.tokens", "train.epochs", "train.hours", "train.target_loss", "eval.patience"),
+        "Use --budget.",
     ),
     **dict.fromkeys(("eval.every", "eval.samples", "monitor.log_every"), "Leave it out."),
     **dict.fromkeys(("checkpoint.every", "checkpoint.best", "checkpoint.keep"), "Leave it out."),

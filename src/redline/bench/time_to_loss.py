@@ -30,7 +30,8 @@ ANCHOR_STEPS = {"cuda": (24, 4), "cpu": (6, 1)}  # and of how many each logged w
 MOST_WARMUP = 0.05  # of the steps: a recipe's own warm-up is meant for its own horizon
 UNTIMED_S = 1800  # starting, compiling, evaluating
 MOST_S = 7 * 24 * 3600.0
-_NO_OTHER_STOP = tuple(f"train.{key}=null" for key in ("tokens", "epochs", "hours", "target_loss"))
+_STOPS = ("train.tokens", "train.epochs", "train.hours", "train.target_loss", "eval.patience")
+_NO_OTHER_STOP = tuple(f"{key}=null" for key in _STOPS)
 KNOWN_BY = ("name", "arm", "overrides", "budget_s", "seed", "card_anchor_ms")  # in every row, whatever came of it
 _LOCKED = ("recipe", "parameters", "batch", "choices", "data", "machine", "versions", "git")
 

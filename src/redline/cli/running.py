@@ -170,8 +170,11 @@ def _is_finished(path: Path, recipe: Recipe, *, changed: bool) -> bool:
 
 
 def nothing_left(path: Path, recipe: Recipe, *, changed: bool) -> str | None:
-    """What is to be said instead of going on with a run that has reached its end, and whose last save is whole. Where
-    something was changed, that is what its counted steps say: a clock or a loss may have been given more."""
+    """Return what to print instead of resuming a run that has reached its end and whose last checkpoint is whole, or
+    None where there is something left to do.
+
+    Where keys are changed, only the counted steps and the patience are compared with the new recipe: a new
+    `train.hours` or `train.target_loss` may leave something to do, which the trainer finds out itself."""
     from redline.train.checkpoint import newest_valid, step_name
 
     ends = [event for event in read_events(path / EVENTS) if event["type"] in ("start", "stop")]
@@ -182,12 +185,29 @@ def nothing_left(path: Path, recipe: Recipe, *, changed: bool) -> str | None:
     newest = newest_valid(path / "checkpoints")
     if newest is None or newest.name != step_name(int(step)):
         return None
-    if changed and not (reason == "steps" and _reached(path, recipe, int(step))):
+    if changed and not _still_at_its_end(path, recipe, reason, int(step), newest):
         return None
     keys = OWN_ENDS[reason]
-    later = next((key for key in keys if getattr(recipe.train, key) is not None), keys[0])
-    more = f"redline train --resume {shlex.quote(str(path))} train.{later}=…"
+    later = next((key for key in keys if _value(recipe, key) is not None), keys[0])
+    more = f"redline train --resume {shlex.quote(str(path))} {later}=…"
     return f"finished   {reason}, at step {int(step)} already\nnext    {more}"
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(recipe, section), name)
+
+
+def _still_at_its_end(path: Path, recipe: Recipe, reason: str, step: int, checkpoint: Path) -> bool:
+    """Return whether the recipe, as a resume changed it, still ends the run where it is."""
+    from redline.train.checkpoint import read_state
+    from redline.train.state import TrainState
+
+    if reason != "patience":
+        return reason == "steps" and _reached(path, recipe, step)
+    state = read_state(checkpoint)
+    same_windows = state.get("evaluated_on") == recipe.eval.sequences  # others start the count again
+    return same_windows and TrainState.from_json(state).out_of_patience(recipe.eval.patience)
 
 
 def _reached(path: Path, recipe: Recipe, step: int) -> bool:

@@ -11,6 +11,7 @@ ALIASES: dict[str, str] = {
     "train.gradient_accumulation_steps": "train.accumulation",
     "gradient_accumulation": "train.accumulation",
     "gradient_accumulation_steps": "train.accumulation",
+    "early_stopping_patience": "eval.patience",
     "max_batch_memory_gb": "train.memory_gb",
     "train.learning_rate": "train.lr",
     "learning_rate": "train.lr",

@@ -11,8 +11,10 @@ def nothing_held_out(recipe: Recipe, train_tokens: int, val_tokens: int, *, made
     """Of data that are known; nobody who asked for none is told so, unless something waits for it."""
     if not train_tokens or val_tokens:
         return []
-    if recipe.train.target_loss is not None:
-        return ["nothing is held out, so no validation loss is known: train.target_loss will not be reached"]
+    waiting = {"train.target_loss will not be reached": recipe.train.target_loss}
+    waiting["eval.patience will not stop the run"] = recipe.eval.patience
+    if told := [text for text, value in waiting.items() if value is not None]:
+        return [f"nothing is held out, so no validation loss is known: {', and '.join(told)}"]
     if recipe.data.val_fraction:
         larger = "a larger --val-fraction to `redline prepare`" if made else "a larger data.val_fraction"
         more = f"Give more text, or {larger}"

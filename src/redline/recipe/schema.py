@@ -263,6 +263,7 @@ class Eval(Section):
     samples: Whole = 1  # texts written before and after
     sample_tokens: Count = 120
     prompt: Words = ""
+    patience: MaybeCount = None  # evaluations in a row without a lower validation loss, after which the run stops
 
 
 class Checkpoint(Section):

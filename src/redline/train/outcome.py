@@ -8,9 +8,25 @@ from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMP
 from redline.train.state import TrainState
 
 # in order: of two reasons the later one counts
-REASONS = (None, "steps", "hours", "target_loss", "requested", "nonfinite", "preempted", "interrupted", "moved")
-# its own, with the keys of which the first that is set brings it about
-OWN_ENDS = {"steps": ("steps", "tokens", "epochs"), "hours": ("hours",), "target_loss": ("target_loss",)}
+REASONS = (
+    None,
+    "steps",
+    "hours",
+    "target_loss",
+    "patience",
+    "requested",
+    "nonfinite",
+    "preempted",
+    "interrupted",
+    "moved",
+)
+# The ends that a recipe asks for, and the keys that set each one.
+OWN_ENDS = {
+    "steps": ("train.steps", "train.tokens", "train.epochs"),
+    "hours": ("train.hours",),
+    "target_loss": ("train.target_loss",),
+    "patience": ("eval.patience",),
+}
 # A run whose directory was moved away must not be started again at its old place: launchers do not retry a usage error.
 EXIT_OF = {
     "preempted": EXIT_PREEMPTED,

@@ -14,14 +14,22 @@ class TrainState:
     seconds: float = 0.0  # of training, over all resumes
     best_loss: float | None = None
     best_step: int | None = None
+    evals_without_improvement: int = 0  # evaluations since the lowest validation loss; see eval.patience
 
     def after(self, tokens: int, seconds: float) -> TrainState:
         return replace(self, step=self.step + 1, tokens=self.tokens + tokens, seconds=seconds)
 
     def evaluated(self, loss: float | None) -> TrainState:
-        if loss is None or not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
+        """Return the state after an evaluation; `loss` is None where nothing is held out."""
+        if loss is None:
             return self
-        return replace(self, best_loss=loss, best_step=self.step)
+        if not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss):
+            return replace(self, evals_without_improvement=self.evals_without_improvement + 1)
+        return replace(self, best_loss=loss, best_step=self.step, evals_without_improvement=0)
+
+    def out_of_patience(self, patience: int | None) -> bool:
+        """Return whether `eval.patience` evaluations in a row have not improved the validation loss."""
+        return patience is not None and self.evals_without_improvement >= patience
 
     def best_of_others(self, sequences: int | None, now: int) -> str | None:
         """What is to be said where the lowest loss is of other validation windows: it measures nothing that comes."""
@@ -31,9 +39,16 @@ class TrainState:
 
     def to_json(self) -> dict[str, Any]:
         best = {"step": self.best_step, "loss": self.best_loss} if self.best_step is not None else None
-        return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "best": best}
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "best": best,
+            "evals_without_improvement": self.evals_without_improvement,
+        }
 
     @classmethod
     def from_json(cls, state: dict[str, Any]) -> TrainState:
         best = state["best"] or {"step": None, "loss": None}
-        return cls(int(state["step"]), int(state["tokens"]), float(state["seconds"]), best["loss"], best["step"])
+        stale = int(state.get("evals_without_improvement", 0))  # checkpoints of older versions do not have it
+        return cls(int(state["step"]), int(state["tokens"]), float(state["seconds"]), best["loss"], best["step"], stale)

@@ -136,7 +136,7 @@ class Trainer:
                 copy_weights(tensors, saved, str(checkpoint))
         self.state = TrainState.from_json(state)
         if then := self.state.best_of_others(state.get("evaluated_on"), self.recipe.eval.sequences):
-            self.state = replace(self.state, best_loss=None, best_step=None)
+            self.state = replace(self.state, best_loss=None, best_step=None, evals_without_improvement=0)
             self.monitor.warn(then)
         self.horizon.load_state(state["decisions"]["horizon"], self.state.step, self.state.seconds)
         self.pace.closing |= state["decisions"].get("closing", {})
@@ -357,6 +357,8 @@ class Trainer:
         target, best = self.train.target_loss, self.state.best_loss
         if target is not None and best is not None and best <= target:
             return "target_loss"
+        if self.state.out_of_patience(self.recipe.eval.patience):
+            return "patience"
         if self.horizon.steps is not None and self.state.step >= self.horizon.steps:
             return "steps"
         one_more = self.pace.seconds_per_step() + self.pace.reserve

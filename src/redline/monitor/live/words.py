@@ -74,6 +74,7 @@ _REASONS = {
     "steps": "all its steps are done",
     "hours": "its time is up",
     "target_loss": "it reached its target loss",
+    "patience": "the validation loss stopped improving",
     "requested": "as it was asked to",
     "moved": "its directory was moved away",
     "nonfinite": "too many updates in a row were not finite",
