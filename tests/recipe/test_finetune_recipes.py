@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from redline.errors import RecipeError
-from redline.recipe.load import load
+from redline.recipe.load import load, validate
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,7 @@ from redline.recipe.load import load
         (["finetune.method=lora", "model.quant=nf4"], "model.quant", "does not go with finetune.method=lora"),
         (["data.tokenizer=gpt2"], "data.tokenizer", "its base's own tokenizer"),
         (["finetune.method=full", "model.lora.r=4"], "model.lora", "does nothing with finetune.method=full"),
+        (["data.stream=true"], "data.stream", "reads all its conversations"),
         (["model.mlp=relu2"], "model.mlp", "no base has relu2"),
         *(
             ([f"train.{rate}=3e-3"], f"train.{rate}", "only the adapters' matrices learn")
@@ -35,3 +36,11 @@ def test_a_rate_that_is_obeyed_is_taken(overrides: list[str]) -> None:
     """One that says what holds anyway is in every lock; where all of a model learns, so do its embeddings."""
     recipe = load("qlora-smollm2", ["model.base=there", "train.embedding_lr=3e-3", *overrides]).recipe
     assert recipe.train.embedding_lr == 3e-3
+
+
+def test_a_lock_of_an_older_version_may_say_stream() -> None:
+    """It was taken and not read; the run still resumes."""
+    recipe = load("qlora-smollm2", ["model.base=there"]).recipe
+    tree = recipe.model_dump(mode="json")
+    tree["data"]["stream"] = True
+    assert validate(tree, where="lock").data.stream

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from redline.errors import UserError
 from redline.hardware.machine import Machine
 from redline.kernels import float8_choice
 from redline.monitor.events import read_events
@@ -126,6 +127,63 @@ def test_what_cannot_serve_leaves_bf16(asked: str, reason: str, monkeypatch: pyt
     choice = float8_choice.choose(asked, {"up": (128, 32, 64)}, fused=False)
     assert (choice.backend, choice.linears, choice.text) == ("none", (), "none")
     assert reason in choice.reason
+
+
+def test_torchao_by_name_without_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever names a back-end does not want another precision instead."""
+    monkeypatch.setattr("redline.kernels.torchao_linear.find_spec", lambda _: None)
+    with pytest.raises(UserError) as refused:
+        float8_choice.choose("torchao", {"up": (128, 32, 64)}, fused=False)
+    assert refused.value.where == "train.fp8"
+
+
+def failing(name: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of the matrix with this many outputs raises."""
+    width = {"up": 128, "out": 32}[name]
+    measure = float8_choice.measure
+
+    def try_it(backend: str, *shape: int, **how: Any) -> tuple[float, float]:
+        if shape[-1] == width and shape[-2] == 32:
+            raise error
+        return measure(backend, *shape, **how)
+
+    monkeypatch.setattr(float8_choice, "measure", try_it)
+
+
+def test_a_matrix_whose_trial_fails_stays_in_bf16(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul\nmore lines")
+    failing("up", error, monkeypatch)
+    trainer = world.run(tmp_path / "run", *EIGHT, "train.steps=2", machine=ABLE)
+    assert trainer.outcome.reason == "steps"
+    choice = trainer.objective.float8
+    assert (choice.linears, choice.failed) == (("qkv", "out", "head"), ("up",))
+    assert "CUBLAS_STATUS_NOT_SUPPORTED" in choice.reason
+    assert "more lines" not in choice.reason
+    (warning,) = trainer.objective.warnings()
+    assert "up" in warning
+
+
+def test_a_trial_that_failed_is_tried_again_by_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        failing("up", RuntimeError("not today"), patch)
+        assert float8_choice.choose("auto", {"up": (128, 32, 128)}, fused=True).linears == ()
+    assert float8_choice.choose("auto", {"up": (128, 32, 128)}, fused=True).linears == ("up",)
+
+
+def test_running_out_of_memory_in_a_trial_is_no_reason_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run recovers from it with smaller micro-batches."""
+    failing("up", torch.OutOfMemoryError("no room"), monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError):
+        float8_choice.choose("auto", {"up": (128, 32, 128)}, fused=True)
+
+
+def test_no_fp8_at_all_is_warned_of(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("redline.kernels.torchao_linear.find_spec", lambda _: None)
+    plain = ("train.precision=fp8", "model.kernels=torch", "train.steps=1")
+    trainer = world.run(tmp_path / "run", *plain, machine=ABLE)
+    (warning,) = trainer.objective.warnings()
+    assert "bf16" in warning
+    assert "torchao is not installed" in warning
 
 
 def test_a_choice_is_measured_once_per_machine(measured: list[Any]) -> None:

@@ -163,7 +163,8 @@ class OneRun:
     def _decided(self, trainer: Trainer) -> Resolved:
         """With what was measured while the model was built."""
         measured = [Choice(*choice) for choice in trainer.objective.choices()]
-        return replace(self.resolved, choices=[*self.resolved.choices, *measured])
+        warnings = [*self.resolved.warnings, *trainer.objective.warnings()]
+        return replace(self.resolved, choices=[*self.resolved.choices, *measured], warnings=warnings)
 
 
 def refuse_run(path: Path) -> None:

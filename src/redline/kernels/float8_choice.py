@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redline.errors import UserError
 from redline.hardware.measured import FLOAT8, gpu_key, keep, recall
 from redline.hardware.nvml import driver_version
 from redline.kernels.float8 import MULTIPLE, Scale, input_gradient8, linear8, quantise, weight_gradient8
@@ -27,6 +28,7 @@ class Float8Choice:
     backend: str  # native, torchao, or none
     linears: tuple[str, ...]
     reason: str
+    failed: tuple[str, ...] = ()  # the linears whose trial raised an error: they stay in bf16
 
     @property
     def text(self) -> str:
@@ -36,28 +38,47 @@ class Float8Choice:
 def choose(asked: str, shapes: Shapes, *, fused: bool, learns: bool = True) -> Float8Choice:
     """`native` is for fused blocks, `torchao` for compiled ones; what cannot be in fp8, or loses, stays in bf16.
 
-    A weight that does not learn has no gradient, and its cast costs much the same either way.
+    A weight that does not learn has no gradient, and its cast costs much the same either way. A matmul whose trial
+    raises an error (cuBLASLt does not support every shape) stays in bf16, and the reason names the error.
     """
     if not fused and (asked == "native" or not learns):
         return Float8Choice("none", (), "native fp8 is part of the fused kernels, which are off")
     if not fused and missing():
+        if asked == "torchao":  # asked for by name: training in bf16 instead is not what was meant
+            fix = "Install it, or use train.fp8=auto or train.precision=bf16."
+            raise UserError(f"{missing()}.", where="train.fp8", fix=fix)
         return Float8Choice("none", (), missing())
     backend = "native" if fused else "torchao"
     able = {name: shape for name, shape in shapes.items() if all(side % MULTIPLE == 0 for side in shape)}
     odd = [f"{name} is no multiple of {MULTIPLE}" for name in shapes if name not in able]
     key = _key(backend, able, learns)
     times, date = _recall(key, able), ""
+    errors: dict[str, str] = {}
     if times is None:
-        times = {name: measure(backend, *shape, cast=name in CAST, learns=learns) for name, shape in able.items()}
-        keep(FLOAT8, key, {"ms": times})
+        times = {}
+        for name, shape in able.items():
+            try:
+                times[name] = measure(backend, *shape, cast=name in CAST, learns=learns)
+            except torch.OutOfMemoryError:
+                raise  # the run recovers from it with smaller micro-batches
+            except Exception as error:
+                errors[name] = _first_line(error)
+        if not errors:  # the next run tries again what failed
+            keep(FLOAT8, key, {"ms": times})
         torch.cuda.empty_cache()  # the model wants the room in other pieces
     else:
         date = ", as measured before"
     faster = tuple(name for name, (bf16, fp8) in times.items() if fp8 < bf16)
     told = [f"{name} {bf16:.2f} → {fp8:.2f}" for name, (bf16, fp8) in times.items()]
     which = f"a layer's {'three' if learns else 'two'} matmuls"
-    reason = f"ms of {which} in bf16 → fp8{date}: {'; '.join([', '.join(told), *odd])}"
-    return Float8Choice(backend if faster else "none", faster, reason)
+    failed = [f"{name} failed: {error}" for name, error in errors.items()]
+    reason = f"ms of {which} in bf16 → fp8{date}: {'; '.join([', '.join(told) or 'none', *odd, *failed])}"
+    return Float8Choice(backend if faster else "none", faster, reason, tuple(errors))
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:120] if lines else type(error).__name__
 
 
 def measure(

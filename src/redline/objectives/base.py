@@ -189,6 +189,10 @@ class Objective(ABC):
         """What the job chose by measurement while it was built: key, value, reason."""
         return []
 
+    def warnings(self) -> list[str]:
+        """Return what the recipe asks for and this machine does not give, found while the model was built."""
+        return []
+
     def state(self) -> dict[str, Any]:
         """What must survive a restart besides the weights."""
         return {}

@@ -68,6 +68,15 @@ class InFloat8(DecoderObjective):
             found.append(("train.fp8", self.float8.text, self.float8.reason))
         return found
 
+    def warnings(self) -> list[str]:
+        found, choice = super().warnings(), self.float8
+        if choice is not None and not choice.linears:
+            return [*found, f"train.precision=fp8 is off, the run trains in bf16: {choice.reason}"]
+        if choice is not None and choice.failed:
+            which = ", ".join(choice.failed)
+            return [*found, f"fp8 failed in the trial of {which}, which stays in bf16: {choice.reason}"]
+        return found
+
     def state(self) -> dict[str, Any]:
         found = super().state()
         if self.float8 is not None:

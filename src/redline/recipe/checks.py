@@ -29,9 +29,17 @@ def contradictions(recipe: Recipe) -> list[Problem]:
     return [*found, *_optimizer(recipe), *_schedule(recipe.train), *job(recipe.objective).problems(recipe)]
 
 
-def idle(model: Model) -> list[Problem]:
-    """What a person wrote to no effect. A lock has what a plan filled in, too: not asked there."""
-    return [*_idle_size(model), *_idle_beside_a_base(model)]
+def idle(recipe: Recipe) -> list[Problem]:
+    """What a person wrote to no effect. Not asked of a lock: it also has what a plan filled in, and older versions
+    wrote locks with such keys."""
+    return [*_idle_size(recipe.model), *_idle_beside_a_base(recipe.model), *_idle_stream(recipe)]
+
+
+def _idle_stream(recipe: Recipe) -> list[Problem]:
+    if not (recipe.data.stream and recipe.objective == "finetune"):
+        return []
+    what = "is for text: fine-tuning reads all its conversations before it starts."
+    return [Problem("data.stream", what, "Leave it out, or set data.stream=false.")]
 
 
 def _idle_beside_a_base(model: Model) -> list[Problem]:
@@ -155,7 +163,7 @@ def _schedule(train: Train) -> list[Problem]:
 
 
 def _stream(recipe: Recipe) -> list[Problem]:
-    if not recipe.data.stream:
+    if not recipe.data.stream or recipe.objective == "finetune":  # which does not read it at all
         return []
     problems = []
     if recipe.train.epochs:

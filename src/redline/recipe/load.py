@@ -266,7 +266,7 @@ def validate(tree: dict[str, Any], *, where: str, problems: Sequence[Problem] = 
     except ValidationError as error:
         every = (_problem(e, schema, hint=n < _HINTS) for n, e in enumerate(error.errors()))
         raise RecipeError(where, [*found, *every]) from None
-    found += [*contradictions(recipe), *(idle(recipe.model) if written else ())]
+    found += [*contradictions(recipe), *(idle(recipe) if written else ())]
     if found:
         raise RecipeError(where, found)
     return recipe

@@ -63,7 +63,7 @@ class Ready:
             "precision": recipe.train.precision,
             "compiled": recipe.train.compile,
             "kernels": recipe.model.kernels,
-            "warnings": [*self.resolved.warnings, *self.heard.warnings],
+            "warnings": [*self.resolved.warnings, *self.objective.warnings(), *self.heard.warnings],
             "choices": chosen | {key: value for key, value, _ in self.objective.choices()},
         }
 
