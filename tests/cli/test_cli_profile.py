@@ -39,6 +39,37 @@ def test_the_trace_opens(profiled: tuple[Any, Path]) -> None:
     assert len([event for event in updates if event.get("ph") == "X"]) == 2
 
 
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    (trace,) = folder.glob("*.pt.trace.json.gz")
+    events: list[dict[str, Any]] = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    return events
+
+
+def test_shapes_memory_and_stacks_are_in_the_trace(
+    inside: Any, recipe: str, tmp_path: Path, profiled: tuple[Any, Path]
+) -> None:
+    words = ["--wait", "1", "--warmup", "1", "--steps", "1", "--record-shapes", "--profile-memory", "--with-stack"]
+    answer = inside("profile", recipe, *words, "--out", "there")
+    assert answer.code == 0, answer.err
+    events = events_of(tmp_path / "there")
+    assert any(event.get("args", {}).get("Input Dims") for event in events if event.get("name") == "aten::mm")
+    assert any(event.get("name") == "[memory]" for event in events)
+    assert any(event.get("cat") == "python_function" for event in events)
+    updates = [event for event in events if event.get("name") == "redline.update" and event.get("ph") == "X"]
+    assert len(updates) == 1, "the steps that wait and warm up are not recorded"
+    names = [one["name"] for one in json.loads((tmp_path / "there/profile.json").read_text())["longest"]]
+    assert "aten::mm" in names
+    assert not [name for name in names if ".py(" in name or "built-in" in name], "the table is still of operators"
+    plain = events_of(next((profiled[1] / "runs/profiles").iterdir()))
+    assert not any(event.get("name") == "[memory]" or event.get("cat") == "python_function" for event in plain)
+
+
+def test_the_table_has_operators_alone(profiled: tuple[Any, Path]) -> None:
+    (folder,) = (profiled[1] / "runs/profiles").iterdir()
+    names = [one["name"] for one in json.loads((folder / "profile.json").read_text())["longest"]]
+    assert not [name for name in names if name.startswith(("ProfilerStep", "redline."))]
+
+
 def test_nothing_is_trained(profiled: tuple[Any, Path], redline: Any) -> None:
     _, home = profiled
     assert not list(home.rglob("checkpoints"))

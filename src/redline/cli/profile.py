@@ -32,7 +32,16 @@ def profile(
     recipe: Annotated[
         list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE …]", help="A shipped name or a YAML file.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=100, help="Under the profiler, after three that settle.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, max=100, help="Steps that are recorded.")] = 3,
+    wait: Annotated[int, typer.Option(min=0, max=1000, help="Steps before them, without the profiler.")] = 2,
+    warmup: Annotated[int, typer.Option(min=0, max=100, help="Steps before them that the profiler throws away.")] = 1,
+    record_shapes: Annotated[bool, typer.Option("--record-shapes", help="Shapes of operands, in the trace.")] = False,
+    profile_memory: Annotated[
+        bool, typer.Option("--profile-memory", help="Every allocation, in the trace; slower.")
+    ] = False,
+    with_stack: Annotated[
+        bool, typer.Option("--with-stack", help="Python's call stacks, in the trace; much slower.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="runs/profiles/RECIPE-DATE-TIME if not given.")
     ] = None,
@@ -43,6 +52,7 @@ def profile(
     Examples:
       redline profile quickstart
       redline profile pretrain-350m data.source=./tokens train.precision=fp8 --steps 5
+      redline profile quickstart --wait 1 --warmup 1 --steps 3 --record-shapes --profile-memory --with-stack
     """
     from redline.recipe.load import load
 
@@ -52,7 +62,9 @@ def profile(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError("is there already.", where=str(folder), fix="Choose another --out.")
     with _made(folder):
-        found = _profile(loaded, steps, folder)
+        recording = {"active": steps, "wait": wait, "warmup": warmup, "record_shapes": record_shapes}
+        recording |= {"profile_memory": profile_memory, "with_stack": with_stack}
+        found = _profile(loaded, recording, folder)
     typer.echo(json.dumps(found.record) if json_ else "\n".join(found.lines()))
 
 
@@ -113,7 +125,7 @@ def _short(name: str, most: int = 90) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
-def _profile(loaded: Loaded, steps: int, folder: Path) -> _Found:
+def _profile(loaded: Loaded, options: dict[str, Any], folder: Path) -> _Found:
     from redline.cli.running import environment
 
     environment(loaded.recipe)
@@ -125,8 +137,10 @@ def _profile(loaded: Loaded, steps: int, folder: Path) -> _Found:
     from redline.objectives import objective_module
     from redline.recipe.resolve import resolve
     from redline.train.log import peak_memory_gib
-    from redline.train.profiling import SETTLE_STEPS, memory_recorded, profiled
+    from redline.train.profiling import Recording, memory_recorded, profiled
     from redline.train.ready import Silent, trainer_alone
+
+    recording = Recording(**options)
 
     def say(text: str) -> None:
         typer.echo(text, err=True)
@@ -136,7 +150,7 @@ def _profile(loaded: Loaded, steps: int, folder: Path) -> _Found:
     with PreparationBar() as bar:
         data = module.load_data(recipe, progress=bar)
     resolved = resolve(recipe, detect(recipe.train.device), data.facts)
-    resolved = replace(resolved, horizon_steps=SETTLE_STEPS + steps)  # no teacher reads for more
+    resolved = replace(resolved, horizon_steps=recording.steps)  # no teacher reads for more
     objective = module.create(resolved, data)
     trace = folder / f"{loaded.name}.pt.trace.json.gz"
     with trainer_alone(resolved, objective, Silent()) as trainer:
@@ -144,12 +158,12 @@ def _profile(loaded: Loaded, steps: int, folder: Path) -> _Found:
             say("building and warming up")
             trainer.build()
             trainer.warm_up()
-            told = profiled(trainer, steps, trace, lambda done: _tell(done, steps + SETTLE_STEPS))
+            told = profiled(trainer, recording, trace, lambda done: _tell(done, recording.steps))
             memory = recorded()
         peak = peak_memory_gib(trainer.device)
     parts = breakdown(
         told.spans,
-        steps=steps,
+        steps=recording.active,
         seconds=told.seconds,
         busy=told.busy,
         data_wait=told.data_wait,

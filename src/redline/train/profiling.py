@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from redline.errors import UserError
 from redline.monitor.breakdown import Span, covered
@@ -23,9 +23,29 @@ from redline.monitor.memory_history import MemoryHistory, memory_history
 from redline.train.feed import Feed
 from redline.train.trainer import Trainer
 
-SETTLE_STEPS = 3
 _HISTORY = 1_000_000  # events of the allocator
-_STEPS = "redline.steps"
+_STEP = "redline.step"
+_TORCHS_STEP = "ProfilerStep"  # a range of torch.profiler around each step
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What the profiler records, under the names that torch.profiler has for it."""
+
+    active: int = 3  # steps that are recorded
+    wait: int = 2  # steps before, without the profiler
+    warmup: int = 1  # steps before, under the profiler and thrown away: starting it slows the first
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+
+    @property
+    def settling(self) -> int:
+        return self.wait + self.warmup
+
+    @property
+    def steps(self) -> int:
+        return self.settling + self.active
 
 
 @dataclass(frozen=True)
@@ -37,35 +57,44 @@ class Profiled:
     data_wait: float
 
 
-def profiled(trainer: Trainer, steps: int, trace: Path, told: Callable[[int], None] = lambda _: None) -> Profiled:
-    """Of a trainer that is built and warmed up; `told` hears how many steps are done, those that settle among them."""
+def profiled(
+    trainer: Trainer, recording: Recording, trace: Path, told: Callable[[int], None] = lambda _: None
+) -> Profiled:
+    """Profile steps of a trainer that is built and warmed up; `told` is called with the number of steps done."""
     setattr(trainer.optimizer, "step", _named(UPDATE, trainer.optimizer.step))  # noqa: B010, a method of one instance
     gpu = trainer.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
-    with Feed(trainer.objective, trainer.batch, trainer.device, trainer.recipe.data.workers, 0) as feed:
+    begin = seconds = waited = 0.0
+    events: list[Any] = []
 
-        def run(first: int, count: int) -> float:
-            waited = 0.0
-            for step in range(first, first + count):
+    def finished(profiler: profile) -> None:
+        _export(profiler, trace)
+        events.extend(profiler.events() or [])
+
+    profiler = profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])],
+        schedule=schedule(wait=recording.wait, warmup=recording.warmup, active=recording.active, repeat=1),
+        on_trace_ready=finished,
+        record_shapes=recording.record_shapes,
+        profile_memory=recording.profile_memory,
+        with_stack=recording.with_stack,
+    )
+    work = (trainer.objective, trainer.batch, trainer.device, trainer.recipe.data.workers, 0)
+    with Feed(*work) as feed, profiler:
+        for step in range(recording.steps):
+            if step == recording.settling:
+                begin = time.perf_counter()
+            with record_function(_STEP):
                 batch = feed.next(step)
                 trainer.step(step, batch, 1e-3)
-                waited += batch.seconds
-                told(step + 1)
-            if gpu:
-                torch.cuda.synchronize()
-            return waited
-
-        run(0, SETTLE_STEPS)
-        with profile(activities=activities) as profiler:
-            begin = time.perf_counter()
-            with record_function(_STEPS):
-                waited = run(SETTLE_STEPS, steps)
+            waited += batch.seconds if step >= recording.settling else 0.0
+            if gpu and step + 1 in (recording.settling, recording.steps):
+                torch.cuda.synchronize()  # kernels that are still queued would run, and be recorded, in the next part
             seconds = time.perf_counter() - begin
-    _export(profiler, trace)
-    events = list(profiler.events() or [])
+            told(step + 1)
+            profiler.step()  # after the last one it stops, and calls `finished`
     spans = _kernels(events) if gpu else _operators(events)
     busy = covered((s.start, s.end) for s in spans) if gpu else sum(s.end - s.start for s in spans)
-    return Profiled(spans, steps, seconds, busy, waited)
+    return Profiled(spans, recording.active, seconds, busy, waited)
 
 
 def _export(profiler: profile, trace: Path) -> None:
@@ -104,10 +133,12 @@ def _kernels(events: list[Any]) -> list[Span]:
 
 def _operators(events: list[Any]) -> list[Span]:
     """On a CPU, of the thread that trains: what each operator took itself, without those it called."""
-    ours = next((event.thread for event in events if event.name == _STEPS), None)
+    ours = next((event.thread for event in events if event.name == _STEP), None)
     spans = []
     for event in events:
-        if event.thread == ours and event.name not in (_STEPS, UPDATE) and event.self_cpu_time_total > 0:
+        ranges = event.name in (_STEP, UPDATE) or event.name.startswith(_TORCHS_STEP)
+        python = getattr(event, "is_python_function", False)  # with stacks there is an event for each Python call
+        if event.thread == ours and not ranges and not python and event.self_cpu_time_total > 0:
             start, _ = _seconds(event)
             spans.append(Span(event.name, start, start + 1e-6 * event.self_cpu_time_total, _within(event, UPDATE)))
     return spans
