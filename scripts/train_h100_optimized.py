@@ -6,4 +6,4 @@ from guide_flags import Defaults, run
 SETTINGS = ("train.global_batch=512", "train.warmup_steps=1000", "eval.every=500")
 
 if __name__ == "__main__":
-    run("Train the 350M model as the H100 optimization summary does.", Defaults(None, None, 6e-4, 1.5, SETTINGS))
+    run("Train the 350M model as the H100 optimization summary does.", Defaults(None, None, 6e-4, 1.5, more=SETTINGS))

@@ -1,7 +1,28 @@
 # shellcheck shell=bash
-# Sourced by the launchers of the H200 guide: its variables, told to `redline train` in its own words.
-# Only what is set is passed on; everything else is the recipe's. Any two of BATCH_SIZE, GRAD_ACCUM and
-# GLOBAL_BATCH_SIZE give the third, and three must agree.
+# Sourced by the launchers of the H200 guide. It translates the guide's variables into recipe keys of `redline train`.
+# A variable that is set in the environment wins over the launcher's `settings`, and a key=value on the command line over
+# both; everything else is the recipe's. Any two of BATCH_SIZE, GRAD_ACCUM and GLOBAL_BATCH_SIZE give the third, and three
+# must agree.
+
+# use_settings NAME=VALUE … : set the variables that the environment does not set.
+# A setting gives way where it would contradict what was asked for: the batch size where GRAD_ACCUM is given, and the
+# learning rate where the global batch is another (then it follows 3e-4·√(global batch / 128)).
+use_settings() {
+  local setting name value usual='' total=${GLOBAL_BATCH_SIZE:-} batch=${BATCH_SIZE:-} accumulation=${GRAD_ACCUM:-}
+  [[ -z $total && $batch =~ ^[0-9]+$ && $accumulation =~ ^[0-9]+$ ]] && total=$((10#$batch * 10#$accumulation))
+  for setting in "$@"; do
+    name=${setting%%=*} value=${setting#*=}
+    [[ $name == GLOBAL_BATCH_SIZE ]] && usual=$value
+    [[ -n ${!name:-} ]] && continue
+    case $name in
+      BATCH_SIZE) [[ -n $accumulation ]] && continue ;;
+      GLOBAL_BATCH_SIZE) [[ -n $batch && -n $accumulation ]] && continue ;;
+      LR) [[ -n $total && $total != "$usual" ]] && continue ;;
+    esac
+    printf -v "$name" %s "$value"
+  done
+  return 0
+}
 
 # Appends to `words`.
 add_variables() {
@@ -19,6 +40,8 @@ add_variables() {
   [[ -n ${LR:-} ]] && words+=("train.lr=$LR")
   [[ -n ${WARMUP_STEPS:-} ]] && words+=("train.warmup_steps=$WARMUP_STEPS")
   [[ -n ${SEQ_LEN:-} ]] && words+=("data.seq_len=$SEQ_LEN")
+  [[ -n ${NUM_WORKERS:-} ]] && words+=("data.workers=$NUM_WORKERS")
+  [[ -n ${WANDB:-} ]] && words+=("monitor.wandb=$WANDB")
   return 0
 }
 
@@ -31,11 +54,16 @@ find_redline() {
   exit 1
 }
 
-# launch ROOT RECIPE [key=value …] [options of redline train]
+# launch ROOT RECIPE [key=value …] [options of redline train]; reads the launcher's array `settings`
 launch() {
-  local root=$1 recipe=$2 word
+  local root=$1 recipe=$2 word preset=
   shift 2
   find_redline "$root"
+  for word in "$@"; do
+    [[ $word == train.preset=* ]] && preset=yes # it scales the recipe's batch, which the settings would fix
+  done
+  # shellcheck disable=SC2154 # the launcher sets it
+  [[ -n $preset ]] || use_settings "${settings[@]}"
   words=("$recipe")
   add_variables
   for word in "$@"; do

@@ -11,9 +11,19 @@
 # BD3-LM on GSM8K, as in the H200 guide:
 #   bash scripts/train/train_gsm8k_bd3lm_h200.sh [key=value …]   or the same with sbatch
 #   BATCH_SIZE=64 bash scripts/train/train_gsm8k_bd3lm_h200.sh   smaller micro-batches, the same global batch
-# Variables: BATCH_SIZE (128), GLOBAL_BATCH_SIZE (512), GRAD_ACCUM (4), WARMUP_STEPS (5000), SEQ_LEN (512), and LR, which
-# is 3e-4·√(global batch / 128) if not set: 6e-4 at 512. Presets: train.preset=conservative|recommended|aggressive|extreme.
+# Further variables: GRAD_ACCUM (4: GLOBAL_BATCH_SIZE / BATCH_SIZE), WARMUP_STEPS (5000), SEQ_LEN (512), NUM_WORKERS (2: the
+# batches come from a memory map), WANDB=PROJECT (off). Presets: train.preset=conservative|recommended|aggressive|extreme,
+# which scale the batch and leave the learning rate to 3e-4·√(global batch / 128).
 set -euo pipefail
+
+# The guide's settings. Edit a line here, or set the variable for one run. The guide's learning rates: 3e-4 for a global
+# batch of 128, 4e-4 for 256, 5e-4 for 512, 7e-4 for 1024.
+# shellcheck disable=SC2034 # read by launch.sh
+settings=(
+  BATCH_SIZE=128
+  GLOBAL_BATCH_SIZE=512
+  LR=5e-4
+)
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 # sbatch runs a copy of this file: then the checkout is where it was submitted

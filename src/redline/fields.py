@@ -163,6 +163,7 @@ def _forms(rule: Rule) -> list[dict[str, Any]]:
 
 Count = Annotated[int, _count()]
 Whole = Annotated[int, _count(0)]
+Prefetch = Annotated[int, _count(1, 1024)]  # steps; each of their batches is held in memory
 Quintics = Annotated[int, _count(3, 5)]
 Workers = Annotated[int, _count(0, MOST_WORKERS)]
 Sequences = Annotated[int, _count(1, MOST_SEQUENCES)]

@@ -119,6 +119,18 @@ def test_an_unknown_card_has_no_peak() -> None:
     assert resolved(name="quickstart", machine=V100).recipe.model.size is not None, "a size is chosen all the same"
 
 
+def test_compile_mode_is_refused_or_warned_of_where_nothing_is_compiled() -> None:
+    mode = "train.compile_mode=max-autotune-no-cudagraphs"
+    assert not [text for text in resolved(mode, "model.kernels=torch").warnings if "compile_mode" in text]
+    assert [text for text in resolved(mode).warnings if "compile_mode" in text], "on this card the blocks are fused"
+    assert [text for text in resolved(mode, machine=CPU).warnings if "compile_mode" in text], "compile is off by auto"
+    with pytest.raises(RecipeError) as refused:
+        load("pretrain-350m", [mode, "train.compile=false"])
+    assert [problem.key for problem in refused.value.problems] == ["train.compile_mode"]
+    with pytest.raises(RecipeError):
+        load("pretrain-350m", ["train.compile_mode=max-autotune"])
+
+
 def test_compile_by_machine() -> None:
     assert resolved().recipe.train.compile is True
     assert resolved(machine=CPU).recipe.train.compile is False, "no clock says that the run is long"

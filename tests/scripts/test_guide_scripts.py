@@ -32,8 +32,8 @@ def told(module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setitem(sys.modules, "guide_flags", flags)
         monkeypatch.setattr(flags, "main", lambda: None)
         defaults = {
-            "train_h100": flags.Defaults(8, 16, 4e-4, 1.5),
-            "train_h100_optimized": flags.Defaults(None, None, 6e-4, 1.5, module("train_h100_optimized").SETTINGS),
+            "train_h100": flags.Defaults(8, 16, 4e-4, 1.5, without_fp8=(16, 8)),
+            "train_h100_optimized": flags.Defaults(None, None, 6e-4, 1.5, more=module("train_h100_optimized").SETTINGS),
         }[launcher]
         monkeypatch.setattr(sys, "argv", ["script", *words])
         flags.run("", defaults)
@@ -67,7 +67,7 @@ def test_a_dry_run_from_anywhere(script: Any, name: str, corpus: Path) -> None:
     first = done.stderr.splitlines()
     assert "always on" in first[0]
     assert "fp8 is off" in done.stderr, "there are no units for it here, and it says so"
-    assert any(line.startswith("train.target_loss: 3.0781 is") and "tokenizer" in line for line in first)
+    assert any(line.startswith("target loss: ") and "tokenizer" in line for line in first)
     assert any(line.startswith("redline train pretrain-350m train.") for line in first), "the translation is shown"
     assert " parameters · " in done.stderr
     assert {"train_h100": "micro 8 × 16", "train_h100_optimized": "512 sequences"}[name] in done.stderr
@@ -80,13 +80,23 @@ def test_a_mistake_is_a_sentence(script: Any) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_fp8_and_no_fp8_contradict_each_other(told: Any) -> None:
+    with pytest.raises(SystemExit) as refused:
+        told("train_h100", "--use_fp8", "--no_fp8")
+    assert refused.value.code == 2
+
+
 def test_the_guides_defaults(told: Any) -> None:
     plain = recipe(told("train_h100"))
     assert batch(plain) == (8, 16, "auto")
-    assert (plain.train.lr, plain.train.hours, plain.train.target_loss) == (4e-4, 1.5, 3.0781)
+    assert (plain.train.lr, plain.train.hours) == (4e-4, 1.5)
+    assert plain.train.target_loss is None, (
+        "the guide promises 2.90 to 2.95: a run that stops at 3.0781 cannot get there"
+    )
     assert (plain.monitor.log_every, plain.eval.every, plain.checkpoint.every) == (100, 1000, 5000)
     tuned = recipe(told("train_h100_optimized"))
     assert batch(tuned) == ("auto", "auto", 512)
+    assert tuned.train.target_loss is None
     assert (tuned.train.lr, tuned.train.warmup_steps, tuned.eval.every) == (6e-4, 1000, 500)
 
 
@@ -94,6 +104,10 @@ def test_the_guides_defaults(told: Any) -> None:
     ("launcher", "words", "expected"),
     [
         ("train_h100", "--no_fp8 --batch_size 16 --gradient_accumulation_steps 8", (16, 8, "auto")),
+        ("train_h100", "--no_fp8", (16, 8, "auto")),
+        ("train_h100", "--use_fp8", (8, 16, "auto")),
+        ("train_h100", "--no_fp8 --batch_size 4", (4, 16, "auto")),
+        ("train_h100_optimized", "--no_fp8", ("auto", "auto", 512)),
         ("train_h100", "--batch_size 4 --gradient_accumulation_steps 32", (4, 32, "auto")),
         ("train_h100", "--batch_size 4 --gradient_accumulation 4", (4, 4, "auto")),
         ("train_h100", "train.global_batch=256", (8, "auto", 256)),
@@ -122,7 +136,8 @@ def test_batches(told: Any, launcher: str, words: str, expected: tuple[Any, Any,
         ("--use_flash_attn", "model", "attention", "auto"),
         ("--use_flash_attention false", "model", "attention", "dense"),
         ("--num_workers 16", "data", "workers", 16),
-        ("train.target_loss=null", "train", "target_loss", None),
+        ("train.target_loss=3.0781", "train", "target_loss", 3.0781),
+        ("--no_fp8 --mixed_precision fp16", "train", "precision", "fp16"),
         ("--pin_memory --persistent_workers", "train", "lr", 4e-4),
     ],
 )

@@ -17,7 +17,8 @@ from redline.recipe.schema import Recipe
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "train"
 LAUNCHERS = {"train_gsm8k_bd3lm_h200.sh": "gsm8k-bd3lm", "train_hdp_diffusion_h200.sh": "gsm8k-hdp"}
-VARIABLES = ("BATCH_SIZE", "GLOBAL_BATCH_SIZE", "GRAD_ACCUM", "LR", "WARMUP_STEPS", "SEQ_LEN")
+VARIABLES = ("BATCH_SIZE", "GLOBAL_BATCH_SIZE", "GRAD_ACCUM", "LR", "WARMUP_STEPS", "SEQ_LEN", "NUM_WORKERS", "WANDB")
+SETTINGS = ("train.micro_batch=128", "train.global_batch=512", "train.lr=5e-4")
 ECHO = '#!/bin/bash\nprintf "%s\\n" "$@"\n'
 Told = Callable[..., list[str]]
 
@@ -86,9 +87,10 @@ def test_the_scheduler_is_asked_for_one_gpu_and_no_account(name: str) -> None:
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_the_guides_defaults(told: Told, name: str) -> None:
     words = told(name)
-    assert words == ["train", LAUNCHERS[name]]
+    assert words == ["train", LAUNCHERS[name], *SETTINGS]
     found = recipe(words, name)
     assert batch(found) == (128, "auto", 512)
+    assert found.train.lr == 5e-4, "of the guide's table, for a global batch of 512"
     assert (found.train.warmup_steps, found.train.steps, found.data.seq_len) == (5000, 50_000, 512)
 
 
@@ -117,6 +119,42 @@ def test_rate_and_warm_up(told: Told, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
+def test_the_batch_size_line_can_be_edited(checkout: Path, told: Told, name: str) -> None:
+    """As the guide says: open the script, change BATCH_SIZE=128, run it."""
+    script = checkout / "scripts" / "train" / name
+    text = script.read_text(encoding="utf-8")
+    assert text.count("BATCH_SIZE=128\n") == 1
+    script.write_text(text.replace("BATCH_SIZE=128\n", "BATCH_SIZE=64\n"), encoding="utf-8")
+    assert batch(recipe(told(name), name)) == (64, "auto", 512)
+    assert batch(recipe(told(name, BATCH_SIZE="32"), name)) == (32, "auto", 512), "for one run the environment wins"
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("variables", "rate"),
+    [
+        ({}, 5e-4),
+        ({"BATCH_SIZE": "64"}, 5e-4),  # the global batch is the same
+        ({"GRAD_ACCUM": "8"}, 5e-4),
+        ({"GLOBAL_BATCH_SIZE": "1024"}, "auto"),  # the √ rule
+        ({"GLOBAL_BATCH_SIZE": "512"}, 5e-4),
+        ({"BATCH_SIZE": "64", "GRAD_ACCUM": "8"}, 5e-4),  # the guide's way out of an OOM
+        ({"BATCH_SIZE": "64", "GRAD_ACCUM": "4"}, "auto"),
+        ({"GLOBAL_BATCH_SIZE": "1024", "LR": "7e-4"}, 7e-4),
+    ],
+)
+def test_the_rate_belongs_to_the_global_batch(told: Told, name: str, variables: dict[str, str], rate: Any) -> None:
+    assert recipe(told(name, **variables), name).train.lr == rate
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_workers_and_the_tracker(told: Told, name: str) -> None:
+    found = recipe(told(name, NUM_WORKERS="16", WANDB="my-project"), name)
+    assert (found.data.workers, found.monitor.wandb) == (16, "my-project")
+    assert recipe(told(name), name).monitor.wandb is False
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
 def test_overrides_go_on_and_win(told: Told, name: str) -> None:
     guide = ("model.attn_backend=flash_attn", "trainer.precision=bf16-mixed", "+model.gradient_checkpointing=true")
     words = told(
@@ -132,7 +170,8 @@ def test_overrides_go_on_and_win(told: Told, name: str) -> None:
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_presets(told: Told, name: str) -> None:
-    assert batch(recipe(told(name, "train.preset=conservative"), name)) == (64, "auto", 256)
+    found = recipe(told(name, "train.preset=conservative"), name)
+    assert (batch(found), found.train.lr) == ((64, "auto", 256), "auto")
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
@@ -147,7 +186,8 @@ def test_sbatch_runs_a_copy(checkout: Path, tmp_path: Path, name: str) -> None:
     shutil.copy(checkout / "scripts" / "train" / name, spool / "slurm_script")
     done = bash(spool / "slurm_script", "train.steps=5", cwd=checkout, SLURM_SUBMIT_DIR=str(checkout), BATCH_SIZE="64")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["train", LAUNCHERS[name], "train.micro_batch=64", "train.steps=5"]
+    expected = ["train", LAUNCHERS[name], "train.micro_batch=64", *SETTINGS[1:], "train.steps=5"]
+    assert done.stdout.splitlines() == expected
     lost = bash(spool / "slurm_script", cwd=spool, SLURM_SUBMIT_DIR=str(spool))
     assert lost.returncode == 1
     assert "submit this from the checkout" in lost.stderr

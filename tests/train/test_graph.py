@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from redline.monitor.events import read_events
 from redline.train import graph
-from redline.train.graph import GraphedBackward, unless_slower, use_graph
+from redline.train.graph import GraphedBackward, not_recorded, unless_slower, use_graph
 from redline.train.step import StepBatch
 
 
@@ -162,4 +162,18 @@ def test_a_graph_that_fails_costs_nothing_but_a_warning(monkeypatch: pytest.Monk
 def test_where_there_can_be_none_it_says_so(world: Any, tmp_path: Path) -> None:
     world.run(tmp_path / "run", "train.graph=true", "train.steps=1")
     said = [event["message"] for event in read_events(tmp_path / "run/events.jsonl") if event["type"] == "warning"]
-    assert said == ["train.graph is off: it needs a GPU, and steps that are the same kernels each time"]
+    assert said == ["train.graph is off: it needs a GPU"]
+
+
+@pytest.mark.parametrize(
+    ("device", "replayable", "alone", "recorded"),
+    [
+        ("cuda", True, True, True),
+        ("cpu", True, True, False),
+        ("cuda", False, True, False),
+        ("cuda", True, False, False),
+    ],
+)
+def test_who_gets_a_graph(device: str, replayable: bool, alone: bool, recorded: bool) -> None:
+    reason = not_recorded(torch.device(device), replayable=replayable, alone=alone)
+    assert (reason == "") == recorded

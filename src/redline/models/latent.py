@@ -231,7 +231,7 @@ class Wire(nn.Module):
         scales = tuple(adapter.scale for adapter in self.adapters.values() if isinstance(adapter, Adapter))
         return (torch.cat(scales) - 1.0).square().sum()
 
-    def compile_blocks(self) -> None:
+    def compile_blocks(self, mode: str = "default") -> None:
         """Rows come in a few lengths, each with a graph of its own in every model: beyond its limit torch would go on
         uncompiled, and not say so."""
         import torch._dynamo
@@ -239,7 +239,7 @@ class Wire(nn.Module):
         config = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, 8 * len(self.adapters))
         for block in self.encoder.blocks:
-            block.compile(dynamic=False)
+            block.compile(dynamic=False, mode=mode)
 
 
 def _seed_of(seed: int, name: str) -> int:

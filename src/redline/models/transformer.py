@@ -98,15 +98,16 @@ class Decoder(nn.Module):
             for name in linears:
                 block.linear(name).float8 = float8_linear()
 
-    def compile_blocks(self) -> None:
-        """One graph for all layers: they are alike, so the first compiles for all. Fused blocks are kernels already."""
+    def compile_blocks(self, mode: str = "default") -> None:
+        """Compile one graph for all layers: they are alike, so the first compiles for all. Fused blocks are kernels
+        already. `mode` is torch.compile's."""
         if self.kernels == "fused":
             return
         for module in self.modules():
             if isinstance(module, LoraLinear):
                 module.before_compiling()
         for block in self.blocks:
-            block.compile(dynamic=False)
+            block.compile(dynamic=False, mode=mode)
 
     def forward(
         self,

@@ -97,7 +97,7 @@ class DecoderObjective(Objective):
     def compile(self) -> None:
         if self.device.type == "cuda" and self.recipe.model.kernels != "fused":
             compile_loss()  # on a CPU the in-place version is as fast
-        self.model.compile_blocks()
+        self.model.compile_blocks(self.recipe.train.compile_mode)
 
     # --- a batch
 

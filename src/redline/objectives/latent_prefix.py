@@ -108,9 +108,10 @@ class LatentPrefix(Objective):
         return role_groups(self.model)
 
     def compile(self) -> None:
-        self.model.compile_blocks()
+        mode = self.recipe.train.compile_mode
+        self.model.compile_blocks(mode)
         for one in self.frozen.values():
-            one.decoder.compile_blocks()
+            one.decoder.compile_blocks(mode)
 
     def choices(self) -> list[tuple[str, Any, str]]:
         return [

@@ -32,7 +32,19 @@ def contradictions(recipe: Recipe) -> list[Problem]:
 def idle(recipe: Recipe) -> list[Problem]:
     """What a person wrote to no effect. Not asked of a lock: it also has what a plan filled in, and older versions
     wrote locks with such keys."""
-    return [*_idle_size(recipe.model), *_idle_beside_a_base(recipe.model), *_idle_stream(recipe)]
+    return [
+        *_idle_size(recipe.model),
+        *_idle_beside_a_base(recipe.model),
+        *_idle_stream(recipe),
+        *_idle_compile(recipe.train),
+    ]
+
+
+def _idle_compile(train: Train) -> list[Problem]:
+    if train.compile is not False or train.compile_mode == "default":
+        return []
+    fix = "Leave it out, or use train.compile=true."
+    return [Problem("train.compile_mode", "does nothing while train.compile=false.", fix)]
 
 
 def _idle_stream(recipe: Recipe) -> list[Problem]:

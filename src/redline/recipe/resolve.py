@@ -210,6 +210,16 @@ class _Resolver:
         fuses = "fuses the memory-bound work; cached after the first run"
         return bool(self.choose("train.compile", not against, against or fuses))
 
+    def idle_compile_mode(self, compiled: bool) -> list[str]:
+        """Return a warning where `train.compile_mode` has nothing to act on."""
+        mode, fused = self.recipe.train.compile_mode, self.get("model.kernels") == "fused"
+        if mode == "default" or (compiled and not fused):
+            return []
+        why = (
+            "the decoder's blocks are fused kernels (model.kernels=torch compiles them)" if fused else "compile is off"
+        )
+        return [f"train.compile_mode={mode} does nothing: {why}"]
+
     def _against_compiling(self, shape: DecoderShape) -> str:
         if not self.machine.compiler:
             return "no C++ compiler (g++ or clang++) on this machine"
@@ -385,6 +395,7 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
         "warmup_steps": r.warmup(steps, flops, tokens_per_step),
         "pct_start": r.pct_start(),
     }
+    r.warnings += r.idle_compile_mode(compiled)
     held_out = 1 if data.estimated else data.val_tokens
     r.warnings += nothing_held_out(recipe, data.train_tokens, held_out, made=data.made)
     r.warnings += unread(recipe) if data.made else []

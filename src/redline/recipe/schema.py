@@ -27,6 +27,7 @@ from redline.fields import (
     MaybeText,
     NonNegative,
     Positive,
+    Prefetch,
     Probability,
     Quintics,
     Rule,
@@ -47,6 +48,9 @@ from redline.plan.memory import LOW_BIT, MUON
 from redline.plan.schedule import SCHEDULES
 from redline.plan.shapes import ROPE_SCALING, SIZES, checked_rope_scaling
 
+# torch's reduce-overhead and max-autotune record CUDA graphs of their own, whose gradients the next micro-batch
+# would overwrite; train.graph records the whole step instead
+COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 ATTENTION = (AUTO, "cudnn", "flash", "efficient", "flex", "split", "dense")  # split: of block diffusion
 CHECKPOINTING = (AUTO, "none", "selective", "full")
 
@@ -195,6 +199,7 @@ class Data(Section):
     pack: Flag = False  # true: documents in a row never see each other
     shuffle: Flag = True
     workers: Workers = 2
+    prefetch: Prefetch = 4  # steps whose batches are made ahead, by all workers together
     val_fraction: Probability = 0.05
     text_key: Text = "text"  # the column or key of a table that holds the text
     dedup: Flag = False  # true: of documents with the same text only the first is kept
@@ -246,6 +251,7 @@ class Train(Section):
     precision: Annotated[str, one_of(AUTO, "bf16", "fp16", "fp32", "fp8")] = AUTO
     fp8: Annotated[str, one_of(AUTO, "native", "torchao")] = AUTO  # with precision fp8: whose matmuls
     compile: AutoFlag = AUTO
+    compile_mode: Annotated[str, one_of(*COMPILE_MODES)] = "default"  # torch.compile(mode=…)
     graph: Flag = False  # a step's launches as one, unless that is slower
     # of two validators the right one runs first
     grad_checkpointing: Annotated[str, one_of(*CHECKPOINTING), CHECKPOINTING_RULE] = AUTO

@@ -28,12 +28,13 @@ class Feed:
         workers: int,
         first: int,
         *,
+        depth: int = 4,
         ranks: Ranks = ALONE,
         skipped: Sequence[int] = (),
     ) -> None:
         self.objective, self.plan, self.device, self.workers = objective, plan, device, workers
-        self.ranks, self.skipped = ranks, sorted(skipped)
-        self._loader: Prefetcher[StepBatch] = Prefetcher(self._make, first, workers=workers)
+        self.depth, self.ranks, self.skipped = depth, ranks, sorted(skipped)
+        self._loader: Prefetcher[StepBatch] = Prefetcher(self._make, first, workers=workers, depth=depth)
 
     def __enter__(self) -> Feed:
         return self
@@ -46,7 +47,7 @@ class Feed:
     def restart(self, step: int) -> None:
         """What was made ahead is made anew."""
         self._loader.close()
-        self._loader = Prefetcher(self._make, step, workers=self.workers)
+        self._loader = Prefetcher(self._make, step, workers=self.workers, depth=self.depth)
 
     def next(self, step: int) -> StepBatch:
         begin = time.perf_counter()

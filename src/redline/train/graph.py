@@ -77,15 +77,28 @@ class GraphedBackward:
 
 
 def graph_if_possible(step: Step, plan: BatchPlan, device: torch.device, monitor: Monitor, *, alone: bool) -> None:
-    """For the largest batch of this plan; where there can be none, that is told."""
+    """Record the largest batch of this plan; where a step cannot be recorded, warn with the reason."""
     objective = step.objective
-    if device.type != "cuda" or not objective.replayable or not alone:
-        monitor.warn("train.graph is off: it needs a GPU, and steps that are the same kernels each time")
+    if reason := not_recorded(device, replayable=objective.replayable, alone=alone):
+        monitor.warn(f"train.graph is off: {reason}")
         return
     rows = to_device(objective.worst_batch(plan.micro), device)
     with objective.rehearsing():
         use_graph(step, step_batch(objective, [rows] * plan.accumulation), monitor)
     step.clear()
+
+
+def not_recorded(device: torch.device, *, replayable: bool, alone: bool) -> str:
+    """Return why a step cannot be one CUDA graph; empty when it can."""
+    if device.type != "cuda":
+        return "it needs a GPU"
+    if not alone:
+        return "a step of several ranks is not recorded"
+    if not replayable:
+        return (
+            "a step of this job is not the same kernels on the same shapes each time (diffusion, LatentWire, dropout)"
+        )
+    return ""
 
 
 def use_graph(step: Step, batch: StepBatch, monitor: Monitor) -> None:

@@ -21,8 +21,11 @@ _STEPS_AHEAD = 2  # the host may queue this many steps before it waits for the G
 
 
 class StepLog:
-    def __init__(self, monitor: Monitor, throughput: Throughput, device: torch.device, most_bad: int) -> None:
+    def __init__(
+        self, monitor: Monitor, throughput: Throughput, device: torch.device, most_bad: int, seq_len: int
+    ) -> None:
         self.monitor, self.throughput, self.device, self.most_bad = monitor, throughput, device, most_bad
+        self.seq_len = seq_len
         self.skipped = 0
         self.bad_steps: list[int] = []  # the last of them: which data to look at
         self.storm: list[int] = []  # the first row of them that is longer than it may be
@@ -66,7 +69,7 @@ class StepLog:
             **({f"loss_{n}": v.item() for n, v in result.terms.items()} if len(result.terms) > 1 else {}),
             lr=lr,
             grad_norm=result.grad_norm.item(),
-            **(vars(rates) if rates else {}),
+            **({**vars(rates), "samples_per_s": rates.tokens_per_s / self.seq_len} if rates else {}),
             memory_gib=peak_memory_gib(self.device),
             **card.fields(),
             hours=hours,

@@ -78,8 +78,9 @@ def profiled(
         profile_memory=recording.profile_memory,
         with_stack=recording.with_stack,
     )
-    work = (trainer.objective, trainer.batch, trainer.device, trainer.recipe.data.workers, 0)
-    with Feed(*work) as feed, profiler:
+    data = trainer.recipe.data
+    work = (trainer.objective, trainer.batch, trainer.device, data.workers, 0)
+    with Feed(*work, depth=data.prefetch) as feed, profiler:
         for step in range(recording.steps):
             if step == recording.settling:
                 begin = time.perf_counter()

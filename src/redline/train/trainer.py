@@ -76,7 +76,7 @@ class Trainer:
         self.deadline = Deadline()
         peak = resolved.machine.peak("bf16") if objective.whole_rows else None
         self.throughput = Throughput(resolved.flops, peak and peak * ranks.size, clock)
-        self.log = StepLog(monitor, self.throughput, self.device, self.train.max_nonfinite)
+        self.log = StepLog(monitor, self.throughput, self.device, self.train.max_nonfinite, self.recipe.data.seq_len)
         shared = ranks.joined and self.recipe.parallel.mode == "fsdp"
         together = SharedCommit(ranks) if shared else None
         self.keeper = Keeper(run, monitor, self.pace, self.recipe.checkpoint, first=ranks.first, together=together)
@@ -171,8 +171,9 @@ class Trainer:
             return self.finish(reason)
 
     def _loop(self) -> str:
-        where = (self.objective, self.batch, self.device, self.recipe.data.workers, self.state.step)
-        with Feed(*where, ranks=self.ranks, skipped=self.skipped) as feed:
+        data, ranks = self.recipe.data, self.ranks
+        where = (self.objective, self.batch, self.device, data.workers, self.state.step)
+        with Feed(*where, depth=data.prefetch, ranks=ranks, skipped=self.skipped) as feed:
             self.pace.begin()
             self.throughput.begin()
             stop = self.should_stop()

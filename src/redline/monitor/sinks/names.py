@@ -10,6 +10,7 @@ from redline.monitor.events import Event, finite, number
 STEP = {
     "loss": "train/loss",
     "tokens_per_s": "train/throughput",
+    "samples_per_s": "train/samples_per_s",
     "grad_norm": "train/grad_norm",
     "lr": "train/lr",
     "mfu": "train/mfu",
