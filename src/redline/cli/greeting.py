@@ -88,10 +88,11 @@ def newest_run(root: Path) -> Newest | None:
 
 
 def _last_events(path: Path) -> list[Event]:
+    from redline.cache import regular
     from redline.monitor.events import parse_event
 
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             file.seek(max(0, path.stat().st_size - _TAIL))
             lines = file.read().split(b"\n")
     except OSError:

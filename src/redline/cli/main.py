@@ -18,6 +18,7 @@ from typing import NoReturn
 import typer
 
 from redline import __version__
+from redline.cache import IrregularFileError
 from redline.cli import (
     bench,
     completion,
@@ -174,6 +175,8 @@ def _refused(error: Exception) -> str | None:
         return "redline: nobody's home is known by that name, or by none: write paths without ~, or set HOME.\n"
     if not isinstance(error, OSError):
         return None
+    if isinstance(error, IrregularFileError):
+        return f"redline: {error.filename}: {error.strerror}. Remove it, or put the original file back.\n"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         fix = "Raise the limit (ulimit -f)" if error.errno == errno.EFBIG else "Free some and try again"
         return f"redline: {error.filename or 'output'}: {error.strerror}. {fix}.\n"

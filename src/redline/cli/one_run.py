@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.cache import sync
+from redline.cache import read_bytes, sync
 from redline.cli.closing import closing
 from redline.cli.paths import RUNS
 from redline.cli.together import after_trouble, held, where_to_begin
@@ -178,7 +178,7 @@ def refuse_run(path: Path) -> None:
 def _leave_no_trace(path: Path, theirs: set[str]) -> None:
     """What could not be built never was a run; a directory that holds anything else stays."""
     with suppress(OSError):
-        if not (path / "events.jsonl").read_bytes():
+        if not read_bytes(path / "events.jsonl"):
             (path / "events.jsonl").unlink()
         for made in (*path.glob("tokenizer.json"), *path.glob(f".{LOCK}.*")):
             if made.name not in theirs:

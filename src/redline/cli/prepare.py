@@ -145,7 +145,9 @@ def _summary(source: str, out: Path, seconds: float) -> dict[str, Any]:
     """What meta.json says, without the list of shards."""
     import json
 
-    meta = json.loads((out / "meta.json").read_text(encoding="utf-8"))
+    from redline.cache import read_text
+
+    meta = json.loads(read_text(out / "meta.json"))
     splits = {name: {**entry, "shards": len(entry["shards"])} for name, entry in meta["splits"].items()}
     text = sum(entry["bytes"] for entry in splits.values())
     return {

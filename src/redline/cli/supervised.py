@@ -14,7 +14,7 @@ from pathlib import Path
 
 import typer
 
-from redline.cache import make_folder
+from redline.cache import make_folder, regular
 from redline.cli.together import CONSOLE
 from redline.errors import EXIT_FAILED, RecipeError, UsageError, UserError
 from redline.hardware.host import available_cores
@@ -136,7 +136,7 @@ def last_commit(folder: Path) -> int | None:
 
 
 def _show_end(log: Path, start: int) -> None:
-    with open(log, "rb") as file:
+    with open(log, "rb", opener=regular) as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
     if lines:

@@ -17,7 +17,7 @@ from types import FrameType
 
 import typer
 
-from redline.cache import write_atomically
+from redline.cache import read_text, write_atomically
 from redline.cli.tables import print_whole
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError, UserError
 from redline.monitor.comparison import Row, compare_run
@@ -135,7 +135,7 @@ def _begin(directory: Path, description: dict[str, object]) -> None:
     path = directory / SWEEP
     if path.is_file():
         try:
-            known = json.loads(path.read_text(encoding="utf-8"))
+            known = json.loads(read_text(path))
         except (OSError, ValueError):
             known = None
         if known != description:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from redline.cache import cache_dir, temporary_sibling, writing
+from redline.cache import cache_dir, check_regular, read_text, regular, temporary_sibling, writing
 from redline.data.chat import EMPTY, Conversation, RowTally, read_conversations
 from redline.data.origin import origin_of
 from redline.data.prepare import set_aside
@@ -88,17 +88,17 @@ def open_store(
 
 
 def _read(folder: Path) -> AnswerStore:
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    meta = json.loads(read_text(folder / "meta.json"))
     if meta["schema"] != SCHEMA or meta["digests"] != _digests(folder):
         raise ValueError("damaged")
-    arrays: dict[str, Any] = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _DTYPES}
+    arrays: dict[str, Any] = {name: np.load(check_regular(folder / f"{name}.npy"), mmap_mode="r") for name in _DTYPES}
     return AnswerStore(**arrays, counts=meta["counts"], fingerprint=digest_of(meta["digests"]))
 
 
 def _digests(folder: Path) -> dict[str, str]:
     found = {}
     for name in _DTYPES:
-        with open(folder / f"{name}.npy", "rb") as file:
+        with open(folder / f"{name}.npy", "rb", opener=regular) as file:
             found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 

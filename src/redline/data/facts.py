@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from redline.cache import read_text
 from redline.data.origin import (
     EMBEDDED,
     Reading,
@@ -129,7 +130,7 @@ def _cached(source: str, data: Data) -> Path:
 def _described(folder: Path) -> DataFacts | None:
     """The facts of a prepared folder as it states them; None when it is not there or not readable."""
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = json.loads(read_text(folder / "meta.json"))
         return DataFacts(
             vocab_size=int(meta["vocab_size"]),
             train_tokens=int(meta["splits"]["train"]["tokens"]),
@@ -183,7 +184,7 @@ def _defined_vocabulary(path: Path) -> int:
     """The largest id of a tokenizer.json, and one."""
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
-        definition: Any = json.loads(path.read_text(encoding="utf-8"))
+        definition: Any = json.loads(read_text(path))
         vocab = definition["model"]["vocab"]  # of Unigram a list, whose places are the ids
         ids = [*vocab.values()] if isinstance(vocab, dict) else [len(vocab) - 1]
         return max(int(i) for i in [*ids, *(token["id"] for token in definition["added_tokens"])]) + 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redline.cache import cache_dir
+from redline.cache import cache_dir, read_bytes, read_text
 from redline.data.text import embedded_files, text_files
 from redline.data.tokenizer import named_vocabulary, trained_size
 
@@ -69,7 +69,7 @@ def holds_tokens(source: Path) -> bool:
         if (source.suffix == ".bin" and source.is_file()) or (source / "train.bin").is_file():
             return True
         meta = source / "meta.json"
-        return meta.is_file() and SCHEMA in meta.read_text(encoding="utf-8", errors="replace")
+        return meta.is_file() and SCHEMA in read_text(meta, errors="replace")
     except OSError:  # who reads the text says what is wrong with the path
         return False
 
@@ -98,7 +98,7 @@ def tokenizer_identity(spec: str) -> list[Any]:
     path = Path(spec).expanduser()
     try:
         path = path / "tokenizer.json" if path.is_dir() else path
-        return [spec, hashlib.sha256(path.read_bytes()).hexdigest()] if path.is_file() else [spec]
+        return [spec, hashlib.sha256(read_bytes(path)).hexdigest()] if path.is_file() else [spec]
     except OSError:  # who loads it says what is wrong with the path
         return [spec]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from redline.cache import cache_dir, write_atomically
+from redline.cache import cache_dir, read_text, regular, write_atomically
 from redline.data.shards import MAGIC, Scan, TokenFile, scan_tokens
 from redline.errors import UserError
 
@@ -33,7 +33,7 @@ def open_raw(path: Path) -> TokenFile:
     where = str(path)
     if not size:
         raise UserError("the file is empty.", where=where, fix="Write the tokens again.")
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         start = file.read(_LOOK)
     if start.startswith(MAGIC):
         raise UserError("this is one shard of a prepared folder.", where=where, fix="Give the folder instead.")
@@ -89,7 +89,7 @@ def _remembered_scan(path: Path) -> Scan:
 
 def _read_memory(memory: Path) -> dict[str, Any]:
     try:
-        entries = json.loads(memory.read_text(encoding="utf-8"))
+        entries = json.loads(read_text(memory))
     except (OSError, ValueError):
         return {}
     return entries if isinstance(entries, dict) else {}

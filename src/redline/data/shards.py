@@ -18,6 +18,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from redline.cache import check_regular, regular
 from redline.errors import UserError
 
 MAGIC = b"redline1"
@@ -48,7 +49,7 @@ class Scan:
 
 def scan_tokens(path: Path, dtype: np.dtype[np.unsignedinteger], offset: int = 0) -> Scan:
     digest, max_id, max_odd = hashlib.sha256(), 0, 0
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         file.seek(offset)
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
@@ -74,7 +75,7 @@ class TokenFile:
     max_id: int
 
     def map(self) -> npt.NDArray[np.unsignedinteger]:
-        return np.memmap(self.path, dtype=self.dtype, mode="r", offset=self.offset, shape=(self.tokens,))
+        return np.memmap(check_regular(self.path), dtype=self.dtype, mode="r", offset=self.offset, shape=(self.tokens,))
 
     def check_vocabulary(self, name: str, vocab_size: int) -> None:
         if self.max_id >= vocab_size:
@@ -98,7 +99,7 @@ def check_shard(file: TokenFile, tokenizer_fingerprint: str) -> None:
     expected, actual = file.offset + file.tokens * file.dtype.itemsize, file.path.stat().st_size
     if actual != expected:
         raise damaged(file.path, f"the shard has {actual} bytes instead of {expected}")
-    with open(file.path, "rb") as opened:
+    with open(file.path, "rb", opener=regular) as opened:
         header = opened.read(HEADER_BYTES)
     if not header.startswith(MAGIC):
         raise damaged(file.path, "this is not a redline shard")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from redline.cache import writing
+from redline.cache import read_text, writing
 from redline.data.index import order_keys, permute
 from redline.data.shards import TokenFile, check_shard
 from redline.data.tokens import TokenSplit, shard_files
@@ -91,7 +91,7 @@ class StreamState:
 def read_state(folder: Path) -> StreamState:
     """The last word; nothing when there is none, or none that can be read."""
     try:
-        return StreamState(dict(json.loads((folder / STATE).read_text(encoding="utf-8"))))
+        return StreamState(dict(json.loads(read_text(folder / STATE))))
     except (OSError, ValueError):
         return StreamState({})
 

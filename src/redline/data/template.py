@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from redline.cache import check_regular, read_text
 from redline.data.chat import ASSISTANT, USER, Conversation, Message
 from redline.data.pieces import piece_file, piece_tokenizer
 from redline.data.time_limit import Budget, TookTooLongError, processor_seconds
@@ -157,7 +158,7 @@ class ChatTokenizer:
             end = "<|im_end|>" if self._id("<|im_end|>") is not None else self._end_of_text()
             return CHATML, _CHATML.format(bos=json.dumps(self._bos), end=json.dumps(end))
         try:
-            return template, Path(template).expanduser().read_text(encoding="utf-8")
+            return template, read_text(Path(template).expanduser())
         except (OSError, UnicodeDecodeError):
             what = f"{template!r} is no chat template that can be read."
             raise UserError(what, where=KEY, fix=f"Write {CHATML}, or the path of a .jinja file.") from None
@@ -324,6 +325,9 @@ def load_chat_tokenizer(folder: Path, template: str | None = None) -> ChatTokeni
     if not folder.is_dir():
         raise UserError("no such folder.", where=str(folder), fix="Give the folder of a model with its tokenizer.")
     try:
+        for entry in folder.iterdir():  # transformers opens them by name, and would wait at a FIFO
+            if entry.exists() and not entry.is_dir():
+                check_regular(entry)
         if listed := piece_file(folder):
             tokenizer = piece_tokenizer(listed)
         else:

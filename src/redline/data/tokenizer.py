@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from redline.cache import read_text
 from redline.data.time_limit import TookTooLongError, within_seconds
 from redline.errors import UserError
 from redline.units import parse_count
@@ -262,7 +263,7 @@ def read_definition(path: Path) -> Any:
             "no such tokenizer.", where=str(path), fix="Name bytes, gpt2, train:N or the path of a tokenizer.json."
         )
     try:
-        return Backend.from_file(str(path))
+        return Backend.from_str(read_text(path))
     except Exception as error:  # the library raises plain Exception for whatever it cannot read
         raise UserError(
             f"not a tokenizer.json that can be read ({error}).", where=str(path), fix="Save it again with `tokenizers`."

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from redline.cache import read_text
 from redline.data.origin import SCHEMA, held_out_of
 from redline.data.raw import open_raw
 from redline.data.shards import HEADER_BYTES, OtherTokenizerError, TokenFile, check_shard, damaged, token_dtype
@@ -143,7 +144,7 @@ def digest_of(content: object) -> str:
 def _open_prepared(folder: Path, tokenizer: str | None) -> TokenData:
     path = folder / "meta.json"
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = json.loads(read_text(path))
         made_with, vocab_size, eot = meta["tokenizer"], int(meta["vocab_size"]), int(meta["eot"])
         name, tokenizer_fingerprint = str(made_with["name"]), str(made_with["fingerprint"])
         files = {split: shard_files(folder, vocab_size, entry) for split, entry in meta["splits"].items()}

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from redline.cache import check_regular, read_text
 from redline.data.tokenizer import named_vocabulary
 from redline.errors import UsageError, UserError
 from redline.export.adapter import ADAPTER, from_peft
@@ -144,7 +145,7 @@ def open_initial(spec: str, root: Path, say: Callable[[str], None] = lambda _: N
 
 def _from_folder(folder: Path) -> Initial:
     try:
-        origin = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))
+        origin = json.loads(read_text(folder / ORIGIN))
         model = Model.model_validate(origin["model"])
         adapters = origin.get("form") == "adapter"
         return Initial(
@@ -192,7 +193,8 @@ def _folder_tensors(folder: Path, model: Model) -> Tensors:
 def _adapters_of(folder: Path, model: Model) -> Tensors:
     path = folder / f"{ADAPTER}.safetensors"
     try:
-        return from_peft(load_file(path), shape_of(model), Adapter(model.lora.r, model.lora.target_modules), model.lora)
+        tensors = load_file(check_regular(path))
+        return from_peft(tensors, shape_of(model), Adapter(model.lora.r, model.lora.target_modules), model.lora)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot be read ({error}).", where=str(path), fix="Export it again.") from None
 

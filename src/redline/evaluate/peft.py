@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from redline.cache import check_regular, read_text
 from redline.errors import UserError
 from redline.export.adapter import ADAPTER, ADAPTER_CONFIG
 from redline.export.folder import ORIGIN
@@ -78,7 +79,7 @@ def read_adapter(folder: Path) -> AdapterFolder:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot be read ({type(error).__name__}).", where=str(path), fix=_AGAIN) from None
     if not isinstance(found, dict):
@@ -106,7 +107,7 @@ def _refuse_more(config: dict[str, Any], path: Path) -> None:
 def _tensors(folder: Path) -> dict[str, Tensor]:
     path = folder / _WEIGHTS
     try:
-        return load_file(path)
+        return load_file(check_regular(path))
     except FileNotFoundError:
         fix = "Save it with safetensors; a .bin file can run any code when it is opened."
         raise UserError(f"has no {_WEIGHTS}.", where=str(folder), fix=fix) from None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from redline.cache import read_text
 from redline.data.template import ChatTokenizer, load_chat_tokenizer
 from redline.errors import UsageError, UserError
 from redline.export.adapter import (
@@ -176,7 +177,7 @@ def _config(base: Base, dtype: str) -> dict[str, Any]:
 def _generation(base: Base, tokenizer: ChatTokenizer) -> dict[str, Any]:
     """Return the base's generation_config.json with the end mark of the chat template added to its stop tokens."""
     try:
-        own = json.loads((base.folder / GENERATION).read_text(encoding="utf-8"))
+        own = json.loads(read_text(base.folder / GENERATION))
         own = own if isinstance(own, dict) else {}
     except (OSError, ValueError):
         own = {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from redline.cache import read_text
 from redline.errors import UserError
 from redline.plan.shapes import ROPE_SCALING, checked_rope_scaling
 
@@ -39,7 +40,7 @@ class Described:
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_text(path))
     except FileNotFoundError:
         fix = "Give a folder with config.json and *.safetensors, a .gguf file, or a hub id (owner/name)."
         raise UserError("is no model: it has no config.json.", where=str(folder), fix=fix) from None

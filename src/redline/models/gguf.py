@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from redline.cache import cache_dir, sync, temporary_sibling, writing
+from redline.cache import cache_dir, regular, sync, temporary_sibling, writing
 from redline.errors import UserError
 from redline.models.families import describe
 from redline.models.stored import sample
@@ -59,7 +59,7 @@ def unpacked(path: Path, say: Callable[[str], None]) -> Path:
 
 def _digest(path: Path) -> str:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             if file.read(4) != b"GGUF":
                 raise UserError("is not a GGUF file.", where=str(path), fix="Download or copy it again.")
             size = path.stat().st_size
@@ -114,7 +114,7 @@ def _unpack(path: Path, folder: Path) -> None:
 
 def _refuse_hollow(path: Path, layers: int) -> None:
     """Readers take defaults for what a file leaves out, even for its weights."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         count = int.from_bytes(file.read(16)[8:], "little")
     if count < 9 * layers + 2:
         what = f"holds {count} tensors; a model of {layers} layers has more."

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from redline.cache import check_regular, read_text, regular
 from redline.errors import UserError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -59,7 +60,7 @@ def entries(folder: Path) -> dict[str, Entry]:
 
 def _sharded(folder: Path, index: Path) -> dict[str, Entry]:
     try:
-        places = {str(name): str(file) for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()}
+        places = {str(name): str(file) for name, file in json.loads(read_text(index))["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError("is damaged: it does not say which tensor is where.", where=str(index), fix=_AGAIN) from None
     found: dict[str, Entry] = {}
@@ -76,9 +77,9 @@ def _sharded(folder: Path, index: Path) -> dict[str, Entry]:
 
 def _header(path: Path) -> dict[str, Entry]:
     try:
-        with safe_open(path, "pt"):  # refuses what is no header, or has not all the bytes it speaks of
+        with safe_open(check_regular(path), "pt"):  # refuses what is no header, or has not all the bytes it speaks of
             pass
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             length = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(length))
     except (OSError, SafetensorError, ValueError) as error:
@@ -121,7 +122,7 @@ def main_dtype(found: Iterable[Entry]) -> str:
 def read(entry: Entry, name: str) -> Tensor:
     """Mapped from the file: nothing is copied before it is used."""
     try:
-        with safe_open(entry.path, "pt") as file:
+        with safe_open(check_regular(entry.path), "pt") as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
     except (OSError, SafetensorError) as error:
@@ -139,7 +140,7 @@ def fingerprint(found: Mapping[str, Entry], about: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name, entry in sorted(found.items()):
         digest.update(f"\n{name} {entry.dtype} {entry.shape} ".encode())
-        with open(entry.path, "rb") as file:
+        with open(entry.path, "rb", opener=regular) as file:
             sample(digest, file, entry.begin, entry.end)
     return digest.hexdigest()
 

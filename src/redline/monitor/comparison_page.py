@@ -44,7 +44,8 @@ def write_comparison(runs: Sequence[Path], out: Path | None = None) -> Path:
     """Write the page (comparison.html beside the first run unless told otherwise) and return where it is."""
     sides = read_sides(runs)
     page = render("comparison.html.j2", _words(sides))
-    return write_page(runs[0].parent / "comparison.html" if out is None else Path(out), page)
+    place = runs[0].parent / "comparison.html" if out is None else Path(out)
+    return write_page(place, page, named=out is not None)
 
 
 def comparison_data(runs: Sequence[Path]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from redline.cache import regular
 from redline.errors import without_secrets
 
 SCHEMA = 1
@@ -43,7 +44,8 @@ class EventLog:
         self._error_told = False
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._torn = _ends_torn(self.path)
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 — open for as long as the run
+        opener = None if self.path.parent == Path("/dev") else regular  # a device that the caller names is meant
+        self._file = open(self.path, "ab", buffering=0, opener=opener)  # noqa: SIM115 — open for as long as the run
         if self._torn:
             self._append(b"")
 
@@ -106,10 +108,10 @@ def read_events(path: Path) -> EventList:
     """Every event that still holds: bad lines are skipped, steps that a resumed run did again are dropped, and of very
     many steps the lows and the highs of the loss stand for the others."""
     events = EventList()
-    if not Path(path).exists():
+    if not Path(path).is_file():
         return events
     stretch, longest = list[Event](), 3 * -(-_lines(path) // MOST_EVENTS)
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         for line in file:
             event = parse_event(line)
             if event is None:
@@ -127,7 +129,7 @@ def read_events(path: Path) -> EventList:
 
 
 def _lines(path: Path) -> int:
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
 
 
@@ -172,7 +174,7 @@ def section(fields: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def _ends_torn(path: Path) -> bool:
     if not path.exists() or path.stat().st_size == 0:
         return False
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         file.seek(-1, 2)
         return file.read(1) != b"\n"
 

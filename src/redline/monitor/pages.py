@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from redline.cache import check_regular, regular
 from redline.errors import UserError
 from redline.monitor.console import clean
 from redline.units import format_bytes, format_seconds
@@ -29,14 +30,20 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     return jinja.get_template(template).render(values, written_on=format_date(time.time()))
 
 
-def write_page(path: Path, page: str) -> Path:
-    """Never half a page: written beside its place, then renamed. What is no page is not replaced by one."""
+def write_page(path: Path, page: str, *, named: bool = True) -> Path:
+    """Write the page beside its place, then rename it, so that nobody reads half a page. Only HTML is replaced.
+
+    A terminal or a pipe is written to only where the user `named` it: one that lies in a run directory may have been
+    put there by someone else, and writing to it would wait forever for a reader.
+    """
     if not path.name:  # `.` or `/`
         what = "The report cannot be written: this is a folder."
         raise UserError(what, where=str(path), fix="Name a file with --out.")
     place = path.resolve()  # a link stays one
     unfinished = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
+        if _is_stream(path) and not named:
+            check_regular(path)
         if _is_stream(path):
             path.write_bytes(page.encode("utf-8", "replace"))
             return path
@@ -63,7 +70,7 @@ def _is_stream(path: Path) -> bool:
 def _refuse_other(place: Path, asked: Path) -> None:
     if not place.is_file() or not place.stat().st_size:
         return
-    with open(place, "rb") as file:
+    with open(place, "rb", opener=regular) as file:
         begin = file.read(256).lstrip().lower()
     if not begin.startswith((b"<!doctype html", b"<html")):
         what = "The report cannot be written: a file that is no HTML page is there."

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from redline.cache import read_text
 from redline.errors import UserError, cleaned
 from redline.monitor.console import clean, one_line
 from redline.monitor.events import Event, EventList, number, read_events, section
@@ -37,7 +38,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     run = Path(run)
     events, lock = read_run(run)
     page = _page(run_data(run, events, lock), events, lock)
-    return write_page(run / "report.html" if out is None else Path(out), page)
+    return write_page(run / "report.html" if out is None else Path(out), page, named=out is not None)
 
 
 def report_data(run: Path) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def read_run(run: Path) -> tuple[EventList, Mapping[str, Any]]:
     if not (run / EVENTS).exists() and not (run / LOCK).exists():
         raise UserError("This holds no run.", where=str(run), fix="`redline runs` lists the runs there are.")
     try:
-        lock = json.loads((run / LOCK).read_text("utf-8"))
+        lock = json.loads(read_text(run / LOCK))
     except (OSError, ValueError, RecursionError):  # the events still tell most of it
         lock = {}
     # a lock of an older version may hold values of secret environment variables

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from redline.cache import regular
 from redline.errors import UsageError, UserError, did_you_mean
 from redline.monitor.events import Event, number, read_events
 
@@ -94,7 +95,7 @@ def stop_status(stop: Event) -> Status:
 def is_locked(run: Path) -> bool:
     """Whether a live process holds the run. Asks for a shared lock, so that two onlookers never see each other."""
     try:
-        descriptor = os.open(Path(run) / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = regular(Path(run) / LOCK_FILE, os.O_RDONLY)
     except OSError:
         return False
     try:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from redline.cache import cache_dir, sync, temporary_sibling, write_atomically, writing
+from redline.cache import cache_dir, check_regular, read_text, sync, temporary_sibling, write_atomically, writing
 from redline.data.latent import PairData, Rows
 from redline.data.tokens import digest_of
 from redline.errors import UserError
@@ -53,7 +53,7 @@ class TeacherStates:
     def _open(self) -> None:
         described = self.folder / _ABOUT
         try:
-            there = json.loads(described.read_text(encoding="utf-8"))
+            there = json.loads(read_text(described))
         except (FileNotFoundError, NotADirectoryError):
             return
         except (OSError, ValueError) as error:
@@ -67,7 +67,7 @@ class TeacherStates:
     def _add(self, rows_file: Path) -> None:
         states_file = rows_file.with_name(rows_file.name.replace(".rows.", ".states."))
         try:
-            rows, states = np.load(rows_file), np.load(states_file, mmap_mode="r")
+            rows, states = np.load(check_regular(rows_file)), np.load(check_regular(states_file), mmap_mode="r")
         except (OSError, ValueError) as error:
             raise self._damaged(states_file, type(error).__name__) from None
         wanted = (len(rows), self.k, self.width)

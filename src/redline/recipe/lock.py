@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from redline import __version__
+from redline.cache import read_text
 from redline.errors import UsageError, UserError, cleaned, did_you_mean, names_a_secret, secret_variables
 from redline.plan.schedule import COSINE_CYCLE, ONE_CYCLE
 from redline.recipe.load import Loaded, canonical_keys, flatten, known_keys, nest, parse_overrides, validate
@@ -114,7 +115,7 @@ def write_lock(run: Path, lock: dict[str, Any]) -> None:
 
 def read_lock(run: Path) -> dict[str, Any]:
     try:
-        lock = json.loads((run / LOCK).read_text(encoding="utf-8"))
+        lock = json.loads(read_text(run / LOCK))
         if lock["schema"] != SCHEMA:
             fix = "Use the version that wrote it."
             raise UserError(f"was written in another form (schema {lock['schema']}).", where=str(run / LOCK), fix=fix)

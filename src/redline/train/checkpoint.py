@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from redline.cache import sync
+from redline.cache import check_regular, read_bytes, regular, sync
 from redline.errors import UserError
 from redline.monitor.runs import is_locked
 
@@ -158,7 +158,7 @@ def size_of(manifest: dict[str, Any]) -> int:
 
 
 def file_digest(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -184,7 +184,7 @@ def _discard(path: Path) -> None:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest, byte for byte as it was written, or Damaged."""
     try:
-        raw = (path / MANIFEST).read_bytes()
+        raw = read_bytes(path / MANIFEST)
         manifest = json.loads(raw)
         body = {key: value for key, value in manifest.items() if key != "digest"}
         genuine = manifest["digest"] == hashlib.sha256(canonical_json(body)).hexdigest()
@@ -212,7 +212,7 @@ def _check_content(path: Path, manifest: dict[str, Any]) -> None:
     """Digests tell what was written, not by whom: that these are tensors and a state is not theirs to say."""
     for name in manifest["files"]:
         if name.endswith(".safetensors"):
-            with safe_open(path / name, "pt"):  # reads the header alone
+            with safe_open(check_regular(path / name), "pt"):  # reads the header alone
                 pass
         elif name.endswith(".index.json"):
             from redline.train.sharded import check_index
@@ -241,14 +241,14 @@ def _is_valid(path: Path) -> bool:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    return dict(json.loads((path / STATE).read_bytes()))
+    return dict(json.loads(read_bytes(path / STATE)))
 
 
 def read_tensors(path: Path, stem: str, device: str = "cpu") -> Tensors:
     """Whole, whether one process wrote them or several."""
     single = path / f"{stem}.safetensors"
     if single.is_file():
-        return load_file(single, device=device)
+        return load_file(check_regular(single), device=device)
     from redline.train.sharded import read_whole
 
     return read_whole(path, stem, device)

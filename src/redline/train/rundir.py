@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from redline.cache import make_folder
+from redline.cache import make_folder, regular
 from redline.errors import UserError
 from redline.monitor.runs import stop_request_path
 from redline.train.supervise import RECOVERY
@@ -24,8 +24,8 @@ _TRIES, _PAUSE_S = 6, 0.05
 
 
 def unlinked(path: str, flags: int) -> int:
-    """Opened itself: a link that a stranger put there would have what it points to emptied."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
+    """Open a regular file, but never through a link: what the link points to would be overwritten."""
+    return regular(path, flags | os.O_NOFOLLOW)
 
 
 class RunDirectory:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from redline.cache import sync
+from redline.cache import check_regular, read_bytes, sync
 from redline.train import checkpoint
 from redline.train.checkpoint import Committed, Damaged, Snapshot, Tensors, canonical_json, files_of
 from redline.train.parallel import Place
@@ -152,12 +152,12 @@ def check_index(path: Path, stem: str) -> None:
 
 
 def _index(path: Path, stem: str) -> dict[str, Any]:
-    return dict(json.loads((path / index_name(stem)).read_bytes())["tensors"])
+    return dict(json.loads(read_bytes(path / index_name(stem)))["tensors"])
 
 
 def _single(path: Path, stem: str) -> dict[str, Any]:
     name = f"{stem}.safetensors"
-    with safe_open(path / name, framework="pt") as file:
+    with safe_open(check_regular(path / name), framework="pt") as file:
         return {key: {"shape": file.get_slice(key).get_shape(), "parts": [[name, 0]]} for key in list(file.keys())}
 
 
@@ -189,5 +189,5 @@ class _Reader:
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            self._open[name] = safe_open(self.path / name, framework="pt").__enter__()
+            self._open[name] = safe_open(check_regular(self.path / name), framework="pt").__enter__()
         return self._open[name]

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from redline.cache import make_folder
+from redline.cache import make_folder, read_text
 from redline.errors import UserError
 from redline.plan.batch import BatchPlan
 from redline.train.rundir import unlinked
@@ -82,7 +82,7 @@ def noted(run: Path) -> list[Trouble]:
     """Of all ranks; a line that was torn is passed over."""
     found = []
     for path in sorted((run / FOLDER).glob("rank-*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in read_text(path).splitlines():
             try:
                 facts = json.loads(line)
                 rank, step, micro, world = (int(facts[name]) for name in ("rank", "step", "micro", "world"))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from redline.cache import read_text
 from redline.errors import UserError
 from redline.monitor.events import number, section
 from redline.monitor.live.state import RunState
@@ -145,7 +146,7 @@ class WatchedRun:
             about = path.stat()
             if about.st_mtime != self._lock_time and about.st_size < _LARGEST_LOCK:
                 self._lock_time = about.st_mtime
-                found = json.loads(path.read_text("utf-8"))
+                found = json.loads(read_text(path))
                 self._lock_json = found if isinstance(found, dict) else {}
         except (OSError, ValueError, RecursionError):  # the events still tell most of it
             pass
