@@ -7,14 +7,22 @@ file that may come from someone else; `atomic_dir` writes a folder that appears 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import re
+import shutil
 import stat
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from redline.errors import UserError
+
+# `.NAME.PID-HEX.tmp` is locked by its process for as long as that lives; `.NAME.PID-HEX` was written by older releases.
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d{1,9})-[0-9a-f]{8}(?P<locked>\.tmp)?", re.DOTALL)
+_OLD_S = 24 * 3600.0  # nothing was written for so long: the process that made an unlocked folder is gone
 
 
 def cache_dir() -> Path:
@@ -127,3 +135,109 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_dir(final: Path) -> Iterator[Path]:
+    """Yield a temporary sibling folder to write to; at the end, sync its files and rename it to `final`.
+
+    `final` appears complete or not at all: on an error nothing is left behind, and a folder that already has content is
+    never replaced (POSIX rename; OSError). A process that is killed leaves its temporary folder; the next `atomic_dir`
+    for the same place, or in the same folder of the cache, removes it.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(final)
+    temporary, lock = _locked_folder(final)
+    try:
+        yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            sync(path)
+        temporary.rename(final)
+        sync(final.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # gone already if it was renamed
+        os.close(lock)
+
+
+def discard_dir(folder: Path) -> None:
+    """Rename a folder out of the way, so that nobody sees it half removed, then delete it."""
+    doomed = _temporary_folder(folder)
+    with suppress(OSError):  # another process did the same
+        folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_stale(final: Path) -> None:
+    """Delete temporary folders for `final` whose process is dead; in the cache, those for its neighbours too."""
+    every = final.is_relative_to(cache_dir())
+    try:
+        entries = list(final.parent.iterdir())
+    except PermissionError:  # a folder may be writable without being readable
+        return
+    for entry in entries:
+        match = _TEMPORARY.fullmatch(entry.name)
+        if match is None or not (every or match["name"] == final.name) or entry.is_symlink() or not entry.is_dir():
+            continue
+        if match["locked"] or (_is_dead(int(match["pid"])) and _is_old(entry)):
+            _remove_unlocked(entry)
+
+
+def _temporary_folder(final: Path) -> Path:
+    return final.with_name(f"{temporary_sibling(final).name}.tmp")
+
+
+def _locked_folder(final: Path) -> tuple[Path, int]:
+    """Make a temporary folder and lock it; return it with the descriptor that holds the lock until it is closed."""
+    while True:
+        temporary = _temporary_folder(final)
+        temporary.mkdir()
+        try:
+            lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # another process took it for a stale one before it was locked
+            continue
+        if _take_lock(lock) is not False and temporary.exists():
+            return temporary, lock
+        os.close(lock)
+
+
+def _take_lock(descriptor: int) -> bool | None:
+    """Whether the lock is ours; None on a file system without locks (on NFS, a folder cannot be locked)."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _remove_unlocked(folder: Path) -> None:
+    """Delete the folder unless a live process holds its lock, or nobody can know that."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # gone already, or not ours to open
+        return
+    try:
+        if _take_lock(lock):
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it lives, and is someone else's
+        return False
+    return pid == os.getpid()
+
+
+def _is_old(folder: Path) -> bool:
+    """Whether nothing in it changed for a day: its process may live on another machine that shares the disk."""
+    try:
+        newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:
+        return False
+    return time.time() - newest > _OLD_S

@@ -175,13 +175,14 @@ def test_damaged_cache_is_made_again(texts: Path) -> None:
 
 def test_two_at_once_agree(texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both_ready = threading.Barrier(2, timeout=20)
-    rename = module._commit
+    write = module.write_atomically
 
-    def commit_together(temporary: Path, out: Path) -> None:
+    def write_together(path: Path, text: str) -> None:
+        """meta.json, the last file before the folders are renamed."""
+        write(path, text)
         both_ready.wait()
-        rename(temporary, out)
 
-    monkeypatch.setattr(module, "_commit", commit_together)
+    monkeypatch.setattr(module, "write_atomically", write_together)
     results: list[TokenData] = []
     threads = [threading.Thread(target=lambda: results.append(prepare_cached(str(texts), "bytes"))) for _ in range(2)]
     for thread in threads:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,10 +17,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from redline.cache import cache_dir, check_regular, read_text, regular, temporary_sibling, writing
+from redline.cache import atomic_dir, cache_dir, check_regular, discard_dir, read_text, regular, writing
 from redline.data.chat import EMPTY, Conversation, RowTally, read_conversations
 from redline.data.origin import origin_of
-from redline.data.prepare import set_aside
 from redline.data.progress import Progress, ProgressCallback
 from redline.data.sources import source_bytes
 from redline.data.template import KEY, ChatTokenizer, Coded, Rendered, TemplateRefusalError
@@ -74,17 +71,15 @@ def open_store(
         try:
             return _read(folder)
         except (OSError, ValueError, KeyError, TypeError):
-            set_aside(folder)
-    temporary = temporary_sibling(folder)
-    try:
-        with writing(folder):
-            temporary.mkdir(parents=True)
-            _write(temporary, source, tokenizer, learn, progress)
-            with suppress(OSError):  # another process was faster, with the same
-                temporary.rename(folder)
-            return _read(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            discard_dir(folder)
+    with writing(folder):
+        try:
+            with atomic_dir(folder) as temporary:
+                _write(temporary, source, tokenizer, learn, progress)
+        except OSError:
+            if not folder.exists():  # else another process was faster, with the same content
+                raise
+        return _read(folder)
 
 
 def _read(folder: Path) -> AnswerStore:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from redline.cache import temporary_sibling, writing
+from redline.cache import discard_dir, temporary_sibling, writing
 from redline.data.encode import default_workers
 from redline.data.facts import expected_facts
 from redline.data.index import Index
 from redline.data.mixture import turns, window_index, window_mixture_key
 from redline.data.origin import EMBEDDED, Reading, holds_tokens, prepared_folder, shared_tokenizer
-from redline.data.prepare import prepare_cached, set_aside, tokenizer_for
+from redline.data.prepare import prepare_cached, tokenizer_for
 from redline.data.progress import Progress, ProgressCallback
 from redline.data.shards import check_shard
 from redline.data.stream import StreamIndex, StreamSplit, StreamState, TokenStream, read_state
@@ -186,7 +186,7 @@ def _open_stream(data: Data, reading: Reading, progress: ProgressCallback | None
         "workers": max(1, default_workers() - 1),  # training has work for a core too
     }
     if _is_damaged(folder, read_state(folder)):
-        set_aside(folder)
+        discard_dir(folder)
     stream = TokenStream(folder, job)
     if progress:
         progress(Progress(f"preparing the first shard of {source}", 0, None, 0))

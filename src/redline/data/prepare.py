@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from redline.cache import sync, temporary_sibling, write_atomically, writing
+from redline.cache import atomic_dir, discard_dir, write_atomically, writing
 from redline.data.encode import default_workers, encode_pieces
 from redline.data.origin import EMBEDDED, SCHEMA, Reading, holds_tokens, prepared_folder
 from redline.data.progress import Progress, ProgressCallback
@@ -48,16 +47,16 @@ def prepare(
     refuse_content(out)
     tally = tally or Tally(str(out))
     pieces = cut_pieces(split_documents(without_duplicates(documents, tally, drop=dedup), val_fraction))
-    temporary = temporary_sibling(out)
-    with writing(out):
-        temporary.mkdir(parents=True)
     try:
-        meta = _write_splits(pieces, tokenizer, temporary, shard_tokens, workers, tally, progress)
-        tokenizer.save(temporary / "tokenizer.json")
-        write_atomically(temporary / "meta.json", json.dumps(meta, indent=1) + "\n")
-        _commit(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with ExitStack() as stack:
+            with writing(out):
+                temporary = stack.enter_context(atomic_dir(out))
+            meta = _write_splits(pieces, tokenizer, temporary, shard_tokens, workers, tally, progress)
+            tokenizer.save(temporary / "tokenizer.json")
+            write_atomically(temporary / "meta.json", json.dumps(meta, indent=1) + "\n")
+    except OSError:
+        refuse_content(out)  # another process was first
+        raise
     return open_tokens(out, tokenizer.fingerprint)
 
 
@@ -138,17 +137,6 @@ def refuse_content(out: Path) -> None:
     # neither `.` nor a link can be renamed onto
     if not out.name or out.is_file() or out.is_symlink() or (out.is_dir() and any(out.iterdir())):
         raise UserError("there is something already.", where=str(out), fix="Name a new folder for the tokens.")
-
-
-def _commit(temporary: Path, out: Path) -> None:
-    """Rename: the folder appears complete, or not. A folder with content is never replaced (POSIX rename)."""
-    sync(temporary)
-    try:
-        temporary.rename(out)
-    except OSError:
-        refuse_content(out)  # another process was first
-        raise
-    sync(out.parent)
 
 
 def training_texts(
@@ -242,7 +230,7 @@ def prepare_cached(
         try:
             return open_tokens(out)
         except UserError:
-            set_aside(out)
+            discard_dir(out)
     tokenizer = load() if load else tokenizer_for([source], tokenizer_spec, reading, progress)
     try:
         return prepare_source(source, tokenizer, out, reading, progress=progress)
@@ -250,11 +238,3 @@ def prepare_cached(
         if not out.exists():
             raise
         return open_tokens(out)  # another process prepared the same in the meantime
-
-
-def set_aside(damaged: Path) -> None:
-    """Out of the way in one step, so that nobody sees a half-removed folder."""
-    aside = temporary_sibling(damaged)
-    with suppress(OSError):  # another process did the same
-        damaged.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -13,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from redline import __version__
-from redline.cache import sync, temporary_sibling
+from redline.cache import atomic_dir
 from redline.errors import UserError
 from redline.export.card import CARD
 from redline.export.contents import MODEL, Contents, How, Say, Trained, model_contents
@@ -127,21 +126,12 @@ def refuse_content(out: Path) -> None:
 
 
 def _commit(out: Path, write: Callable[[Path], None]) -> None:
-    """A temporary sibling, synced and renamed; a folder with content is never replaced (POSIX rename)."""
-    final = out.resolve()  # an empty folder may be there by a link
-    temporary = temporary_sibling(final)
+    """Write the folder with `atomic_dir`; say in a sentence why it cannot be written."""
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        write(temporary)
-        for path in [*temporary.iterdir(), temporary]:
-            sync(path)
-        temporary.rename(final)
-        sync(final.parent)
+        with atomic_dir(out.resolve()) as temporary:  # resolved: an empty folder may be there by a link
+            write(temporary)
     except (OSError, SafetensorError) as error:
         refuse_content(out)  # another process may have been first
         reason = getattr(error, "strerror", None) or str(error)
         fix = "Name another folder with --out, or free some disk."
         raise UserError(f"cannot be written ({reason}).", where=str(out), fix=fix) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -6,13 +6,12 @@ import contextlib
 import hashlib
 import io
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from redline.cache import cache_dir, regular, sync, temporary_sibling, writing
+from redline.cache import atomic_dir, cache_dir, regular
 from redline.errors import UserError
 from redline.models.families import describe
 from redline.models.stored import sample
@@ -40,20 +39,13 @@ def unpacked(path: Path, say: Callable[[str], None]) -> Path:
         what = f"reading a .gguf file needs {' and '.join(missing)}."
         raise UserError(what, where=str(path), fix=f"pip install {' '.join(missing)}, or give a folder of safetensors.")
     say(f"unpacking {path.name} once, into {folder}")
-    temporary = temporary_sibling(folder)  # only a whole folder gets the name
     try:
-        with writing(folder):
-            temporary.mkdir(parents=True)
-        with _hushed():
+        with atomic_dir(folder) as temporary, _hushed():
             _unpack(path, temporary)
-        for file in (*temporary.iterdir(), temporary):
-            sync(file)
-        with contextlib.suppress(OSError):  # another process was faster
-            temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    if not folder.is_dir():
-        raise UserError("cannot be written.", where=str(folder), fix="Make room there, or set REDLINE_CACHE.")
+    except OSError as error:
+        if not folder.is_dir():  # else another process was faster
+            what = f"cannot be written ({error.strerror or error})."
+            raise UserError(what, where=str(folder), fix="Make room there, or set REDLINE_CACHE.") from None
     return folder
 
 
