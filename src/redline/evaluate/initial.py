@@ -26,6 +26,7 @@ from redline.models.stored import Entry, entries, read
 from redline.monitor.runs import resolve_run
 from redline.plan.adapters import Adapter
 from redline.plan.shapes import SHAPE_KEYS
+from redline.recipe.identity import check_model
 from redline.recipe.lock import locked_recipe, read_lock
 from redline.recipe.schema import Model, Recipe
 from redline.train.checkpoint import Tensors, file_digest
@@ -128,6 +129,7 @@ def open_initial(spec: str, root: Path, say: Callable[[str], None] = lambda _: N
     lock = read_lock(path)
     chosen = find_weights(path, selector, say=say)
     recipe = locked_recipe(path, lock).recipe
+    check_model(chosen.state["identity"], recipe, path)
     return Initial(
         source=f"{path.resolve()}@{chosen.step}",
         run_id=str(lock["run_id"]),

@@ -16,6 +16,7 @@ from redline.hardware.detect import detect
 from redline.jobs import job
 from redline.objectives import objective_module
 from redline.objectives.base import Objective
+from redline.recipe.identity import check_model
 from redline.recipe.load import parse_overrides
 from redline.recipe.lock import locked_recipe, read_lock
 from redline.recipe.parallel import for_world
@@ -81,6 +82,7 @@ def open_trained(
         }
     )
     chosen = find_weights(run, selector, weights, say)
+    check_model(chosen.state["identity"], recipe, run)
     if writes_only:
         facts = DataFacts(**lock["data"])
         data = module.tokenizer_alone(facts, run, recipe)

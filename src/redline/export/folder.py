@@ -18,6 +18,7 @@ from redline.export.card import CARD
 from redline.export.contents import MODEL, Contents, How, Say, Trained, model_contents
 from redline.export.tensors import write_json, write_tensors
 from redline.objectives import objective_module
+from redline.recipe.identity import check_model
 from redline.recipe.lock import locked_recipe, read_lock
 from redline.train.weights import find_weights
 
@@ -54,6 +55,7 @@ def export_run(
     refuse_content(out)
     lock = read_lock(run)
     trained = Trained(run, lock, locked_recipe(run, lock).recipe, find_weights(run, selector, weights, say))
+    check_model(trained.weights.state["identity"], trained.recipe, run)
     contents = _contents(trained, How(dtype, merged, onto, base), say)
     about: dict[str, Any] = {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from redline.errors import Problem
 from redline.fields import Count, MaybeCount
@@ -20,6 +20,8 @@ from redline.plan.layout import Layout, Segment, uniform
 
 
 class Options(DiffusionOptions):
+    model_keys: ClassVar[tuple[str, ...]] = ("block_size", "question")
+
     block_size: Count = 16  # positions that are denoised together; all of them is plain masked diffusion
     question: MaybeCount = None  # records: positions of what is given; not given: plain text
 

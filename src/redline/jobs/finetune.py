@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from redline.errors import Problem
 from redline.fields import AUTO, MaybeText, Section, one_of
@@ -21,6 +21,8 @@ FORMULA_RECOMPUTED = "6·N_base + 8·N_lora + 8·L·d·T"
 
 
 class Options(Section):
+    model_keys: ClassVar[tuple[str, ...]] = ("method",)
+
     method: Annotated[str, one_of("qlora", "lora", "full")] = "qlora"
     learn: Annotated[str, one_of("answers", "all")] = "answers"  # what the loss is of
     template: MaybeText = None  # of chats: the base's own if not given; chatml, or a .jinja file

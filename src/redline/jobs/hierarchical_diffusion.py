@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from redline.errors import Problem
 from redline.fields import Count, MaybeCount, NonNegative
@@ -23,6 +23,8 @@ SEGMENTS = ("question", "plan", "execution")
 
 
 class Options(DiffusionOptions):
+    model_keys: ClassVar[tuple[str, ...]] = ("question", "plan", "execution", "plan_block", "execution_block")
+
     question: Count = 128  # positions of each segment; the question is never noised
     plan: Count = 128
     execution: Count = 256  # the answer included

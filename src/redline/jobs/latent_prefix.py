@@ -95,6 +95,16 @@ def _others(value: Any) -> tuple[Other, ...]:
 
 class Options(Section):
     afterwards: ClassVar[tuple[str, ...]] = ("only",)
+    model_keys: ClassVar[tuple[str, ...]] = (
+        "d_z",
+        "slots",
+        "private_slots",
+        "layers",
+        "heads",
+        "patch",
+        "bytes",
+        "anchor",
+    )
 
     others: Annotated[tuple[Other, ...], BeforeValidator(_others)] = ()  # frozen models beside model.base
     only: MaybeWhole = None  # afterwards: answer with this one alone (0 is model.base); nothing else is opened

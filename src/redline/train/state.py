@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+from redline.errors import UserError
+from redline.recipe.identity import check_model
+from redline.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
@@ -52,3 +57,13 @@ class TrainState:
         best = state["best"] or {"step": None, "loss": None}
         stale = int(state.get("evals_without_improvement", 0))  # checkpoints of older versions do not have it
         return cls(int(state["step"]), int(state["tokens"]), float(state["seconds"]), best["loss"], best["step"], stale)
+
+
+def check_identity(recorded: dict[str, Any], identity: dict[str, Any], recipe: Recipe, run: Path) -> None:
+    """Refuse to resume a checkpoint with another model, other data or another tokenizer than it was trained with."""
+    check_model(recorded, recipe, run)
+    known = {key: value for key, value in identity.items() if key != "model"}
+    changed = [key for key, value in known.items() if recorded.get(key, value) != value]
+    if changed:
+        what = f"the {' and '.join(changed)} changed since this run began."
+        raise UserError(what, where=str(run), fix="Put the old data back, or start a new run.")

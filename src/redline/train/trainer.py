@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from redline.errors import UserError
 from redline.monitor.monitor import Monitor
 from redline.monitor.throughput import Throughput
 from redline.objectives.base import Objective
 from redline.plan.batch import BatchPlan
 from redline.plan.schedule import cycled_momentum, lr_factor
+from redline.recipe.identity import model_identity
 from redline.recipe.rates import long_warmup
 from redline.recipe.resolve import Resolved
 from redline.train import trouble
@@ -38,7 +38,7 @@ from redline.train.rundir import RunDirectory
 from redline.train.schedule import Horizon
 from redline.train.sharded import SharedCommit, read_rows
 from redline.train.signals import Signals, StopRequested
-from redline.train.state import TrainState
+from redline.train.state import TrainState, check_identity
 from redline.train.step import Step
 from redline.train.warmup import LeastTooLarge, as_decided, warm_up
 from redline.train.weights import copy_weights
@@ -62,7 +62,7 @@ class Trainer:
         self.resolved, self.recipe, self.train = resolved, resolved.recipe, resolved.recipe.train
         self.objective, self.run_directory, self.monitor = objective, run, monitor
         objective.tell = monitor.say
-        self.identity = identity  # what must be equal on resume: data and tokenizer fingerprints
+        self.identity = {**identity, "model": model_identity(self.recipe)}  # what must be equal on resume
         self.ranks, self.supervised = ranks, supervised  # supervised: someone will go on after a failure
         self.skipped = list(skipped)  # steps whose data are left out
         self._warmup_told = any("train.warmup_steps=" in text for text in resolved.warnings)  # by what was expected
@@ -125,11 +125,7 @@ class Trainer:
 
     def _restore(self, checkpoint: Path) -> None:
         state = read_state(checkpoint)
-        changed = [key for key, value in self.identity.items() if state["identity"].get(key, value) != value]
-        if changed:
-            what = f"the {' and '.join(changed)} changed since this run began."
-            fix = "Put the old data back, or start a new run."
-            raise UserError(what, where=str(self.run_directory.path), fix=fix)
+        check_identity(state["identity"], self.identity, self.recipe, self.run_directory.path)
         with torch.no_grad():
             for stem, tensors in self.tensors().items():
                 saved = read_rows(checkpoint, stem, tensors, self.parallel.places(tensors))
