@@ -84,7 +84,11 @@ def open_store(
 
 def _read(folder: Path) -> AnswerStore:
     meta = json.loads(read_text(folder / "meta.json"))
-    if meta["schema"] != SCHEMA or meta["digests"] != _digests(folder):
+    body = {key: value for key, value in meta.items() if key != "digest"}
+    described = (
+        meta["digest"] == digest_of(body) if "digest" in meta else meta.keys() <= {"schema", "digests", "counts"}
+    )
+    if not described or meta["schema"] != SCHEMA or meta["digests"] != _digests(folder):
         raise ValueError("damaged")
     arrays: dict[str, Any] = {name: np.load(check_regular(folder / f"{name}.npy"), mmap_mode="r") for name in _DTYPES}
     return AnswerStore(**arrays, counts=meta["counts"], fingerprint=digest_of(meta["digests"]))
@@ -112,8 +116,8 @@ def _write(folder: Path, source: str, tokenizer: ChatTokenizer, learn: str, prog
             file.close()
     tally.refuse_mostly_bad()
     counts = {**tally.counts(), "empty": tally.empty, "examples": tally.examples}
-    meta = {"schema": SCHEMA, "digests": _digests(folder), "counts": counts}
-    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    meta = json.loads(json.dumps({"schema": SCHEMA, "digests": _digests(folder), "counts": counts}))
+    (folder / "meta.json").write_text(json.dumps({**meta, "digest": digest_of(meta)}), encoding="utf-8")
 
 
 Sample = tuple[int, int, Coded]  # number and key of its row

@@ -27,7 +27,7 @@ from redline.data.splits import REST, TRAIN, VAL, Piece, cut_pieces, split_docum
 from redline.data.stream import STATE, read_state
 from redline.data.tally import Tally, nothing_to_train_on
 from redline.data.tokenizer import Tokenizer, load_tokenizer
-from redline.data.tokens import shard_files
+from redline.data.tokens import sealed, shard_files
 from redline.errors import UserError
 
 # A stream begins before its text has been read: train:N learns from its beginning.
@@ -130,7 +130,7 @@ class StreamWriter:
         counts = {TRAIN: self.recorded, VAL: self.counts[VAL]}
         state = description(self.tokenizer, files, counts, self.tally)
         state |= {"val_done": self.val_done, "place": self.place, **more}
-        write_atomically(self.folder / STATE, json.dumps(state, indent=1) + "\n")
+        write_atomically(self.folder / STATE, json.dumps(sealed(state, self.folder), indent=1) + "\n")
 
     def _finish(self) -> None:
         """From now on the folder is one like any other that was prepared."""
@@ -139,7 +139,7 @@ class StreamWriter:
             raise nothing_to_train_on(self.tally)
         self.recorded, self.val_done = self.counts[TRAIN], True
         meta = description(self.tokenizer, files, self.counts, self.tally)
-        write_atomically(self.folder / "meta.json", json.dumps(meta, indent=1) + "\n")
+        write_atomically(self.folder / "meta.json", json.dumps(sealed(meta, self.folder), indent=1) + "\n")
         self._record(done=True)
 
 
@@ -163,7 +163,7 @@ def run(job: dict[str, Any]) -> int:
 
 def _fail(folder: Path, what: str, where: str | None, fix: str | None) -> int:
     state = read_state(folder).description | {"failed": {"what": what, "where": where, "fix": fix}}
-    write_atomically(folder / STATE, json.dumps(state, indent=1) + "\n")
+    write_atomically(folder / STATE, json.dumps(sealed(state, folder), indent=1) + "\n")
     return 1
 
 

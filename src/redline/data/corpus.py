@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from redline.cache import discard_dir, temporary_sibling, writing
+from redline.cache import discard_dir, read_bytes, read_text, temporary_sibling, write_atomically, writing
 from redline.data.encode import default_workers
 from redline.data.facts import expected_facts
 from redline.data.index import Index
@@ -20,7 +21,7 @@ from redline.data.progress import Progress, ProgressCallback
 from redline.data.shards import check_shard
 from redline.data.stream import StreamIndex, StreamSplit, StreamState, TokenStream, read_state
 from redline.data.tokenizer import Tokenizer, load_tokenizer, trained_size
-from redline.data.tokens import TokenData, TokenSplit, digest_of, shard_files
+from redline.data.tokens import TokenData, TokenSplit, check_definition, digest_of, is_sealed, shard_files
 from redline.errors import UserError
 from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Data, Part
@@ -92,7 +93,7 @@ def _open_parts(
 
     @cache
     def load() -> Tokenizer:
-        if not definition.is_file():
+        if not _is_whole(definition):
             _save(tokenizer_for(sources, spec, reading, progress), definition)
         tokenizer = load_tokenizer(str(definition))
         tokenizer.name = spec
@@ -107,7 +108,20 @@ def _save(tokenizer: Tokenizer, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_sibling(path)
         tokenizer.save(temporary)
+        digest = hashlib.sha256(read_bytes(temporary)).hexdigest()
         temporary.replace(path)
+        write_atomically(_digest_file(path), digest + "\n")
+
+
+def _digest_file(definition: Path) -> Path:
+    return definition.with_name(f"{definition.name}.sha256")
+
+
+def _is_whole(definition: Path) -> bool:
+    """Whether a cached tokenizer is there and agrees with its digest; older releases wrote none."""
+    if not definition.is_file() or not _digest_file(definition).is_file():
+        return definition.is_file()
+    return hashlib.sha256(read_bytes(definition)).hexdigest() == read_text(_digest_file(definition)).strip()
 
 
 def _together(parts: Sequence[Part], opened: Sequence[TokenData]) -> TokenData:
@@ -197,7 +211,8 @@ def _open_stream(data: Data, reading: Reading, progress: ProgressCallback | None
     train = StreamSplit(stream, vocab_size, eot, fingerprint, made_with["fingerprint"])
     train.take(state)
     entry = meta["splits"]["val"]
-    held_out = [file.map() for file in shard_files(folder, vocab_size, entry)]
+    files = tuple(shard_files(folder, vocab_size, entry))
+    held_out = [file.map() for file in files]
     val = TokenSplit(held_out, vocab_size=vocab_size, eot=eot, utf8_bytes=entry["bytes"], fingerprint=digest_of(entry))
     tokens = TokenData(
         source=folder,
@@ -208,7 +223,7 @@ def _open_stream(data: Data, reading: Reading, progress: ProgressCallback | None
         vocab_size=vocab_size,
         eot=eot,
         fingerprint=fingerprint,
-        files=(),
+        files=files,
     )
     return Corpus(tokens, _stream_facts(data, tokens, complete=state.done), data.parts, (len(train),))
 
@@ -223,6 +238,9 @@ def _is_damaged(folder: Path, state: StreamState) -> bool:
     if not meta.get("splits"):
         return False
     try:
+        if "digest" in meta and not is_sealed(meta):
+            return True
+        check_definition(folder, meta)
         for entry in meta["splits"].values():
             for file in shard_files(folder, int(meta["vocab_size"]), entry):
                 check_shard(file, str(meta["tokenizer"]["fingerprint"]))

@@ -23,7 +23,7 @@ from redline.data.sources import AnyDocument, source_bytes, source_documents
 from redline.data.splits import TRAIN, VAL, Piece, cut_pieces, split_documents, without_duplicates
 from redline.data.tally import Tally, nothing_to_train_on
 from redline.data.tokenizer import Tokenizer, load_tokenizer
-from redline.data.tokens import TokenData, data_fingerprint, open_tokens
+from redline.data.tokens import TokenData, data_fingerprint, open_tokens, sealed
 from redline.errors import UserError
 
 SHARD_TOKENS = 100_000_000
@@ -53,7 +53,7 @@ def prepare(
                 temporary = stack.enter_context(atomic_dir(out))
             meta = _write_splits(pieces, tokenizer, temporary, shard_tokens, workers, tally, progress)
             tokenizer.save(temporary / "tokenizer.json")
-            write_atomically(temporary / "meta.json", json.dumps(meta, indent=1) + "\n")
+            write_atomically(temporary / "meta.json", json.dumps(sealed(meta, temporary), indent=1) + "\n")
     except OSError:
         refuse_content(out)  # another process was first
         raise

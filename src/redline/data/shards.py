@@ -18,7 +18,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from redline.cache import check_regular, regular
+from redline.cache import cache_dir, check_regular, regular
 from redline.errors import UserError
 
 MAGIC = b"redline1"
@@ -57,6 +57,10 @@ def scan_tokens(path: Path, dtype: np.dtype[np.unsignedinteger], offset: int = 0
             max_id = max(max_id, int(ids.max(initial=0)))
             max_odd = max(max_odd, int(ids[1::2].max(initial=0)))
     return Scan(digest.hexdigest(), max_id, max_odd)
+
+
+class DamagedDataError(UserError):
+    """Tokens, or what describes them, are not what was written."""
 
 
 class OtherTokenizerError(UserError):
@@ -107,8 +111,11 @@ def check_shard(file: TokenFile, tokenizer_fingerprint: str) -> None:
         raise damaged(file.path, "the shard's header disagrees with meta.json")
 
 
-def damaged(path: Path, what: str) -> UserError:
-    return UserError(f"{what}.", where=str(path), fix="Prepare the data again, or copy them anew.")
+def damaged(path: Path, what: str) -> DamagedDataError:
+    fix = "Prepare the data again, or copy them anew."
+    if path.is_relative_to(cache_dir()):
+        fix = f"Delete the folder {path.parent}: the next run prepares the data again."
+    return DamagedDataError(f"{what}.", where=str(path), fix=fix)
 
 
 class ShardWriter:

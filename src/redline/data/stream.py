@@ -175,6 +175,10 @@ class StreamSplit(TokenSplit):
                 pieces, vocab_size=self.vocab_size, eot=self.eot, utf8_bytes=None, fingerprint=self.fingerprint
             )
 
+    @property
+    def files(self) -> tuple[TokenFile, ...]:
+        return tuple(self._opened)
+
     def __len__(self) -> int:
         return int(self._so_far.borders[-1])
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from redline.cache import read_text
+from redline.cache import read_bytes, read_text
 from redline.data.origin import SCHEMA, held_out_of
 from redline.data.raw import open_raw
 from redline.data.shards import HEADER_BYTES, OtherTokenizerError, TokenFile, check_shard, damaged, token_dtype
@@ -58,6 +58,7 @@ class TokenSplit:
             part = self.pieces[piece][inside : inside + count - done]
             out[done : done + len(part)] = part
             done += len(part)
+        self._refuse_unknown(out, np.array([start]))
         return out
 
     def windows(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
@@ -74,7 +75,24 @@ class TokenSplit:
             out[rows] = views[starts[rows] - self.borders[piece]]
         for row in np.flatnonzero(first != last):
             out[row] = self.read(int(starts[row]), length)
+        self._refuse_unknown(out, starts)
         return out
+
+    @property
+    def files(self) -> tuple[TokenFile, ...]:
+        """Shards that were opened after the others: none, unless they are still being prepared."""
+        return ()
+
+    def _refuse_unknown(self, ids: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> None:
+        """Raise DamagedDataError for an id outside the vocabulary: an embedding has no row for it."""
+        if not ids.size or int(ids.max()) < self.vocab_size:
+            return
+        rows = np.atleast_2d(ids)
+        row, column = np.argwhere(rows >= self.vocab_size)[0]
+        place = int(starts[row]) + int(column)
+        piece = self.pieces[int(np.searchsorted(self.borders, place, side="right")) - 1]
+        what = f"token {place:,} is {int(rows[row, column])}, outside the vocabulary of {self.vocab_size} ids"
+        raise damaged(Path(getattr(piece, "filename", None) or "the tokens"), what)
 
 
 @dataclass(frozen=True)
@@ -91,6 +109,10 @@ class TokenData:
     fingerprint: str
     files: tuple[TokenFile, ...]
     left_out: tuple[str, ...] = ()  # of what was read to make them, in sentences
+
+    def stored(self) -> tuple[TokenFile, ...]:
+        """Every file that tokens are read from, those that were prepared since it was opened included."""
+        return (*self.files, *self.train.files)
 
     def verify(self) -> None:
         """Read every token once and compare with the digests that were recorded."""
@@ -141,6 +163,41 @@ def digest_of(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
+DEFINITION = "tokenizer.json"
+_UNSEALED = frozenset(("schema", "dtype", "tokenizer", "vocab_size", "eot", "splits", "counts", "fingerprint"))
+
+
+def sealed(meta: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the description of a prepared folder with the SHA-256 of its tokenizer.json and a digest of itself."""
+    body = {key: value for key, value in meta.items() if key != "digest"}
+    definition = folder / DEFINITION
+    if definition.is_file() and "tokenizer" in body:  # bytes have none
+        digest = hashlib.sha256(read_bytes(definition)).hexdigest()
+        body["tokenizer"] = {**body["tokenizer"], "sha256": digest}
+    body = json.loads(json.dumps(body))
+    return {**body, "digest": digest_of(body)}
+
+
+def is_sealed(meta: dict[str, Any]) -> bool:
+    """Whether a description agrees with its own digest. Older releases wrote none, and only the keys that are known."""
+    if "digest" not in meta:
+        return _UNSEALED.issuperset(meta)
+    return bool(meta["digest"] == digest_of({key: value for key, value in meta.items() if key != "digest"}))
+
+
+def check_definition(folder: Path, meta: dict[str, Any]) -> None:
+    """Compare tokenizer.json with the SHA-256 that was recorded for it, where one was."""
+    recorded, path = meta["tokenizer"].get("sha256"), folder / DEFINITION
+    if recorded is None:
+        return
+    try:
+        same = hashlib.sha256(read_bytes(path)).hexdigest() == recorded
+    except OSError as error:
+        raise damaged(path, f"the tokenizer cannot be read ({error.strerror})") from None
+    if not same:
+        raise damaged(path, "this is not the tokenizer.json that was written with the tokens")
+
+
 def _open_prepared(folder: Path, tokenizer: str | None) -> TokenData:
     path = folder / "meta.json"
     try:
@@ -150,12 +207,14 @@ def _open_prepared(folder: Path, tokenizer: str | None) -> TokenData:
         files = {split: shard_files(folder, vocab_size, entry) for split, entry in meta["splits"].items()}
         whole = meta["fingerprint"] == data_fingerprint(tokenizer_fingerprint, vocab_size, eot, meta["splits"])
         whole = whole and meta["schema"] == SCHEMA and meta["dtype"] == token_dtype(vocab_size).name
+        whole = whole and is_sealed(meta)
     except FileNotFoundError:
         raise damaged(path, "the folder is not a prepared one, for it has no meta.json") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole or not files.get("train"):
         raise damaged(path, "the description of the data is damaged")
+    check_definition(folder, meta)
     _check_tokenizer(folder, name, tokenizer_fingerprint, tokenizer)
     for file in (file for split in files.values() for file in split):
         check_shard(file, tokenizer_fingerprint)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from redline.data.shards import TokenFile
 from redline.plan.adapters import Adapter
 from redline.recipe.schema import Lora
 
@@ -158,6 +159,10 @@ class Objective(ABC):
     def identity(self) -> dict[str, str]:
         """What else must be equal on resume: name → fingerprint."""
         return {}
+
+    def token_files(self) -> Sequence[TokenFile]:
+        """Files that batches are read from and whose digests are recorded: they are checked while the run trains."""
+        return ()
 
     def save_tokenizer(self, folder: Path) -> None:
         """So that the run can read other text later."""

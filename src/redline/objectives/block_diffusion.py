@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from redline.data.corpus import Corpus
 from redline.data.index import Index
 from redline.data.progress import ProgressCallback
+from redline.data.shards import TokenFile
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.data.tokens import TokenSplit
 from redline.errors import UserError
@@ -119,6 +120,9 @@ class TextDiffusion(DiffusionObjective):
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self.data.text.tokenizer
+
+    def token_files(self) -> Sequence[TokenFile]:
+        return self.data.text.tokens.stored()
 
     def save_tokenizer(self, folder: Path) -> None:
         if isinstance(self.tokenizer, LibraryTokenizer):

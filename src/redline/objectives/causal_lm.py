@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from redline.data.corpus import Corpus, facts_of, open_corpus
 from redline.data.index import Index
 from redline.data.packing import document_ids, inputs_and_targets
 from redline.data.progress import ProgressCallback
+from redline.data.shards import TokenFile
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.data.tokens import TokenData, TokenSplit
 from redline.errors import UserError
@@ -131,6 +132,9 @@ class CausalLM(InFloat8):
             return super().matmuls()
         shape, tokens = self.resolved.shape, self.resolved.batch.micro * self.seq_len
         return {**super().matmuls(), "head": (chunk_tokens(shape.vocab, tokens), shape.d_model, shape.vocab)}
+
+    def token_files(self) -> Sequence[TokenFile]:
+        return self.data.tokens.stored()
 
     def save_tokenizer(self, folder: Path) -> None:
         if isinstance(self.data.tokenizer, LibraryTokenizer):

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from redline.data.shards import DamagedDataError
+from redline.data.verify import BackgroundCheck
 from redline.monitor.monitor import Monitor
 from redline.monitor.throughput import Throughput
 from redline.objectives.base import Objective
@@ -20,7 +22,7 @@ from redline.recipe.identity import model_identity
 from redline.recipe.rates import long_warmup
 from redline.recipe.resolve import Resolved
 from redline.train import trouble
-from redline.train.checkpoint import Tensors, read_state
+from redline.train.checkpoint import Tensors, committed_steps, read_state
 from redline.train.deadline import Deadline
 from redline.train.feed import Feed, step_batch, to_device, unskipped
 from redline.train.graph import graph_if_possible
@@ -80,6 +82,8 @@ class Trainer:
         shared = ranks.joined and self.recipe.parallel.mode == "fsdp"
         together = SharedCommit(ranks) if shared else None
         self.keeper = Keeper(run, monitor, self.pace, self.recipe.checkpoint, first=ranks.first, together=together)
+        # one process of each machine checks the files there
+        self.data_check = BackgroundCheck(objective.token_files if ranks.local == 0 else lambda: ())
         self._agreed_s = 0.0  # the first rank's clock, as all know it
 
     # --- assembling
@@ -147,6 +151,7 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Train until something says stop."""
+        self.began_at = self.state.step
         self.pace.resume(self.state.seconds)
         with self.signals:
             try:
@@ -164,12 +169,15 @@ class Trainer:
                 self.batch = error.plan if isinstance(error, LeastTooLarge) else self.batch
                 self.keeper.settle()
                 raise trouble.out_of_memory(self.run_directory.path, self._facts()) from None
+            except DamagedDataError as error:
+                self._stop_for_damage(error)
+                raise
             return self.finish(reason)
 
     def _loop(self) -> str:
         data, ranks = self.recipe.data, self.ranks
         where = (self.objective, self.batch, self.device, data.workers, self.state.step)
-        with Feed(*where, depth=data.prefetch, ranks=ranks, skipped=self.skipped) as feed:
+        with self.data_check, Feed(*where, depth=data.prefetch, ranks=ranks, skipped=self.skipped) as feed:
             self.pace.begin()
             self.throughput.begin()
             stop = self.should_stop()
@@ -301,6 +309,7 @@ class Trainer:
 
     def save(self) -> None:
         PULSE.at("saving", self.state.step)
+        self.data_check.poll(self.monitor.warn)  # nothing is saved that learned from damaged data knowingly
         self.log.wait()
         self.log.look(self.state.step)  # whoever goes on from here cannot look at these steps any more
         files = self.tensors()
@@ -333,6 +342,7 @@ class Trainer:
 
     def should_stop(self) -> str | None:
         """What one rank was told, all do; clocks, files and losses are the first one's to look at."""
+        self.data_check.poll(self.monitor.warn)
         wish = self._wish() if self.ranks.first else self.signals.reason
         if self.ranks.size == 1:
             return wish
@@ -411,6 +421,14 @@ class Trainer:
         saved = self.ranks.from_first(abandoned or self.keeper.finish(self.state.step))
         if reason in ("interrupted", "requested"):
             self._last_look()
+        self._emit_stop(reason, saved)
+        if abandoned:
+            self.keeper.settle()
+            what = f"the batches of {len(self.log.storm)} steps in a row are not finite."
+            raise trouble.Storm(what, fix="Going on from the last checkpoint before them, without them.")
+        return Outcome(reason, self.state, saved)
+
+    def _emit_stop(self, reason: str, saved: bool) -> None:
         hours = self.pace.seconds / 3600
         self.monitor.emit(
             "stop",
@@ -420,9 +438,13 @@ class Trainer:
             hours=hours,
             cost_usd=self.monitor.cost(hours),
             **self.log.ending(reason, saved),
+            **self.data_check.progress(),
         )
-        if abandoned:
-            self.keeper.settle()
-            what = f"the batches of {len(self.log.storm)} steps in a row are not finite."
-            raise trouble.Storm(what, fix="Going on from the last checkpoint before them, without them.")
-        return Outcome(reason, self.state, saved)
+
+    def _stop_for_damage(self, error: DamagedDataError) -> None:
+        """Write down why the run ends. Nothing more is saved: the weights may have learned from the damaged file."""
+        self.keeper.settle()
+        since = [step for step in committed_steps(self.run_directory.checkpoints) if step > self.began_at]
+        seen = f" Checkpoints from step {since[0]} on may have learned from it." if since else ""
+        self.monitor.warn(f"{error.message()}{seen}")
+        self._emit_stop("damaged_data", saved=False)

@@ -78,6 +78,7 @@ _REASONS = {
     "requested": "as it was asked to",
     "moved": "its directory was moved away",
     "nonfinite": "too many updates in a row were not finite",
+    "damaged_data": "a file of its training data is damaged",
 }
 
 
