@@ -154,7 +154,8 @@ def test_checkpointing_only_when_one_sequence_does_not_fit() -> None:
 def test_the_plan_adds_up() -> None:
     plan = resolved().plan_event()
     assert plan["batch"]["tokens_per_step"] == 128 * 1024
-    assert plan["horizon"] == {"steps": 53406, "tokens": 53406 * 128 * 1024, "seconds": None, "expected_tokens": None}
+    horizon = {key: plan["horizon"][key] for key in ("steps", "tokens", "seconds", "expected_tokens")}
+    assert horizon == {"steps": 53406, "tokens": 53406 * 128 * 1024, "seconds": None, "expected_tokens": None}
     parts = {k: v for k, v in plan["memory_gib"].items() if k not in ("peak", "available")}
     assert sum(parts.values()) == pytest.approx(plan["memory_gib"]["peak"], abs=0.01)
     assert plan["memory_gib"]["peak"] <= 0.9 * plan["memory_gib"]["available"]

@@ -20,6 +20,7 @@ from redline.monitor.events import SCHEMA, EventLog, NullEventLog, read_events
 from redline.monitor.monitor import Monitor, View, paid_until, price_of
 from redline.monitor.runs import EVENTS, LOCK_FILE, SWEEP
 from redline.monitor.sinks import sinks_for
+from redline.recipe.horizon import STOPS, remaining_fields
 from redline.recipe.lock import LOCK, make_lock, read_lock, write_lock
 from redline.recipe.resolve import Choice, Resolved
 from redline.train.supervise import RECOVERY, SUPERVISED
@@ -146,6 +147,7 @@ class OneRun:
         _point_latest(self.path)
 
     def _introduce(self, trainer: Trainer, monitor: Monitor) -> None:
+        train = self.resolved.recipe.train
         monitor.emit(
             "start",
             schema=SCHEMA,
@@ -155,10 +157,13 @@ class OneRun:
             recipe=self.name,
             device=self.resolved.machine.name,
             overrides=self.overrides,
+            stops={key.removeprefix("train."): getattr(train, key.removeprefix("train.")) for key in STOPS},
             **({} if self.continued_with is None else {"continued_with": self.continued_with}),
         )
-        price = price_of(self.resolved.recipe.monitor.price_per_hour)
-        monitor.emit("plan", **self._decided(trainer).plan_event(price=price))
+        plan = self._decided(trainer).plan_event(price=price_of(self.resolved.recipe.monitor.price_per_hour))
+        if self.resumed:
+            plan["horizon"]["remaining"] = remaining_fields(plan, trainer.state.step, trainer.state.seconds)
+        monitor.emit("plan", **plan)
 
     def _decided(self, trainer: Trainer) -> Resolved:
         """With what was measured while the model was built."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shlex
 import signal
@@ -22,11 +23,11 @@ from redline.cli.paths import RUNS, refuse_too_long, refuse_unreadable
 from redline.cli.together import Quiet, join_ranks, resolved_alike
 from redline.errors import UsageError
 from redline.monitor.console import Console
-from redline.monitor.events import Event, number, read_events
+from redline.monitor.events import Event, number, read_events, section
 from redline.monitor.monitor import View, price_notes, price_of
 from redline.monitor.runs import EVENTS, refuse_links, resolve_run
 from redline.monitor.sinks import require_packages
-from redline.recipe.horizon import steps_of
+from redline.recipe.horizon import STOPS, remaining_fields, steps_of
 from redline.recipe.load import Loaded, load, shipped, validate
 from redline.recipe.lock import LOCK, locked_recipe, read_lock
 from redline.recipe.parallel import for_world
@@ -221,11 +222,20 @@ def _reached(path: Path, recipe: Recipe, step: int) -> bool:
 
 
 def _changed_before(run: Path) -> list[list[str]]:
-    """What earlier resumes have changed: whoever goes on need not say it again."""
-    starts = [event for event in read_events(run / EVENTS) if event["type"] == "start"]
-    resumes = [event for event in starts if event.get("resumed_from") is not None]
-    words = [event.get("overrides") for event in resumes]
-    return [[str(word) for word in some] for some in words if isinstance(some, list)]
+    """Return the overrides of earlier resumes, which stay in force.
+
+    `stops` holds the counted stop conditions that were in force then. Logs of older versions lack it: there an
+    override changed one of the three and left the others.
+    """
+    words: list[list[str]] = []
+    for event in read_events(run / EVENTS):
+        given = event.get("overrides")
+        if event["type"] != "start" or event.get("resumed_from") is None or not isinstance(given, list):
+            continue
+        counted = [(key, section(event, "stops").get(key.removeprefix("train."))) for key in STOPS]
+        known = counted if isinstance(event.get("stops"), dict) else []
+        words += [[str(word) for word in given], [f"{key}={json.dumps(value)}" for key, value in known]]
+    return words
 
 
 def _start(
@@ -258,11 +268,26 @@ def _start(
         for note in initial.check(resolved.recipe, data.facts.tokenizer_fingerprint) if initial else ():
             console.event({"type": "warning", "message": note})
         if dry_run:
-            console.event({"type": "plan", **resolved.plan_event(price=price_of(loaded.recipe.monitor.price_per_hour))})
+            plan = resolved.plan_event(price=price_of(loaded.recipe.monitor.price_per_hour))
+            if resumed and (saved := _saved_at(path)):
+                plan["horizon"]["remaining"] = remaining_fields(plan, *saved)
+            console.event({"type": "plan", **plan})
             console.close()
             return 0
         run = OneRun(loaded.name, path, resolved, data, ranks, overrides, resumed, initial, continued_with)
         return run.train(console, leaving)
+
+
+def _saved_at(path: Path) -> tuple[int, float] | None:
+    """Return the step and the seconds of training from which the run would resume; None without a checkpoint."""
+    from redline.train.checkpoint import newest_valid, read_state
+    from redline.train.state import TrainState
+
+    newest = newest_valid(path / "checkpoints")
+    if newest is None:
+        return None
+    state = TrainState.from_json(read_state(newest))
+    return state.step, state.seconds
 
 
 def _initial(recipe: Recipe, console: View) -> Initial | None:

@@ -214,19 +214,45 @@ def plan_rows(event: Event) -> Iterator[tuple[str, str]]:
     parts = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
     yield from _row("", [_number(memory, part, part + " {:.2f}") for part in parts])
     yield from _speed_rows(event)
+    yield from _horizon_rows(event)
+
+
+def _horizon_rows(event: Event) -> Iterator[tuple[str, str]]:
+    """The length of the run; where train.hours ends it first, what is expected by then. Resumed: what remains."""
     horizon = section(event, "horizon")
-    known = number(section(event, "throughput"), "tokens_per_s") is not None  # else the clock's limit is all there is
-    limit = "or by the clock" if horizon.get("steps") or horizon.get("tokens") else "by the clock"
+    asked = [
+        _number(horizon, "steps", "{:,} steps"),
+        _number(horizon, "tokens", "{} tokens", format_count),
+        _number(horizon, "epochs", "{} epochs", _epochs),
+    ]
+    if by_clock := number(horizon, "expected_tokens") is not None:
+        before = ", ".join(filter(None, asked))
+        asked = [
+            _number(horizon, "expected_steps", "about {:,} steps"),
+            _number(horizon, "expected_tokens", "{} tokens", format_count),
+            _number(horizon, "expected_epochs", "{} epochs", _epochs),
+        ]
+        ends = "train.hours ends it" + (f" before {before}" if before else "")
+    known = number(section(event, "throughput"), "tokens_per_s") is not None  # else train.hours is all there is
+    time = "{}" if by_clock else "about {}" if known else "at most {}"
+    cost = _number(event, "cost_usd", "{}", format_usd)
+    took = _number(event, "hours", time, lambda hours: format_seconds(3600 * hours))
+    yield from _row("horizon", [*asked, took, cost, ends if by_clock else ""])
+    left = section(horizon, "remaining")
+    total = _number(horizon, "steps", " of {:,}")
     yield from _row(
-        "horizon",
+        "remaining",
         [
-            _number(horizon, "steps", "{:,} steps"),
-            _number(horizon, "tokens", "{} tokens", format_count),
-            _number(horizon, "expected_tokens", limit + ", after about {} tokens", format_count),
-            _number(event, "hours", "about {}" if known else "at most {}", lambda hours: format_seconds(3600 * hours)),
-            _number(event, "cost_usd", "{}", format_usd),
+            _number(left, "steps", "{:,}") + (f"{total} steps" if number(left, "steps") is not None else ""),
+            _number(left, "tokens", "{} tokens", format_count),
+            _number(left, "epochs", "{} epochs", _epochs),
+            _number(left, "seconds", "about {}" if known else "at most {}", format_seconds),
         ],
     )
+
+
+def _epochs(epochs: float) -> str:
+    return f"{epochs:.3g}" if epochs < 1000 else format_count(epochs)
 
 
 def _speed_rows(event: Event) -> Iterator[tuple[str, str]]:
@@ -308,8 +334,8 @@ def _checkpoint_line(event: Event) -> str:
 
 
 def _stop_rows(event: Event, step: str) -> Iterator[tuple[str, str]]:
-    reason = one_line(event.get("reason")) or "no reason given"
-    yield stop_status(event), reason
+    parts = [one_line(event.get("reason")) or "no reason given", one_line(event.get("message"))]
+    yield stop_status(event), ": ".join(filter(None, parts))
     yield from _row(
         "after",
         [

@@ -1,24 +1,105 @@
-"""How much a recipe asks to be trained, as far as it can be told before the run."""
+"""How long a run is: which stop conditions count, the step they lead to, and what to warn about."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from redline.plan.batch import BatchPlan, given_batch
 from redline.plan.schedule import horizon_steps
 from redline.recipe.checks import number
 from redline.recipe.schema import Recipe
+from redline.units import format_count
+
+STOPS = ("train.steps", "train.tokens", "train.epochs")  # counted stop conditions; train.hours is a budget beside them
+FEW_STEPS = 20
+FEW_EPOCHS, MANY_EPOCHS = 0.1, 10.0
+
+
+def replace_stops(base: Mapping[str, Any], typed: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return `base` without the counted stop conditions that typed ones replace, and a note for each of those.
+
+    Otherwise `train.steps=40` on a recipe of three epochs would end after three epochs, which may be a single step.
+    """
+    given = [key for key in STOPS if typed.get(key) is not None]
+    dropped = [key for key in STOPS if given and key not in typed]
+    by = " and ".join(f"{key}={typed[key]}" for key in given)
+    notes = [f"{by} replaces {key}={base[key]} of the recipe" for key in dropped if base.get(key) is not None]
+    return {key: value for key, value in base.items() if key not in dropped}, notes
+
+
+def epoch_tokens(recipe: Recipe, train_tokens: int) -> int:
+    """Return the tokens of one epoch, which consists of whole sequences; 0 if `train_tokens` is not known yet."""
+    length = recipe.data.seq_len
+    return max(length, train_tokens - train_tokens % length) if train_tokens else 0
 
 
 def steps_of(recipe: Recipe, train_tokens: int, tokens_per_step: int) -> int | None:
-    train, length = recipe.train, recipe.data.seq_len
+    train, epoch = recipe.train, epoch_tokens(recipe, train_tokens)
     return horizon_steps(
         steps=train.steps,
         tokens=train.tokens,
-        epochs=train.epochs if train_tokens else None,  # unknown before they are prepared
-        train_tokens=max(length, train_tokens - train_tokens % length),  # an epoch has whole sequences alone
+        epochs=train.epochs if epoch else None,  # unknown before the data are prepared
+        train_tokens=epoch,
         tokens_per_step=tokens_per_step,
     )
+
+
+def horizon_fields(
+    *, steps: int | None, hours: float | None, expected_tokens: int | None, tokens_per_step: int, epoch: int
+) -> dict[str, Any]:
+    """Return the plan's `horizon`. The `expected_…` fields are set where train.hours ends the run before a count."""
+    tokens = steps * tokens_per_step if steps else None
+    return {
+        "steps": steps,
+        "tokens": tokens,
+        "epochs": _epochs(tokens, epoch),
+        "seconds": hours * 3600 if hours else None,
+        "expected_steps": None if expected_tokens is None else expected_tokens // tokens_per_step,
+        "expected_tokens": expected_tokens,
+        "expected_epochs": _epochs(expected_tokens, epoch),
+    }
+
+
+def remaining_fields(plan: Mapping[str, Any], step: int, seconds: float) -> dict[str, Any]:
+    """Return what a run that resumes at `step`, after `seconds` of training, still has to do by its plan."""
+    horizon, rate = plan["horizon"], plan["throughput"]["tokens_per_s"]
+    per_step = plan["batch"]["tokens_per_step"]
+    steps = None if horizon["steps"] is None else max(0, horizon["steps"] - step)
+    share = steps / horizon["steps"] if steps is not None and horizon["epochs"] is not None else None
+    limits = [None if horizon["seconds"] is None else max(0.0, horizon["seconds"] - seconds)]
+    limits.append(steps * per_step / rate if steps is not None and rate else None)
+    return {
+        "steps": steps,
+        "tokens": None if steps is None else steps * per_step,
+        "epochs": None if share is None else round(share * horizon["epochs"], 4),
+        "seconds": min((limit for limit in limits if limit is not None), default=None),
+    }
+
+
+def horizon_warnings(horizon: Mapping[str, Any]) -> list[str]:
+    """Return warnings about a run that is too short or too long to be what was meant."""
+    by_clock = horizon["expected_tokens"] is not None
+    about, prefix = ("about ", "expected_") if by_clock else ("", "")
+    steps, epochs = horizon[f"{prefix}steps"], horizon[f"{prefix}epochs"]
+    longer = "Raise train.hours" if by_clock else "Raise train.steps, train.tokens or train.epochs"
+    found = []
+    if steps is not None and steps < FEW_STEPS:
+        found.append(f"the run is only {about}{steps:,} steps long. {longer}, or lower train.global_batch")
+    if epochs is not None and epochs < FEW_EPOCHS:
+        found.append(f"the run sees {about}{epochs:.2g} epochs: most of the training data is never used. {longer}")
+    if epochs is not None and epochs > MANY_EPOCHS:
+        shorter = "a smaller train.hours" if by_clock else "fewer train.steps, train.tokens or train.epochs"
+        seen = f"{epochs:.3g}" if epochs < 1000 else format_count(epochs)
+        found.append(
+            f"the run sees {about}{seen} epochs and may learn the training data by heart. Use more data, or {shorter}"
+        )
+    return found
+
+
+def _epochs(tokens: int | None, epoch: int) -> float | None:
+    return round(tokens / epoch, 4) if tokens is not None and epoch else None
 
 
 def token_limit(recipe: Recipe, train_tokens: int, world: int) -> float:

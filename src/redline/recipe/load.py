@@ -16,6 +16,7 @@ from redline.errors import Problem, RecipeError, UsageError, did_you_mean
 from redline.jobs import JOBS, job
 from redline.recipe.aliases import ALIASES, canonical
 from redline.recipe.checks import contradictions, idle
+from redline.recipe.horizon import replace_stops
 from redline.recipe.presets import with_preset
 from redline.recipe.schema import Recipe, recipe_class
 
@@ -86,7 +87,7 @@ _Loader.add_implicit_resolver(f"{_YAML}float", _FLOAT, list("-+.0123456789"))
 class Loaded:
     name: str
     recipe: Recipe
-    notes: list[str] = field(default_factory=list)  # one line for each alias that was used
+    notes: list[str] = field(default_factory=list)  # one line for each alias used and each stop condition replaced
 
 
 def shipped() -> dict[str, Path]:
@@ -236,16 +237,20 @@ def _problem(error: Any, schema: type[BaseModel], *, hint: bool) -> Problem:
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
-    """A recipe by name or path, with overrides, validated."""
+    """Read a recipe by name or path, apply the overrides and validate it.
+
+    A typed train.steps, train.tokens or train.epochs replaces all three of the recipe.
+    """
     path = find_recipe(name)
     base, notes, problems = canonical_keys(dict(flatten(read_recipe(path))), "file")
     extra, more_notes, more = canonical_keys(parse_overrides(overrides), "command line")
+    base, replaced = replace_stops(base, extra)
     objective = extra.get("objective", base.get("objective"))
     given = with_preset(_apart(base, extra), extra)
     own = job(str(objective)).defaults(given) if objective in JOBS else {}
     tree, clashes = nest({**own, **given})
     recipe = validate(tree, where=name, problems=[*problems, *more, *clashes], written=True)
-    return Loaded(path.stem, recipe, notes + more_notes)
+    return Loaded(path.stem, recipe, [*notes, *more_notes, *replaced])
 
 
 def _apart(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

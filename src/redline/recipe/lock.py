@@ -16,6 +16,7 @@ from redline import __version__
 from redline.cache import read_text
 from redline.errors import UsageError, UserError, cleaned, did_you_mean, names_a_secret, secret_variables
 from redline.plan.schedule import COSINE_CYCLE, ONE_CYCLE
+from redline.recipe.horizon import replace_stops
 from redline.recipe.load import Loaded, canonical_keys, flatten, known_keys, nest, parse_overrides, validate
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import RESUMABLE, Recipe
@@ -133,13 +134,18 @@ def read_lock(run: Path) -> dict[str, Any]:
 def locked_recipe(
     run: Path, lock: dict[str, Any], overrides: list[str] | None = None, before: Iterable[list[str]] = ()
 ) -> Loaded:
-    """The run's recipe, with the few keys that may change while it goes on; `before`: the words of earlier resumes."""
+    """Return the run's recipe with the few keys that may change on resume.
+
+    `before` holds the overrides of earlier resumes, each applied key by key. Of `overrides`, a typed train.steps,
+    train.tokens or train.epochs replaces all three.
+    """
     written = dict(flatten(_with_values(lock["recipe"], lock.get(WITHHELD))))
     base = found_again(_in_todays_terms(written, lock), lock.get("began_in"))
     for words in before:
         flat, _, _ = canonical_keys(parse_overrides(words), "log")
         base |= {key: value for key, value in flat.items() if key.startswith(RESUMABLE)}
     changes, notes, problems = canonical_keys(parse_overrides(overrides or []), "command line")
+    base, replaced = replace_stops(base, changes)
     frozen = [k for k, v in changes.items() if not k.startswith(RESUMABLE) and base.get(k) != v]
     if frozen:
         lines = []
@@ -155,7 +161,7 @@ def locked_recipe(
         )
     tree, clashes = nest({**base, **changes})
     recipe = validate(tree, where=str(run), problems=[*problems, *clashes])
-    return Loaded(str(lock["recipe_name"]), recipe, notes)
+    return Loaded(str(lock["recipe_name"]), recipe, [*notes, *replaced])
 
 
 def _in_todays_terms(flat: dict[str, Any], lock: dict[str, Any]) -> dict[str, Any]:

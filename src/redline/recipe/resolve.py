@@ -21,7 +21,7 @@ from redline.recipe.checks import number
 from redline.recipe.forecast import CPU_SHARE, Measured, forecast, kernels_of
 from redline.recipe.fused import not_fused
 from redline.recipe.held_out import nothing_held_out, unread, weight_notes
-from redline.recipe.horizon import asked_batch, steps_of, token_limit
+from redline.recipe.horizon import asked_batch, epoch_tokens, horizon_fields, horizon_warnings, steps_of, token_limit
 from redline.recipe.parallel import FSDP, choose_mode
 from redline.recipe.presets import preset_factor, preset_text
 from redline.recipe.rates import UNKNOWN_WARMUP, long_warmup, resolved_rates, usual_warmup
@@ -73,6 +73,7 @@ class Resolved:
     nodes: int = 1
     choices: list[Choice] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    epoch_tokens: int = 0  # 0: not known before the data are prepared
 
     @property
     def tokens_per_step(self) -> int:
@@ -82,6 +83,13 @@ class Resolved:
         """The plan as programs and the console read it; `measured` is what a few real steps showed."""
         train, ahead = self.recipe.train, forecast(self, price=price, measured=measured)
         counted = self.horizon_steps * self.tokens_per_step if self.horizon_steps else None
+        horizon = horizon_fields(
+            steps=self.horizon_steps,
+            hours=train.hours,
+            expected_tokens=ahead.tokens_by_clock(train.hours, counted),
+            tokens_per_step=self.tokens_per_step,
+            epoch=self.epoch_tokens,
+        )
         return {
             "objective": self.recipe.objective,
             "gpu": self.machine.name,
@@ -96,15 +104,10 @@ class Resolved:
                 "tokens_per_step": self.tokens_per_step,
             },
             "learning_rate": train.lr,
-            "horizon": {
-                "steps": self.horizon_steps,
-                "tokens": counted,
-                "seconds": train.hours * 3600 if train.hours else None,
-                "expected_tokens": ahead.tokens_by_clock(train.hours, counted),
-            },
+            "horizon": horizon,
             **ahead.event(),
             "choices": [asdict(choice) for choice in self.choices],
-            "warnings": self.warnings,
+            "warnings": [*self.warnings, *horizon_warnings(horizon)],
         }
 
     def parameters(self) -> dict[str, int]:
@@ -410,4 +413,5 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
         )
     sections = {name: getattr(recipe, name).model_copy(update=values) for name, values in r.values.items() if values}
     done = recipe.model_copy(update=sections)
-    return Resolved(done, shape, batch, flops, memory, machine, steps, nodes, r.choices, r.warnings)
+    epoch = epoch_tokens(recipe, data.train_tokens)
+    return Resolved(done, shape, batch, flops, memory, machine, steps, nodes, r.choices, r.warnings, epoch)

@@ -108,6 +108,14 @@ class Horizon:
         left = format_seconds(max(0.0, self.seconds - seconds))
         return f"train.hours leaves {left} of {format_seconds(self.seconds)}; more, or train.hours=null, goes on longer"
 
+    def ending(self, reason: str, step: int) -> dict[str, Any]:
+        """Return what the stop event adds where train.hours ended the run: a budget that does so says it."""
+        if reason != "hours" or self.seconds is None:
+            return {}
+        counted = f"{step:,} of {self.steps:,}" if self.steps is not None else f"{step:,}"
+        budget = f"the time budget train.hours ({format_seconds(self.seconds)}) ended the run at step {counted}"
+        return {"message": f"{budget}; resume with a larger train.hours, or train.hours=null, to train longer"}
+
     def state(self) -> dict[str, Any]:
         return {
             "steps": self.steps,

@@ -438,6 +438,7 @@ class Trainer:
             hours=hours,
             cost_usd=self.monitor.cost(hours),
             **self.log.ending(reason, saved),
+            **self.horizon.ending(reason, self.state.step),
             **self.data_check.progress(),
         )
 
