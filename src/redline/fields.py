@@ -179,6 +179,7 @@ Flag = Annotated[bool, FLAG]
 Text = Annotated[str, TEXT]
 Words = Annotated[str, WORDS]  # may be empty
 MaybeText = Annotated[str | None, none_or(TEXT)]
+MaybeWords = Annotated[str | None, none_or(WORDS)]
 MaybeCount = Annotated[int | None, none_or(_count())]
 MaybeWhole = Annotated[int | None, none_or(_count(0))]
 MaybeFraction = Annotated[float | None, none_or(_real(0.0, 1.0))]

@@ -201,3 +201,46 @@ def test_a_run_that_continues_texts(inside: Redline, home: Path) -> None:
     answer = inside("eval", "latest", "--answers", "match", cwd=home)
     assert answer.code == 2
     assert "is a causal_lm run: it continues texts, and answers no questions. Leave out --answers" in answer.said
+
+
+# --- what a score was measured on
+
+
+def test_few_rows_and_rows_of_training_are_said_beside_the_score(inside: Redline, folder: Path, tmp_path: Path) -> None:
+    own = score(inside("eval", "tuned", "--json", cwd=folder))["held_out"]
+    assert own["unit"] == "rows"
+    assert own["few"]
+    assert own["size"] < 30
+    assert own["shared_with_training"] is None, "its own split is held out by construction"
+    seen = score(inside("eval", "tuned", "--data", "rows.jsonl", "--json", cwd=folder))
+    assert seen["held_out"]["shared_with_training"] == seen["held_out"]["size"] - own["size"]
+    assert not seen["held_out"]["few"]
+    assert any("training data" in warning for warning in seen["held_out"]["warnings"])
+    shown = inside("eval", "tuned", "--answers", "match", "--data", "rows.jsonl", "--questions", "2", cwd=folder)
+    said = [line for line in shown.out.splitlines() if "held out" in line]
+    assert len(said) == 2
+    assert "only 2 rows" in said[0]
+    (folder / "new.jsonl").write_text('{"prompt": "Whose is the house?", "completion": "It is mine."}\n' * 2)
+    new = score(inside("eval", "tuned", "--data", "new.jsonl", "--json", cwd=folder))["held_out"]
+    assert (new["size"], new["shared_with_training"]) == (1, 0)
+
+
+def test_rows_whose_training_data_are_gone_are_not_called_unseen(inside: Redline, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "runs/tuned", tmp_path / "runs/tuned")
+    lock = json.loads((tmp_path / "runs/tuned/lock.json").read_text())
+    lock |= {"began_in": str(tmp_path)}
+    (tmp_path / "runs/tuned/lock.json").write_text(json.dumps(lock))
+    shutil.copy(folder / "rows.jsonl", tmp_path / "others.jsonl")
+    found = score(inside("eval", "tuned", "--data", "others.jsonl", "--json"))
+    assert found["held_out"]["shared_with_training"] is None
+    assert any("not known" in warning for warning in found["held_out"]["warnings"])
+
+
+def test_a_prompt_from_the_data_is_a_held_out_question(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from redline.evaluate.trained import open_trained
+
+    monkeypatch.chdir(folder)
+    objective = open_trained(Path("runs/tuned")).objective
+    prompt = objective.first_prompt()
+    assert prompt in [one.question for one in objective.questions()]
+    assert prompt.startswith("What is the colour of the ")

@@ -42,12 +42,12 @@ def damage(run: Path, step: int) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_what_stays(run: Path, inside: Any, words: tuple[str, ...], left: list[int]) -> None:
-    answer = inside("runs", "prune", *words)
+    answer = inside("runs", "prune", "--yes", *words)
     assert answer.code == 0, answer.err
     assert steps(run) == left
     assert f"stays: {', '.join(map(str, left))}" in answer.out
     assert inside("eval", "mine", "--sequences", "1").code == 0
-    assert "freed 0 B" in inside("runs", "prune", *words).out, "a second time there is nothing to do"
+    assert "freed 0 B" in inside("runs", "prune", *words).out, "nothing is left, and nothing asked"
 
 
 def test_a_look_removes_nothing(run: Path, inside: Any) -> None:
@@ -58,7 +58,8 @@ def test_a_look_removes_nothing(run: Path, inside: Any) -> None:
     assert [entry["step"] for entry in mine["removed"]] == [1, 3]
     assert mine["kept"] == [2, 6]
     before = json.loads(inside("runs", "--json").out)[0]["disk_bytes"]
-    done = json.loads(inside("runs", "prune", "--json").out)
+    done = json.loads(inside("runs", "prune", "--yes", "--json").out)
+    assert not done["dry_run"]
     assert done["runs"][0]["removed"] == mine["removed"]
     after = json.loads(inside("runs", "--json").out)[0]["disk_bytes"]
     assert before - after == done["bytes"] == row["bytes"] > 100_000
@@ -108,11 +109,11 @@ def test_a_failed_run_is_left_alone(run: Path) -> None:
 
 
 def test_what_interrupted_saves_left_goes_too(run: Path, inside: Any) -> None:
-    inside("runs", "prune")
+    inside("runs", "prune", "--yes")
     rest = run / "checkpoints/.writing-step-00000009-77"
     rest.mkdir()
     (rest / "model.safetensors").write_bytes(bytes(2048))
-    answer = inside("runs", "prune")
+    answer = inside("runs", "prune", "--yes")
     assert "freed 2.0 KiB: only what interrupted saves left; stays: 2, 6" in answer.out
     assert not rest.exists()
 
@@ -135,6 +136,27 @@ def test_it_asks_a_person(run: Path, inside: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "stdin", Terminal(""))
     assert inside("runs", "prune", "--keep", "last", "--yes").code == 0
     assert steps(run) == [6]
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_nothing_goes_where_nobody_can_answer(run: Path, inside: Any, words: tuple[str, ...]) -> None:
+    answer = inside("runs", "prune", *words)
+    assert answer.code == 2
+    assert steps(run) == [1, 2, 3, 6]
+    assert "--yes" in answer.said
+    if words:
+        shown = json.loads(answer.out)
+        assert shown["dry_run"]
+        assert [entry["step"] for entry in shown["runs"][0]["removed"]] == [1, 3]
+    else:
+        assert "would free" in answer.out
+        assert "1, 3" in answer.out
+
+
+def test_json_asks_for_yes_on_a_terminal_too(run: Path, inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert inside("runs", "prune", "--json").code == 2
+    assert steps(run) == [1, 2, 3, 6]
 
 
 def test_mistakes(run: Path, inside: Any) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from redline.metrics.answers import (
     RULE,
+    answer_match,
     behind_mark,
     exact_match,
     f1,
@@ -163,3 +164,30 @@ def test_an_answer_behind_its_mark_is_right(answer: str) -> None:
 def test_numbers_are_not_words() -> None:
     assert exact_match(["5"], [["-5"]]) == 1.0, "by SQuAD's rules"
     assert number_match(["5"], [["-5"]]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("said", "true", "right"),
+    [
+        ('{"who": "Ben", "count": 2}', '{"who": "Ben", "count": 2}', True),
+        ('{"count":2,\n "who":"Ben"}', '{"who": "Ben", "count": 2}', True),
+        (' {"count": 2.0, "who": "Ben"} ', '{"who": "Ben", "count": 2}', True),
+        ('"who": "Ben", "count": 2', '{"who": "Ben", "count": 2}', False),
+        ("who Ben count 2", '{"who": "Ben", "count": 2}', False),
+        ('{"who": "ben", "count": 2}', '{"who": "Ben", "count": 2}', False),
+        ('{"who": "Ben", "count": "2"}', '{"who": "Ben", "count": 2}', False),
+        ('{"who": "Ben", "count": 2} and more', '{"who": "Ben", "count": 2}', False),
+        ('{"on": true}', '{"on": 1}', False),
+        ('["a", "b"]', '["b", "a"]', False),
+        ('["a", "b"]', '[ "a","b" ]', True),
+        ('{"x": NaN}', '{"x": 1}', False),
+        ('{"a": 1, "a": 2}', '{"a": 2}', False),
+        ("[" * 5000, "[1]", False),
+        ("the Answer", "answer!", True),
+        ("12", "12", True),
+        ("{braces}", "{braces}", True),
+    ],
+)
+def test_json_is_compared_as_json(said: str, true: str, right: bool) -> None:
+    assert answer_match([said], [true]) == float(right)
+    assert answer_match([said], [["nothing like it", true]]) == float(right)

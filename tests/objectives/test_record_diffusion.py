@@ -57,6 +57,10 @@ def test_an_answer_follows_from_its_question(objective: Any) -> None:
     objective.narrow(5)
     asked = objective.questions()
     assert len(asked) == 5
+    assert objective.first_prompt() == asked[0].question
+    trained, held_out = (set(objective.data.row_keys(trained=trained)) for trained in (True, False))
+    assert len(held_out) == 5
+    assert not trained & held_out
     assert all(one.reference.isdigit() for one in asked)
     answers = objective.answer(asked, 64)
     assert answers == objective.answer(asked[:3], 64) + objective.answer(asked, 64)[3:]

@@ -21,6 +21,7 @@ from redline.units import format_seconds
 
 if TYPE_CHECKING:
     from redline.evaluate.answers import Exam
+    from redline.evaluate.held_out import HeldOut
     from redline.evaluate.latent import Comparison
     from redline.evaluate.trained import Trained
 
@@ -93,6 +94,8 @@ def evaluate(
         raise UsageError(f"{option} goes with --answers.", fix=f"Give --answers {', '.join(METRICS)}, or leave it out.")
     if text_key is not None and data is None:
         raise UsageError("--text-key goes with --data.", fix="Name the rows: --data FILE; or leave it out.")
+    from redline.evaluate.held_out import held_out_of
+
     trained = open_model(
         run,
         weights=weights,
@@ -112,21 +115,29 @@ def evaluate(
         result = _written(trained, under, texts, tokens or _TOKENS, device)
     else:
         result = exam.result() if exam else trained.objective.evaluate(trained.micro)
+    held = None if under is not None else held_out_of(trained.objective, trained.training)
     if json_:
         import json
 
         wrong = [one.as_dict() for one in exam.wrong(_WRONG_SHOWN)] if exam else []
         marked = {"answers": answers, "rule": exam.rule, "wrong": wrong} if exam else {}
-        typer.echo(json.dumps({**trained.about(), **result, **marked, "notes": trained.notes}))
+        typer.echo(json.dumps({**trained.about(), **result, **marked, **_beside(held, trained)}))
         return
     typer.echo(trained.title)
     for name, value in result.items():
         typer.echo(
             f"  {name:19s} {'unknown' if value is None else value if isinstance(value, int) else f'{value:.4f}'}"
         )
+    for line in held.lines() if held else ():
+        typer.echo(f"  {'held out':19s} {line}")
     if exam is not None:
         typer.echo(f"  {'rule':19s} {exam.rule}")
         _show_wrong(exam)
+
+
+def _beside(held: HeldOut | None, trained: Trained) -> dict[str, Any]:
+    """For programs: what the score was measured on, and what was said when the model was opened."""
+    return {"held_out": held and held.as_dict(), "notes": trained.notes}
 
 
 def _written(trained: Trained, under: str, count: int, tokens: int, device: str) -> dict[str, Any]:
@@ -160,14 +171,19 @@ def _compare(trained: Trained, kind: str, count: int | None, tokens: int) -> Com
 
 
 def _show_comparison(trained: Trained, found: Comparison, json_: bool) -> None:
+    from redline.evaluate.held_out import held_out_of
+
+    held = held_out_of(trained.objective, trained.training)
     if json_:
         import json
 
-        typer.echo(json.dumps({**trained.about(), **found.result(), "notes": trained.notes}))
+        typer.echo(json.dumps({**trained.about(), **found.result(), **_beside(held, trained)}))
         return
     typer.echo(trained.title)
     for line in found.lines():
         typer.echo(f"  {line}")
+    for line in held.lines() if held else ():
+        typer.echo(f"  held out: {line}")
 
 
 def _examine(trained: Trained, kind: str, count: int | None, tokens: int) -> Exam:

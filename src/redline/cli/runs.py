@@ -93,7 +93,9 @@ def prune(
         ),
     ] = "best",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; remove nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Delete without asking; required with --json or without a terminal.")
+    ] = False,
     json_: JsonOption = False,
 ) -> None:
     """Free disk: remove the checkpoints in ./runs that are not needed. Never of a running run, never the newest.
@@ -108,18 +110,23 @@ def prune(
 
     rule = int(keep) if keep.isdigit() else keep
     plans = [plan_prune(run, rule) for run in run_paths(RUNS)]
-    asks = sys.stdin.isatty() and not (yes or json_ or dry_run) and any(plan.bytes for plan in plans)
-    if asks:
+    unanswered = not (yes or dry_run) and any(plan.bytes for plan in plans)
+    refused = unanswered and (json_ or not sys.stdin.isatty())  # nobody can be asked: delete nothing, show the list
+    if unanswered and not refused:
         _show(plans, "would free")
         typer.confirm("Remove them?", abort=True)
-    done = plans if dry_run else [remove(plan.run, rule) if plan.bytes else plan for plan in plans]
+    only_shown = dry_run or refused
+    done = plans if only_shown else [remove(plan.run, rule) if plan.bytes else plan for plan in plans]
     if json_:
         import json
 
         rows = [pruned.as_dict() for pruned in done]
-        typer.echo(json.dumps({"dry_run": dry_run, "bytes": sum(row["bytes"] for row in rows), "runs": rows}))
-        return
-    _show(done, "would free" if dry_run else "freed")
+        typer.echo(json.dumps({"dry_run": only_shown, "bytes": sum(row["bytes"] for row in rows), "runs": rows}))
+    else:
+        _show(done, "would free" if only_shown else "freed")
+    if refused:
+        why = "--json asks no questions" if json_ else "there is no terminal to confirm at"
+        raise UsageError(f"nothing was deleted: {why}.", where="runs prune", fix="Add --yes to delete these.")
 
 
 def _show(pruned: list[Pruned], verb: str) -> None:

@@ -157,6 +157,8 @@ def load_answers(
         fingerprint=digest_of(["answers", contents, options]),
         tokenizer=tokenizer.name,
         tokenizer_fingerprint=tokenizer.fingerprint,
+        content=digest_of(["answers", sorted(store.fingerprint for store in stores)]),
+        val_rows=len(validated.samples.keys) if validated else 0,
     )
     reports = tuple(
         _report(part, share, store, fit, one, borders, held, seq_len)

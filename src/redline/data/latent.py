@@ -189,6 +189,7 @@ class PairData:
     report: PairsReport
     fingerprint: str
     rows_fingerprint: str = field(default="")  # of the texts and answers to train on, in their order
+    content: str = ""  # of all texts and answers, in whatever order and split
 
 
 def load_pairs(
@@ -250,6 +251,7 @@ def load_pairs(
         report=told,
         fingerprint=digest_of(["pairs", content]),
         rows_fingerprint=rows_print,
+        content=digest_of(["pairs", sorted(pair.key().hex() for pair in (*train.pairs, *val.pairs))]),
     )
 
 

@@ -41,6 +41,12 @@ class Members:
         return Members(self.stores, self.part[places], self.number[places], self.length[places])
 
     @property
+    def keys(self) -> list[int]:
+        """One key per distinct row; rows that say the same have the same key."""
+        every = [store.keys[self.number[self.part == part]] for part, store in enumerate(self.stores)]
+        return [int(key) for key in np.unique(np.concatenate(every))]
+
+    @property
     def learnt(self) -> int:
         """How many tokens of them are learnt."""
         total = 0

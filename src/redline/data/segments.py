@@ -88,6 +88,10 @@ class RecordData:
     index: RowIndex
 
 
+def _said(record: Record) -> list[str]:
+    return [record.question, record.plan, record.execution, record.answer]
+
+
 def load_records(
     data: Data, layout: Layout, *, seed: int, val_fraction: float, progress: ProgressCallback | None = None
 ) -> RecordData:
@@ -116,6 +120,8 @@ def load_records(
         fingerprint=digest_of(["records", tokenizer.fingerprint, content]),
         tokenizer=tokenizer.name,
         tokenizer_fingerprint=tokenizer.base.fingerprint,
+        content=digest_of(["records", sorted(_said(one) for found, _ in read.values() for one in found)]),
+        val_rows=len(held_out),
     )
     report = RecordsReport(
         sources=tuple(report for _, report in read.values()),

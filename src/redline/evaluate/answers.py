@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from redline.errors import UserError
-from redline.metrics.answers import RULE, behind_mark, exact_match, f1, final_answer, gsm8k_exact_match
+from redline.metrics.answers import RULE, answer_match, behind_mark, exact_match, f1, final_answer, gsm8k_exact_match
 from redline.metrics.lm_eval import flexible_extract, strict_match
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ METRICS: dict[str, dict[str, Score]] = {
         "strict_match": strict_match,
         "flexible_extract": flexible_extract,
     },
-    "match": {"exact_match": exact_match},
+    "match": {"exact_match": answer_match},
     "f1": {"f1": f1, "exact_match": exact_match},
 }
 
@@ -72,7 +72,10 @@ class Exam:
     @property
     def rule(self) -> str:
         """How an answer is read."""
-        return RULE if self.kind == "gsm8k" else "its whole text, without case, articles and punctuation"
+        if self.kind == "gsm8k":
+            return RULE
+        text = "its whole text, without case, articles and punctuation"
+        return f"{text}; JSON objects and arrays as JSON" if self.kind == "match" else text
 
     def wrong(self, count: int) -> list[Marked]:
         return [one for one in self.marked if not one.right][:count]

@@ -36,6 +36,7 @@ class Trained:
     weights: str  # "ema" or "raw" of a run, otherwise "base" or "adapter"
     micro: int
     notes: Sequence[str] = ()  # what was said when it was opened: rows that are not in the figures, say
+    training: Recipe | None = None  # the run's own recipe, where other data than its own are evaluated
 
     def about(self) -> dict[str, Any]:
         """For programs: which weights these are."""
@@ -69,6 +70,7 @@ def open_trained(
         what = f"is a {recipe.objective} run: it continues texts, and answers no questions."
         raise UsageError(what, where=str(run), fix="Leave out --answers for its loss; `redline sample` lets it write.")
     recipe = _with_settings(_with_base(recipe, base, run), settings)
+    own = recipe if source is not None and not writes_only else None
     machine = detect(device, "--device ")
     precision = _precision(recipe.train.precision, machine.device)
     recipe = recipe.model_copy(
@@ -108,7 +110,7 @@ def open_trained(
     copy_weights(learnt, chosen.tensors(), str(chosen.checkpoint))
     objective.model.eval()
     title = f"{run} at step {chosen.step} ({chosen.kind} weights)"
-    return Trained(str(run), title, objective, chosen.step, chosen.kind, resolved.batch.micro)
+    return Trained(str(run), title, objective, chosen.step, chosen.kind, resolved.batch.micro, training=own)
 
 
 def _with_settings(recipe: Recipe, settings: Sequence[str]) -> Recipe:

@@ -1,7 +1,8 @@
-"""How right answers are: the number at the end of a GSM8K solution, and SQuAD's exact match and F1."""
+"""How right answers are: the number of a GSM8K solution, JSON, and SQuAD's exact match and F1."""
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections import Counter
@@ -88,6 +89,47 @@ References = Sequence[str | Sequence[str]]  # for each prediction one, or severa
 
 def exact_match(predictions: Sequence[str], references: References) -> float:
     return _mean(predictions, references, lambda said, true: _best(said, true, _equal))
+
+
+def answer_match(predictions: Sequence[str], references: References) -> float:
+    """Return the share of right answers. A reference that is a JSON object or array is compared as JSON, any other text
+    as in `exact_match`, which ignores punctuation: there `"who": "Ben"` without its braces would pass for JSON."""
+    return _mean(predictions, references, lambda said, true: _best(said, true, _equal_or_same_json))
+
+
+def _equal_or_same_json(said: str, true: str) -> float:
+    expected = _json(true)
+    if not isinstance(expected, dict | list):
+        return _equal(said, true)
+    return float(_same_json(_json(said), expected))
+
+
+def _json(text: str) -> Any:
+    """Parse strictly: no NaN, no duplicate keys. Return None for anything that is not JSON."""
+    try:
+        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _same_json(one: Any, other: Any) -> bool:
+    """Compare values as JSON does: 2 is 2.0, but true is not 1 as in Python; the order of keys does not count."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same_json(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same_json, one, other))
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
 def f1(predictions: Sequence[str], references: References) -> float:

@@ -11,7 +11,7 @@ from redline.monitor.aligned_curves import aligned_views, legend_of
 from redline.monitor.pages import render, write_page
 from redline.monitor.side_by_side import Side, other_differences, read_sides, recipe_differences
 from redline.monitor.verdict import dollars
-from redline.monitor.winner import losses_compare, winner
+from redline.monitor.winner import losses_compare, winner, winner_name
 from redline.units import format_count, format_seconds
 
 
@@ -54,6 +54,7 @@ def comparison_data(runs: Sequence[Path]) -> dict[str, Any]:
     return {
         "schema": 1,
         "verdict": winner(sides),
+        "winner": winner_name(sides),
         "recipe_differences": [asdict(row) for row in recipe_differences(sides)],
         "other_differences": [asdict(row) for row in other_differences(sides)],
         "runs": [side.data | {"name": side.name} for side in sides],

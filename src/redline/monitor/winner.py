@@ -14,10 +14,12 @@ from redline.monitor.side_by_side import Side
 from redline.units import format_seconds
 
 _TOKENIZER = ("data", "tokenizer_fingerprint")
-_OTHER_TEXT = "Their data differ, too: a lower loss may come from easier text."
+_OTHER_DATA = (
+    "Their data differ, so there is no winner: a lower loss may come from easier text. "
+    "`redline eval RUN --data FILE` scores each on the same text."
+)
 _EASIER = {
-    "data.fingerprint": _OTHER_TEXT,
-    "recipe.data.source": _OTHER_TEXT,
+    "data.fingerprint": "The same rows are split or packed in different ways, so other rows may be held out.",
     "recipe.data.seq_len": "Their data.seq_len differ: a longer context makes each token easier to predict.",
     "recipe.eval.sequences": "Their eval.sequences differ: they were evaluated on different text, in part.",
 }
@@ -44,12 +46,14 @@ def measure(sides: Sequence[Side]) -> Measure | str:
     objectives = _known(sides, "recipe", "objective")
     if len(objectives) > 1:
         return f"They learn different things ({', '.join(sorted(objectives))}): their losses do not compare."
+    if _other_data(sides):
+        return _OTHER_DATA
     if len(_known(sides, *_TOKENIZER)) > 1:
         bits = [_lowest(side, "bits_per_byte") for side in sides]
         if None in bits:
             return "Their tokenizers differ, and not all know their bits per byte: their losses do not compare."
         beware = "Their tokenizers differ, so bits per byte are compared, not losses."
-        text = _differing(sides, "recipe.data.source", "recipe.data.seq_len")
+        text = _differing(sides, "recipe.data.seq_len")
         return Measure("bits per byte", bits, [beware, *_in_part(sides), *text])
     cautions = _differing(sides, "data.fingerprint", "recipe.data.seq_len", "recipe.eval.sequences")
     held_out = [_lowest(side, "loss") for side in sides]
@@ -68,7 +72,7 @@ def winner(sides: Sequence[Side]) -> list[str]:
         return ["Fewer than two of them have a loss: there is nothing to compare yet."]
     (best, first), (second, other) = found.ranked[:2]
     gap = second - best
-    if gap <= _EVEN * abs(best):
+    if _even(found):
         said = f"{sides[first].name} and {sides[other].name} are even: {found.name} {best:.4g} and {second:.4g}."
         return [said, *_pace(sides), *found.cautions]
     share = f" ({100 * gap / abs(second):.1f} %)" if second else ""
@@ -76,9 +80,43 @@ def winner(sides: Sequence[Side]) -> list[str]:
     return [said, *_sooner(sides[first], sides[other], found.name), *_pace(sides), *found.cautions]
 
 
+def winner_name(sides: Sequence[Side]) -> str | None:
+    """Return the run with the lowest score; None where scores do not compare, are even, or are fewer than two."""
+    found = measure(sides)
+    if isinstance(found, str) or len(found.ranked) < 2 or _even(found):
+        return None
+    return sides[found.ranked[0][1]].name
+
+
+def _even(found: Measure) -> bool:
+    (best, _), (second, _) = found.ranked[:2]
+    return second - best <= _EVEN * abs(best)
+
+
 def losses_compare(sides: Sequence[Side]) -> bool:
-    """Whether a lower loss is a better one: only of one objective, over one vocabulary."""
-    return all(len(_known(sides, *place)) <= 1 for place in (("recipe", "objective"), _TOKENIZER))
+    """Return whether a lower loss is a better one: only for one objective, one vocabulary and the same data."""
+    same = all(len(_known(sides, *place)) <= 1 for place in (("recipe", "objective"), _TOKENIZER))
+    return same and not _other_data(sides)
+
+
+def _other_data(sides: Sequence[Side]) -> bool:
+    """Return whether the runs read different data.
+
+    With different tokenizers no digest of tokens can be equal, so the names of the sources have to do. A fingerprint
+    of rows also covers how they are split and packed; `content`, which older locks lack, covers the rows alone.
+    """
+    if len(_known(sides, *_TOKENIZER)) > 1:
+        return len({str(_sources(side)) for side in sides if _sources(side)}) > 1
+    contents = [section(side.lock, "data").get("content") for side in sides]
+    key = "content" if all(contents) else "fingerprint"
+    return len(_known(sides, "data", key)) > 1
+
+
+def _sources(side: Side) -> list[str]:
+    """Return the names of the run's sources, without their weights."""
+    given = section(section(side.lock, "recipe"), "data").get("source")
+    parts = given if isinstance(given, list) else [given]
+    return [str(part.get("source") if isinstance(part, dict) else part) for part in parts if part is not None]
 
 
 def _known(sides: Sequence[Side], *path: str) -> set[str]:

@@ -137,6 +137,10 @@ class Objective(ABC):
     def sample(self, prompt: str, how: Sampling) -> list[Sample]:
         """Continuations of a prompt; none when the tokenizer's files are not there."""
 
+    def first_prompt(self) -> str:
+        """Return a prompt from the held-out data: the beginning of a document, or a question; "" if there is none."""
+        return ""
+
     def continuation(self, prompt: str, how: Sampling) -> list[Sample]:
         """The same with the prompt as it stands, whatever a question is usually wrapped in."""
         return self.sample(prompt, how)

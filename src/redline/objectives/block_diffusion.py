@@ -60,6 +60,12 @@ class TextSequences:
         split = self.text.held_out
         return None if split is None or split.bytes is None else (len(split), split.bytes)
 
+    def row_keys(self, *, trained: bool) -> list[bytes] | None:
+        return self.text.row_keys(trained=trained)
+
+    def sequences(self, seq_len: int) -> int:
+        return self.held_out
+
     def training(self, samples: Ids) -> Rows:
         assert self.index is not None
         return self._rows(self.text.tokens.train, self.index.starts(samples))
@@ -127,6 +133,9 @@ class TextDiffusion(DiffusionObjective):
     def save_tokenizer(self, folder: Path) -> None:
         if isinstance(self.tokenizer, LibraryTokenizer):
             self.tokenizer.save(folder / "tokenizer.json")
+
+    def first_prompt(self) -> str:
+        return self.data.text.first_prompt(min(self.recipe.data.seq_len, self.options.block_size))
 
     def sample(self, prompt: str, how: Sampling) -> list[Sample]:
         """Blocks after the prompt, of any number; where all is one block, that one."""

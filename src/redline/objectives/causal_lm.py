@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from redline.data.corpus import Corpus, facts_of, open_corpus
+from redline.data.documents import document_keys, first_tokens
 from redline.data.index import Index
 from redline.data.packing import document_ids, inputs_and_targets
 from redline.data.progress import ProgressCallback
 from redline.data.shards import TokenFile
+from redline.data.stream import StreamSplit
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.data.tokens import TokenData, TokenSplit
 from redline.errors import UserError
@@ -33,6 +35,8 @@ from redline.objectives.base import Batch, PublicForm, Sample, Sampling
 from redline.objectives.in_float8 import InFloat8
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Model, Recipe
+
+PROMPT_CHARACTERS = 40  # of a document, as a prompt for samples
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,26 @@ class CausalData:
             return self.tokens.tokenizer()
         except UserError:
             return None
+
+    def row_keys(self, *, trained: bool) -> list[bytes] | None:
+        """One key per document to train on, or per document that is evaluated; None if there are too many tokens."""
+        split = self.tokens.train if trained else self.held_out
+        return None if split is None or isinstance(split, StreamSplit) else document_keys(split)
+
+    def sequences(self, seq_len: int) -> int:
+        """How many sequences are evaluated."""
+        return 0 if self.held_out is None else -(-max(0, len(self.held_out) - 1) // seq_len)
+
+    def first_prompt(self, seq_len: int) -> str:
+        """The beginning of the first held-out document, a few words long."""
+        split = self.held_out if self.held_out is not None and len(self.held_out) else self.tokens.train
+        if self.tokenizer is None or not len(split):
+            return ""
+        text = self.tokenizer.decode(first_tokens(split, max(1, min(PROMPT_CHARACTERS, seq_len // 4))))
+        line = next((line for line in text.rstrip("\ufffd").splitlines() if line.strip()), "")
+        if len(line) <= PROMPT_CHARACTERS:
+            return line.rstrip()
+        return line[:PROMPT_CHARACTERS].rsplit(" ", 1)[0].rstrip()
 
 
 def complete(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
@@ -194,6 +218,9 @@ class CausalLM(InFloat8):
         targets = np.full_like(inputs, IGNORE)
         inputs.flat[: len(tokens) - 1], targets.flat[: len(tokens) - 1] = tokens[:-1], tokens[1:]
         return self._batch(inputs, targets)
+
+    def first_prompt(self) -> str:
+        return self.data.first_prompt(self.seq_len)
 
     def sample(self, prompt: str, how: Sampling) -> list[Sample]:
         tokenizer = self.data.tokenizer

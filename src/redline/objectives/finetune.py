@@ -45,6 +45,12 @@ class FinetuneData:
     def told(self) -> list[str]:
         return [] if self.answers is None else self.answers.report.lines()
 
+    def row_keys(self, *, trained: bool) -> list[int] | None:
+        """One key per row to train on, or per row that is evaluated."""
+        to_train = None if self.answers is None else self.answers.train
+        split = to_train if trained else self.held_out
+        return None if split is None else split.samples.keys
+
 
 def complete(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
     """The recipe with the shape of its base, which it may also state itself, but not differently."""
@@ -183,6 +189,21 @@ class Finetune(InFloat8):
         loss = total.item() / max(1, tokens)
         return {"loss": loss, "perplexity": perplexity(loss)}
 
+    def first_prompt(self) -> str:
+        """The first held-out question; "" where prompts are learnt too, for then a row has no question apart."""
+        found = self.data.answers
+        if found is None:
+            return ""
+        split = found.train if self.data.held_out is None else self.data.held_out
+        return next((self._asked(one.prompt) for one in found.questions(split, 1)), "")
+
+    def _asked(self, prompt: list[int]) -> str:
+        """The question of a prompt, without the template's marks."""
+        assert self.tokenizer is not None
+        marked = self.tokenizer.decode(self.tokenizer.encode(_MARK), special=False)
+        before, _, behind = marked.partition(_MARK)
+        return self.tokenizer.decode(prompt, special=False).removeprefix(before).removesuffix(behind)
+
     def sample(self, prompt: str, how: Sampling) -> list[Sample]:
         """The answer to a prompt, as its template puts it; without one, the text that follows it."""
         tokenizer = self.tokenizer
@@ -252,11 +273,8 @@ class Finetune(InFloat8):
         found, split = self.data.answers, self.data.held_out
         if found is None or split is None:
             return []
-        tokenizer = found.tokenizer
-        before, _, behind = tokenizer.decode(tokenizer.encode(_MARK), special=False).partition(_MARK)
         asked = found.questions(split, len(split.samples))
-        texts = [tokenizer.decode(one.prompt, special=False).removeprefix(before).removesuffix(behind) for one in asked]
-        return [Asked(text, one.prompt, one.reference) for text, one in zip(texts, asked, strict=True)]
+        return [Asked(self._asked(one.prompt), one.prompt, one.reference) for one in asked]
 
     def answer(
         self, asked: Sequence[Asked], tokens: int, told: Callable[[int], None] = lambda _: None

@@ -30,6 +30,12 @@ class LatentData:
     def told(self) -> list[str]:
         return [] if self.pairs is None else self.pairs.report.lines()
 
+    def row_keys(self, *, trained: bool) -> list[bytes] | None:
+        """One key per row to train on, or per row that is evaluated."""
+        to_train = None if self.pairs is None else self.pairs.train
+        rows = to_train if trained else self.held_out
+        return None if rows is None else [pair.key() for pair in rows.pairs]
+
 
 def options_of(recipe: Recipe) -> Any:
     return recipe.latent_prefix  # type: ignore[attr-defined]
@@ -95,6 +101,8 @@ def load_data(recipe: Recipe, *, for_evaluation: bool = False, progress: Progres
         train_tokens=len(pairs.index) * seq_len,
         val_tokens=0 if pairs.val is None else len(pairs.val) * seq_len,
         fingerprint=pairs.fingerprint,
+        content=pairs.content,
+        val_rows=0 if pairs.val is None else len(pairs.val),
     )
     return replace(found, facts=facts, pairs=pairs, held_out=pairs.train if for_evaluation else pairs.val)
 

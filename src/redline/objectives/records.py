@@ -50,6 +50,12 @@ class RecordSequences:
     def told(self) -> list[str]:
         return [] if self.records is None else self.records.report.lines()
 
+    def row_keys(self, *, trained: bool) -> list[int] | None:
+        """One key per row to train on, or per row that is evaluated."""
+        to_train = None if self.records is None else self.records.train
+        split = to_train if trained else self.split
+        return None if split is None else [record.key for record in split.records]
+
     def training(self, samples: Ids) -> Rows:
         assert self.records is not None
         return Rows(**self.records.train.rows(self.records.index.sequences(samples)))
@@ -135,6 +141,10 @@ class RecordObjective(DiffusionObjective):
             ]
             told(len(found))
         return found
+
+    def first_prompt(self) -> str:
+        splits = [self.data.split, None if self.data.records is None else self.data.records.train]
+        return next((split.records[0].question for split in splits if split is not None and len(split)), "")
 
     def sample(self, prompt: str, how: Sampling) -> list[Sample]:
         tokenizer = self.data.tokenizer

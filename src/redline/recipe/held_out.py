@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from redline.recipe.schema import Data, Recipe
 
+FEW_ROWS = 30  # below this a score says little: one row is worth more than 3 %
 _OF_TEXT = ("val_fraction", "text_key", "dedup")
 
 
@@ -20,6 +21,14 @@ def nothing_held_out(recipe: Recipe, train_tokens: int, val_tokens: int, *, made
         more = f"Give more text, or {larger}"
         return [f"nothing of the text is held out, so no validation loss will be known. {more}"]
     return []
+
+
+def few_held_out(rows: int | None) -> list[str]:
+    """Return a warning where a validation loss would be that of a few rows."""
+    if not rows or rows >= FEW_ROWS:
+        return []
+    what = f"only {rows} rows are held out, fewer than {FEW_ROWS}: the validation loss is a rough estimate"
+    return [f"{what}. Raise data.val_fraction, or use more rows"]
 
 
 def unread(recipe: Recipe) -> list[str]:

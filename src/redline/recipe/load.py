@@ -246,6 +246,9 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     extra, more_notes, more = canonical_keys(parse_overrides(overrides), "command line")
     base, replaced = replace_stops(base, extra)
     objective = extra.get("objective", base.get("objective"))
+    if "data.source" in extra and extra["data.source"] != base.get("data.source") and path in shipped().values():
+        # a shipped recipe's prompt is for its own data ("def " for Python): samples then begin as the user's data do
+        base |= {"eval.prompt": None} if base.get("eval.prompt") else {}
     given = with_preset(_apart(base, extra), extra)
     own = job(str(objective)).defaults(given) if objective in JOBS else {}
     tree, clashes = nest({**own, **given})

@@ -20,7 +20,7 @@ from redline.plan.shapes import SHAPE_KEYS, SIZES, DecoderShape, padded_vocab
 from redline.recipe.checks import number
 from redline.recipe.forecast import CPU_SHARE, Measured, forecast, kernels_of
 from redline.recipe.fused import not_fused
-from redline.recipe.held_out import nothing_held_out, unread, weight_notes
+from redline.recipe.held_out import few_held_out, nothing_held_out, unread, weight_notes
 from redline.recipe.horizon import asked_batch, epoch_tokens, horizon_fields, horizon_warnings, steps_of, token_limit
 from redline.recipe.parallel import FSDP, choose_mode
 from redline.recipe.presets import preset_factor, preset_text
@@ -50,6 +50,8 @@ class DataFacts:
     tokenizer_fingerprint: str
     estimated: bool = False  # true: from the sizes of files; then `train_tokens` 0 means unknown
     made: bool = False  # true: the source is tokens that somebody made before
+    content: str = ""  # of rows: a digest of what they say, whatever the seed and the packing; of text empty
+    val_rows: int | None = None  # rows that are held out; None: the data are text, or not read yet
 
 
 @dataclass(frozen=True)
@@ -401,7 +403,7 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
     r.warnings += r.idle_compile_mode(compiled)
     held_out = 1 if data.estimated else data.val_tokens
     r.warnings += nothing_held_out(recipe, data.train_tokens, held_out, made=data.made)
-    r.warnings += unread(recipe) if data.made else []
+    r.warnings += [*(unread(recipe) if data.made else []), *few_held_out(data.val_rows)]
     r.warnings += weight_notes(recipe.data)
     if recipe.train.optimizer.startswith("paged") and machine.device == "cpu":
         r.warnings.append("on a CPU the 8-bit moments are not paged: paged_adamw_8bit is adamw_8bit here")

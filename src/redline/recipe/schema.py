@@ -25,6 +25,7 @@ from redline.fields import (
     MaybeProbability,
     MaybeRepeat,
     MaybeText,
+    MaybeWords,
     NonNegative,
     Positive,
     Prefetch,
@@ -268,7 +269,7 @@ class Eval(Section):
     sequences: Count = 256  # of the validation split
     samples: Whole = 1  # texts written before and after
     sample_tokens: Count = 120
-    prompt: Words = ""
+    prompt: MaybeWords = ""  # null: the beginning of a held-out document, or a held-out question
     patience: MaybeCount = None  # evaluations in a row without a lower validation loss, after which the run stops
 
 

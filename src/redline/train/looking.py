@@ -54,7 +54,9 @@ class Looking:
     def _write(self, state: TrainState, label: str, options: Eval) -> None:
         count = 1 if label == "before" else options.samples  # noise is the same everywhere
         how = Sampling(count=count, tokens=options.sample_tokens, seed=self.seed)
-        for sample in self.parallel.objective.sample(options.prompt, how):
+        objective = self.parallel.objective
+        prompt = objective.first_prompt() if options.prompt is None else options.prompt
+        for sample in objective.sample(prompt, how):
             self.monitor.emit("sample", step=state.step, label=label, prompt=sample.prompt, text=sample.text)
 
     @contextmanager
