@@ -53,7 +53,7 @@ def launch(
     from redline.launch.job import Job, job_name, parse_time
     from redline.recipe.load import load
 
-    name, overrides = split_words(recipe)
+    name, overrides = split_words(recipe, "launch")
     resumed = _resumed(run, name, overrides)  # a mistake is answered here, not after a night in the queue
     loaded = resumed or load(name or "quickstart", overrides)
     for note in loaded.notes:

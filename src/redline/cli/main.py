@@ -37,12 +37,14 @@ from redline.cli import (
     train,
     watch,
 )
+from redline.cli.meant import Verbs
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError, without_secrets
 
 _BY_DEFAULT = signal.default_int_handler
 
 app = typer.Typer(
     name="redline",
+    cls=Verbs,
     help="Train language models at the limit of the hardware, and know what that limit is.",
     invoke_without_command=True,
     add_completion=False,

@@ -21,9 +21,16 @@ def one_of(option: str, *names: str) -> Callable[[str | None], str | None]:
     return check
 
 
-def split_words(words: list[str] | None) -> tuple[str | None, list[str]]:
-    """A recipe's name or path, if there is one, and the overrides beside it."""
+def split_words(words: list[str] | None, verb: str | None = None) -> tuple[str | None, list[str]]:
+    """Return the recipe's name or path, if there is one, and the overrides beside it.
+
+    With `verb`, data, a model or a run in place of the recipe is answered with the command that was meant.
+    """
     names = [word for word in words or [] if "=" not in word]
+    if verb is not None and names:
+        from redline.cli.meant import refuse_no_recipe
+
+        refuse_no_recipe(verb, names)
     if len(names) > 1:
         raise UsageError(f"one recipe at a time, not {' and '.join(names)}.", fix="Overrides are written key=value.")
     return names[0] if names else None, [word for word in words or [] if "=" in word]

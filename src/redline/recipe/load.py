@@ -26,6 +26,14 @@ _YAML = "tag:yaml.org,2002:"
 _LARGEST_FILE = 64 << 10  # bytes; the shipped recipes have two thousand
 _DEEPEST = 20  # levels of YAML, or words of a key; the schema has four
 _TOO_DEEP = f"not YAML of a recipe: more than {_DEEPEST} levels"
+# Recipes state the shape of their base so that it can be planned before it is fetched; another base has its own.
+_OF_THE_BASE = tuple(
+    f"model.{key}"
+    for key in (
+        *("layers", "d_model", "d_ff", "heads", "kv_heads", "head_dim", "vocab", "mlp", "tied"),
+        *("qk_norm", "qkv_bias", "rope_theta", "rope_scaling", "norm_eps"),
+    )
+)
 _HINTS = 50  # problems with a hint: to find the nearest of all keys takes a moment
 
 
@@ -246,6 +254,8 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     extra, more_notes, more = canonical_keys(parse_overrides(overrides), "command line")
     base, replaced = replace_stops(base, extra)
     objective = extra.get("objective", base.get("objective"))
+    if extra.get("model.base") is not None and base.get("model.base") not in (None, extra["model.base"]):
+        base = {key: value for key, value in base.items() if not key.startswith(_OF_THE_BASE)}
     if "data.source" in extra and extra["data.source"] != base.get("data.source") and path in shipped().values():
         # a shipped recipe's prompt is for its own data ("def " for Python): samples then begin as the user's data do
         base |= {"eval.prompt": None} if base.get("eval.prompt") else {}
