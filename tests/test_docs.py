@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [page for page in (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md") if page.is_file()]
 VERBS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 LONGEST_PAGE = 120
-REFERENCE = {"keys.md", "recipe.md", "seeds.md"}  # tables to look a word up in, complete or useless
+REFERENCE = {"numbers.md", "keys.md", "recipe.md", "seeds.md"}  # tables to look a word up in, complete or useless
 
 
 @dataclass(frozen=True)

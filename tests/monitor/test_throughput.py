@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from redline.hardware.machine import Machine
+from redline.jobs.causal_lm import Costs
 from redline.monitor.events import read_events
 from redline.monitor.throughput import Throughput
 from redline.objectives.causal_lm import CausalLM
 from redline.objectives.latent_prefix import LatentPrefix
 from redline.plan.flops import FlopsPerToken
 
-FLOPS = FlopsPerToken(useful=2.404e9, causal=2.253e9, executed=2.253e9)
+FLOPS = FlopsPerToken(useful=2.404e9, executed=2.253e9)
 PEAK = 989e12
 
 
@@ -117,15 +119,17 @@ def test_an_unknown_peak_gives_no_share(clock: Clock) -> None:
     assert got.mfu_causal is None
 
 
+@pytest.mark.parametrize("assumed", ["", "every row is as long as it may be"])
 @pytest.mark.parametrize("whole", [True, False])
-def test_who_cuts_rows_short_has_no_mfu(
-    world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+def test_rows_of_unknown_length_give_no_mfu(
+    world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, assumed: str
 ) -> None:
-    """FLOPs of whole rows would be more than were computed."""
+    """FLOPs of whole rows would be more than were computed; those of the data's own rows are known."""
     monkeypatch.setattr(Machine, "peak", lambda *_: 1e15)
     monkeypatch.setattr(CausalLM, "whole_rows", whole)
+    monkeypatch.setattr(Costs, "flops", lambda *_: replace(FLOPS, assumed=assumed))
     world.run(tmp_path / "run", "train.steps=2")
     steps = [event for event in read_events(tmp_path / "run/events.jsonl") if event["type"] == "step"]
-    assert [event["mfu"] is not None for event in steps] == [whole] * len(steps)
+    assert [event["mfu"] is not None for event in steps] == [whole or not assumed] * len(steps)
     assert steps
     assert not LatentPrefix.whole_rows

@@ -103,7 +103,7 @@ def test_costs_add_up() -> None:
     second = costs(alone).flops(other, 80, "none").causal
     assert flops["both"] == pytest.approx(flops["one"] + second - costs(alone).wire.flops() / 80)
     full = costs(both).flops(shape, 80, "full")
-    assert full.executed > full.causal == flops["both"] < full.useful
+    assert full.computed > full.executed == flops["both"] < full.useful
     nf4, bf16 = (
         resolve(load("latentwire-squad", [f"model.quant={quant}"]).recipe, card("h100"), FACTS).memory.weights
         for quant in ("nf4", "none")

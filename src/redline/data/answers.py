@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from redline.data.answer_store import AnswerStore, open_store
 from redline.data.index import order_keys
-from redline.data.mixture import RowIndex, row_index, row_mixture_key, shares_of
+from redline.data.mixture import RowIndex, epoch_sample, row_index, row_mixture_key, shares_of
 from redline.data.packed import Bools, Int64s, Members, PackedSplit, joined, packed
 from redline.data.progress import ProgressCallback
 from redline.data.template import ChatTokenizer, load_chat_tokenizer
@@ -159,6 +159,7 @@ def load_answers(
         tokenizer_fingerprint=tokenizer.fingerprint,
         content=digest_of(["answers", sorted(store.fingerprint for store in stores)]),
         val_rows=len(validated.samples.keys) if validated else 0,
+        rows=trained.means(epoch_sample(index), pack=pack),
     )
     reports = tuple(
         _report(part, share, store, fit, one, borders, held, seq_len)

@@ -124,6 +124,25 @@ class Rows:
             found["words"] = np.stack([_words(text) for text in texts])
         return found
 
+    def means(self, numbers: Int64s) -> dict[str, Any]:
+        """What `jobs.latent_prefix.Costs` reads: how many of these rows each padded length takes, shortest first.
+
+        `bytes`: positions of the encoder, rows, and the mean positions that hold a byte; `answers`: for each model,
+        tokens and rows.
+        """
+        patch, sizes = self.lengths.patch, dict[int, list[int]]()
+        answers: list[dict[int, int]] = [{} for _ in self.answers]
+        for number in numbers.tolist():
+            text = len(cut_bytes(self.pairs[number].text, self.lengths.bytes))
+            sizes.setdefault(_bucket_bytes(text, self.lengths) // patch, []).append(-(-text // patch))
+            for counts, tokens, longest in zip(answers, self.answers, self.lengths.answers, strict=True):
+                size = _bucket_answer(len(tokens[number]), longest)
+                counts[size] = counts.get(size, 0) + 1
+        return {
+            "bytes": [[size, len(held), sum(held) / len(held)] for size, held in sorted(sizes.items())],
+            "answers": [[list(item) for item in sorted(counts.items())] for counts in answers],
+        }
+
     def first(self, count: int) -> Rows:
         return Rows(self.pairs[:count], [some[:count] for some in self.answers], self.lengths)
 

@@ -26,6 +26,7 @@ from redline.recipe.schema import Part
 Int64s = npt.NDArray[np.int64]
 
 _LONGEST_ROUND = 1 << 16
+_SAMPLED = 1 << 16  # rows whose means stand for those of a long epoch
 _SEED_STEP = 1_000_003  # between the seeds of two sources of a weighted mixture
 
 
@@ -53,6 +54,12 @@ def shares_of(sizes: Sequence[int], parts: Sequence[Part]) -> list[float]:
     amounts = weights or [size * repeat for size, repeat in zip(sizes, _repeats(parts), strict=True)]
     total = math.fsum(amounts)
     return [amount / total for amount in amounts]
+
+
+def epoch_sample(index: RowIndex) -> Int64s:
+    """Return the rows of an epoch, each as often as it comes; of a long epoch, evenly spread ones."""
+    count = min(len(index), _SAMPLED)
+    return index.sequences(np.arange(count, dtype=np.int64) * len(index) // count)
 
 
 def row_mixture_key(parts: Sequence[Part]) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,15 +50,27 @@ class Members:
     @property
     def learnt(self) -> int:
         """How many tokens of them are learnt."""
-        total = 0
+        return int(self._learnt().sum())
+
+    def targets(self) -> Int64s:
+        """How many targets each has: a sample's first token is nobody's."""
+        first = np.zeros(len(self), dtype=np.int64)
         for part, store in enumerate(self.stores):
             own = self.part == part
+            first[own] = store.learnt[store.offsets[self.number[own]]]
+        return self._learnt() - first
+
+    def _learnt(self) -> Int64s:
+        found = np.zeros(len(self), dtype=np.int64)
+        for part, store in enumerate(self.stores):
+            own = np.flatnonzero(self.part == part)
             number, length = self.number[own], self.length[own]
             whole = store.lengths[number] == length
-            total += int(store.count[number[whole]].sum())
-            cut = zip(store.offsets[number[~whole]], length[~whole], strict=True)
-            total += sum(int(store.learnt[begin : begin + size].sum()) for begin, size in cut)
-        return total
+            found[own[whole]] = store.count[number[whole]]
+            cut = zip(own[~whole], store.offsets[number[~whole]], length[~whole], strict=True)
+            for place, begin, size in cut:
+                found[place] = int(store.learnt[begin : begin + size].sum())
+        return found
 
 
 def joined(some: Sequence[Members]) -> Members:
@@ -80,6 +93,20 @@ class PackedSplit:
     def fill(self) -> float:
         """The share of all positions that hold a token of a sample."""
         return int(self.samples.length.sum()) / (len(self) * self.seq_len)
+
+    def means(self, numbers: Int64s, *, pack: bool) -> dict[str, Any]:
+        """Over these sequences: the share of positions that have a target, and the mean length of the document that a
+        position stands in; padding is a document of its own. Without `pack`, a row is one document."""
+        lengths, ends = self.samples.length, np.cumsum(self.samples.length)
+        squares = np.concatenate([[0], np.cumsum(lengths**2)])
+        targets = np.concatenate([[0], np.cumsum(self.samples.targets())])
+        first, last = self.borders[numbers], self.borders[numbers + 1]
+        filled = np.concatenate([[0], ends])
+        padding = self.seq_len - (filled[last] - filled[first])
+        positions = len(numbers) * self.seq_len
+        squared = int((squares[last] - squares[first] + padding**2).sum())
+        found = {"scored": int((targets[last] - targets[first]).sum()) / positions}
+        return found | ({"document": squared / positions} if pack else {})
 
     def rows(self, numbers: Int64s) -> dict[str, npt.NDArray[np.integer]]:
         """`inputs` and `targets` [n, seq_len], the running number of the sample and the position in it."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from redline.data.mixture import RowIndex, row_index, row_mixture_key
+from redline.data.mixture import RowIndex, epoch_sample, row_index, row_mixture_key
 from redline.data.progress import Progress, ProgressCallback
 from redline.data.record_rows import QUESTION, RecordRows, SegmentReport, refuse_short
 from redline.data.records import Record, divided, read_records
@@ -74,6 +74,10 @@ class RecordSplit:
         ]
         return {"tokens": self.tokens[numbers].astype(np.int64), "learnt": np.concatenate(learnt, axis=1)}
 
+    def means(self, numbers: Int64s) -> dict[str, Any]:
+        """Over these rows: the share of the noised positions that have a loss."""
+        return {"learnt": float(self.ends[numbers].sum(1).mean()) / self.layout.denoised}
+
     def first(self, count: int) -> RecordSplit:
         return RecordSplit(self.tokens[:count], self.ends[:count], self.records[:count], self.layout)
 
@@ -122,6 +126,7 @@ def load_records(
         tokenizer_fingerprint=tokenizer.base.fingerprint,
         content=digest_of(["records", sorted(_said(one) for found, _ in read.values() for one in found)]),
         val_rows=len(held_out),
+        rows=train.means(epoch_sample(index)),
     )
     report = RecordsReport(
         sources=tuple(report for _, report in read.values()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -19,9 +20,13 @@ def job(name: str) -> Any:
     return import_module(f"redline.jobs.{name}")
 
 
-def costs(recipe: Any) -> Any:
-    """What a recipe's job costs: `flops(…)`, `memory(…)`, `work(…)`, `parameters(…)` of a decoder's shape."""
-    return job(recipe.objective).Costs(recipe)
+def costs(recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> Any:
+    """What a recipe's job costs: `flops(…)`, `memory(…)`, `work(…)`, `parameters(…)` of a decoder's shape.
+
+    `rows` are averages over the rows of the training data (`DataFacts.rows`), which `flops`, `work` and `passes` then
+    count; without them, whole rows. `micro` is the number of rows that are padded to one length.
+    """
+    return job(recipe.objective).Costs(recipe, rows, micro)
 
 
 def options_of(name: str) -> type[Section]:

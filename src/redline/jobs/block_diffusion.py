@@ -58,5 +58,5 @@ def layout(recipe: Any) -> Layout:
 
 
 class Costs(DiffusionCosts):
-    def __init__(self, recipe: Any) -> None:
-        super().__init__(recipe, layout(recipe))
+    def __init__(self, recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> None:
+        super().__init__(recipe, layout(recipe), rows, micro)

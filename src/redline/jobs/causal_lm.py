@@ -7,7 +7,7 @@ from typing import Any
 
 from redline.errors import Problem
 from redline.fields import Section
-from redline.plan.flops import FlopsPerToken, Passes, causal_passes, decoder_flops
+from redline.plan.flops import WHOLE_ROWS, FlopsPerToken, Passes, causal_passes, decoder_flops
 from redline.plan.memory import MemoryParts, training_memory
 from redline.plan.shapes import DecoderShape
 from redline.plan.work import Work, decoder_work
@@ -41,8 +41,8 @@ class Costs:
 
     assumed = ""  # what the expected speed takes from another kind of work
 
-    def __init__(self, recipe: Any) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> None:
+        self.recipe, self.rows, self.micro = recipe, rows or {}, micro
 
     def parameters(self, shape: DecoderShape) -> dict[str, int]:
         """All, those that learn, and those that multiply a token."""
@@ -68,7 +68,17 @@ class Costs:
         }
 
     def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
-        return decoder_flops(shape, seq_len, checkpointing)
+        assumed = WHOLE_ROWS if self.recipe.data.pack and not self.rows else ""
+        return decoder_flops(shape, self.document(seq_len), checkpointing, scored=self.scored, assumed=assumed)
+
+    def document(self, seq_len: int) -> float:
+        """The mean length of the document that a token stands in; all of its row, unless rows are packed."""
+        return float(self.rows.get("document", seq_len))
+
+    @property
+    def scored(self) -> float:
+        """The share of the positions that have a target."""
+        return float(self.rows.get("scored", 1.0))
 
     def certain(self, shape: DecoderShape) -> tuple[float, float]:
         """Shares of the matmuls and of the attention counted above that any data need: in packed rows documents see
@@ -80,7 +90,7 @@ class Costs:
 
     def passes(self, seq_len: int) -> Passes:
         """How often a token of data is read and scored."""
-        return causal_passes(seq_len)
+        return causal_passes(self.document(seq_len), self.scored)
 
     def work(self, shape: DecoderShape, seq_len: int, **how: Any) -> Work:
-        return decoder_work(shape, seq_len, **how)
+        return decoder_work(shape, seq_len, **how, passes=self.passes(seq_len))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from redline.errors import Problem
 from redline.fields import Flag, MaybeCount, Section, Share, one_of
 from redline.jobs import causal_lm
-from redline.plan.flops import FlopsPerToken, Passes, layout_flops, layout_passes
+from redline.plan.flops import LEARNT_ALL, FlopsPerToken, Passes, layout_flops, layout_passes
 from redline.plan.layout import Layout
 from redline.plan.memory import MemoryParts, training_memory
 from redline.plan.shapes import DecoderShape
@@ -65,14 +66,17 @@ def block_problems(key: str, block: int, length: int, what: str, longer: str) ->
 class DiffusionCosts(causal_lm.Costs):
     """Of a decoder that reads a noisy and a clean copy of what it learns, and scores what is hidden."""
 
-    def __init__(self, recipe: Any, layout: Layout) -> None:
-        super().__init__(recipe)
+    def __init__(self, recipe: Any, layout: Layout, rows: Mapping[str, Any] | None = None, micro: int = 1) -> None:
+        super().__init__(recipe, rows, micro)
         self.layout = layout
         options = getattr(recipe, recipe.objective)
-        self.hidden = (options.clip_low + options.clip_high) / 2  # on average, of what may be
+        # the mean share of the noised positions that are hidden, times the share of these that have a loss
+        self.hidden = (options.clip_low + options.clip_high) / 2 * float(self.rows.get("learnt", 1.0))
 
     def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
-        return layout_flops(shape, self.layout, self.hidden, checkpointing)
+        records = any(segment.given for segment in self.layout.segments)
+        assumed = LEARNT_ALL if records and not self.rows else ""
+        return layout_flops(shape, self.layout, self.hidden, checkpointing, assumed)
 
     def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:
         """At worst everything that may be hidden is."""

@@ -9,15 +9,16 @@ from typing import Annotated, Any, ClassVar
 from redline.errors import Problem
 from redline.fields import AUTO, MaybeText, Section, one_of
 from redline.jobs.causal_lm import Costs as DecoderCosts
-from redline.plan.adapters import Adapter, matrix_sides
-from redline.plan.flops import FlopsPerToken
+from redline.plan.adapters import TARGETS, Adapter, matrix_sides
+from redline.plan.flops import FlopsPerToken, head_apart
 from redline.plan.memory import MemoryParts, adapter_moments, passing_memory, training_memory, workspace
 from redline.plan.shapes import DecoderShape
 from redline.plan.work import Work, decoder_work
 
 FORMULA = "4·N_base + 6·N_lora + 12·L·d·T"
 FORMULA_CAUSAL = "4·N_base + 6·N_lora + 6·L·d·T"
-FORMULA_RECOMPUTED = "6·N_base + 8·N_lora + 8·L·d·T"
+FORMULA_RECOMPUTED = "2·(N_layers − N_down) + 2·N_lora + 2·L·d·T"
+SCORED_ALL = "every token sees its whole row and has a target"
 
 
 class Options(Section):
@@ -80,8 +81,8 @@ def adapter_of(recipe: Any) -> Adapter | None:
 
 
 class Costs(DecoderCosts):
-    def __init__(self, recipe: Any) -> None:
-        super().__init__(recipe)
+    def __init__(self, recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> None:
+        super().__init__(recipe, rows, micro)
         self.adapter = adapter_of(recipe)
 
     def parameters(self, shape: DecoderShape) -> dict[str, int]:
@@ -97,16 +98,46 @@ class Costs(DecoderCosts):
 
     def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
         """A frozen matrix has a gradient of its input, and none of itself."""
+        assumed = "" if self.rows else SCORED_ALL
         if self.adapter is None:
-            return super().flops(shape, seq_len, checkpointing)
-        base, added = shape.matmul_parameters, self.adapter.parameters(shape)
-        attention = shape.layers * shape.d_attention * seq_len
-        matmuls = 4.0 * base + 6.0 * added
-        causal = matmuls + 6.0 * attention
+            return replace(super().flops(shape, seq_len, checkpointing), assumed=assumed)
+        document, matmuls = self.document(seq_len), self._matmuls(shape)
+        attention = shape.layers * shape.d_attention * document
+        useful, executed = matmuls + 12.0 * attention, matmuls + 6.0 * attention - sum(self._unasked(shape, document))
+        palm, masked = (head_apart(form, "N_base", self.scored) for form in (FORMULA, FORMULA_CAUSAL))
         if checkpointing != "full":
-            return FlopsPerToken(matmuls + 12.0 * attention, causal, causal, FORMULA, FORMULA_CAUSAL)
-        again = 2.0 * (shape.layers * shape.layer_recomputed_parameters + added) + 2.0 * attention
-        return FlopsPerToken(matmuls + 12.0 * attention, causal, causal + again, FORMULA, FORMULA_RECOMPUTED)
+            return FlopsPerToken(useful, executed, 0.0, palm, masked, assumed=assumed)
+        run_again = shape.layers * shape.layer_recomputed_parameters + self.adapter.parameters(shape)
+        again = 2.0 * run_again + 2.0 * attention
+        return FlopsPerToken(useful, executed, again, palm, masked, FORMULA_RECOMPUTED, assumed)
+
+    def _matmuls(self, shape: DecoderShape) -> float:
+        """FLOPs of a token in the frozen matrices, at scored positions in the head, and in the adapters."""
+        assert self.adapter is not None
+        base = shape.layers * shape.layer_matmul_parameters + self.scored * shape.head_parameters
+        return 4.0 * base + 6.0 * self.adapter.parameters(shape)
+
+    def _unasked(self, shape: DecoderShape, document: float) -> tuple[float, float]:
+        """The part of the first block's backward that autograd never runs: of matmuls, and of causal attention.
+
+        The embedded tokens are frozen, so that nothing before the block's first adapter has a gradient, and the input
+        of the linear that holds it has none either.
+        """
+        assert self.adapter is not None
+        matmuls, attention, inputs = 0.0, 0.0, matrix_sides(shape)
+        for linear, size in (
+            ("qkv", shape.d_model * shape.d_qkv),
+            ("out", shape.d_attention * shape.d_model),
+            ("up", shape.d_model * shape.d_up),
+            ("down", shape.d_ff * shape.d_model),
+        ):
+            if linear == "out":
+                attention = 4.0 * shape.d_attention * document
+            held = [inputs[name][0] for name in self.adapter.targets if TARGETS[name][0] == linear and name in inputs]
+            matmuls += 2.0 * (size + self.adapter.r * sum(held))
+            if held:
+                break
+        return matmuls, attention
 
     def certain(self, shape: DecoderShape) -> tuple[float, float]:
         """Of prompts nothing is scored, and how long answers are is for the data to say."""
@@ -135,17 +166,20 @@ class Costs(DecoderCosts):
         )
 
     def work(self, shape: DecoderShape, seq_len: int, **how: Any) -> Work:
-        whole = decoder_work(shape, seq_len, **how)
+        whole = decoder_work(shape, seq_len, **how, passes=self.passes(seq_len))
         if self.adapter is None:
             return whole
-        added, wide = self.adapter.parameters(shape), how["bytes_per_value"]
+        added, wide, matmuls = self.adapter.parameters(shape), how["bytes_per_value"], self._matmuls(shape)
+        if self.rows:  # a ceiling of these data; without them the work is what expected speeds are calibrated on
+            unasked, unasked_attention = self._unasked(shape, self.document(seq_len))
+            matmuls, whole = matmuls - unasked, replace(whole, attention=whole.attention - unasked_attention)
         again = how["checkpointing"] == "full"
         run_again = shape.layers * shape.layer_recomputed_parameters + added
         per_update = whole.update * added / shape.parameters  # every parameter of an optimizer costs alike
         kept = self.adapter.kept_values() * shape.layers * wide
         return replace(
             whole,
-            matmul=4.0 * shape.matmul_parameters + 6.0 * added,
+            matmul=matmuls,
             recomputed=2.0 * run_again if again else 0.0,
             moved_least=whole.moved_least + 2 * kept,
             moved=whole.moved + 3 * kept + self.adapter.moved_values(shape) * shape.layers * wide,

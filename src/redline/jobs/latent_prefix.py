@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, ValidationError
@@ -25,7 +25,7 @@ from redline.fields import (
 )
 from redline.jobs.causal_lm import Costs as DecoderCosts
 from redline.plan.adapters import nf4_bytes
-from redline.plan.flops import FlopsPerToken
+from redline.plan.flops import FlopsPerToken, Passes
 from redline.plan.memory import WORKSPACE, MemoryParts, adapter_moments, training_memory, workspace
 from redline.plan.shapes import DecoderShape
 from redline.plan.wire import WireShape
@@ -37,8 +37,9 @@ ROOM = 64  # positions for anchor and answer, unless data.seq_len says otherwise
 _SHAPE = tuple(field.name for field in fields(DecoderShape))
 _NEEDED = ("layers", "d_model", "heads", "d_ff", "vocab")
 _WORDS = {"mlp": str, "skips": str, "tied": bool, "qk_norm": bool, "qkv_bias": bool}
-FORMULA = "[4·Σ(N_blocks·T + N_head·A + 3·L·d·T²) + 6·N_wire·S + 12·L_e·d_z·S²] / T"
-FORMULA_CAUSAL = "[4·Σ(N_blocks·T + N_head·A + 1.5·L·d·T²) + 6·N_wire·S + 12·L_e·d_z·S²] / T"
+FORMULA = "[4·Σ(N_blocks·T + N_head·A + 3·L·d·T²) + 6·N_wire·S + 12·L_e·d_z·S²] / data.seq_len"
+FORMULA_CAUSAL = "[4·Σ(N_blocks·T + N_head·A + 1.5·L·d·T²) + 6·N_wire·S + 12·L_e·d_z·S²] / data.seq_len"
+LONGEST = "every text and every answer is as long as it may be"
 
 
 def _shape(value: Any) -> dict[str, Any]:
@@ -190,13 +191,32 @@ def taught(options: Any) -> bool:
     return bool(options.kd_weight or options.match_weight)
 
 
+@dataclass(frozen=True)
+class Read:
+    """Means over the rows: what one frozen model reads of a row, in a batch that is padded to its longest answer."""
+
+    length: float  # positions
+    squared: float  # the mean of the squared lengths: twice the pairs of a causal mask
+    answer: float  # positions whose logits are formed
+    first: float  # those of them that a teacher's logits are formed for
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Means over the rows: what the encoder reads of a row, in a batch that is padded to its longest text."""
+
+    positions: float
+    pairs: float
+    held: float
+
+
 class Costs(DecoderCosts):
     """Of frozen decoders that a prefix is trained through, and of what makes the prefix."""
 
     assumed = ", a decoder's that is trained whole among them"
 
-    def __init__(self, recipe: Any) -> None:
-        super().__init__(recipe)
+    def __init__(self, recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> None:
+        super().__init__(recipe, rows, micro)
         options = recipe.latent_prefix
         self.wire = WireShape.of(options, 1 + len(options.others))
         self.answer = max(1, recipe.data.seq_len - slots_read(options))
@@ -216,22 +236,76 @@ class Costs(DecoderCosts):
 
     def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
         """Of a position that a frozen model reads; it has a gradient of its input, and none of itself."""
-        useful, causal, again = self.wire.flops(), self.wire.flops(), 0.0
-        for one in self.shapes(shape):
-            blocks, head = one.layers * one.layer_matmul_parameters * seq_len, one.head_parameters * self.answer
-            pairs = one.layers * one.d_attention * seq_len**2
-            useful += 4.0 * (blocks + head) + 12.0 * pairs
-            causal += 4.0 * (blocks + head) + 6.0 * pairs
-            recomputed = one.layers * one.layer_recomputed_parameters * seq_len
+        text, every = self._text(), self.shapes(shape)
+        useful = executed = self.wire.flops(text.positions, text.pairs, text.held)
+        again, kd = 0.0, self.recipe.latent_prefix.kd_weight > 0
+        for one, read in zip(every, self._reads(len(every), seq_len), strict=True):
+            blocks = one.layers * one.layer_matmul_parameters * read.length
+            head = 4.0 * read.answer + (2.0 * read.first if kd else 0.0)  # a teacher's logits have no gradient
+            matmuls = 4.0 * blocks + head * one.head_parameters + self.wire.adapter_flops(one.d_model)
+            pairs = one.layers * one.d_attention * read.squared
+            useful += matmuls + 12.0 * pairs
+            executed += matmuls + 6.0 * pairs
+            recomputed = one.layers * one.layer_recomputed_parameters * read.length
             again += 2.0 * recomputed + 2.0 * pairs if checkpointing == "full" else 0.0
-        return FlopsPerToken(useful / seq_len, causal / seq_len, (causal + again) / seq_len, FORMULA, FORMULA_CAUSAL)
+        return FlopsPerToken(
+            useful / seq_len,
+            executed / seq_len,
+            again / seq_len,
+            FORMULA,
+            FORMULA_CAUSAL,
+            "Σ(2·(N_blocks − N_down)·T + 2·L·d·T²) / data.seq_len" if again else "",
+            "" if self.rows else LONGEST,
+        )
+
+    def _text(self) -> Encoded:
+        """`rows["bytes"]`: for each padded length, shortest first, how many rows it takes, and the mean positions of
+        these that hold a byte."""
+        if not self.rows:
+            longest = float(self.wire.positions)
+            return Encoded(longest, longest**2, longest)
+        buckets = [tuple(bucket) for bucket in self.rows["bytes"]]
+        counts = [count for _, count, _ in buckets]
+        positions = pairs = held = 0.0
+        for place, (_, count, filled) in enumerate(buckets):
+            share = count / sum(counts)
+            for (length, _, _), chance in zip(buckets, longest_beside(counts, place, self.micro), strict=True):
+                positions += share * chance * length
+                pairs += share * chance * length * filled
+            held += share * filled
+        return Encoded(positions, pairs, held)
+
+    def _reads(self, models: int, seq_len: int) -> list[Read]:
+        """`rows["answers"]`: for each model, for each padded length of an answer, how many rows it takes;
+        `rows["before"]`: for each model, its positions before and after the prefix, without the answer."""
+        first = self.recipe.latent_prefix.first_tokens
+        if not self.rows:
+            whole = Read(seq_len, float(seq_len**2), self.answer, min(first, self.answer))
+            return [whole] * models
+        slots, found = slots_read(self.recipe.latent_prefix), []
+        for buckets, before in zip(self.rows["answers"], self.rows["before"], strict=True):
+            counts = [count for _, count in buckets]
+            chances = [0.0] * len(buckets)
+            for place, count in enumerate(counts):
+                for longest, chance in enumerate(longest_beside(counts, place, self.micro)):
+                    chances[longest] += count / sum(counts) * chance
+            lengths = [slots + before + answer - 1 for answer, _ in buckets]
+            found.append(
+                Read(
+                    sum(p * length for p, length in zip(chances, lengths, strict=True)),
+                    sum(p * length**2 for p, length in zip(chances, lengths, strict=True)),
+                    sum(p * answer for p, (answer, _) in zip(chances, buckets, strict=True)),
+                    sum(p * min(first, answer) for p, (answer, _) in zip(chances, buckets, strict=True)),
+                )
+            )
+        return found
 
     def certain(self, shape: DecoderShape) -> tuple[float, float]:
         """Prefix and one token: how long texts and answers are, to which batches are cut, is for the data to say."""
         seq_len, every = self.recipe.data.seq_len, self.shapes(shape)
         blocks = sum(one.layers * one.layer_matmul_parameters for one in every)
         attention = 6.0 * seq_len * sum(one.layers * one.d_attention for one in every)
-        matmuls = self.flops(shape, seq_len, "none").causal - attention
+        matmuls = self.flops(shape, seq_len, "none").executed - attention
         return 4.0 * blocks * (seq_len - self.answer + 1) / seq_len / matmuls, 0.0
 
     def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:
@@ -253,16 +327,20 @@ class Costs(DecoderCosts):
 
     def work(self, shape: DecoderShape, seq_len: int, **how: Any) -> Work:
         every = self.shapes(shape)
-        works = [decoder_work(one, seq_len, **how) for one in every]
+        reads = self._reads(len(every), seq_len)
+        works = [
+            decoder_work(one, seq_len, **how, passes=_passes(read, seq_len))
+            for one, read in zip(every, reads, strict=True)
+        ]
         flops = self.flops(shape, seq_len, how["checkpointing"])
         attention = sum(one.attention for one in works)
         learnt = self.wire.parameters([one.d_model for one in every])
         again = how["checkpointing"] == "full"
         return replace(
             works[0],
-            matmul=flops.causal - attention,
+            matmul=flops.executed - attention,
             attention=attention,
-            recomputed=flops.executed - flops.causal - sum(one.attention_again for one in works) if again else 0.0,
+            recomputed=flops.recomputed - sum(one.attention_again for one in works) if again else 0.0,
             attention_again=sum(one.attention_again for one in works),
             touched=sum(one.touched for one in works),
             moved_least=sum(one.moved_least for one in works),
@@ -272,6 +350,29 @@ class Costs(DecoderCosts):
             gradient_bytes=4.0 * learnt,
             kernels=sum(one.kernels for one in works),
         )
+
+
+def longest_beside(counts: list[int], place: int, micro: int) -> list[float]:
+    """For a row of bucket `place`: how likely each bucket is that of the longest of `micro` rows, itself among them.
+
+    `counts` are the rows of all buckets, shortest first; the others are drawn from them without replacement.
+    """
+    total, up_to, below, found = sum(counts), 0, 0.0, []
+    for bucket, count in enumerate(counts):
+        up_to += count
+        within = 0.0
+        if bucket >= place:
+            within = 1.0
+            for drawn in range(1, micro):
+                within *= max(0, up_to - drawn) / (total - drawn) if total >= micro else up_to / total
+        found.append(within - below)
+        below = within
+    return found
+
+
+def _passes(read: Read, seq_len: int) -> Passes:
+    """Per position of data.seq_len. Logits are moved as if every position had some: speeds are calibrated so."""
+    return Passes(read.length / seq_len, read.length / seq_len, read.squared / 2 / seq_len)
 
 
 def _frozen_bytes(shape: DecoderShape, of: Any, wide: int) -> float:

@@ -199,7 +199,10 @@ def plan_rows(event: Event) -> Iterator[tuple[str, str]]:
             _number(parameters, "trainable", "{} trainable", format_count),
         ],
     )
-    yield from _row("compute", [_flops(flops, "useful", "formula"), _flops(flops, "executed", "formula_executed")])
+    again = [_flops(flops, "recomputed", "formula_recomputed")] if number(flops, "recomputed") else []
+    forms = [_flops(flops, "useful", "formula"), _flops(flops, "executed", "formula_executed"), *again]
+    yield from _row("compute", forms)
+    yield from _row("", [f"assuming {one_line(flops['assumed'])}" if flops.get("assumed") else ""])
     batch = section(event, "batch")
     yield from _row(
         "batch",

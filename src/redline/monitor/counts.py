@@ -66,7 +66,7 @@ def step_points(lock: Mapping[str, Any], plan: Event, tokens_per_s: float | None
     wide, narrow = _value_bytes(recipe)
     moved = {
         "matmul": _matmul_bytes(
-            shape, micro * recipe.data.seq_len, costs(recipe).passes(recipe.data.seq_len), wide, narrow
+            shape, micro * recipe.data.seq_len, _costs(lock, recipe).passes(recipe.data.seq_len), wide, narrow
         ),
         "attention": _ATTENTION_TENSORS * work.touched,
     }
@@ -96,10 +96,10 @@ def _counted(lock: Mapping[str, Any]) -> tuple[Recipe, DecoderShape, Work] | Non
         return None
     model, train = recipe.model, recipe.train
     sizes = {name: getattr(model, name) for name in SHAPE_KEYS}
-    if AUTO in (*sizes.values(), train.grad_checkpointing):
+    if AUTO in (*sizes.values(), train.grad_checkpointing, train.micro_batch):
         return None  # never resolved
     shape = DecoderShape(**sizes)
-    work: Work = costs(recipe).work(
+    work: Work = _costs(lock, recipe).work(
         shape,
         recipe.data.seq_len,
         checkpointing=train.grad_checkpointing,
@@ -109,6 +109,12 @@ def _counted(lock: Mapping[str, Any]) -> tuple[Recipe, DecoderShape, Work] | Non
         muon_steps=train.muon_steps,
     )
     return recipe, shape, work
+
+
+def _costs(lock: Mapping[str, Any], recipe: Recipe) -> Any:
+    """By the rows of the run's data, as its plan's limits are; locks of older versions say nothing of them."""
+    rows = section(lock, "data").get("rows")
+    return costs(recipe, rows if isinstance(rows, dict) else None, int(recipe.train.micro_batch))
 
 
 def _value_bytes(recipe: Recipe) -> tuple[int, int]:

@@ -171,6 +171,13 @@ def section(fields: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def computed_flops(plan: Event) -> float | None:
+    """FLOPs per token with recomputation. In older logs `executed` includes it and there is no `recomputed`."""
+    flops = section(plan, "flops_per_token")
+    executed = number(flops, "executed")
+    return None if executed is None else executed + (number(flops, "recomputed") or 0.0)
+
+
 def _ends_torn(path: Path) -> bool:
     if not path.exists() or path.stat().st_size == 0:
         return False

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from redline.monitor.counts import Point, Roof, limits_ms, step_points, step_roofs
-from redline.monitor.events import Event, number, section
+from redline.monitor.events import Event, computed_flops, number, section
 
 _WAITING = 0.02  # of a step: below it the loader is no ceiling
 _MOSTLY = 0.5  # of the log lines
@@ -69,7 +69,7 @@ def _bars(plan: Event, lock: Mapping[str, Any]) -> list[Bar]:
 def _cpu_bar(plan: Event, lock: Mapping[str, Any]) -> list[Bar]:
     """A CPU's own matmul rate, as it was measured before the run, is the one ceiling known of it."""
     rate = number(section(lock, "machine"), "cpu_flops")
-    flops = number(section(plan, "flops_per_token"), "executed")
+    flops = computed_flops(plan)
     tokens = number(section(plan, "batch"), "tokens_per_step")
     if not rate or not flops or not tokens:
         return []

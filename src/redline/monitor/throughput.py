@@ -16,7 +16,7 @@ Clock = Callable[[], float]
 class Rates:
     tokens_per_s: float
     mfu: float | None  # PaLM form, over the dense bf16 peak: what others report
-    mfu_causal: float | None  # what the mask leaves
+    mfu_causal: float | None  # what the mask and the loss leave
     step_ms: float
     data_wait_ms: float
 
@@ -59,7 +59,7 @@ class Throughput:
         rates = Rates(
             tokens_per_s=rate,
             mfu=mfu(rate, self._flops.useful, self._peak),
-            mfu_causal=mfu(rate, self._flops.causal, self._peak),
+            mfu_causal=mfu(rate, self._flops.executed, self._peak),
             step_ms=1000.0 * seconds / self._steps,
             data_wait_ms=1000.0 * self._waited / self._steps,
         )

@@ -104,7 +104,7 @@ class Objective(ABC):
     can_answer: ClassVar[bool] = False  # it has `questions`, and an `answer` to each
     rereads: ClassVar[bool] = False  # for questions: it reads its rows anew, and tells of them then
     tell: Callable[[str], None] = staticmethod(lambda _: None)  # what goes on besides training, for the eyes
-    whole_rows: ClassVar[bool] = True  # every row is read to data.seq_len; else what a step computes is not known
+    whole_rows: ClassVar[bool] = True  # every row is read to data.seq_len; else FLOPs must be averaged over the data
     left_out = 0  # steps whose data the run passes over: it sees those of as many more
 
     @abstractmethod

@@ -14,7 +14,7 @@ from torch import Tensor
 from redline.data.corpus import Corpus, facts_of, open_corpus
 from redline.data.documents import document_keys, first_tokens
 from redline.data.index import Index
-from redline.data.packing import document_ids, inputs_and_targets
+from redline.data.packing import cu_seqlens, document_ids, inputs_and_targets
 from redline.data.progress import ProgressCallback
 from redline.data.shards import TokenFile
 from redline.data.stream import StreamSplit
@@ -37,6 +37,7 @@ from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Model, Recipe
 
 PROMPT_CHARACTERS = 40  # of a document, as a prompt for samples
+_MEASURED = 256  # windows that show how long documents are
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,20 @@ def load_data(recipe: Recipe, *, for_evaluation: bool = False, progress: Progres
     corpus = open_corpus(recipe.data, for_evaluation=for_evaluation, progress=progress)
     if for_evaluation:
         return CausalData(corpus.tokens, _everything(corpus.tokens), corpus)
-    _index(recipe, corpus)  # too short to train on is said before anything is built
+    index = _index(recipe, corpus)  # too short to train on is said before anything is built
+    if recipe.data.pack and not recipe.data.stream:
+        rows = {"document": _document_length(corpus.tokens, index, recipe.data.seq_len)}
+        corpus = replace(corpus, facts=replace(corpus.facts, rows=rows))
     return CausalData(corpus.tokens, corpus.tokens.val, corpus)
+
+
+def _document_length(tokens: TokenData, index: Index, seq_len: int) -> float:
+    """The mean length, within its window, of the document that a token stands in; of windows spread over the data."""
+    windows = max(1, len(tokens.train) // seq_len)
+    samples = np.arange(min(windows, _MEASURED)) * windows // min(windows, _MEASURED)
+    inputs, _ = inputs_and_targets(tokens.train.windows(index.starts(samples), seq_len + 1))
+    lengths = np.diff(cu_seqlens(document_ids(inputs, tokens.eot))).astype(np.int64)
+    return float((lengths**2).sum() / inputs.size)
 
 
 def _everything(tokens: TokenData) -> TokenSplit:

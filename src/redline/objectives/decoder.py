@@ -83,6 +83,11 @@ class DecoderObjective(Objective):
         return self.recipe.model.dropout == 0 and self.attention.backend != "flex"
 
     @property
+    def any_size(self) -> bool:
+        """Whether batches may differ in size: nothing is compiled for one size, or tuned to it as on a GPU."""
+        return not self.compiled and self.device.type == "cpu"
+
+    @property
     def recorded(self) -> bool:
         """Whether all batches must be laid out alike."""
         return self.recipe.train.graph and self.replayable and self.device.type == "cuda"
@@ -160,14 +165,14 @@ class DecoderObjective(Objective):
         self.selection = Selection(state["attention"], BEGUN)
 
 
-def scored_alone(batch: Batch) -> Batch:
+def scored_alone(batch: Batch, *, exact: bool = False) -> Batch:
     """With the targets that are learnt, and their places: no logits are made of the others.
 
-    In steps of a quarter of the batch, so that a compiler meets few sizes.
+    Unless `exact`, their number is rounded up to a quarter of the batch, so that a compiler meets few sizes.
     """
     targets = batch["targets"].numpy().ravel()  # by numpy: a loader's thread has no pool of torch's in a forked process
     places = np.flatnonzero(targets != IGNORE)
-    step = max(1, len(targets) // 4)
+    step = 1 if exact else max(1, len(targets) // 4)
     size = max(1, -(-len(places) // step)) * step
     if size >= len(targets):
         return batch

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.data.latent import PairData, Reader, Rows, load_pairs
+from redline.data.mixture import epoch_sample
 from redline.data.progress import ProgressCallback
 from redline.data.tokenizer import ByteTokenizer
 from redline.errors import Problem, RecipeError, UserError
@@ -103,6 +104,10 @@ def load_data(recipe: Recipe, *, for_evaluation: bool = False, progress: Progres
         fingerprint=pairs.fingerprint,
         content=pairs.content,
         val_rows=0 if pairs.val is None else len(pairs.val),
+        rows={
+            **pairs.train.means(epoch_sample(pairs.index)),
+            "before": [len(reader.begin) + len(reader.anchor) for reader in found.readers.values()],
+        },
     )
     return replace(found, facts=facts, pairs=pairs, held_out=pairs.train if for_evaluation else pairs.val)
 

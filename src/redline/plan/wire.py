@@ -72,10 +72,26 @@ class WireShape:
         """All that learns, for models of these widths."""
         return self.encoder_parameters() + sum(self.adapter_parameters(width) for width in widths)
 
-    def flops(self) -> float:
-        """Forward and backward, of one text of the greatest length; adapters are next to nothing beside it."""
-        blocks = self.layers * self.layer_parameters + 4 * self.d_z**2
-        return 6.0 * blocks * self.positions + 12.0 * self.layers * self.d_z * self.positions**2
+    def flops(self, positions: float | None = None, pairs: float | None = None, held: float | None = None) -> float:
+        """Forward and backward, of the encoder and of the latents' look at it, for one text; the longest if not given.
+
+        `positions` are the encoder's, padding included; `held` those of them that hold a byte; `pairs` the queries and
+        keys that see each other: every position sees those that hold a byte.
+        """
+        positions = float(self.positions) if positions is None else positions
+        held = positions if held is None else held
+        pairs = positions * held if pairs is None else pairs
+        d, queries = self.d_z, self.slots + self.models * self.private
+        join = self.patch * d * d if self.patch > 1 else 0
+        by_position = positions * (join + self.layers * 12 * d * d + 2 * d * d)  # the last: keys and values of the look
+        by_query = queries * (2 + 8) * d * d  # query and output; the feed-forward layer
+        return 6.0 * (by_position + by_query) + 12.0 * d * (self.layers * pairs + queries * held)
+
+    def adapter_flops(self, d_model: int) -> float:
+        """Forward and backward, of one model's prefix, and of telling the text's words from its latents."""
+        d = self.d_z
+        by_slot = 2 * d * d + 4 * d * d + 3 * d * d_model + self.word_parameters
+        return 6.0 * (self.read * by_slot + 2 * d * d_model)
 
     def activation_bytes(self, wide: int) -> float:
         """Kept of one text: in each layer the stream, what is normed (in float32 too), attention and the MLP."""

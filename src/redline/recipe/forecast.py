@@ -117,7 +117,8 @@ def forecast(resolved: Resolved, *, price: float | None = None, measured: Measur
     world, tokens = batch.world, resolved.tokens_per_step
     peaks, known = _peaks(machine, resolved.recipe.train.precision)
     work, volume, fabric = work_of(resolved), volume_of(resolved), fabric_of(resolved)
-    parts = limits(work, peaks, tokens / world) if peaks else []
+    counted = work if resolved.rows is None else work_of(resolved, of_data=True)
+    parts = limits(counted, peaks, tokens / world) if peaks else []
     if measured is None:
         time, source = _expected(resolved, work, peaks, known)
     else:
@@ -131,7 +132,7 @@ def forecast(resolved: Resolved, *, price: float | None = None, measured: Measur
     return Forecast(
         tokens_per_s=rate,
         source=source,
-        flops=(flops.useful, flops.causal),
+        flops=(flops.useful, flops.executed),
         peak=bf16_peak * world if bf16_peak else None,
         physical=tokens / physical(parts) if parts and known else None,
         reachable=tokens / reachable(parts) if parts else None,
@@ -158,10 +159,10 @@ def kernels_of(recipe: Recipe, device: str, *, precision: str, compiled: bool, f
     return Kernels(gpu, compiled, fused, fused and precision == "fp8", gpu and recipe.data.pack, scores)
 
 
-def work_of(resolved: Resolved) -> Work:
-    """What a step of it has to do."""
-    train = resolved.recipe.train
-    work: Work = costs(resolved.recipe).work(
+def work_of(resolved: Resolved, *, of_data: bool = False) -> Work:
+    """What a step has to do: with whole rows, as expected speeds are calibrated; or, for ceilings, `of_data`."""
+    train, rows = resolved.recipe.train, resolved.rows if of_data else None
+    work: Work = costs(resolved.recipe, rows, resolved.batch.micro).work(
         resolved.shape,
         resolved.recipe.data.seq_len,
         checkpointing=train.grad_checkpointing,
@@ -211,7 +212,7 @@ def _expected(resolved: Resolved, work: Work, peaks: Peaks | None, known: bool) 
     if machine.device == "cpu":
         if machine.cpu_flops is None:
             return None, "unknown"
-        rate = CPU_SHARE * machine.cpu_flops / resolved.flops.executed
+        rate = CPU_SHARE * machine.cpu_flops / resolved.flops.computed
         return StepTime(micro_tokens * batch.accumulation / rate, 0.0), "prior: this CPU's measured matmul rate"
     if peaks is None:
         return None, "unknown"

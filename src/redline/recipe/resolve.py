@@ -52,6 +52,7 @@ class DataFacts:
     made: bool = False  # true: the source is tokens that somebody made before
     content: str = ""  # of rows: a digest of what they say, whatever the seed and the packing; of text empty
     val_rows: int | None = None  # rows that are held out; None: the data are text, or not read yet
+    rows: dict[str, Any] | None = None  # means over the rows to train on, by which a job counts FLOPs; None: not read
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Resolved:
     choices: list[Choice] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     epoch_tokens: int = 0  # 0: not known before the data are prepared
+    rows: dict[str, Any] | None = None  # as in DataFacts
 
     @property
     def tokens_per_step(self) -> int:
@@ -97,7 +99,7 @@ class Resolved:
             "gpu": self.machine.name,
             "gpus": self.batch.world,
             "parameters": self.parameters(),
-            "flops_per_token": asdict(self.flops),
+            "flops_per_token": self.flops.as_dict(),
             "memory_gib": {**self.memory.gib(), "available": round(self.machine.memory_bytes / GIB, 2)},
             "batch": {
                 "micro": self.batch.micro,
@@ -359,7 +361,7 @@ class _Resolver:
     def warmup(self, steps: int | None, flops: FlopsPerToken, tokens_per_step: int) -> int:
         expected = steps or math.inf
         if self.recipe.train.hours:
-            speed = self.rate() / flops.causal / tokens_per_step
+            speed = self.rate() / flops.executed / tokens_per_step
             expected = min(expected, self.recipe.train.hours * 3600 * speed)
         if (share := self.pct_start()) is not None:
             steps_up = UNKNOWN_WARMUP if math.isinf(expected) else round(share * expected)
@@ -389,7 +391,7 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
     compiled = r.compile(shape)
     batch, checkpointing, memory = r.batch(shape, precision, compiled)
     r.kernels(shape, precision, checkpointing)
-    flops: FlopsPerToken = costs(recipe).flops(shape, recipe.data.seq_len, checkpointing)
+    flops: FlopsPerToken = costs(recipe, data.rows, batch.micro).flops(shape, recipe.data.seq_len, checkpointing)
     tokens_per_step = batch.global_batch * recipe.data.seq_len
     steps = steps_of(recipe, data.train_tokens, tokens_per_step)
     r.values["train"] |= {
@@ -416,4 +418,5 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
     sections = {name: getattr(recipe, name).model_copy(update=values) for name, values in r.values.items() if values}
     done = recipe.model_copy(update=sections)
     epoch = epoch_tokens(recipe, data.train_tokens)
-    return Resolved(done, shape, batch, flops, memory, machine, steps, nodes, r.choices, r.warnings, epoch)
+    notes = (r.choices, r.warnings)
+    return Resolved(done, shape, batch, flops, memory, machine, steps, nodes, *notes, epoch, data.rows)

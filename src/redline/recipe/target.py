@@ -44,11 +44,10 @@ def _whatever_the_data(limit: float, resolved: Resolved, forecast: Forecast) -> 
 
 
 def _arithmetic(target: float, limit: float, resolved: Resolved, forecast: Forecast) -> str:
-    flops, world = resolved.flops.causal, resolved.batch.world
+    flops, world = resolved.flops.executed, resolved.batch.world
     cards = f"one {resolved.machine.name}" if world == 1 else f"{world} × {resolved.machine.name}"
     per_second = f"{target:,.0f}/s = {flops * target / 1e12:,.0f} TFLOP/s"
-    formula = "" if resolved.flops.executed > flops else f" ({resolved.flops.formula_executed})"  # else of more
-    needed = f"{flops / 1e9:.3f} GFLOP a token{formula} × {per_second}"
+    needed = f"{flops / 1e9:.3f} GFLOP a token ({resolved.flops.formula_executed}) × {per_second}"
     if resolved.recipe.train.precision == "fp8":
         there, bound = _fp8_limit(limit, flops, cards, world, forecast)
     else:

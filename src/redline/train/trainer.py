@@ -76,7 +76,7 @@ class Trainer:
         self.horizon = Horizon(horizon_steps, self.train.hours)
         self.signals = Signals()
         self.deadline = Deadline()
-        peak = resolved.machine.peak("bf16") if objective.whole_rows else None
+        peak = resolved.machine.peak("bf16") if objective.whole_rows or not resolved.flops.assumed else None
         self.throughput = Throughput(resolved.flops, peak and peak * ranks.size, clock)
         self.log = StepLog(monitor, self.throughput, self.device, self.train.max_nonfinite, self.recipe.data.seq_len)
         shared = ranks.joined and self.recipe.parallel.mode == "fsdp"

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from redline.monitor.console import one_line
-from redline.monitor.events import number, section
+from redline.monitor.events import computed_flops, number, section
 from redline.monitor.live.state import RunState
 from redline.monitor.runs import Status
 from redline.units import format_count, format_seconds, format_usd
@@ -106,7 +106,7 @@ def fast(state: RunState, lock: Mapping[str, Any]) -> str:
 def limits(state: RunState, lock: Mapping[str, Any]) -> dict[str, float]:
     """Tokens/s to compare with: what was planned, and what the machine could do. Only what is known."""
     plan, ceiling = section(state.plan, "throughput"), section(state.plan, "ceiling")
-    flops, cpu = number(section(state.plan, "flops_per_token"), "executed"), section(lock, "machine")
+    flops, cpu = computed_flops(state.plan), section(lock, "machine")
     matmul = number(cpu, "cpu_flops")
     known = {
         "the plan": number(plan, "tokens_per_s"),
