@@ -15,6 +15,7 @@ from redline.errors import UsageError
 from redline.evaluate.answers import examine
 from redline.evaluate.trained import open_trained
 from redline.objectives.base import Sampling
+from redline.recipe.lock import locked_recipe
 from redline.train.rundir import RunDirectory
 
 HDP = (
@@ -133,3 +134,44 @@ def test_a_preview_shows_what_is_learnt(world: Any, capsys: pytest.CaptureFixtur
         assert "<|answer|>" in learnt
     assert "records to train on" in said
     assert said.count("[[") == 2
+
+
+def test_padding_is_paid_for_and_not_counted(objective: Any) -> None:
+    """A sampler must write the padding that ends a segment; the loss is still per token of content."""
+    rows, batch = objective.data.training(np.arange(4)), objective.batch(np.arange(4))
+    padding = rows.learnt & (rows.tokens == objective.data.tokenizer.pad)
+    learnt, content = int(rows.learnt.sum()), int(rows.learnt.sum() - padding.sum())
+    assert 0 < content < learnt
+    weights = objective.weights(batch)
+    assert (weights["tokens"], weights["content"], weights["learnt"]) == (content, content, learnt)
+    assert (batch["targets"] == objective.data.tokenizer.pad).any(), "padding stays in the sum"
+    loss = objective.loss(batch)["bound"].sum / content
+    (padded,) = (objective.figures(loss, weights)[name] for name in ("loss_padded",))
+    assert float(padded) == pytest.approx(float(loss) * content / learnt)
+    found = objective.evaluate(4)
+    assert found["perplexity"] == pytest.approx(np.exp(found["loss"]))
+    held_out = objective.data.evaluation(np.arange(4))  # eval.sequences
+    assert found["loss"] / found["loss_padded"] == pytest.approx(held_out.learnt.sum() / held_out.content.sum())
+
+
+def test_a_run_of_an_older_lock_keeps_its_loss(world: Any, tmp_path: Path) -> None:
+    recipe = world.recipe(*RECORDS, *HDP)
+    lock = {"recipe": recipe.model_dump(mode="json"), "recipe_name": "problems-hdp", "run_id": "x"}
+    assert locked_recipe(tmp_path, lock).recipe.hierarchical_diffusion.loss_per == "content"
+    del lock["recipe"]["hierarchical_diffusion"]["loss_per"]
+    older = locked_recipe(tmp_path, lock).recipe
+    assert older.hierarchical_diffusion.loss_per == "learnt"
+    world.recipe = lambda *_: older
+    with RunDirectory(tmp_path / "run") as run:
+        objective = world.trainer(run).objective
+    weights = objective.weights(objective.batch(np.arange(4)))
+    assert weights["tokens"] == weights["learnt"] > weights["content"]
+    found = objective.evaluate(4)
+    assert found["loss_content"] > found["loss"], "the figure of newer runs stands beside it"
+
+
+def test_both_losses_are_logged(world: Any, tmp_path: Path) -> None:
+    trainer = world.run(tmp_path / "run", *RECORDS, *HDP, "train.steps=2", "eval.every=1")
+    events = [event for event in trainer.monitor.view.events if event["type"] in ("step", "eval")]
+    assert {event["type"] for event in events} == {"step", "eval"}
+    assert all(event["loss"] > event["loss_padded"] > 0 for event in events)

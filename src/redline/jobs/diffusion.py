@@ -22,6 +22,7 @@ TEXT_IDS, RECORD_IDS = 1, 5  # besides the tokenizer's: the mask; and the marks 
 
 class DiffusionOptions(Section):
     afterwards: ClassVar[tuple[str, ...]] = ("sampler", "sampler_steps")  # may be others when the model is used
+    in_older_locks: ClassVar[dict[str, Any]] = {"loss_per": "learnt"}  # what a lock without the key means
 
     # a block's positions are hidden with a probability p between these; a loss is weighted by 1 / p
     clip_low: Share = 1e-3
@@ -29,6 +30,8 @@ class DiffusionOptions(Section):
     clip_search: Flag = False  # both chosen anew at each evaluation: where a block's loss varies least
     sampler: Annotated[str, one_of(*SAMPLERS)] = "first_hitting"
     sampler_steps: MaybeCount = None  # ancestral: looks at a block; as many as it has positions if not given
+    # records: tokens that the loss is divided by; `learnt` counts the padding that ends a segment, as older runs did
+    loss_per: Annotated[str, one_of("content", "learnt")] = "content"
 
 
 def shared_problems(recipe: Any) -> list[Problem]:

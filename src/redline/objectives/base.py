@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +124,10 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, batch: Batch) -> dict[str, Term]: ...
+
+    def figures(self, loss: Tensor, weights: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
+        """Further figures of a step for the log, by name, from its loss and the totals of its `weights`."""
+        return {}
 
     @abstractmethod
     def worst_batch(self, micro: int) -> Batch:

@@ -7,7 +7,8 @@ alone, and nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -38,11 +39,15 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Rows(NamedTuple):
-    """Sequences as they are, which of their positions are learnt, and which of these others are never hidden."""
+    """Sequences as they are, which of their positions are learnt, and which of these others are never hidden.
+
+    `content` are the learnt positions that are not padding; all of them if not given.
+    """
 
     tokens: Ids
     learnt: Bools
     never: Bools | None = None
+    content: Bools | None = None
 
 
 class Sequences(Protocol):
@@ -129,10 +134,27 @@ class DiffusionObjective(InFloat8):
             "targets": torch.from_numpy(_filled(tokens[asked], room, IGNORE)),
             "weights": torch.from_numpy(_filled(weights[asked], room, 0.0)),
             "learnt": torch.tensor(int(learnt.sum())),
+            "content": torch.tensor(int((learnt if rows.content is None else rows.content[:, self._noisy]).sum())),
         }
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        return {"tokens": float(batch["learnt"])}
+        """What the loss is divided by: `tokens`, of `content` or `learnt` as `loss_per` says.
+
+        The padding that ends a segment is in the sum, since a sampler must write it to end the segment; divided by
+        padding too, the loss would fall with every segment that is longer than its content.
+        """
+        counts = {name: float(batch[name]) for name in ("content", "learnt")}
+        return {"tokens": counts[self.options.loss_per], **counts}
+
+    def figures(self, loss: Tensor, weights: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
+        """The loss with the other divisor: `loss_padded` per learnt token beside `loss`, per content token."""
+        return {name: loss * (weights["tokens"] / weights[count]) for name, count in self._other_losses()}
+
+    def _other_losses(self) -> list[tuple[str, str]]:
+        """Names of further losses, and what they are divided by; none where nothing is padded."""
+        if not any(segment.given for segment in self.layout.segments):
+            return []
+        return [("loss_padded", "learnt")] if self.options.loss_per == "content" else [("loss_content", "content")]
 
     def worst_batch(self, micro: int) -> Batch:
         """Everything is hidden."""
@@ -169,17 +191,18 @@ class DiffusionObjective(InFloat8):
         count = min(self.data.held_out, self.recipe.eval.sequences)
         if count == 0:
             return {"loss": None, "perplexity": None}
-        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
+        total, counts = torch.zeros((), dtype=torch.float64, device=self.device), Counter[str]()
         self.model.eval()
         with self.uncompiled():
             for batch in self._evaluated(count, micro, WHOLE):
-                tokens += self.weights(batch)["tokens"]
+                counts.update(self.weights(batch))
                 total += self.loss(batch)["bound"].sum
             if self.options.clip_search:
                 self._search(micro)
         self.model.train()
-        loss, width = total.item() / max(1.0, tokens), self.data.size
+        loss, width = total.item() / max(1.0, counts["tokens"]), self.data.size
         found: dict[str, float | None] = {"loss": loss, "perplexity": perplexity(loss)}
+        found |= {name: total.item() / max(1.0, counts[divisor]) for name, divisor in self._other_losses()}
         if width is not None:
             found["bits_per_byte"] = bits_per_byte(loss, *width)
         if self.options.clip_search:

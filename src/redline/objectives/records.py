@@ -58,11 +58,16 @@ class RecordSequences:
 
     def training(self, samples: Ids) -> Rows:
         assert self.records is not None
-        return Rows(**self.records.train.rows(self.records.index.sequences(samples)))
+        return self._rows(self.records.train, self.records.index.sequences(samples))
 
     def evaluation(self, numbers: Ids) -> Rows:
         assert self.split is not None
-        return Rows(**self.split.rows(numbers))
+        return self._rows(self.split, numbers)
+
+    def _rows(self, split: RecordSplit, numbers: Ids) -> Rows:
+        assert self.tokenizer is not None
+        found = split.rows(numbers)
+        return Rows(**found, content=found["learnt"] & (found["tokens"] != self.tokenizer.pad))
 
 
 def complete(recipe: Recipe, say: Callable[[str], None]) -> Recipe:

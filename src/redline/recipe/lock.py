@@ -15,6 +15,7 @@ from typing import Any
 from redline import __version__
 from redline.cache import read_text
 from redline.errors import UsageError, UserError, cleaned, did_you_mean, names_a_secret, secret_variables
+from redline.jobs import JOBS, options_of
 from redline.plan.schedule import COSINE_CYCLE, ONE_CYCLE
 from redline.recipe.horizon import replace_stops
 from redline.recipe.load import Loaded, canonical_keys, flatten, known_keys, nest, parse_overrides, validate
@@ -166,7 +167,7 @@ def locked_recipe(
 
 def _in_todays_terms(flat: dict[str, Any], lock: dict[str, Any]) -> dict[str, Any]:
     """Express the recipe of an older lock in today's terms, so that a run that is resumed keeps what it began with."""
-    flat = _with_todays_weights(flat, lock)
+    flat = _with_older_meanings(_with_todays_weights(flat, lock))
     if flat.get("train.schedule") == ONE_CYCLE and "train.pct_start" not in flat:  # every newer lock has that key
         flat = {**flat, "train.schedule": COSINE_CYCLE}
     return flat
@@ -188,6 +189,13 @@ def _with_todays_weights(flat: dict[str, Any], lock: dict[str, Any]) -> dict[str
 
 def _is_weighted(part: Any) -> bool:
     return isinstance(part, dict) and part.keys() == {"source", "weight"}
+
+
+def _with_older_meanings(flat: dict[str, Any]) -> dict[str, Any]:
+    """Add the job's keys that are newer than the lock, with the values that stand for what the run did then."""
+    name = flat.get("objective")
+    older = getattr(options_of(name), "in_older_locks", {}) if name in JOBS else {}
+    return {f"{name}.{key}": value for key, value in older.items()} | flat
 
 
 def found_again(flat: dict[str, Any], began_in: Any) -> dict[str, Any]:

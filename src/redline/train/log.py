@@ -67,6 +67,7 @@ class StepLog:
             tokens=state.tokens,
             loss=result.loss.item(),
             **({f"loss_{n}": v.item() for n, v in result.terms.items()} if len(result.terms) > 1 else {}),
+            **{name: value.item() for name, value in result.figures.items()},
             lr=lr,
             grad_norm=result.grad_norm.item(),
             **({**vars(rates), "samples_per_s": rates.tokens_per_s / self.seq_len} if rates else {}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class StepResult:
     terms: dict[str, Tensor]
     grad_norm: Tensor
     bad: Tensor  # 1.0 when loss or gradient was not finite and nothing was changed
+    figures: dict[str, Tensor] = field(default_factory=dict)  # further ones of the job, for the log
 
 
 Backward = Callable[[int, StepBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -68,7 +69,7 @@ class Step:
         grad_norm, bad = self._measure(loss)
         self._update(step, lr_factor, grad_norm, bad, momentum)
         self.scale.update(bad)
-        return StepResult(loss, terms, grad_norm, bad)
+        return StepResult(loss, terms, grad_norm, bad, self.objective.figures(loss, batch.weights))
 
     def backward(self, step: int, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Gradients of Σ c·sum/W over all micro-batches of all ranks."""
