@@ -91,7 +91,7 @@ def test_a_mistake_is_a_sentence(words: tuple[str, ...], said: str) -> None:
 
 
 def test_a_world_that_it_does_not_fit_is_no_measure_of_others() -> None:
-    words = ("model.layers=60", "model.d_model=4096", "model.heads=32", "model.d_ff=11008", "--gpu", "h100", "--gpus")
+    words = ("model.layers=72", "model.d_model=4096", "model.heads=32", "model.d_ff=11008", "--gpu", "h100", "--gpus")
     nowhere = planned("pretrain-350m", *words, "8")["scaling"]
     assert not any(row["fits"] for row in nowhere["rows"])
     assert (nowhere["pays_up_to"], nowhere["verdict"]) == (None, "by estimate it fits on none of these")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from redline.hardware.cards import card
 from redline.hardware.machine import Machine
 from redline.kernels.attention import Attention
 from redline.kernels.cross_entropy import linear_cross_entropy
@@ -15,9 +19,11 @@ from redline.kernels.masks import MaskSpec
 from redline.models.transformer import Decoder
 from redline.plan.flops import decoder_flops, mfu
 from redline.plan.memory import training_memory
+from redline.plan.parallel import share_of
 from redline.plan.shapes import SIZES, DecoderShape, padded_vocab
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, resolve
+from redline.units import GIB
 
 
 @st.composite
@@ -142,3 +148,57 @@ def test_memory_grows_with_tokens_and_layers(layers: int, tokens: int, how: str)
 def test_memory_of_the_alternatives() -> None:
     assert peak(12, 1 << 15, "full") < peak(12, 1 << 15, "selective") < peak(12, 1 << 15, "none")
     assert peak(optimizer="muon") < peak(optimizer="adamw") < peak(optimizer="adamw", ema=True)
+
+
+def kept_casts(checkpointing: str) -> int:
+    """Bytes of bf16 copies of block weights that autograd keeps from the forward for the backward."""
+    shape = DecoderShape(3, 64, 4, 2, 16, 192, 512)
+    attention = Attention("flash", MaskSpec(), "cpu", grouped=True)
+    model = Decoder(shape, attention=attention, dtype=torch.bfloat16, checkpointing=checkpointing)
+    model.initialise(torch.Generator().manual_seed(0))
+    weights = [p for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2]
+    values, kept = {tuple(p.shape): p for p in weights}, dict[int, int]()
+
+    def pack(tensor: Any) -> Any:
+        matrix = tensor.T if tensor.dim() == 2 and tuple(tensor.shape) not in values else tensor
+        if tensor.dtype == torch.bfloat16 and tuple(matrix.shape) in values:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    tokens = torch.randint(0, shape.vocab, (2, 40))  # 80 rows: no activation has a weight's shape
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(tokens, attention.bind(40)).float().sum()
+    loss.backward()
+    return sum(kept.values())
+
+
+def test_no_cast_of_a_weight_is_kept_by_a_block_that_is_checkpointed() -> None:
+    shape = DecoderShape(3, 64, 4, 2, 16, 192, 512)
+    assert kept_casts("none") == 2 * shape.layers * shape.layer_matmul_parameters
+    assert kept_casts("full") == kept_casts("selective") == 0
+    eight = DecoderShape(32, 4096, 32, 8, 128, 14336, 128_256, tied=False)
+    how: dict[str, Any] = {"tokens": 8192, "bytes_per_value": 2, "optimizer": "adamw", "ema": False}
+    whole, again = (training_memory(eight, **how, checkpointing=level).workspace for level in ("none", "full"))
+    spared = 2 * (eight.layers - 1) * eight.layer_matmul_parameters  # one block is cast again, and the head once
+    assert whole - again == spared > 12.5 * GIB
+
+
+def test_a_rank_of_fsdp_holds_whole_gradients_only_while_they_add_up() -> None:
+    shape = DecoderShape(32, 4096, 32, 8, 128, 14336, 128_256, tied=False)
+    how: dict[str, Any] = {"tokens": 8192, "bytes_per_value": 2, "optimizer": "adamw", "ema": False}
+    parts = training_memory(shape, **how, checkpointing="full")
+    adding, once = (share_of(parts, shape, 8, accumulates=accumulates) for accumulates in (True, False))
+    assert adding.gradients == 4 * shape.parameters
+    under_way = 2 * shape.layer_matmul_parameters + shape.parameters - shape.layers * shape.layer_matmul_parameters
+    assert once.gradients == 4 * (shape.parameters / 8 + under_way)
+    assert replace(adding, gradients=0.0) == replace(once, gradients=0.0)
+
+
+@pytest.mark.parametrize(("precision", "share"), [("bf16", 1.0), ("fp8", 0.937), ("fp32", 1.0)])
+def test_the_ceiling_is_a_share_of_the_peak_named_beside_it(precision: str, share: float) -> None:
+    facts = DataFacts(50257, 10**9, 10**6, "data", "gpt2", "tokenizer")
+    recipe = load("pretrain-350m", [f"train.precision={precision}"]).recipe
+    for gpus in (1, 8):
+        ceiling = resolve(recipe, card("h200"), facts, gpus=gpus).plan_event()["ceiling"]
+        assert ceiling["precision"] == precision
+        assert ceiling["mfu"] == pytest.approx(share, abs=1e-3)

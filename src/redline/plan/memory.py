@@ -166,7 +166,7 @@ def training_memory(
         optimizer=moment_bytes(shape, optimizer),
         activations=activations,
         logits=logits,
-        workspace=_cast_weights(shape, bytes_per_value, kernels) + workspace(kernels),
+        workspace=_cast_weights(shape, bytes_per_value, kernels, checkpointing) + workspace(kernels),
     )
 
 
@@ -211,8 +211,14 @@ def workspace(kernels: Kernels, *, imported: bool = False) -> float:
     return WORKSPACE_FUSED if kernels.fused else WORKSPACE
 
 
-def _cast_weights(shape: DecoderShape, bytes_per_value: int, kernels: Kernels) -> float:
-    """Kept from the forward to the backward; of fp8 ones, one way round."""
+def _cast_weights(shape: DecoderShape, bytes_per_value: int, kernels: Kernels, checkpointing: str) -> float:
+    """Weights in the compute precision, kept from the forward to the backward; of fp8 ones, one way round.
+
+    A checkpointed block casts its weights inside the checkpoint: autograd keeps none of them, and the backward casts
+    those of one block at a time.
+    """
     if bytes_per_value != 2:
         return 0.0
+    if checkpointing != "none":
+        return 2.0 * (shape.layer_matmul_parameters + shape.head_parameters)
     return float((1 if kernels.fused and kernels.fp8 else 2) * shape.matmul_parameters)

@@ -23,14 +23,19 @@ def undivided(total: int, world: int) -> Problem | None:
     return Problem("train.global_batch", f"{total} sequences cannot be shared by {world} GPUs.", fix)
 
 
-def share_of(parts: MemoryParts, shape: DecoderShape, world: int) -> MemoryParts:
-    """What one of `world` ranks holds under fsdp: its rows of weights, averages and moments; what is gathered while it
-    is used; and all gradients, which are summed whole until a step's last micro-batch."""
+def share_of(parts: MemoryParts, shape: DecoderShape, world: int, *, accumulates: bool = True) -> MemoryParts:
+    """What one of `world` ranks holds under fsdp, where `parts` are those of a model that is not shared, with all
+    gradients: its rows of weights, averages and moments, and what is gathered while it is used.
+
+    Micro-batches that accumulate add up whole gradients until the last of a step. With one micro-batch a step, each
+    block's gradient is scattered when its backward ends: a rank holds its rows, and the whole of what is under way.
+    """
     block = 4.0 * shape.layer_matmul_parameters
     root = 4.0 * (shape.parameters - shape.layers * shape.layer_matmul_parameters)
     gathered = min(GATHERED_BLOCKS * block, shape.layers * block) + root
     return replace(
         parts,
         weights=parts.weights / world + gathered,
+        gradients=parts.gradients if accumulates else parts.gradients / world + gathered,
         optimizer=parts.optimizer / world,
     )

@@ -57,11 +57,13 @@ class Forecast:
                 "tokens_per_s": _rounded(self.tokens_per_s),
                 "mfu": self._share(self.tokens_per_s, palm),
                 "mfu_causal": self._share(self.tokens_per_s, causal),
+                "precision": "bf16",  # whose peak the shares are of, whatever is trained in
                 "source": self.source,
             },
             "ceiling": {
                 "tokens_per_s": _rounded(self.physical),
-                "mfu": self._share(self.physical, palm),
+                "mfu": self._share_of_own_peak(causal),
+                "precision": None if self.peaks is None else self.peaks.precision,
                 "best_kernels_tokens_per_s": _rounded(self.reachable),
                 "limits": [
                     {
@@ -97,6 +99,13 @@ class Forecast:
             return None
         tokens = round(hours * 3600 * self.tokens_per_s)
         return None if counted is not None and counted <= tokens else tokens
+
+    def _share_of_own_peak(self, flops: float) -> float | None:
+        """Of the ceiling: 1 where all is computed at the peak of `precision`; less in fp8, as attention is in bf16."""
+        if self.peaks is None or self.physical is None:
+            return None
+        share = mfu(self.physical, flops, self.peaks.matmul * self.fabric.world)
+        return None if share is None else round(share, 4)
 
     def _share(self, rate: float | None, flops: float) -> float | None:
         share = None if rate is None else mfu(rate, flops, self.peak)

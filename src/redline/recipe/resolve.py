@@ -267,8 +267,9 @@ class _Resolver:
         sharded = self.mode(shape, memory(1, levels[-1]).peak, room) == FSDP
 
         def memory_of_a_rank(micro: int, checkpointing: str, accumulates: bool = True) -> MemoryParts:
-            parts = memory(micro, checkpointing, accumulates)
-            return share_of(parts, shape, self.world) if sharded else parts
+            if sharded:
+                return share_of(memory(micro, checkpointing), shape, self.world, accumulates=accumulates)
+            return memory(micro, checkpointing, accumulates)
 
         needs = memory_of_a_rank
         checkpointing = next((c for c in levels if needs(1, c).peak <= room), levels[-1])

@@ -123,10 +123,13 @@ class WatchedRun:
 
     def _plan(self) -> dict[str, Any]:
         plan, memory = self.state.plan, section(self.state.plan, "memory_gib")
+        speed, ceiling = section(plan, "throughput"), number(section(plan, "ceiling"), "tokens_per_s")
+        share, rate = number(speed, "mfu"), number(speed, "tokens_per_s")
         return {
             "tokens_per_s": limits(self.state, self._lock_json),
-            "mfu": number(section(plan, "throughput"), "mfu"),
-            "mfu_ceiling": number(section(plan, "ceiling"), "mfu"),
+            "mfu": share,
+            # in the unit of the run's own `mfu`; the ceiling's in the plan is of the precision that is trained in
+            "mfu_ceiling": share * ceiling / rate if share and ceiling and rate else None,
             "memory": {part: gib for part in _PARTS if (gib := number(memory, part)) is not None},
             "memory_peak": number(memory, "peak"),
             "memory_available": number(memory, "available"),
