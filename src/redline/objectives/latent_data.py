@@ -97,6 +97,10 @@ def load_data(recipe: Recipe, *, for_evaluation: bool = False, progress: Progres
         progress=progress,
     )
     seq_len = recipe.data.seq_len
+    rows = {
+        **pairs.train.means(epoch_sample(pairs.index)),
+        "before": [len(reader.begin) + len(reader.anchor) for reader in found.readers.values()],
+    }
     facts = replace(
         found.facts,
         train_tokens=len(pairs.index) * seq_len,
@@ -104,10 +108,7 @@ def load_data(recipe: Recipe, *, for_evaluation: bool = False, progress: Progres
         fingerprint=pairs.fingerprint,
         content=pairs.content,
         val_rows=0 if pairs.val is None else len(pairs.val),
-        rows={
-            **pairs.train.means(epoch_sample(pairs.index)),
-            "before": [len(reader.begin) + len(reader.anchor) for reader in found.readers.values()],
-        },
+        rows=rows if options.only is None else None,  # with one model alone nothing is trained
     )
     return replace(found, facts=facts, pairs=pairs, held_out=pairs.train if for_evaluation else pairs.val)
 
