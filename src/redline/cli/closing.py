@@ -49,7 +49,7 @@ def _next_commands(path: Path, recipe: Recipe) -> list[str]:
     module = objective_module(recipe.objective)
     answers = f" --answers {answers_kind(recipe)}" if module.can_answer(recipe) else ""
     python = recipe.data.source == "embedded"
-    prompt = without_secrets(recipe.eval.prompt) or ("a question" if answers else "import " if python else "")
+    prompt = without_secrets(recipe.eval.prompt or "") or ("a question" if answers else "import " if python else "")
     run, best, model = (shlex.quote(str(word)) for word in (path, _best(path), f"{path.resolve().name}-model"))
     begin = f" --prompt {shlex.quote(prompt)}" if prompt else ""
     commands = [f"redline sample {run}{begin}", f"redline eval {best}{answers}"]
