@@ -10,12 +10,11 @@ from typing import Annotated, Any, ClassVar, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from redline.errors import did_you_mean
-from redline.units import parse_count, parse_hours
+from redline.units import MOST_WORKERS, parse_count, parse_hours
 
 AUTO = "auto"
 MOST = (1 << 63) - 1  # counts and seeds are 64-bit integers further down
 MOST_HOURS = 1e6  # a century: what is meant by more is no duration
-MOST_WORKERS = 1024  # threads that load data, or processes that encode it
 MOST_REPEATS = 1_000_000  # of one source's rows in an epoch: the length of an epoch stays a 64-bit integer
 MOST_SEQUENCES = 1 << 31  # no batch is larger, and its divisors are still listed at once
 

@@ -10,6 +10,7 @@ _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0
 _NUMBER = re.compile(r"^\s*([0-9][0-9_,]*\.?[0-9]*(?:e[+-]?[0-9]+)?|\.[0-9]+)\s*([a-z]*)\s*$", re.IGNORECASE)
 
 GIB = 1 << 30
+MOST_WORKERS = 1024  # threads that load data, or processes that encode it
 
 
 def _split(text: str, units: dict[str, float], kind: str) -> float:

@@ -90,3 +90,14 @@ def test_a_bad_recipe_is_answered_at_once(redline: Any, tmp_path: Path) -> None:
     assert "train.lr" in answer.said
     assert list(tmp_path.iterdir()) == []
     assert best_of(3, lambda: redline(*words, cwd=tmp_path)) <= 0.6 * slowness()
+
+
+def test_the_doctor_works_before_anything_is_installed() -> None:
+    """A missing package is what it is asked about, so the command line imports typer, rich and nothing heavier."""
+    program = "import sys; sys.modules['pydantic'] = sys.modules['torch'] = sys.modules['numpy'] = None\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}from redline.cli.main import app; import redline.cli.doctor"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -83,7 +83,7 @@ def test_a_group_of_one_learns_what_one_process_does(
     assert (newest / "model.index.json").exists() == (mode == "fsdp")
     expected = read_tensors(tmp_path / "one/checkpoints" / newest.name, "model")
     for name, tensor in read_tensors(newest, "model").items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=apart)
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=2 * apart)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])

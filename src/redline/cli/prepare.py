@@ -13,8 +13,7 @@ import typer
 
 from redline.cli.options import JsonOption
 from redline.errors import EXIT_FAILED, UsageError
-from redline.fields import MOST_WORKERS
-from redline.units import format_bytes, format_seconds
+from redline.units import MOST_WORKERS, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from redline.data.origin import Reading
