@@ -24,6 +24,7 @@ from redline.errors import UserError
 from redline.monitor.events import read_events
 from redline.monitor.runs import run_status
 from redline.recipe.schema import Data
+from redline.train.rundir import RunDirectory
 
 
 def flip(path: Path, byte: int, bit: int) -> None:
@@ -42,7 +43,6 @@ def tokens(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def train(world: Any, run: Path, tokens: Path, *overrides: str) -> Any:
     """Train with every step waiting for the check, as if the first step took as long as reading all shards."""
-    from redline.train.rundir import RunDirectory
 
     checked = threading.Event()
     with RunDirectory(run) as directory:
@@ -98,10 +98,12 @@ def test_an_id_outside_the_vocabulary_is_refused_when_it_is_read(tokens: Path) -
 
 
 def test_a_batch_with_such_an_id_ends_the_run_with_a_stop_event(world: Any, tokens: Path, tmp_path: Path) -> None:
-    for place in range(0, 3000, 10):
-        flip(tokens / "train-00000.tok", HEADER_BYTES + 2 * place + 1, 7)
-    with pytest.raises(DamagedDataError) as damage:
-        world.run(tmp_path / "run", f"data.source={tokens}", "data.tokenizer=train:300", "train.steps=2")
+    with RunDirectory(tmp_path / "run") as run:
+        trainer = world.trainer(run, f"data.source={tokens}", "data.tokenizer=train:300", "train.steps=2")
+        for place in range(0, 3000, 10):
+            flip(tokens / "train-00000.tok", HEADER_BYTES + 2 * place + 1, 7)
+        with pytest.raises(DamagedDataError) as damage:
+            trainer.run()
     assert damage.value.where == str(tokens / "train-00000.tok")
     assert read_events(tmp_path / "run/events.jsonl")[-1]["reason"] == "damaged_data"
 

@@ -110,8 +110,8 @@ def _answers(recipe: Recipe, count: int) -> None:
 
 def _report(report: AnswerReport) -> None:
     for part in report.sources:
-        weight = "" if part.weight == 1 else f" (weight {part.weight:g})"
-        typer.secho(f"{part.source}{weight}", bold=True)
+        share = f" ({part.share:.1%} of the sequences)" if len(report.sources) > 1 else ""
+        typer.secho(f"{part.source}{share}", bold=True)
         reasons = "; ".join(f"{count:,} {reason}" for reason, count in part.reasons.items())
         overlong = f"{part.overlong:,} overlong: {part.cut:,} cut, {part.overlong - part.cut:,} dropped"
         lines = {

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from redline.cache import atomic_dir, cache_dir, regular
+from redline.cache import atomic_dir, cache_dir, regular, writing
 from redline.errors import UserError
 from redline.models.families import describe
 from redline.models.stored import sample
@@ -42,10 +42,10 @@ def unpacked(path: Path, say: Callable[[str], None]) -> Path:
     try:
         with atomic_dir(folder) as temporary, _hushed():
             _unpack(path, temporary)
-    except OSError as error:
+    except OSError:
         if not folder.is_dir():  # else another process was faster
-            what = f"cannot be written ({error.strerror or error})."
-            raise UserError(what, where=str(folder), fix="Make room there, or set REDLINE_CACHE.") from None
+            with writing(folder):
+                raise
     return folder
 
 
