@@ -23,7 +23,7 @@ _SECRET = frozenset(
 )
 # Ends of names that are written without a separator: PGPASSWORD, SSHPASS, GITHUBTOKEN.
 _SECRET_ENDS = ("PASSWORD", "PASSWD", "PASSPHRASE", "APIKEY", "SECRET", "TOKEN", "SSHPASS")
-_SECRET_NAMES = frozenset({"MYSQL_PWD"})  # PWD by itself is the working directory
+_SECRET_END = "_PWD"  # DB_PWD, MYSQL_PWD; PWD and OLDPWD are working directories
 _SHORTEST_SECRET = 8  # characters; what is shorter would be found in innocent words
 _LOGIN = re.compile(r"(?<=:/)(/?)[^\s/@]+:[^\s/@]*@")  # https://user:password@
 
@@ -80,7 +80,7 @@ def names_a_secret(variable: str) -> bool:
     """Return whether an environment variable of this name holds a token, a key or a password."""
     words = [word.rstrip("0123456789") for word in re.split(r"[^A-Z0-9]+", variable.upper())]
     by_word = not _SECRET.isdisjoint(words) or any(word.endswith(_SECRET_ENDS) for word in words)
-    return by_word or variable.upper() in _SECRET_NAMES
+    return by_word or variable.upper().endswith(_SECRET_END)
 
 
 def secret_variables() -> dict[str, str]:

@@ -70,6 +70,33 @@ def test_a_run_that_was_killed_before_its_first_event_goes_on(inside: Any, recip
     assert [start["resumed_from"] for start in starts(run)] == [6]
 
 
+def test_a_run_without_a_log_takes_what_may_change(inside: Any, recipe: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ("train", recipe, "eval.samples=0", "--run", str(run), "--continue")
+    assert inside(*words).code == EXIT_DONE
+    (run / "events.jsonl").unlink()
+    assert inside(*words, "train.steps=8").code == EXIT_DONE
+    assert read_events(run / "events.jsonl")[-1]["step"] == 8
+
+
+def test_a_finished_run_under_supervision_has_nothing_to_do(inside: Any, recipe: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ("train", recipe, "eval.samples=0", "--run", str(run), "--continue")
+    assert inside(*words).code == EXIT_DONE
+    command = [sys.executable, "-m", "redline", *words, "--supervise"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == EXIT_DONE, done.stderr
+    assert len(starts(run)) == 1
+
+
+def test_data_are_no_place_for_a_run(inside: Any, recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/a.txt").write_text("some text\n" * 100)
+    refused = inside("train", recipe, "data.source=notes", "--run", "notes")
+    assert refused.code == EXIT_USAGE
+    assert sorted(path.name for path in (tmp_path / "notes").iterdir()) == ["a.txt"]
+
+
 @pytest.mark.parametrize(
     ("words", "options", "environment", "target"),
     [

@@ -117,6 +117,13 @@ def test_what_is_answered_is_a_verb() -> None:
     assert not set(VERBS) & set(known)
 
 
+@pytest.mark.parametrize("name", ["mine.json", "mine.txt"])
+def test_a_recipe_may_have_any_name(inside: Any, place: Path, name: str) -> None:
+    (place / name).write_text('{"objective": "causal_lm", "model": {"size": "1m"}, "train": {"steps": 50}}')
+    planned = inside("plan", name, "--json", cwd=place)
+    assert planned.code == 0, planned.said
+
+
 def test_slips_are_still_slips(inside: Any, place: Path) -> None:
     assert "Did you mean" in inside("trian", cwd=place).said
     assert inside("nonsense", cwd=place).code == 2

@@ -125,9 +125,13 @@ def test_it_asks_a_person(run: Path, inside: Any, monkeypatch: pytest.MonkeyPatc
         def isatty(self) -> bool:
             return True
 
+    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
+    assert inside("runs", "prune").code == 2, "standard output is no terminal: nobody sees the question"
+    assert steps(run) == [1, 2, 3, 6]
+    monkeypatch.setattr("redline.cli.runs._at_a_terminal", lambda: True)
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
     answer = inside("runs", "prune")
-    assert answer.code == 1
+    assert answer.code == 0
     assert "Remove them?" in answer.out + answer.err
     assert steps(run) == [1, 2, 3, 6]
     monkeypatch.setattr(sys, "stdin", Terminal("y\n"))

@@ -84,6 +84,21 @@ def test_a_run_that_is_there_is_what_is_checked(inside: Any, world: Any, tmp_pat
     assert "a run of quickstart" in other.said
 
 
+@pytest.mark.parametrize("name", ["llama-3.1", "mine"])
+def test_a_script_for_a_run_of_ones_own_recipe_names_none(inside: Any, world: Any, tmp_path: Path, name: str) -> None:
+    """The run has its recipe; a word in its place would be read as another recipe, or as a run."""
+    recipe = tmp_path / f"{name}.yaml"
+    recipe.write_text("objective: causal_lm\n")
+    small = [*world.tiny, f"data.source={world.corpus}", "train.steps=1"]
+    assert inside("train", str(recipe), *small, "--run", "runs/mine").code == 0
+    script = inside("launch", "--run", "runs/mine", "train.steps=2")
+    assert script.code == 0, script.said
+    words = script.out.partition("run_words=(")[2].partition(")")[0].split()
+    assert words == ["train.steps=2", "--run", '"$run"', "--continue"]
+    assert inside("train", "--run", "runs/mine", "--continue", "train.steps=2").code == 0
+    assert inside("train", str(recipe), "--run", "runs/mine", "--continue", "train.steps=2").code == 0
+
+
 def test_without_sbatch(inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     answer = inside("launch", "quickstart", "--submit")

@@ -25,6 +25,7 @@ from redline.monitor.events import read_events
 from redline.monitor.runs import run_status
 from redline.recipe.schema import Data
 from redline.train.rundir import RunDirectory
+from several import together
 
 
 def flip(path: Path, byte: int, bit: int) -> None:
@@ -106,6 +107,60 @@ def test_a_batch_with_such_an_id_ends_the_run_with_a_stop_event(world: Any, toke
             trainer.run()
     assert damage.value.where == str(tokens / "train-00000.tok")
     assert read_events(tmp_path / "run/events.jsonl")[-1]["reason"] == "damaged_data"
+
+
+@pytest.mark.parametrize("where", ["check", "batch"])
+def test_what_another_rank_finds_is_in_the_log(world: Any, tokens: Path, tmp_path: Path, where: str) -> None:
+    """Rank 1 finds the damage, between steps or in a batch; rank 0 has the log."""
+    damage = DamagedDataError("is damaged.", where="a file", fix="Copy it.")
+
+    def train(ranks: Any) -> int:
+        if ranks.first:
+            directory = RunDirectory(tmp_path / "run").__enter__()
+        ranks.wait()
+        if not ranks.first:
+            directory = RunDirectory(tmp_path / "other")
+            directory.path.mkdir()
+        options = (f"data.source={tokens}", "data.tokenizer=train:300", "train.steps=50", "parallel.mode=ddp")
+        trainer = world.trainer(directory, *options, ranks=ranks)
+
+        def find(number: int) -> None:
+            if number == 3 and not ranks.first:
+                if where == "batch":
+                    raise damage
+                trainer.data_check._damage = damage
+
+        world.around(trainer, before=find)
+        try:
+            trainer.run()
+        except DamagedDataError:
+            return 1
+        except Exception:  # the other rank has left in the middle of a step
+            return 2
+        return 0
+
+    codes = together(2, train, tmp_path / "logs")
+    assert codes == ([1, 1] if where == "check" else [2, 1])
+    events = read_events(tmp_path / "run/events.jsonl")
+    assert (events[-1]["type"], events[-1]["reason"], events[-1]["saved"]) == ("stop", "damaged_data", False)
+    assert "a file" in next(e["message"] for e in reversed(events) if e["type"] == "warning")
+
+
+def test_damage_that_the_last_save_notices_is_in_the_log(world: Any, tokens: Path, tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "run") as run:
+        trainer = world.trainer(run, f"data.source={tokens}", "data.tokenizer=train:300", "train.steps=2")
+        look = trainer.look
+
+        def last(label: str) -> None:
+            look(label)
+            if label == "after":
+                trainer.data_check._damage = DamagedDataError("is damaged.", where="a file")
+
+        trainer.look = last
+        with pytest.raises(DamagedDataError):
+            trainer.run()
+    stop = read_events(tmp_path / "run/events.jsonl")[-1]
+    assert (stop["type"], stop["reason"]) == ("stop", "damaged_data")
 
 
 def file_of(path: Path, count: int) -> TokenFile:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from redline.errors import EXIT_USAGE
+from redline.errors import EXIT_DONE, EXIT_USAGE
 from redline.monitor.events import read_events
 from redline.monitor.runs import stop_status
 from redline.train.checkpoint import committed_steps
@@ -36,7 +36,7 @@ def test_a_moved_directory_stops_the_run_and_gets_its_last_state(world: Any, tmp
         trainer = world.trainer(run, *FAR)
         _at_step_3(world, trainer, lambda: before.rename(after))
         outcome = trainer.run()
-    assert (outcome.reason, outcome.saved, outcome.exit_code) == ("moved", True, EXIT_USAGE)
+    assert (outcome.reason, outcome.saved, outcome.exit_code) == ("moved", True, EXIT_DONE)
     assert not before.exists()
     assert run.path == after
     assert committed_steps(after / "checkpoints") == [4]
@@ -57,13 +57,19 @@ def test_a_removed_directory_stops_the_run_and_is_not_made_again(world: Any, tmp
     assert not path.exists()
 
 
+def test_a_removed_lock_file_is_no_move(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "run") as run:
+        (tmp_path / "run/.lock").unlink()
+        assert run.stop_reason() is None
+
+
 def test_another_directory_in_its_place_is_not_taken_for_it(world: Any, tmp_path: Path) -> None:
     path = tmp_path / "run"
     with RunDirectory(path) as run, pytest.MonkeyPatch.context() as patch:
         shutil.move(path, tmp_path / "elsewhere")
         with RunDirectory(path):
             assert run.stop_reason() == "moved"
-            patch.setattr(Path, "readlink", lambda _: tmp_path / "gone (deleted)/.lock")
+            patch.setattr(Path, "readlink", lambda _: tmp_path / "gone (deleted)")
             assert not run.follow()
 
 
@@ -84,6 +90,6 @@ def test_every_rank_saves_where_the_directory_went(world: Any, tmp_path: Path, m
         ranks.wait()
         return int(outcome.exit_code if outcome.saved and outcome.reason == "moved" else 99)
 
-    assert together(2, train, tmp_path / "logs") == [EXIT_USAGE, EXIT_USAGE]
+    assert together(2, train, tmp_path / "logs") == [EXIT_DONE, EXIT_DONE]
     assert committed_steps(after / "checkpoints") == [4]
     assert not before.exists()

@@ -175,6 +175,7 @@ def test_uneven_nodes_are_planned_for_as_one(size: int, here: int, nodes: int, m
     """Else ranks beyond their product would train on what is another's."""
     monkeypatch.setattr("torch.distributed.init_process_group", lambda **_: None)
     monkeypatch.setattr("torch.distributed.new_group", lambda **_: None)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # else `join` sets it, for every test that follows
     for name, value in {"RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": here}.items():
         monkeypatch.setenv(name, str(value))
     ranks = join("cpu", 10.0)

@@ -209,7 +209,7 @@ def test_what_counts_as_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("SOME_TOKEN_LONGER", "canary-one-and-more")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false-or-true")
     monkeypatch.setenv("SHORT_KEY", "train")
-    for name in ("DB_PASS", "GITHUB_PAT", "PGPASSWORD", "SSHPASS", "MYSQL_PWD", "db_password2", "npm-token", "MYTOKEN"):
+    for name in ("DB_PASS", "GITHUB_PAT", "PGPASSWORD", "SSHPASS", "DB_PWD", "db_password2", "npm-token", "MYTOKEN"):
         assert names_a_secret(name), name
     for name in ("PATH", "LD_LIBRARY_PATH", "PWD", "OLDPWD", "COMPASS_HOME", "TOKENIZERS_PARALLELISM", "KEYBOARD"):
         assert not names_a_secret(name), name

@@ -115,6 +115,27 @@ def test_data_that_differ_have_no_winner(tmp_path: Path) -> None:
     assert comparison_data([first, make(tmp_path, "f", loss=2.0, lock=same)])["winner"] is None, "even"
 
 
+def test_text_of_another_size_has_no_winner_whatever_the_tokenizers(tmp_path: Path) -> None:
+    """`train:N` learns another tokenizer from text that was edited: then only its size tells."""
+    runs = []
+    for name, tokenizer, val in (("a", "t", 10), ("b", "u", 10), ("c", "v", 12)):
+        lock = lock_with(tokenizer, fingerprint=name)
+        lock["data"]["text_bytes"] = [100, val]
+        runs.append(make(tmp_path, name, loss=2.0, lock=lock))
+    assert isinstance(measure(read_sides(runs[:2])), Measure)
+    assert isinstance(measure(read_sides(runs[1:])), str)
+
+
+def test_losses_that_divide_by_other_tokens_have_no_winner(tmp_path: Path) -> None:
+    """Locks of before `loss_per` counted padding among the tokens."""
+    locks = [lock_with() for _ in range(3)]
+    for lock, options in zip(locks, ({}, {"loss_per": "learnt"}, {"loss_per": "content"}), strict=True):
+        lock["recipe"] |= {"objective": "hierarchical_diffusion", "hierarchical_diffusion": options}
+    runs = [make(tmp_path, name, loss=2.0 + ord(name), lock=lock) for name, lock in zip("abc", locks, strict=True)]
+    assert comparison_data(runs[:2])["winner"] == "a"
+    assert comparison_data(runs[1:])["winner"] is None
+
+
 def test_the_same_rows_in_another_order_or_split_do_compare(tmp_path: Path) -> None:
     """Fingerprints of rows cover the seed and the sequence length; `content` covers the rows alone."""
     locks = [lock_with(fingerprint=mark, content="rows") for mark in "de"]

@@ -185,3 +185,11 @@ def test_a_rate_whose_end_comes_before_its_peak_has_decayed_by_then(schedule: st
     assert max(factors) > 0.6 * 400 / warmup, "and it has risen before"
     steps = [abs(b - a) for a, b in itertools.pairwise(factors)]
     assert max(steps) < 0.01, "without a jump"
+
+
+@pytest.mark.parametrize("steps", range(1, 12))
+@pytest.mark.parametrize("warmup", range(12))
+def test_one_cycle_with_any_warm_up_stays_between_its_ends(steps: int, warmup: int) -> None:
+    for step in range(steps):
+        where = {"step": step, "warmup": warmup, "progress": step / steps, "per_step": 1 / steps, "floor": 0.1}
+        assert 0.0 <= lr_factor("one_cycle", **where) <= 1.0  # type: ignore[arg-type]

@@ -127,7 +127,7 @@ class Hosts:
         port = free_port()
         for rank in range(2):
             numbers = rank_environment(rank, 2, port) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            environment = {**numbers, "MASTER_ADDR": "10.77.0.1", **more}
+            environment = {**numbers, "MASTER_ADDR": "10.77.0.1", GLOO_INTERFACE: "", **more}
             self.forks.append(
                 Fork(lambda r=rank: self._machine(r, action), environment, self.folder / f"rank-{rank}.log")
             )
@@ -201,29 +201,53 @@ def test_hosts_that_cannot_reach_each_other_say_why_within_the_timeout(hosts: Ho
     assert hosts.run(fail, **{GLOO_INTERFACE: "lo"}) == [3, 3], said(hosts.folder, range(2))
 
 
-def test_restarted_ranks_do_not_read_what_dead_ones_left_in_the_agents_store(tmp_path: Path) -> None:
-    """torchrun keeps one store over all restarts. Rank 1 is late, so that rank 0 finds its predecessor's address."""
-    from torch.distributed import TCPStore
+class Agent:
+    """torchrun's store, which outlives the ranks that torchrun restarts, and those ranks."""
 
-    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    def __init__(self, folder: Path) -> None:
+        from torch.distributed import TCPStore
 
-    def meet(late: float) -> int:
-        time.sleep(late)
-        ranks = join("cpu", 20.0)
-        assert ranks.sums(1.0) == [2.0]
-        ranks.wait()
-        return 0
+        self.folder = folder
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    for restart in range(2):
-        forks = []
-        for rank in range(2):
-            shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restart)}
-            environment = {**rank_environment(rank, 2, agent.port), **shared}
-            late = 1.0 if restart and rank else 0.0
-            forks.append(Fork(lambda s=late: meet(s), environment, tmp_path / f"rank-{rank}.log"))
+    def start(self, rank: int, restart: int, late: float = 0.0) -> Fork:
+        def meet() -> int:
+            time.sleep(late)
+            ranks = join("cpu", 20.0)
+            assert ranks.sums(1.0) == [2.0]
+            ranks.wait()
+            return 0
+
+        shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restart)}
+        environment = {**rank_environment(rank, 2, self.store.port), **shared}
+        return Fork(meet, environment, self.folder / f"rank-{rank}.log")
+
+    def wait(self, *forks: Fork) -> None:
         deadline = time.monotonic() + 60
         while any(fork.poll() is None for fork in forks) and time.monotonic() < deadline:
             time.sleep(0.01)
         for fork in forks:
             fork.end()
-        assert [fork.code for fork in forks] == [0, 0], said(tmp_path, range(2))
+        assert [fork.code for fork in forks] == [0] * len(forks), said(self.folder, range(2))
+
+
+def test_restarted_ranks_do_not_read_what_dead_ones_left_in_the_agents_store(tmp_path: Path) -> None:
+    """Rank 1 is late, so that rank 0 finds its predecessor's address; then rank 0 is."""
+    agent = Agent(tmp_path)
+    agent.wait(agent.start(0, 0), agent.start(1, 0))
+    agent.wait(agent.start(0, 1), agent.start(1, 1, late=1.0))
+    agent.wait(agent.start(0, 2, late=1.0), agent.start(1, 2))
+
+
+def test_nodes_that_count_their_restarts_differently_meet(tmp_path: Path) -> None:
+    """Each of torchrun's agents counts for itself: here rank 0 was restarted once more, and rank 1 waits for it."""
+    agent = Agent(tmp_path)
+    agent.wait(agent.start(0, 0), agent.start(1, 0))
+    before = agent.store.get("redline/leader")
+    dead = agent.start(0, 1)
+    deadline = time.monotonic() + 60
+    while agent.store.get("redline/leader") == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    dead.end()
+    waiting = agent.start(1, 1)
+    agent.wait(agent.start(0, 2, late=0.5), waiting)

@@ -38,11 +38,12 @@ def _say(path: Path, outcome: Outcome, recipe: Recipe) -> None:
         typer.echo(f"next    {anew}", err=True)
         return
     again = f"redline train --resume {shlex.quote(str(path))}"
-    for command in [again] if outcome.exit_code else _next_commands(path, recipe):
+    unfinished = outcome.exit_code or outcome.reason == "moved"
+    for command in [again] if unfinished else _next_commands(path, recipe, outcome.reason):
         typer.echo(f"next    {command}", err=True)
 
 
-def _next_commands(path: Path, recipe: Recipe) -> list[str]:
+def _next_commands(path: Path, recipe: Recipe, reason: str) -> list[str]:
     from redline.models.llama import inexact
     from redline.objectives import objective_module
 
@@ -52,6 +53,8 @@ def _next_commands(path: Path, recipe: Recipe) -> list[str]:
     prompt = without_secrets(recipe.eval.prompt or "") or ("a question" if answers else "import " if python else "")
     run, best, model = (shlex.quote(str(word)) for word in (path, _best(path), f"{path.resolve().name}-model"))
     begin = f" --prompt {shlex.quote(prompt)}" if prompt else ""
+    if reason == "patience":  # the run went on after its best step to see that it was the best
+        run = best
     commands = [f"redline sample {run}{begin}", f"redline eval {best}{answers}"]
     if hasattr(module, "export") and (recipe.model.base is not None or not inexact(recipe.model)):
         commands.append(f"redline export {run} --out {model}")

@@ -61,7 +61,7 @@ def launch(
     _check_batch(loaded, nodes * gpus_per_node)
     site, options = _site(cluster, partition, sbatch or [])
     job = Job(
-        recipe=(name or loaded.name, *overrides),
+        recipe=(*([name or loaded.name] if name or not resumed else []), *overrides),
         name=job_name(loaded.name),
         folder=Path.cwd(),
         cluster=site,

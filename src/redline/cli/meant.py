@@ -15,7 +15,7 @@ from typing import Any
 from typer.core import TyperGroup
 
 from redline.cli.paths import RUNS
-from redline.errors import UsageError
+from redline.errors import UsageError, UserError
 
 # What people type that is no verb here → the words that stand for it.
 VERBS: dict[str, tuple[str, ...]] = {
@@ -142,12 +142,25 @@ def _kind(name: str) -> str:
             model = any((path / file).is_file() for file in ("config.json", "adapter_config.json"))
             return "model" if model or any(path.glob("*.gguf")) else _kind_of_rows(path)
         if path.is_file():
-            known = path.suffix.lower() in _DATA_FILES
+            known = path.suffix.lower() in _DATA_FILES and not _is_recipe(path)
             return "model" if path.suffix == ".gguf" else _kind_of_rows(path) if known else ""
         spelt = _HUB_ID.fullmatch(name) and path.suffix.lower() not in _DATA_FILES and not path.parent.exists()
     except (OSError, ValueError):  # a name too long for any file, or a folder that may not be entered
         return ""
     return _of_hub(name) if spelt else ""
+
+
+def _is_recipe(path: Path) -> bool:
+    """Return whether a small file holds sections of a recipe, whatever its name: recipes may also be JSON."""
+    from redline.recipe.load import read_recipe
+    from redline.recipe.schema import Recipe
+
+    if path.stat().st_size > _PEEK:
+        return False
+    try:
+        return bool(read_recipe(path).keys() & Recipe.model_fields.keys())
+    except UserError:
+        return False
 
 
 def _of_hub(name: str) -> str:

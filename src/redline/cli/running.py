@@ -28,11 +28,11 @@ from redline.monitor.monitor import View, price_notes, price_of
 from redline.monitor.runs import EVENTS, refuse_links, resolve_run
 from redline.monitor.sinks import require_packages
 from redline.recipe.horizon import STOPS, remaining_fields, steps_of
-from redline.recipe.load import Loaded, load, shipped, validate
+from redline.recipe.load import Loaded, load, validate
 from redline.recipe.lock import LOCK, locked_recipe, read_lock
 from redline.recipe.parallel import for_world
 from redline.recipe.resolve import Resolved, resolve
-from redline.recipe.schema import Recipe
+from redline.recipe.schema import RESUMABLE, Recipe
 from redline.train.outcome import OWN_ENDS
 from redline.train.pulse import PREPARING, PULSE, STARTING
 from redline.train.signals import preempting
@@ -80,10 +80,16 @@ def fresh_run(loaded: Loaded, directory: Path | None) -> Path:
     if path.resolve() in (Path.cwd(), RUNS.resolve()):
         what = "is where runs lie, each in a folder of its own." if path.resolve() != Path.cwd() else "is this folder."
         raise UsageError(what, where=str(path), fix="Name a new one: --run runs/NAME.")
+    if directory is not None and path.is_dir() and path.resolve() in _data_folders(loaded.recipe):
+        raise UsageError("holds the data to train on.", where=str(path), fix="Choose another --run.")
     refuse_run(path)
     if path.exists() and not path.is_dir():
         raise UsageError("is a file, not a directory.", where=str(path), fix="Choose another --run.")
     return path
+
+
+def _data_folders(recipe: Recipe) -> set[Path]:
+    return {Path(part.source).expanduser().resolve() for part in recipe.data.parts}
 
 
 def resume_run(name: str, overrides: list[str], *, dry_run: bool, gpus: int = 1) -> int:
@@ -117,7 +123,11 @@ def due_in(path: Path, given: str | None, overrides: list[str]) -> Due:
     lock = read_lock(path)
     refuse_other_recipe(path, given, str(lock["recipe_name"]))
     before = _last_command(path)
-    changes = [] if before is None else [word for key, word in _by_key(overrides).items() if before.get(key) != word]
+    typed = _by_key(overrides)
+    if before is None:  # the first command is not known: the lock has what it fixed, and the rest may change
+        changes = [word for key, word in typed.items() if key.startswith(RESUMABLE)]
+    else:
+        changes = [word for key, word in typed.items() if before.get(key) != word]
     return Due(locked_recipe(path, lock, changes, _changed_before(path)), True, changes)
 
 
@@ -133,7 +143,7 @@ def continue_run(path: Path, given: str | None, overrides: list[str], *, dry_run
 
 def refuse_other_recipe(path: Path, given: str | None, name: str) -> None:
     """A run goes on with its own recipe, so a command that names another one is a mistake."""
-    if given is None or (given if given in shipped() else Path(given).stem) == name:
+    if given is None or name in (given, Path(given).stem):
         return
     what = f"holds a run of {name}, which can only continue as that."
     raise UsageError(what, where=str(path), fix=f"Leave {given} out, or choose another --run.")
@@ -191,7 +201,7 @@ def nothing_left(path: Path, recipe: Recipe, *, changed: bool) -> str | None:
     keys = OWN_ENDS[reason]
     later = next((key for key in keys if _value(recipe, key) is not None), keys[0])
     more = f"redline train --resume {shlex.quote(str(path))} {later}=…"
-    return f"finished   {reason}, at step {int(step)} already\nnext    {more}"
+    return f"finished   at step {int(step)} already ({reason}): nothing to do\nnext    {more}"
 
 
 def _value(recipe: Recipe, key: str) -> Any:

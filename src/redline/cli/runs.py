@@ -111,10 +111,13 @@ def prune(
     rule = int(keep) if keep.isdigit() else keep
     plans = [plan_prune(run, rule) for run in run_paths(RUNS)]
     unanswered = not (yes or dry_run) and any(plan.bytes for plan in plans)
-    refused = unanswered and (json_ or not sys.stdin.isatty())  # nobody can be asked: delete nothing, show the list
+    # where nobody can see the question or answer it, nothing is deleted and the list is shown
+    refused = unanswered and (json_ or not _at_a_terminal())
     if unanswered and not refused:
         _show(plans, "would free")
-        typer.confirm("Remove them?", abort=True)
+        if not typer.confirm("Remove them?"):
+            typer.echo("nothing was deleted")
+            return
     only_shown = dry_run or refused
     done = plans if only_shown else [remove(plan.run, rule) if plan.bytes else plan for plan in plans]
     if json_:
@@ -127,6 +130,10 @@ def prune(
     if refused:
         why = "--json asks no questions" if json_ else "there is no terminal to confirm at"
         raise UsageError(f"nothing was deleted: {why}.", where="runs prune", fix="Add --yes to delete these.")
+
+
+def _at_a_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _show(pruned: list[Pruned], verb: str) -> None:

@@ -125,8 +125,11 @@ def _look_back(run: RunDirectory, monitor: Monitor) -> dict[str, Any]:
 
     storms = trouble.storms(trouble.noted(run.path))
     newest = newest_valid(run.checkpoints, monitor.warn)
-    if newest is None and committed_steps(run.checkpoints):
-        monitor.warn("no checkpoint of this run is valid: it begins again at step 0")
+    if newest is None:
+        saved = any(event["type"] == "checkpoint" for event in read_events(run.path / EVENTS))
+        if committed_steps(run.checkpoints) or saved:
+            none = "is valid" if committed_steps(run.checkpoints) else "is left"
+            monitor.warn(f"no checkpoint of this run {none}: it begins again at step 0")
     checkpoint, left = newest, []
     while checkpoint is not None and not trouble.belongs(read_state(checkpoint), storms):
         left.append(checkpoint)

@@ -70,6 +70,8 @@ def _epoch_tokens(sizes: Sequence[int], parts: Sequence[Part]) -> int:
 
 def facts_of(tokens: TokenData) -> DataFacts:
     """What the plan must know of tokens that lie ready."""
+    sizes = [tokens.train.bytes, 0 if tokens.val is None else tokens.val.bytes]
+    known = [size for size in sizes if size is not None]
     return DataFacts(
         vocab_size=tokens.vocab_size,
         train_tokens=len(tokens.train),
@@ -77,6 +79,7 @@ def facts_of(tokens: TokenData) -> DataFacts:
         fingerprint=tokens.fingerprint,
         tokenizer=tokens.tokenizer_name,
         tokenizer_fingerprint=tokens.tokenizer_fingerprint,
+        text_bytes=known if len(known) == len(sizes) else None,
     )
 
 

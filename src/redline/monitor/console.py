@@ -255,7 +255,7 @@ def _horizon_rows(event: Event) -> Iterator[tuple[str, str]]:
 
 
 def _epochs(epochs: float) -> str:
-    return f"{epochs:.3g}" if epochs < 1000 else format_count(epochs)
+    return f"{epochs:.3g}" if epochs < 1000 else f"{epochs:,.0f}"
 
 
 def _speed_rows(event: Event) -> Iterator[tuple[str, str]]:

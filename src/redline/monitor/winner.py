@@ -8,6 +8,7 @@ from functools import reduce
 
 import numpy as np
 
+from redline.jobs import JOBS, options_of
 from redline.monitor.events import number, section
 from redline.monitor.figures import series
 from redline.monitor.side_by_side import Side
@@ -48,6 +49,8 @@ def measure(sides: Sequence[Side]) -> Measure | str:
         return f"They learn different things ({', '.join(sorted(objectives))}): their losses do not compare."
     if _other_data(sides):
         return _OTHER_DATA
+    if not _same_loss(sides):
+        return "Their losses divide by different tokens (loss_per), so there is no winner."
     if len(_known(sides, *_TOKENIZER)) > 1:
         bits = [_lowest(side, "bits_per_byte") for side in sides]
         if None in bits:
@@ -96,17 +99,30 @@ def _even(found: Measure) -> bool:
 def losses_compare(sides: Sequence[Side]) -> bool:
     """Return whether a lower loss is a better one: only for one objective, one vocabulary and the same data."""
     same = all(len(_known(sides, *place)) <= 1 for place in (("recipe", "objective"), _TOKENIZER))
-    return same and not _other_data(sides)
+    return same and not _other_data(sides) and _same_loss(sides)
+
+
+def _same_loss(sides: Sequence[Side]) -> bool:
+    """Return whether the loss means the same in all runs: of keys that changed it, older locks have the older value."""
+    meanings = set()
+    for side in sides:
+        recipe = section(side.lock, "recipe")
+        name = str(recipe.get("objective"))
+        older = getattr(options_of(name), "in_older_locks", {}) if name in JOBS else {}
+        meanings.add(str({key: section(recipe, name).get(key, value) for key, value in older.items()}))
+    return len(meanings) <= 1
 
 
 def _other_data(sides: Sequence[Side]) -> bool:
     """Return whether the runs read different data.
 
-    With different tokenizers no digest of tokens can be equal, so the names of the sources have to do. A fingerprint
-    of rows also covers how they are split and packed; `content`, which older locks lack, covers the rows alone.
+    With different tokenizers no digest of tokens can be equal, so the names of the sources and the bytes of each split
+    have to do. A fingerprint of rows also covers how they are split and packed; `content`, which older locks lack,
+    covers the rows alone.
     """
     if len(_known(sides, *_TOKENIZER)) > 1:
-        return len({str(_sources(side)) for side in sides if _sources(side)}) > 1
+        names = {str(_sources(side)) for side in sides if _sources(side)}
+        return len(names) > 1 or len(_known(sides, "data", "text_bytes")) > 1
     contents = [section(side.lock, "data").get("content") for side in sides]
     key = "content" if all(contents) else "fingerprint"
     return len(_known(sides, "data", key)) > 1

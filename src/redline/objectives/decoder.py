@@ -83,11 +83,6 @@ class DecoderObjective(Objective):
         return self.recipe.model.dropout == 0 and self.attention.backend != "flex"
 
     @property
-    def any_size(self) -> bool:
-        """Whether batches may differ in size: nothing is compiled for one size, or tuned to it as on a GPU."""
-        return not self.compiled and self.device.type == "cpu"
-
-    @property
     def recorded(self) -> bool:
         """Whether all batches must be laid out alike."""
         return self.recipe.train.graph and self.replayable and self.device.type == "cuda"
@@ -165,20 +160,24 @@ class DecoderObjective(Objective):
         self.selection = Selection(state["attention"], BEGUN)
 
 
-def scored_alone(batch: Batch, *, exact: bool = False) -> Batch:
+def scored_alone(batch: Batch) -> Batch:
     """With the targets that are learnt, and their places: no logits are made of the others.
 
-    Unless `exact`, their number is rounded up to a quarter of the batch, so that a compiler meets few sizes.
+    Their number is rounded up to a quarter of the batch, so that a compiler meets few sizes.
     """
     targets = batch["targets"].numpy().ravel()  # by numpy: a loader's thread has no pool of torch's in a forked process
     places = np.flatnonzero(targets != IGNORE)
-    step = 1 if exact else max(1, len(targets) // 4)
-    size = max(1, -(-len(places) // step)) * step
+    size = _quarters(len(places), len(targets))
     if size >= len(targets):
         return batch
     learnt, rows = np.full(size, IGNORE, dtype=targets.dtype), np.zeros(size, dtype=np.int64)
     learnt[: len(places)], rows[: len(places)] = targets[places], places
     return {**batch, "targets": torch.from_numpy(learnt), "places": torch.from_numpy(rows)}
+
+
+def _quarters(count: int, most: int) -> int:
+    step = max(1, most // 4)
+    return max(1, -(-count // step)) * step
 
 
 def _power_of_two(least: int) -> int:

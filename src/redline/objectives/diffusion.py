@@ -127,7 +127,7 @@ class DiffusionObjective(InFloat8):
         noisy = np.where(masked, self.data.vocabulary.mask, tokens)
         asked = masked & learnt
         row, column = np.nonzero(asked)
-        room = max(1, len(row)) if self.any_size else _room(len(row), asked.size)
+        room = _room(len(row), asked.size)
         return {
             "inputs": torch.from_numpy(np.concatenate((noisy, rows.tokens[:, self._clean]), 1)),
             "places": torch.from_numpy(_filled(row * self.layout.read + column, room, 0)),

@@ -162,7 +162,7 @@ class Finetune(InFloat8):
 
     def _packed(self, rows: dict[str, np.ndarray]) -> Batch:
         batch = self.laid_out(rows["inputs"], rows["targets"], rows["documents"])
-        return batch if self.recorded else scored_alone(batch, exact=self.any_size)
+        return batch if self.recorded else scored_alone(batch)
 
     def worst_batch(self, micro: int) -> Batch:
         chance, shape = np.random.default_rng(0), (micro, self.seq_len)

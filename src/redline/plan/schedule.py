@@ -65,9 +65,8 @@ def _cycle_phase(
         if progress + per_step <= pct_start and pct_start > per_step:
             return True, progress / (pct_start - per_step)
         return False, (min(1.0, (progress + per_step - pct_start) / (1.0 - pct_start)) if pct_start < 1.0 else 0.0)
-    fallen = _since_warmup(step + 1, warmup, min(1.0, progress + per_step))
     if step + 1 >= warmup:
-        return False, fallen
+        return False, _since_warmup(step + 1, warmup, min(1.0, progress + per_step))
     risen = step / (warmup - 1)
     # If the horizon comes before the peak, the LR follows the lower of the two phases and has decayed by the end.
     if step < progress * warmup and _anneal(1.0, _FINAL, progress) < _anneal(_INITIAL, 1.0, risen):

@@ -43,7 +43,7 @@ def weight_notes(data: Data) -> list[str]:
     """Say what becomes of weights that the recipe leaves to a rule: some are unstated, or there is nothing to share."""
     stated = [part for part in data.parts if part.weight is not None]
     if stated and len(data.parts) == 1:
-        return ["the weight of a single source has no effect: it gives every sample"]
+        return ["the weight of a single source has no effect: all samples come from it"]
     unstated = [part.source for part in data.parts if part.weight is None]
     if not stated or not unstated:
         return []

@@ -10,7 +10,6 @@ from redline.plan.batch import BatchPlan, given_batch
 from redline.plan.schedule import horizon_steps
 from redline.recipe.checks import number
 from redline.recipe.schema import Recipe
-from redline.units import format_count
 
 STOPS = ("train.steps", "train.tokens", "train.epochs")  # counted stop conditions; train.hours is a budget beside them
 FEW_STEPS = 20
@@ -78,23 +77,24 @@ def remaining_fields(plan: Mapping[str, Any], step: int, seconds: float) -> dict
     }
 
 
-def horizon_warnings(horizon: Mapping[str, Any]) -> list[str]:
-    """Return warnings about a run that is too short or too long to be what was meant."""
+def horizon_warnings(horizon: Mapping[str, Any], *, embedded: bool) -> list[str]:
+    """Return warnings about a run that is too short or too long to be what was meant; `embedded`: on our own text."""
     by_clock = horizon["expected_tokens"] is not None
     about, prefix = ("about ", "expected_") if by_clock else ("", "")
     steps, epochs = horizon[f"{prefix}steps"], horizon[f"{prefix}epochs"]
     longer = "Raise train.hours" if by_clock else "Raise train.steps, train.tokens or train.epochs"
     found = []
     if steps is not None and steps < FEW_STEPS:
-        found.append(f"the run is only {about}{steps:,} steps long. {longer}, or lower train.global_batch")
+        counted = f"{steps:,} {'step' if steps == 1 else 'steps'}"
+        found.append(f"the run is only {about}{counted} long. {longer}, or lower train.global_batch")
     if epochs is not None and epochs < FEW_EPOCHS:
         found.append(f"the run sees {about}{epochs:.2g} epochs: most of the training data is never used. {longer}")
     if epochs is not None and epochs > MANY_EPOCHS:
         shorter = "a smaller train.hours" if by_clock else "fewer train.steps, train.tokens or train.epochs"
-        seen = f"{epochs:.3g}" if epochs < 1000 else format_count(epochs)
-        found.append(
-            f"the run sees {about}{seen} epochs and may learn the training data by heart. Use more data, or {shorter}"
-        )
+        seen = f"{epochs:.3g}" if epochs < 1000 else f"{epochs:,.0f}"
+        learnt = f"the run sees {about}{seen} epochs and may learn the training data by heart"
+        more = "Give your own text with data.source=…" if embedded else "Use more data"
+        found.append(f"{learnt}. {more}, or {shorter}")
     return found
 
 

@@ -84,6 +84,12 @@ def _without_values(recipe: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return _in_texts(recipe, named), sorted(withheld)
 
 
+def _missing_values(withheld: Any) -> list[str]:
+    """Say which variables a resume lacks: their values are in no file of the run."""
+    names = [str(name) for name in withheld if name not in os.environ] if isinstance(withheld, list) else []
+    return [f"lock.json has ${{{name}}} in place of a secret value, and {name} is not set here" for name in names]
+
+
 def _with_values(recipe: dict[str, Any], withheld: Any) -> dict[str, Any]:
     """Put back what `_without_values` took out, as far as the environment still has it."""
     names = [name for name in withheld if isinstance(name, str)] if isinstance(withheld, list) else []
@@ -127,8 +133,11 @@ def read_lock(run: Path) -> dict[str, Any]:
     except FileNotFoundError:
         fix = "`redline runs` lists the runs here."
         raise UserError("is not a run: it has no lock.json.", where=str(run), fix=fix) from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        fix = "The run cannot be read without it; use another."
+    except OSError as error:
+        fix = "Make the file readable, or copy the run to where it is."
+        raise UserError(f"cannot be read ({error.strerror or error}).", where=str(run / LOCK), fix=fix) from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        fix = "Restore it from a copy, or choose another run."
         raise UserError(f"is damaged ({type(error).__name__}).", where=str(run / LOCK), fix=fix) from None
 
 
@@ -162,7 +171,7 @@ def locked_recipe(
         )
     tree, clashes = nest({**base, **changes})
     recipe = validate(tree, where=str(run), problems=[*problems, *clashes])
-    return Loaded(str(lock["recipe_name"]), recipe, [*notes, *replaced])
+    return Loaded(str(lock["recipe_name"]), recipe, [*notes, *replaced, *_missing_values(lock.get(WITHHELD))])
 
 
 def _in_todays_terms(flat: dict[str, Any], lock: dict[str, Any]) -> dict[str, Any]:

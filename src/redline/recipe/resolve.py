@@ -51,6 +51,7 @@ class DataFacts:
     estimated: bool = False  # true: from the sizes of files; then `train_tokens` 0 means unknown
     made: bool = False  # true: the source is tokens that somebody made before
     content: str = ""  # of rows: a digest of what they say, whatever the seed and the packing; of text empty
+    text_bytes: list[int] | None = None  # of the training and the validation text, whatever the tokenizer
     val_rows: int | None = None  # rows that are held out; None: the data are text, or not read yet
     rows: dict[str, Any] | None = None  # means over the rows to train on, by which a job counts FLOPs; None: not read
 
@@ -111,7 +112,7 @@ class Resolved:
             "horizon": horizon,
             **ahead.event(),
             "choices": [asdict(choice) for choice in self.choices],
-            "warnings": [*self.warnings, *horizon_warnings(horizon)],
+            "warnings": [*self.warnings, *horizon_warnings(horizon, embedded=self.recipe.data.source == "embedded")],
         }
 
     def parameters(self) -> dict[str, int]:
@@ -366,6 +367,9 @@ class _Resolver:
             expected = min(expected, self.recipe.train.hours * 3600 * speed)
         if (share := self.pct_start()) is not None:
             steps_up = UNKNOWN_WARMUP if math.isinf(expected) else round(share * expected)
+            if self.recipe.train.warmup_steps != AUTO:
+                given = f"train.warmup_steps={self.recipe.train.warmup_steps}"
+                self.warnings.append(f"train.pct_start={share:g} sets the warm-up, so {given} has no effect")
             return int(self.choose("train.warmup_steps", steps_up, f"train.pct_start={share:g} of the run"))
         if self.recipe.train.warmup_steps != AUTO:
             asked = int(self.recipe.train.warmup_steps)

@@ -184,7 +184,7 @@ def _source(value: Any) -> Any:
             raise ValueError(f"{item!r} is not a path, {form}.") from None
     names = [part.source for part in parts]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{twice[0]!r} is in the list twice; give it once, with a higher weight.")
+        raise ValueError(f"{twice[0]!r} is in the list twice; give it once, with repeat: 2.")
     if any(part.weight is not None for part in parts) and any(part.repeat is not None for part in parts):
         what = "weight (a share of the samples) and repeat (how often its rows come) cannot be combined"
         raise ValueError(f"{what}; use one of them for all sources.")

@@ -82,18 +82,21 @@ class Keeper:
         self._saver.wait()
         if self.saved_at != step:
             before = committed_steps(self.run.checkpoints)
-            left = f"step {before[-1]} is" if before else "nothing else is either: to go on is to begin again"
+            left = f"step {before[-1]} is" if before else "no checkpoint is left, so the run has to start over"
             self.monitor.warn(f"the last state of this run is not on disk; {left}")
         return self.saved_at == step
 
     def _saved(self, done: Committed, seconds: float) -> None:
         known = self.pace.closing.get("save", 0.0) if self._measured else 0.0
         self.pace.closing["save"], self._measured = max(known, seconds), True
-        path = done.path.relative_to(self.run.path)
+        path = done.path.relative_to(done.path.parent.parent)  # of the run, wherever it has been moved since
         self.monitor.emit(
             "checkpoint", step=done.step, path=path, seconds=seconds, stall_s=self._stall, bytes=done.bytes
         )
 
     def _failed(self, error: OSError) -> None:
         self.saved_at = None
+        if self.run.moved():
+            self.monitor.warn(f"a checkpoint could not be written: the run directory is no longer at {self.run.path}")
+            return
         self.monitor.warn(f"a checkpoint could not be written ({error}); earlier ones are untouched. Free some disk.")

@@ -19,6 +19,7 @@ REASONS = (
     "preempted",
     "interrupted",
     "moved",
+    "damaged_data",
 )
 # The ends that a recipe asks for, and the keys that set each one.
 OWN_ENDS = {
@@ -27,13 +28,7 @@ OWN_ENDS = {
     "target_loss": ("train.target_loss",),
     "patience": ("eval.patience",),
 }
-# A run whose directory was moved away must not be started again at its old place: launchers do not retry a usage error.
-EXIT_OF = {
-    "preempted": EXIT_PREEMPTED,
-    "interrupted": EXIT_INTERRUPTED,
-    "nonfinite": EXIT_FAILED,
-    "moved": EXIT_USAGE,
-}
+EXIT_OF = {"preempted": EXIT_PREEMPTED, "interrupted": EXIT_INTERRUPTED, "nonfinite": EXIT_FAILED}
 
 
 @dataclass(frozen=True)
@@ -44,4 +39,8 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        return EXIT_OF.get(self.reason, EXIT_DONE) if self.saved or self.reason == "moved" else EXIT_FAILED
+        if self.reason == "moved":
+            # A run that was moved and saved has stopped as if asked to: only 0 keeps torchrun and Kubernetes from
+            # starting a second run at its old place. The SLURM script does not retry a usage error either.
+            return EXIT_DONE if self.saved else EXIT_USAGE
+        return EXIT_OF.get(self.reason, EXIT_DONE) if self.saved else EXIT_FAILED

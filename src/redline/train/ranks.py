@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,6 +95,15 @@ class Ranks:
     def post(self, key: str, value: Any) -> None:
         _store().set(key, json.dumps(value))
 
+    def posted(self, key: str) -> Any:
+        """What was posted under the key; None if nothing was, or nobody can be asked any more."""
+        if self.size == 1:
+            return None
+        try:
+            return json.loads(_store().get(key)) if _store().check([key]) else None
+        except RuntimeError:  # the store went with the process that hosted it
+            return None
+
     def fetch(self, key: str, timeout: float = PATIENCE.total_seconds()) -> Any:
         """What was posted under the key, as soon as it is."""
         deadline = time.monotonic() + timeout
@@ -141,6 +151,9 @@ def join(device: str, timeout: float) -> Ranks:
     if rank >= size:
         what = f"RANK={rank} is not possible with WORLD_SIZE={size}: ranks count from 0 to WORLD_SIZE - 1."
         raise UsageError(what, where="RANK", fix="Set both as torchrun would, the same WORLD_SIZE for every rank.")
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if size > 1 and not os.environ.get(name)]:
+        fix = "Set them as torchrun would: where rank 0 listens for the others."
+        raise UsageError(f"{' and '.join(missing)} not set, beside RANK and WORLD_SIZE.", fix=fix)
     import torch
     import torch.distributed as dist
 
@@ -156,7 +169,7 @@ def join(device: str, timeout: float) -> Ranks:
     def connect() -> Any:
         if device == "cuda":
             torch.cuda.set_device(card)  # the current device belongs to the thread
-        dist.init_process_group(rank=rank, world_size=size, store=_agent_store(size, timeout), **options)
+        dist.init_process_group(rank=rank, world_size=size, store=_agent_store(rank, size, timeout), **options)
         return dist.new_group(backend="gloo", timeout=PATIENCE)
 
     try:
@@ -169,24 +182,42 @@ def join(device: str, timeout: float) -> Ranks:
     return Ranks(rank, size, local, nodes, joined=True, patient=patient)
 
 
-def _agent_store(size: int, timeout: float) -> dist.Store | None:
-    """Return the store of torchrun's agent under a prefix of this restart; None where rank 0 hosts a store of its own.
+def _agent_store(rank: int, size: int, timeout: float) -> dist.Store | None:
+    """Return the store of torchrun's agent under a prefix that only these ranks use; None where rank 0 hosts a store.
 
-    The agent's store outlives the ranks it restarts, with their keys. Without the prefix a restarted rank may read the
-    address of a rank that has died before the new one has written its own, and every further restart fails alike.
+    The agent's store outlives the ranks that are restarted, with their keys. A restarted rank could read the address of
+    a rank that has died before the new one has written its own. TORCHELASTIC_RESTART_COUNT is no prefix: every node
+    counts for itself. So rank 0 draws a name, and the others take the name whose list of members has them.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     import torch.distributed as dist
 
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        _whole("MASTER_PORT"),
-        size,
-        is_master=False,
-        timeout=timedelta(seconds=timeout),
-    )
-    return dist.PrefixStore(f"redline/restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    patience = timedelta(seconds=timeout)
+    host, port = os.environ["MASTER_ADDR"], _whole("MASTER_PORT")
+    store = dist.PrefixStore("redline", dist.TCPStore(host, port, size, is_master=False, timeout=patience))
+    return dist.PrefixStore(_agreed_name(store, rank, size, time.monotonic() + timeout), store)
+
+
+def _agreed_name(store: dist.Store, rank: int, size: int, deadline: float) -> str:
+    """Return a name that the living ranks of one start agree on.
+
+    Keys of earlier starts may still be in the store, but not this process's `own` name.
+    """
+    own = uuid.uuid4().hex
+    if rank == 0:
+        store.set("leader", own)
+    while time.monotonic() < deadline:
+        name = own if rank == 0 else store.get("leader").decode()  # waits until there is one
+        if rank == 0 and store.check(others := [f"{name}/{other}" for other in range(1, size)]):
+            store.set(f"{name}/members", json.dumps([store.get(key).decode() for key in others]))
+            return name
+        if rank > 0:
+            store.set(f"{name}/{rank}", own)
+            if store.check([f"{name}/members"]) and own in json.loads(store.get(f"{name}/members")):
+                return name
+        time.sleep(_LOOK_EVERY_S)
+    raise TimeoutError("not all ranks came to torchrun's store")
 
 
 def _within(seconds: float, connect: Callable[[], Any]) -> Any:
@@ -239,7 +270,7 @@ def _card(local: int, rank: int) -> int:
 def _whole(name: str, default: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
     if not text.isascii() or not text.isdigit():
-        raise UserError(f"{text!r} is not a number.", where=name, fix="torchrun and SLURM's launcher set it.")
+        raise UsageError(f"{text!r} is not a number.", where=name, fix="torchrun and SLURM's launcher set it.")
     return int(text)
 
 

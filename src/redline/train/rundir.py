@@ -34,6 +34,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[str] | None = None
+        self._folder: int | None = None  # open while the lock is held: it shows where the directory is now
         self._looked = float("-inf")  # when `stop_reason` last looked
 
     @property
@@ -53,17 +54,17 @@ class RunDirectory:
 
     def moved(self) -> bool:
         """Whether the directory that this process locked is no longer at its path."""
-        return self._file is not None and not _holds(self.path, self._file)
+        return self._folder is not None and not _is_at(self.path, self._folder)
 
     def follow(self) -> bool:
         """Change `path` to where the directory was moved to. Return False if it was removed or cannot be found."""
-        if self._file is None:
+        if self._folder is None:
             return False
         try:
-            found = Path(f"/proc/self/fd/{self._file.fileno()}").readlink().parent
+            found = Path(f"/proc/self/fd/{self._folder}").readlink()
         except OSError:  # no /proc on this system
             return False
-        if not found.is_dir() or not _holds(found, self._file):
+        if not _is_at(found, self._folder):
             return False
         self.path = found.relative_to(Path.cwd()) if found.is_relative_to(Path.cwd()) else found
         return True
@@ -79,6 +80,7 @@ class RunDirectory:
         try:
             make_folder(self.path)
             self._file = open(self.path / LOCK_FILE, "a+", encoding="utf-8", opener=unlinked)
+            self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             what = f"cannot be written ({error.strerror})."
             raise UserError(what, where=str(self.path), fix=ELSEWHERE) from None
@@ -124,12 +126,15 @@ class RunDirectory:
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
 
 
-def _holds(directory: Path, lock: IO[str]) -> bool:
-    """Whether `directory` holds this very lock file. An error other than "not found" is no sign of a move."""
+def _is_at(path: Path, folder: int) -> bool:
+    """Whether `path` is the open directory. An error other than "not found" is no sign of a move."""
     try:
-        return os.path.samestat((directory / LOCK_FILE).stat(), os.fstat(lock.fileno()))
+        return os.path.samestat(path.stat(), os.fstat(folder))
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:

@@ -7,6 +7,7 @@ doubles, unless it gets no further.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import signal
@@ -131,9 +132,13 @@ class Watch:
         """Each is made to print its stack, if it has to be woken for that; then all are ended. The others are held
         meanwhile: nothing goes on that was given up."""
         for rank in (*(set(self.seen) - set(hung)), *hung):
-            for number in (STACK, signal.SIGCONT) if rank in hung else (signal.SIGSTOP,):
-                with suppress(ProcessLookupError):
-                    os.kill(int(self.seen[rank]["pid"]), number)
+            pid = int(self.seen[rank]["pid"])
+            with suppress(ProcessLookupError):
+                if rank in hung:
+                    _signal_main_thread(pid, STACK)
+                    os.kill(pid, signal.SIGCONT)
+                else:
+                    os.kill(pid, signal.SIGSTOP)
         time.sleep(STACK_S)
         places = [f"rank {rank} in {_place(self.seen[rank])}" for rank in hung]
         what = f"nothing moved for {self.timeout:g} s: {', '.join(places)}; the stack is in the log"
@@ -162,8 +167,11 @@ class Watch:
         first = next((facts for facts in failed if facts["why"] != "lost"), failed[0] if failed else None)
         if first is None and code is not None and code < 0:  # by the kernel, say, for want of memory
             return self._or_asked(Ending(EXIT_FAILED, f"killed by signal {-code} before it began", "lost"))
+        if first is None and code == EXIT_DONE:  # a run that had finished before: no rank had anything to do
+            return Ending(EXIT_DONE)
         if first is None:
-            return self._or_asked(Ending(EXIT_FAILED, f"it ended before it began (exit code {code})", REFUSED))
+            what = f"the processes ended before training started (exit code {code})"
+            return self._or_asked(Ending(EXIT_FAILED, what, REFUSED))
         if first["rank"] == leader and first["why"] == REFUSED:
             return Ending(EXIT_FAILED, why=REFUSED)  # in a sentence that is on the screen
         what = f"rank {first['rank']} failed in {_place(first)} ({first['why']})"
@@ -206,6 +214,21 @@ def supervise(
             if asked.code is not None:
                 return Ending(asked.code)
             recovery = ending.what
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Signal the main thread of a process, where it hangs.
+
+    A signal to the process as a whole may wake another thread of a stopped process. That thread would print the main
+    thread's stack while the main thread already moves on, which cuts the stack off.
+    """
+    try:
+        tgkill = ctypes.CDLL(None).tgkill
+    except (AttributeError, OSError):  # not glibc 2.30 or newer
+        os.kill(pid, number)
+        return
+    if tgkill(pid, pid, number):
+        raise ProcessLookupError(pid)
 
 
 def _place(facts: dict[str, Any]) -> str:

@@ -45,6 +45,8 @@ from redline.train.step import Step
 from redline.train.warmup import LeastTooLarge, as_decided, warm_up
 from redline.train.weights import copy_weights
 
+_DAMAGE = "damaged-data"  # in the ranks' store: what a rank has found
+
 
 class Trainer:
     def __init__(
@@ -155,24 +157,33 @@ class Trainer:
         self.pace.resume(self.state.seconds)
         with self.signals:
             try:
-                # one of several must not leave the others alone in a warm-up
-                with self.signals.abandonable() if self.ranks.size == 1 else nullcontext():
-                    self.warm_up()
-                if self.state.step > 0:
-                    self.evaluate_if_due()  # who was asked to leave when it was has not
-                elif not self.leaving():
-                    self.look("before")
-                reason = self._loop()
-            except StopRequested:
-                reason = self.signals.reason or "preempted"
-            except torch.OutOfMemoryError as error:
-                self.batch = error.plan if isinstance(error, LeastTooLarge) else self.batch
-                self.keeper.settle()
-                raise trouble.out_of_memory(self.run_directory.path, self._facts()) from None
+                return self.finish(self._train())
             except DamagedDataError as error:
                 self._stop_for_damage(error)
                 raise
-            return self.finish(reason)
+            except Exception:
+                # another rank may have found damaged data and left, which broke a collective here
+                if self.ranks.first and (damage := self.ranks.posted(_DAMAGE)):
+                    self._stop_for_damage(DamagedDataError(**damage))
+                raise
+
+    def _train(self) -> str:
+        """Warm up and train; return why it stopped."""
+        try:
+            # one of several must not leave the others alone in a warm-up
+            with self.signals.abandonable() if self.ranks.size == 1 else nullcontext():
+                self.warm_up()
+            if self.state.step > 0:
+                self.evaluate_if_due()  # a run that was stopped while an evaluation was due has not done it yet
+            elif not self.leaving():
+                self.look("before")
+            return self._loop()
+        except StopRequested:
+            return self.signals.reason or "preempted"
+        except torch.OutOfMemoryError as error:
+            self.batch = error.plan if isinstance(error, LeastTooLarge) else self.batch
+            self.keeper.settle()
+            raise trouble.out_of_memory(self.run_directory.path, self._facts()) from None
 
     def _loop(self) -> str:
         data, ranks = self.recipe.data, self.ranks
@@ -342,13 +353,20 @@ class Trainer:
 
     def should_stop(self) -> str | None:
         """What one rank was told, all do; clocks, files and losses are the first one's to look at."""
-        self.data_check.poll(self.monitor.warn)
-        wish = self._wish() if self.ranks.first else self.signals.reason
         if self.ranks.size == 1:
-            return wish
+            self.data_check.poll(self.monitor.warn)
+            return self._wish()
+        wish = self._wish() if self.ranks.first else self.signals.reason
+        try:
+            self.data_check.poll(self.monitor.warn)
+        except DamagedDataError as error:
+            self.ranks.post(_DAMAGE, {"what": error.what, "where": error.where, "fix": error.fix})
+            wish = "damaged_data"
         seconds = self.pace.seconds if self.ranks.first else 0.0
         code, self._agreed_s = self.ranks.highest(REASONS.index(wish), seconds)
-        return REASONS[int(code)]
+        if (reason := REASONS[int(code)]) == "damaged_data":
+            raise DamagedDataError(**self.ranks.fetch(_DAMAGE))
+        return reason
 
     def leaving(self) -> bool:
         """Whether a signal has asked any of the ranks to stop."""
@@ -438,12 +456,24 @@ class Trainer:
             hours=hours,
             cost_usd=self.monitor.cost(hours),
             **self.log.ending(reason, saved),
-            **self.horizon.ending(reason, self.state.step),
+            **self._explanation(reason),
             **self.data_check.progress(),
         )
 
+    def _explanation(self, reason: str) -> dict[str, Any]:
+        """Return the message of a stop event whose reason needs one."""
+        best = self.state.best_loss
+        if reason == "patience" and best is not None:
+            what = f"no lower validation loss in {self.recipe.eval.patience} evaluations (eval.patience)"
+            return {"message": f"{what}; the best was {best:.4f} at step {self.state.best_step}"}
+        return self.horizon.ending(reason, self.state.step)
+
     def _stop_for_damage(self, error: DamagedDataError) -> None:
         """Write down why the run ends. Nothing more is saved: the weights may have learned from the damaged file."""
+        if not self.ranks.first:
+            # the first rank has the log
+            self.ranks.post(_DAMAGE, {"what": error.what, "where": error.where, "fix": error.fix})
+            return
         self.keeper.settle()
         since = [step for step in committed_steps(self.run_directory.checkpoints) if step > self.began_at]
         seen = f" Checkpoints from step {since[0]} on may have learned from it." if since else ""
