@@ -176,7 +176,8 @@ def test_uneven_nodes_are_planned_for_as_one(size: int, here: int, nodes: int, m
     monkeypatch.setattr("torch.distributed.init_process_group", lambda **_: None)
     monkeypatch.setattr("torch.distributed.new_group", lambda **_: None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # else `join` sets it, for every test that follows
-    for name, value in {"RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": here}.items():
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in {"RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": here, **master}.items():
         monkeypatch.setenv(name, str(value))
     ranks = join("cpu", 10.0)
     assert (ranks.nodes, ranks.size % ranks.nodes) == (nodes, 0)

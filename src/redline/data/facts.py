@@ -138,6 +138,7 @@ def _described(folder: Path) -> DataFacts | None:
             fingerprint=str(meta["fingerprint"]),
             tokenizer=str(meta["tokenizer"]["name"]),
             tokenizer_fingerprint=str(meta["tokenizer"]["fingerprint"]),
+            text_bytes=[int(meta["splits"][split]["bytes"]) for split in ("train", "val")],
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

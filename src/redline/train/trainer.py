@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -365,7 +365,8 @@ class Trainer:
         seconds = self.pace.seconds if self.ranks.first else 0.0
         code, self._agreed_s = self.ranks.highest(REASONS.index(wish), seconds)
         if (reason := REASONS[int(code)]) == "damaged_data":
-            raise DamagedDataError(**self.ranks.fetch(_DAMAGE))
+            # by a collective: rank 0 may host the store and leaves as soon as it has written the event
+            raise DamagedDataError(**self.ranks.from_first(self.ranks.fetch(_DAMAGE) if self.ranks.first else None))
         return reason
 
     def leaving(self) -> bool:
@@ -471,8 +472,8 @@ class Trainer:
     def _stop_for_damage(self, error: DamagedDataError) -> None:
         """Write down why the run ends. Nothing more is saved: the weights may have learned from the damaged file."""
         if not self.ranks.first:
-            # the first rank has the log
-            self.ranks.post(_DAMAGE, {"what": error.what, "where": error.where, "fix": error.fix})
+            with suppress(RuntimeError):  # rank 0, which has the log and may host the store, knows it and has left
+                self.ranks.post(_DAMAGE, {"what": error.what, "where": error.where, "fix": error.fix})
             return
         self.keeper.settle()
         since = [step for step in committed_steps(self.run_directory.checkpoints) if step > self.began_at]
