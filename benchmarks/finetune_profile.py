@@ -23,7 +23,7 @@ from redline.bench.finetune_steps import step_of, time_steps
 from redline.bench.place import check_out
 from redline.errors import UserError
 from redline.recipe.resolve import DataFacts
-from redline.train.ready import ready
+from redline.training.trial import ready
 
 STEPS = 2  # under the profiler
 

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from redline.bench.setting import TINY
 from redline.hardware.detect import detect
-from redline.objectives.causal_lm import CausalData, CausalLM, load_data
+from redline.jobs.causal_lm.objective import CausalData, CausalLM, load_data
 from redline.recipe.load import load
 from redline.recipe.lock import git_state, versions
 from redline.recipe.resolve import resolve
-from redline.train.feed import step_batch, to_device
-from redline.train.ready import Silent, trainer_alone
+from redline.training.step import step_batch, to_device
+from redline.training.trial import Silent, trainer_alone
 
 BATCH, WARMUP = 16, 50  # sequences a step; steps
 LOOKS = (0, 45, 150)  # steps before which the ways are compared

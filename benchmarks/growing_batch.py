@@ -17,8 +17,8 @@ import numpy as np
 from parts import ARMS, COMMON
 
 from redline.cli.main import main as redline
-from redline.train import feed
-from redline.train.step import StepBatch
+from redline.training import step as feed
+from redline.training.step import StepBatch
 
 ARM = "race, betas 0.7, 0.998, no decay"
 Phases = list[tuple[int, int]]  # steps, and micro-batches of each

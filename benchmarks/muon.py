@@ -21,18 +21,17 @@ import torch
 from rates import seconds
 from torch import Tensor
 
+from redline.jobs.decoder_objective import role_groups
 from redline.kernels import muon as passes
-from redline.kernels import symmetric
+from redline.kernels import muon as symmetric
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
-from redline.kernels.muon import descend_, nesterov_
-from redline.kernels.symmetric import reference_gram, reference_square
-from redline.models.transformer import Decoder
-from redline.objectives.roles import role_groups
-from redline.plan.shapes import DecoderShape
+from redline.kernels.muon import descend_, nesterov_, reference_gram, reference_square
+from redline.models.decoder import Decoder
+from redline.planning.shapes import DecoderShape
 from redline.recipe.load import load
 from redline.recipe.schema import Train
-from redline.train import muon
+from redline.training import muon
 
 DEVICE, VOCAB = "cuda", 50_304
 SHAPES = {  # batch, rows, columns
@@ -96,7 +95,7 @@ def _chosen(chosen: bool, device: torch.device) -> bool:
 
 def products() -> list[dict[str, Any]]:
     """Each symmetric product by torch and by every cut, with its error against float64."""
-    from redline.kernels import symmetric_triton
+    from redline.kernels.triton import muon as symmetric_triton
 
     tiles = [replace(symmetric_triton.TILE, **cut) for cut in CUTS]
     rows = []

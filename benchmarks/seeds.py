@@ -21,11 +21,11 @@ from gradients import BATCH, ON_A_CPU, WARMUP, WAYS, batches, objective
 from runs import said
 
 from redline.bench.setting import TINY
-from redline.objectives.causal_lm import load_data
+from redline.jobs.causal_lm.objective import load_data
 from redline.recipe.load import load
 from redline.recipe.lock import git_state, versions
-from redline.train.feed import step_batch
-from redline.train.ready import Silent, trainer_alone
+from redline.training.step import step_batch
+from redline.training.trial import Silent, trainer_alone
 
 SEEDS = range(1, 11)
 STEPS, LAST = 200, 50

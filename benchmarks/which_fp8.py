@@ -26,7 +26,7 @@ from redline.bench.curve import median_step_ms
 from redline.bench.setting import UNDISTURBED
 from redline.hardware.measured import FLOAT8, keep
 from redline.kernels import float8_choice
-from redline.kernels.cross_entropy8 import chunk_tokens
+from redline.kernels.cross_entropy import chunk_tokens
 from redline.kernels.float8_choice import CAST, Shapes
 from redline.recipe.lock import git_state, versions
 

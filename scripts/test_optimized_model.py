@@ -20,15 +20,13 @@ try:
     import torch
 
     from redline.hardware.detect import detect
-    from redline.objectives import objective_module
+    from redline.jobs.objective import objective_module
     from redline.recipe.load import load
     from redline.recipe.resolve import DataFacts, Resolved, resolve
-    from redline.train.feed import step_batch, to_device
-    from redline.train.optim import Optimizer
-    from redline.train.parallel import Parallel
-    from redline.train.precision import LossScale
-    from redline.train.ranks import ALONE
-    from redline.train.step import Step
+    from redline.training.distributed import ALONE
+    from redline.training.optim import Optimizer
+    from redline.training.parallel import Parallel
+    from redline.training.step import LossScale, Step, step_batch, to_device
     from redline.units import GIB
 except ModuleNotFoundError as error:
     name = Path(sys.argv[0]).name

@@ -77,7 +77,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """For runs whose report nobody looks at: a page without its figures, which take longer than such a run."""
-    monkeypatch.setattr("redline.monitor.figures._drawn", lambda draw, inches: "<svg></svg>")
+    monkeypatch.setattr("redline.runs.report.figures._drawn", lambda draw, inches: "<svg></svg>")
 
 
 Hook = Callable[[int], Any]
@@ -134,11 +134,11 @@ class World:
 
     def trainer(self, run: Any, *overrides: str, checkpoint: Path | None = None, **options: Any) -> Any:
         from redline.hardware.machine import Machine
-        from redline.monitor.events import EventLog
-        from redline.monitor.monitor import Monitor
-        from redline.objectives import objective_module
+        from redline.jobs.objective import objective_module
         from redline.recipe.resolve import resolve
-        from redline.train.trainer import Trainer
+        from redline.runs.events import EventLog
+        from redline.runs.monitor import Monitor
+        from redline.training.trainer import Trainer
 
         recipe = self.recipe(*overrides)
         module = objective_module(recipe.objective)
@@ -166,8 +166,8 @@ class World:
 
     def run(self, path: Path, *overrides: str, resume: bool = False, stop_at: int | None = None, **options: Any) -> Any:
         """Train; with `stop_at`, a SIGTERM arrives while that step is computed."""
-        from redline.train.checkpoint import newest_valid
-        from redline.train.rundir import RunDirectory
+        from redline.training.checkpoint import newest_valid
+        from redline.training.run_directory import RunDirectory
 
         with RunDirectory(path) as run:
             checkpoint = newest_valid(run.checkpoints) if resume else None
@@ -186,7 +186,7 @@ def world(corpus: Path) -> World:
 
 @pytest.fixture
 def tensors_of() -> Callable[[Path], dict[str, Any]]:
-    from redline.train.checkpoint import read_tensors
+    from redline.training.checkpoint import read_tensors
 
     def read(checkpoint: Path) -> dict[str, Any]:
         stems = sorted(p.stem for p in checkpoint.glob("*.safetensors"))

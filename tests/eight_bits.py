@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.kernels import float8, float8_mean
+from redline.kernels import float8
+from redline.kernels import float8 as float8_mean
 from redline.kernels.float8 import Scale
 
 
@@ -23,7 +24,18 @@ def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
 
 
 def in_triton() -> SimpleNamespace:
-    from redline.kernels import float8_mean_triton, float8_norm_triton, float8_rotary_triton, float8_triton
+    from redline.kernels.triton import (
+        float8 as float8_mean_triton,
+    )
+    from redline.kernels.triton import (
+        float8 as float8_triton,
+    )
+    from redline.kernels.triton import (
+        rms_norm as float8_norm_triton,
+    )
+    from redline.kernels.triton import (
+        rotary as float8_rotary_triton,
+    )
 
     modules = (float8_triton, float8_norm_triton, float8_rotary_triton, float8_mean_triton)
     return SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})

@@ -66,7 +66,7 @@ def together(
     size: int, action: Callable[[Any], int | None], folder: Path, timeout: float = 60.0, patience: float = 30.0
 ) -> list[int]:
     """`action(ranks)` by so many ranks; their exit codes."""
-    from redline.train.ranks import join
+    from redline.training.distributed import join
 
     def live() -> int | None:
         return action(join("cpu", patience))
@@ -102,8 +102,8 @@ class Several:
             return run
 
         def train(ranks: Any) -> int:
-            from redline.train.checkpoint import newest_valid
-            from redline.train.rundir import RunDirectory
+            from redline.training.checkpoint import newest_valid
+            from redline.training.run_directory import RunDirectory
 
             directory = RunDirectory(run)
             if ranks.first:

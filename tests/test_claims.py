@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from redline.hardware.specs import SPECS
-from redline.plan.flops import decoder_flops
-from redline.plan.memory import moment_bytes
-from redline.plan.schedule import sqrt_scaled_lr
-from redline.plan.shapes import SIZES, DecoderShape, padded_vocab
-from redline.recipe.aliases import ALIASES
-from redline.recipe.load import known_keys
+from redline.planning.flops import decoder_flops
+from redline.planning.memory import moment_bytes
+from redline.planning.schedule import sqrt_scaled_lr
+from redline.planning.shapes import SIZES, DecoderShape, padded_vocab
+from redline.recipe.load import ALIASES, known_keys
 from redline.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[1]

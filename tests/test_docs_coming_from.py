@@ -11,7 +11,7 @@ from typer.main import get_command
 
 from redline.cli.main import app
 from redline.errors import RecipeError
-from redline.jobs import JOBS, options_of
+from redline.jobs.base import JOBS, options_of
 from redline.recipe.load import known_keys, load
 from redline.recipe.schema import Recipe
 

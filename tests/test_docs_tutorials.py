@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from redline.jobs import JOBS, options_of
+from redline.jobs.base import JOBS, options_of
 from redline.recipe.load import known_keys
 from redline.recipe.schema import Recipe
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.bench.curve import Looks, curve_of, figures, fitted_steps, median_step_ms, seconds_to
-from redline.monitor.events import read_events
-from redline.objectives.causal_lm import CausalLM
+from redline.jobs.causal_lm.objective import CausalLM
+from redline.runs.events import read_events
 
 SLOW_LOOK, SLOW_STEP = 0.3, 0.03
 
@@ -27,7 +27,7 @@ def test_a_slow_evaluation_takes_no_time(world: Any, tmp_path: Path, monkeypatch
         return whole(self, micro)
 
     monkeypatch.setattr(CausalLM, "evaluate", slow)
-    from redline.train.rundir import RunDirectory
+    from redline.training.run_directory import RunDirectory
 
     words = ("train.steps=7", "eval.every=2", "monitor.log_every=2", "checkpoint.best=false")
     with RunDirectory(tmp_path / "run") as run:

@@ -26,7 +26,7 @@ from redline.bench.finetune_steps import document_tokens, random_rows, time_step
 from redline.bench.markdown import lines, markdown
 from redline.cli.main import app
 from redline.errors import UsageError, UserError
-from redline.hardware.cards import card
+from redline.hardware.machine import card
 from redline.recipe.resolve import DataFacts, resolve
 
 CPU = "train.device=cpu"

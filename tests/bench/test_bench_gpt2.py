@@ -18,11 +18,11 @@ from redline.bench.gpt2 import MEDIUM, STD, Gpt2, Gpt2Job, Gpt2Shape, adamw
 from redline.bench.nanogpt import Baseline, contend, recipe_of
 from redline.errors import RecipeError, UserError
 from redline.hardware.machine import Machine
+from redline.jobs.causal_lm.objective import CausalLM, load_data
 from redline.kernels.cross_entropy import IGNORE
-from redline.objectives.causal_lm import CausalLM, load_data
 from redline.recipe.load import load
 from redline.recipe.resolve import resolve
-from redline.train.feed import Feed
+from redline.training.step import Feed
 
 CPU = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
 SMALL = Gpt2Shape(layers=2, heads=2, width=32, vocab=64, length=16)

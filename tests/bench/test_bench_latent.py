@@ -19,9 +19,9 @@ from redline.bench.latent import CONTENDERS, TEXTBOOK, choose, with_ratios
 from redline.bench.latent_rows import timed_rows
 from redline.cli.main import app
 from redline.errors import UsageError, UserError
+from redline.jobs.latent_prefix import frozen as latent_models
 from redline.kernels.softmax_loss import IGNORE
-from redline.models import adapted
-from redline.objectives import latent_models
+from redline.models import pretrained as adapted
 from redline.recipe.resolve import DataFacts, resolve
 
 pytest.importorskip("transformers", reason="the textbook's models are transformers'")

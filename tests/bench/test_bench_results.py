@@ -25,9 +25,9 @@ from redline.bench.pictures import draw
 from redline.bench.place import file_for
 from redline.bench.readings import card_figures
 from redline.hardware.machine import Machine
-from redline.monitor.breakdown import covered
-from redline.train import kernel_time as kernels
-from redline.train.kernel_time import Busy, kernel_time
+from redline.runs.breakdown import covered
+from redline.training import profiling as kernels
+from redline.training.profiling import Busy, kernel_time
 
 ROOT = Path(__file__).parents[2]
 H200 = Machine("cuda", "NVIDIA H200", 150 << 30, 16, (9, 0), fast_bf16=True)
@@ -158,7 +158,7 @@ def test_a_row_on_a_gpu_has_energy_clock_and_kernels(monkeypatch: pytest.MonkeyP
     assert row["tokens_per_s"] == 1e5, "the trial's speed is not the loop's"
     assert row["warnings"] == ["little data", "out of memory: micro-batch 128 → 64"]
     ((module, request),) = asked
-    assert module == "redline.train.trial"
+    assert module == "redline.training.trial"
     assert request["profile"] == 3
 
     def fail(module: str, request: Any) -> dict[str, Any]:

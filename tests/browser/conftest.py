@@ -99,8 +99,8 @@ def page(driver: Any) -> Iterator[Page]:
 @pytest.fixture
 def served() -> Iterator[Callable[..., str]]:
     """Serves runs from a thread; the address."""
-    from redline.monitor.live.server import open_server
-    from redline.monitor.live.watched import Watch
+    from redline.runs.live.server import open_server
+    from redline.runs.live.watch import Watch
 
     running = []
 

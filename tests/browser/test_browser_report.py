@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from redline.monitor.comparison_page import write_comparison
-from redline.monitor.report import write_report
+from redline.runs.report.compare import write_comparison
+from redline.runs.report.page import write_report
 
 
 def make(run: Path, speed: float) -> Path:

@@ -237,7 +237,7 @@ def test_rows_whose_training_data_are_gone_are_not_called_unseen(inside: Redline
 
 
 def test_a_prompt_from_the_data_is_a_held_out_question(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from redline.evaluate.trained import open_trained
+    from redline.evaluate.opened_run import open_trained
 
     monkeypatch.chdir(folder)
     objective = open_trained(Path("runs/tuned")).objective

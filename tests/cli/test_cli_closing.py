@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from redline.cli.closing import answers_kind
-from redline.monitor.monitor import price_of
+from redline.launch.session import answers_kind
 from redline.recipe.load import load
+from redline.runs.monitor import price_of
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ import pytest
 import yaml
 from torch.distributed.run import parse_args
 
-from redline.cli.target import Target, read_target, restart_warning
 from redline.errors import EXIT_DONE, EXIT_USAGE, UsageError
-from redline.monitor.events import read_events
-from redline.monitor.runs import stop_request_path
+from redline.launch.start import Target, read_target, restart_warning
+from redline.runs.events import read_events
+from redline.runs.summary import stop_request_path
 from several import Fork, free_port, rank_environment, said
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text(encoding="utf-8")
@@ -148,8 +148,8 @@ def test_rank_0_decides_for_all(world: Any, tmp_path: Path, no_pictures: None) -
     words = ["quickstart", *world.tiny, f"data.source={world.corpus}", f"run={run}", "continue=true"]
 
     def train(steps: int, *, late: bool) -> int:
-        from redline.cli import running
         from redline.cli.main import app
+        from redline.launch import start as running
 
         if late:
             running.LOCK = "not-seen-yet"

@@ -74,7 +74,7 @@ def test_probe_measures_and_keeps(inside: Any, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_failure_is_exit_code_1_with_its_fix(inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from redline.hardware import gather
+    from redline.hardware import collect as gather
 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
@@ -87,7 +87,7 @@ def test_a_failure_is_exit_code_1_with_its_fix(inside: Any, tmp_path: Path, monk
 
 
 def test_a_broken_torch_is_a_sentence(inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from redline.hardware import trials
+    from redline.hardware import collect as trials
 
     def no_torch(command: list[str], names: list[str]) -> tuple[dict[str, Any], str]:
         return {}, "ImportError: libtorch_cpu.so: cannot open shared object file"

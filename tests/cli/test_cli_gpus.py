@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from redline.monitor.events import read_events
+from redline.runs.events import read_events
 
 
 def redline(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from redline.monitor.events import EventLog
+from redline.runs.events import EventLog
 
 
 def make(root: Path, name: str, *reason: str) -> Path:

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redline.data.documents import document_keys, first_tokens
-from redline.data.tokens import TokenSplit
-from redline.evaluate.held_out import held_out_of
-from redline.evaluate.trained import open_trained
-from redline.monitor.events import read_events
+from redline.data.tokens import TokenSplit, document_keys, first_tokens
+from redline.evaluate.opened_run import open_trained
+from redline.evaluate.questions import held_out_of
 from redline.recipe.load import load
+from redline.runs.events import read_events
 
 
 def split_of(*documents: list[int], pieces: int = 1) -> TokenSplit:

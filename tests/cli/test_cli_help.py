@@ -45,7 +45,9 @@ def test_help_is_quick(redline: Any, tmp_path: Path) -> None:
 
 def test_nothing_heavy_is_imported_for_it() -> None:
     """Nor for a recipe and the reading of runs: torch alone takes seconds."""
-    modules = "redline.cli.main, redline.cli.running, redline.recipe.load, redline.recipe.resolve, redline.monitor.runs"
+    modules = (
+        "redline.cli.main, redline.launch.start, redline.recipe.load, redline.recipe.resolve, redline.runs.summary"
+    )
     program = (
         f"import sys, {modules}; print(*{{'torch', 'matplotlib', 'tokenizers', 'transformers'}} & sys.modules.keys())"
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from redline.monitor.events import read_events
+from redline.runs.events import read_events
 
 
 def events(tmp_path: Path, kind: str) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from redline.errors import UserError
-from redline.evaluate.initial import open_initial
-from redline.monitor.events import read_events
+from redline.evaluate.init_from import open_initial
+from redline.runs.events import read_events
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_another_theta_deserves_a_word(source: Path, recipe: str, inside: Any) -
 
 
 def test_weights_of_another_shape_are_named() -> None:
-    from redline.train.weights import copy_weights
+    from redline.training.checkpoint import copy_weights
 
     with pytest.raises(UserError, match=r"here: a is of shape \[2\], not \[3\]\."):
         copy_weights({"a": torch.zeros(3)}, {"a": torch.zeros(2)}, "here")

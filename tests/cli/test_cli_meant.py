@@ -110,7 +110,7 @@ def test_the_answer_is_the_command_that_was_meant(inside: Any, place: Path, type
 def test_what_is_answered_is_a_verb() -> None:
     from typer.main import get_command
 
-    from redline.cli.meant import VERBS
+    from redline.cli.suggestions import VERBS
 
     known = get_command(app).commands  # type: ignore[attr-defined]
     assert {words[0] for words in VERBS.values()} <= set(known)

@@ -48,8 +48,8 @@ def test_data_that_cannot_be_trained_on(
 
 def test_prepared_shards_of_another_tokenizer(recipe: str, inside: Any, corpus: Path, tmp_path: Path) -> None:
     from redline.data.prepare import prepare
+    from redline.data.read_stats import Tally
     from redline.data.sources import source_documents
-    from redline.data.tally import Tally
     from redline.data.tokenizer import load_tokenizer
 
     prepare(source_documents(str(corpus), Tally("")), load_tokenizer("bytes"), tmp_path / "shards")
@@ -155,7 +155,7 @@ def test_a_run_that_began_meanwhile_is_not_overwritten(
     recipe: str, inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two commands at once, and the other has already ended when this one has its data ready."""
-    from redline.objectives import causal_lm
+    from redline.jobs.causal_lm import objective as causal_lm
 
     plain = causal_lm.load_data
 
@@ -211,7 +211,7 @@ def test_a_run_directory_that_is_a_file(recipe: str, inside: Any, tmp_path: Path
 def test_signals_before_training(
     recipe: str, inside: Any, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
-    from redline.objectives import causal_lm
+    from redline.jobs.causal_lm import objective as causal_lm
 
     before = signal.getsignal(number)
     monkeypatch.setattr(causal_lm, "load_data", lambda recipe, **options: os.kill(os.getpid(), number))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from redline.monitor.events import Event, read_events
+from redline.runs.events import Event, read_events
 
 # At this learning rate no weight changes in float32: no evaluation is better than the one before the first step.
 STUCK = ("train.optimizer=adamw", "train.lr=1e-30", "train.steps=20", "eval.every=1", "eval.samples=0")

@@ -12,8 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from redline.cli import running
 from redline.errors import UserError
+from redline.launch import start as running
 
 
 @pytest.fixture(params=["/proc/nope", "a file"])
@@ -54,7 +54,7 @@ def test_other_text_without_a_cache(inside: Any, home: Path, corpus: Path) -> No
 
 @pytest.mark.usefixtures("no_cache")
 def test_a_base_cannot_be_unpacked_without_a_cache(tmp_path: Path) -> None:
-    from redline.models.gguf import unpacked
+    from redline.models.pretrained import unpacked
 
     (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(60))
     with pytest.raises(UserError, match="the cache cannot be written"):
@@ -66,7 +66,7 @@ def test_teachers_cannot_be_kept_without_a_cache() -> None:
     import numpy as np
     import torch
 
-    from redline.objectives.latent_teacher import TeacherStates
+    from redline.jobs.latent_prefix.teacher import TeacherStates
 
     with pytest.raises(UserError, match="the cache cannot be written"):
         TeacherStates({}, rows=1, k=1, width=2, dtype=torch.float32)._write(np.zeros(1, int), torch.zeros(1, 1, 2))
@@ -151,7 +151,7 @@ def test_a_run_has_a_folder_of_its_own(inside: Any, recipe: str, tmp_path: Path,
 def test_two_that_begin_in_the_same_second(tmp_path: Path, monkeypatch: Any) -> None:
     """The second one looks before the first has made its folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("redline.cli.running.time", Mock(strftime=lambda form: "20260101-000000"))
+    monkeypatch.setattr("redline.launch.start.time", Mock(strftime=lambda form: "20260101-000000"))
     first, second = running.fresh_name("toy"), running.fresh_name("toy")
     assert running._reserved(first, "toy").name == "toy-20260101-000000"
     assert running._reserved(second, "toy").name == "toy-20260101-000000-2"
@@ -224,7 +224,7 @@ def test_what_cannot_begin_leaves_no_folder(inside: Any, world: Any, tmp_path: P
     assert own.read_text() == "mine", "what was there before is not ours to remove"
     monkeypatch.delenv("REDLINE_DEADLINE")
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("redline.cli.one_run.write_lock", Mock(side_effect=full))
+    monkeypatch.setattr("redline.launch.session.write_lock", Mock(side_effect=full))
     refused = inside("train", *words, "--run", str(tmp_path / "runs/never"))
     assert refused.code == 1
     assert "No space left on device. Free some" in refused.said

@@ -11,8 +11,16 @@ from typing import Any
 
 import pytest
 
-from redline.train.checkpoint import Snapshot, commit, committed_steps, read_state, read_tensors, step_name
-from redline.train.prune import plan_prune, prune
+from redline.training.checkpoint import (
+    Snapshot,
+    commit,
+    committed_steps,
+    plan_prune,
+    prune,
+    read_state,
+    read_tensors,
+    step_name,
+)
 
 
 @pytest.fixture
@@ -89,7 +97,7 @@ def test_a_running_run_is_left_alone(run: Path, inside: Any) -> None:
 
 
 def test_one_that_begins_in_between_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from redline.train import prune as module
+    from redline.training import checkpoint as module
 
     monkeypatch.setattr(module, "is_locked", lambda run: False)  # the look came too early
     with open(run / ".lock", "a+") as held:

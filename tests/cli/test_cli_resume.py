@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from redline.monitor.events import read_events
+from redline.runs.events import read_events
 
 
 def test_a_resume_may_spell_a_key_in_another_way_than_the_one_before(inside: Any, world: Any, tmp_path: Path) -> None:

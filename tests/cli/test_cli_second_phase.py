@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from redline.monitor.events import read_events
+from redline.runs.events import read_events
 
 pytest.importorskip("transformers", reason="a base is made by transformers")
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from redline.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
-from redline.monitor.events import read_events
-from redline.train.checkpoint import newest_valid
+from redline.runs.events import read_events
+from redline.training.checkpoint import newest_valid
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -166,7 +166,7 @@ def test_stopping_from_elsewhere(
 
 def test_what_is_done_stays_done(recipe: str, inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is asked to leave while it writes its report has nothing left to resume."""
-    from redline.cli import one_run
+    from redline.launch import session as one_run
 
     monkeypatch.setattr(one_run, "closing", lambda *_: signal.raise_signal(signal.SIGTERM))
     assert inside("train", recipe, "train.steps=1").code == 0

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from redline.cli import sweep as sweeping
-from redline.cli.sweep import Sweep, parse_axes, run_sweep
 from redline.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
-from redline.monitor.events import read_events
+from redline.launch import sweep as sweeping
+from redline.launch.sweep import Sweep, parse_axes, run_sweep
 from redline.recipe.lock import LOCK
+from redline.runs.events import read_events
 
 
 def comparison(directory: Path) -> Any:
@@ -124,7 +124,7 @@ def test_members_are_runs_like_others(acted: list[list[str]], recipe: str, insid
     (folder,) = (tmp_path / "runs").glob("toy-*-sweep")
     names = {row["name"] for row in json.loads(inside("runs", "--json").out)}
     assert names == {f"{folder.name}/1-lr=0.1", f"{folder.name}/2-lr=0.2"}
-    from redline.monitor.runs import resolve_run
+    from redline.runs.summary import resolve_run
 
     assert resolve_run(f"{folder.name}/2-lr=0.2@best", tmp_path / "runs") == (folder / "2-lr=0.2", "best")
 
@@ -253,7 +253,7 @@ def test_a_member_hears_of_one_ctrl_c_once(tmp_path: Path) -> None:
         "out.write_text(str(len(heard)))\n"
     )
     sweep = (
-        "import sys\nfrom redline.cli.sweep import _signals\n"
+        "import sys\nfrom redline.launch.sweep import _signals\n"
         "with _signals() as run: sys.exit(run([sys.executable, '-S', '-c', *sys.argv[1:]]))\n"
     )
     note = tmp_path / "note"

@@ -16,13 +16,14 @@ from chat_tokenizers import CHATML, FORGETFUL, STRICT, tokenizer_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.data import answer_store, time_limit
-from redline.data.answer_preview import preview_answers, show_answers
-from redline.data.answers import AnswerData, load_answers
+from redline.data import time_limit
+from redline.data.chat_template import ChatTokenizer, load_chat_tokenizer
 from redline.data.mixture import EpochIndex
-from redline.data.packed import IGNORE, PackedSplit, best_fit
-from redline.data.template import ChatTokenizer, load_chat_tokenizer
+from redline.data.packing import IGNORE
 from redline.errors import UserError
+from redline.evaluate.preview import preview_answers, show_answers
+from redline.jobs.finetune import data as answer_store
+from redline.jobs.finetune.data import AnswerData, PackedSplit, best_fit, load_answers
 from redline.recipe.schema import Data
 
 pytest.importorskip("transformers")

@@ -15,13 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redline.data import encode
-from redline.data.byte_bpe import byte_alphabet, byte_level_encoder
 from redline.data.encode import encode_pieces
 from redline.data.origin import Reading
 from redline.data.prepare import prepare_source
 from redline.data.splits import TRAIN, Piece
 from redline.data.text import Document
-from redline.data.tokenizer import LibraryTokenizer, Tokenizer, load_tokenizer, named_vocabulary
+from redline.data.tokenizer import (
+    LibraryTokenizer,
+    Tokenizer,
+    byte_alphabet,
+    byte_level_encoder,
+    load_tokenizer,
+    named_vocabulary,
+)
 from redline.errors import UserError
 
 CORPUS = Path(__file__).parents[2] / "docs/data.md"  # any text will do
@@ -126,7 +132,7 @@ def test_gpt2_is_that_of_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpt2_fetched_once_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The net's part is played by a vocabulary of our own, which is refused for what it is, but found in the cache."""
-    from redline.data import gpt2
+    from redline.data import tokenizer as gpt2
 
     ranks = {bytes([byte]): byte for byte in range(256)} | {b"th": 256, b"the": 257}
     monkeypatch.setattr(gpt2, "_fetched_ranks", lambda: ranks)

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from redline.data import prepare as module
 from redline.data import sources, splits
-from redline.data.filetext import cut_tail
 from redline.data.origin import Reading
 from redline.data.prepare import prepare, prepare_cached
-from redline.data.progress import Progress
-from redline.data.text import Document, is_validation
+from redline.data.read_stats import Progress
+from redline.data.text import Document, cut_tail, is_validation
 from redline.data.tokenizer import Tokenizer, load_tokenizer
 from redline.data.tokens import TokenData, TokenSplit
 from redline.errors import UserError

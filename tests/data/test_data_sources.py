@@ -14,14 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data import filetext, origin, rows, splits, tally
-from redline.data.filetext import LongDocument
+from redline.data import origin, rows, splits
+from redline.data import read_stats as tally
+from redline.data import text as filetext
 from redline.data.origin import DatasetId, Reading, dataset_id
 from redline.data.prepare import prepare_source, training_texts
+from redline.data.read_stats import Seen, Tally, left_out
 from redline.data.sources import source_bytes, source_documents
 from redline.data.splits import REST, TRAIN, VAL, cut_pieces, split_documents
-from redline.data.tally import Seen, Tally, left_out
-from redline.data.text import Document
+from redline.data.text import Document, LongDocument
 from redline.data.tokenizer import load_tokenizer
 from redline.errors import UserError
 

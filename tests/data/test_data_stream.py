@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data import background, encode, stream
+from redline.data import encode, stream
+from redline.data import stream_writer as background
 from redline.data.corpus import open_corpus
 from redline.data.index import WindowIndex
 from redline.data.origin import Reading, prepared_folder

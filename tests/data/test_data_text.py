@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from redline.data.read_stats import Tally
 from redline.data.sources import source_documents
 from redline.data.splits import split_documents
-from redline.data.tally import Tally
 from redline.data.text import Document, embedded_documents, embedded_files, is_validation
 from redline.errors import UserError
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.data import raw
+from redline.data import tokens as raw
 from redline.data.prepare import prepare
 from redline.data.shards import ShardWriter, token_dtype
 from redline.data.text import Document

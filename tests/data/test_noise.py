@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data.noise import Clip, at_positions, hidden, levels, noised_blocks
-from redline.plan.layout import Layout, Segment, uniform
+from redline.jobs.diffusion.noise import Clip, at_positions, hidden, levels, noised_blocks
+from redline.planning.layout import Layout, Segment, uniform
 
 RECORDS = Layout((Segment("question", 6, 6, given=True), Segment("plan", 8, 8), Segment("execution", 12, 4)))
 WHOLE = Clip(0.0, 1.0)

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latents import piece_vocabulary
-from redline.data.latent import Reader
-from redline.data.pieces import piece_file, piece_tokenizer
+from redline.data.chat_template import piece_file, piece_tokenizer
 from redline.errors import UserError
+from redline.jobs.latent_prefix.data import Reader
 
 pytest.importorskip("transformers")
 REAL = Path(__file__).parents[3] / "shared/data/stories260k/tok512.json"

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data.problem_words import THINGS
-from redline.data.problems import LEVELS, problem, problems
-from redline.data.record import Record
+from redline.data.problems import LEVELS, THINGS, Record, problem, problems
 from redline.errors import UserError
 
 THEN = re.compile(r"^(Then|Later|After that,|The next day,|In the evening,|A week later,|Now) ")

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data import hub
-from redline.data.records import Record, divided, read_records, record_of
+from redline.data import rows as hub
 from redline.errors import UserError
+from redline.jobs.diffusion.records import Record, divided, read_records, record_of
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k"
 CLIPS = "Natalia sold clips to 48 friends in April, and half as many in May. How many altogether?"

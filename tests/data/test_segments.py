@@ -12,13 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data.record_rows import RecordRows
-from redline.data.records import Record
-from redline.data.segments import RecordData, RecordSplit, load_records, row_of_question
-from redline.data.specials import WithSpecials, with_specials
 from redline.data.tokenizer import ByteTokenizer, Tokenizer
 from redline.errors import UserError
-from redline.plan.layout import Layout, Segment
+from redline.jobs.diffusion.data import (
+    RecordData,
+    RecordRows,
+    RecordSplit,
+    WithSpecials,
+    load_records,
+    row_of_question,
+    with_specials,
+)
+from redline.jobs.diffusion.records import Record
+from redline.planning.layout import Layout, Segment
 from redline.recipe.schema import Data
 
 BYTES = WithSpecials(ByteTokenizer())

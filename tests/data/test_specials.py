@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data.specials import MASK, SPECIALS, WithSpecials, with_specials
 from redline.data.tokenizer import ByteTokenizer, LibraryTokenizer, Tokenizer, load_tokenizer
 from redline.errors import UserError
+from redline.jobs.diffusion.data import MASK, SPECIALS, WithSpecials, with_specials
 from redline.recipe.resolve import DataFacts
 
 

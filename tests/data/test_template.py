@@ -22,7 +22,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.data.chat import Conversation, Message, RowTally, read_conversations
-from redline.data.template import ALL, ANSWERS, ChatTokenizer, TemplateRefusalError, load_chat_tokenizer
+from redline.data.chat_template import (
+    ALL,
+    ANSWERS,
+    ChatTokenizer,
+    TemplateRefusalError,
+    load_chat_tokenizer,
+)
 from redline.errors import UserError
 
 pytest.importorskip("transformers")

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from redline.data.corpus import Corpus, open_corpus
 from redline.data.facts import expected_facts
 from redline.data.mixture import row_index, shares_of, window_index
-from redline.data.segments import RecordData, load_records
 from redline.errors import RecipeError
 from redline.hardware.machine import Machine
-from redline.plan.layout import Layout, Segment
+from redline.jobs.diffusion.data import RecordData, load_records
+from redline.planning.layout import Layout, Segment
 from redline.recipe.load import flatten, load
 from redline.recipe.lock import locked_recipe, make_lock
 from redline.recipe.resolve import DataFacts, resolve

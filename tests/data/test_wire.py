@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from redline.data.wire import from_wire, to_wire
-from redline.metrics.wire import text_bytes, verdict
-from redline.plan.wire import BITS, GROUP, wire_bytes
+from redline.jobs.latent_prefix.costs import BITS, GROUP, wire_bytes
+from redline.jobs.latent_prefix.evaluate import from_wire, text_bytes, to_wire, verdict
 
 VALUES = arrays.arrays(
     np.float32,

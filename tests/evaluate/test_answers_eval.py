@@ -13,16 +13,15 @@ import torch
 
 from finetuning import Tuning
 from redline.errors import UsageError, UserError
-from redline.evaluate.answers import Exam, examine
-from redline.evaluate.folder import open_folder
-from redline.evaluate.trained import open_trained
+from redline.evaluate.opened_run import open_folder, open_trained
+from redline.evaluate.questions import Exam, examine
+from redline.jobs.objective import Answered, Asked
 from redline.kernels.attention import Attention, Bound
 from redline.kernels.masks import MaskSpec
 from redline.models import generate as generation
+from redline.models.decoder import Decoder
 from redline.models.generate import answer_each, generate
-from redline.models.transformer import Decoder
-from redline.objectives.base import Answered, Asked
-from redline.plan.shapes import DecoderShape
+from redline.planning.shapes import DecoderShape
 from redline.recipe.lock import make_lock, write_lock
 
 VOCAB = 90
@@ -230,7 +229,7 @@ def fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this CPU multiplies fastest."""
     from redline.hardware.machine import Machine
 
-    monkeypatch.setattr("redline.evaluate.folder.detect", lambda *_: Machine("cpu", "a CPU", 8 << 30, 2))
+    monkeypatch.setattr("redline.evaluate.opened_run.detect", lambda *_: Machine("cpu", "a CPU", 8 << 30, 2))
 
 
 @pytest.fixture(scope="module")

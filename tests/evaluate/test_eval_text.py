@@ -13,7 +13,7 @@ import torch
 
 from redline.data.tokenizer import load_tokenizer
 from redline.errors import UsageError, UserError
-from redline.evaluate.trained import open_trained
+from redline.evaluate.opened_run import open_trained
 from redline.kernels.attention import Bound
 from redline.recipe.lock import make_lock, write_lock
 
@@ -124,7 +124,7 @@ def test_tokenizer_files_that_are_missing(
     np.arange(500, dtype="<u2").tofile(tmp_path / "train.bin")
     run = trained(f"data.source={tmp_path / 'train.bin'}", "data.tokenizer=gpt2")
     (tmp_path / "other.txt").write_text("a river")
-    monkeypatch.setattr("redline.data.gpt2._folders", lambda: iter(()))
+    monkeypatch.setattr("redline.data.tokenizer._folders", lambda: iter(()))
     monkeypatch.delenv("REDLINE_GPT2", raising=False)
     with pytest.raises(UserError, match="set REDLINE_GPT2 to the folder that holds it; a new run can"):
         open_trained(run, source=str(tmp_path / "other.txt"), device="cpu")
@@ -147,7 +147,7 @@ def test_writing_needs_no_data(world: Any, tmp_path: Path, corpus: Path, spec: s
     """A run that came from another machine still writes what it would have written there."""
     import shutil
 
-    from redline.objectives.base import Sampling
+    from redline.jobs.objective import Sampling
 
     shutil.copytree(corpus, tmp_path / "corpus")
     trainer = world.run(tmp_path / "run", f"data.source={tmp_path / 'corpus'}", f"data.tokenizer={spec}")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from redline.cli.main import app
 from redline.errors import UsageError, UserError
-from redline.evaluate.generated import generative_perplexity
+from redline.evaluate.questions import generative_perplexity
 
 
 @pytest.fixture

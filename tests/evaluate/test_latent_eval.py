@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from latents import Latents, other_base, piece_base
 from redline.cli.main import app
-from redline.data.pairs import Pair
-from redline.evaluate.latent import Comparison, _all_slots, _marks, compare
-from redline.evaluate.trained import open_trained
-from redline.objectives import latent_prefix
-from redline.objectives.base import Answered
-from redline.objectives.latent_writing import from_latents, from_prompts
-from redline.plan.wire import BITS
+from redline.evaluate.opened_run import open_trained
+from redline.jobs.latent_prefix import objective as latent_prefix
+from redline.jobs.latent_prefix.costs import BITS
+from redline.jobs.latent_prefix.evaluate import Comparison, _all_slots, _marks, compare
+from redline.jobs.latent_prefix.objective import from_latents, from_prompts
+from redline.jobs.latent_prefix.pairs import Pair
+from redline.jobs.objective import Answered
 
 pytest.importorskip("transformers", reason="bases are made by transformers")
 CONDITIONS = ["text", "latent", "budget", "no_context", "other", "latent int8", "latent int4"]

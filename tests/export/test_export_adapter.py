@@ -18,7 +18,7 @@ from redline.errors import UsageError, UserError
 from redline.export.folder import export_run
 from redline.kernels.nf4 import dequantise_nf4, quantise_nf4
 from redline.models.pretrained import open_base
-from redline.plan.adapters import TARGETS
+from redline.planning.shapes import TARGETS
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft", reason="adapters are loaded with peft")

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from redline.data.tokenizer import ByteTokenizer, load_tokenizer
 from redline.errors import UserError
-from redline.export import contents, tensors
+from redline.export import folder as contents
+from redline.export import tensors
 from redline.export.folder import export_run
 from redline.export.tokenizer import byte_definition, write_tokenizer
 
@@ -82,7 +83,7 @@ def test_the_precision_asked_for(trained: Callable[..., Any], tmp_path: Path, dt
 
 
 def test_what_fp16_cannot_hold_is_refused(trained: Callable[..., Any], tmp_path: Path, world: Any) -> None:
-    from redline.train.checkpoint import Snapshot, commit, newest_valid, read_state, read_tensors
+    from redline.training.checkpoint import Snapshot, commit, newest_valid, read_state, read_tensors
 
     run, _ = trained()
     last = newest_valid(run / "checkpoints")

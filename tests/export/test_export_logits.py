@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from redline.errors import UserError
 from redline.export.folder import export_run
-from redline.models.llama import from_llama, shape_of, to_llama
-from redline.objectives.causal_lm import export
+from redline.jobs.causal_lm.objective import export
+from redline.models.families import from_llama, shape_of, to_llama
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,7 +46,7 @@ def test_logits_are_equal(
     trained: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     from redline.kernels.attention import Bound
-    from redline.train import trainer as training
+    from redline.training import trainer as training
 
     plain = training.Trainer.finish
 
@@ -76,7 +76,7 @@ def test_logits_are_equal(
 def test_there_and_back(data: Any) -> None:
     from redline.kernels.attention import Attention
     from redline.kernels.masks import MaskSpec
-    from redline.models.transformer import Decoder
+    from redline.models.decoder import Decoder
     from redline.recipe.schema import Model
 
     kv_heads = data.draw(st.integers(1, 3))

@@ -19,7 +19,7 @@ from redline.errors import UserError
 from redline.export import adapter, tensors
 from redline.export.folder import export_run
 from redline.export.tensors import plan_shards, write_tensors
-from redline.kernels.precision import DTYPES
+from redline.kernels.matmul import DTYPES
 from redline.models.pretrained import open_base
 
 SHAPES = st.dictionaries(
@@ -163,7 +163,7 @@ def test_a_disk_that_lies_is_found_out(
 
 
 def test_what_is_not_finite_is_refused(tiny_base: Path, tuned: Any, tmp_path: Path) -> None:
-    from redline.train.checkpoint import Snapshot, commit, newest_valid, read_state, read_tensors
+    from redline.training.checkpoint import Snapshot, commit, newest_valid, read_state, read_tensors
 
     run, _ = tuned(tiny_base)
     last = newest_valid(run / "checkpoints")

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from redline.train import checkpoint
-from redline.train.checkpoint import Snapshot, clean, newest_valid
-from redline.train.rundir import RunDirectory
+from redline.training import checkpoint
+from redline.training.checkpoint import Snapshot, clean, newest_valid
+from redline.training.run_directory import RunDirectory
 
 
 class Child:

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from redline.jobs import JOBS
-from redline.recipe.aliases import ALIASES
+from redline.jobs.base import JOBS
+from redline.recipe.load import ALIASES
 from redline.recipe.schema import recipe_class
 
 SHAPE = {"model.layers": 4, "model.d_model": 128, "model.heads": 4}

@@ -13,12 +13,27 @@ import pytest
 import torch
 
 from redline import cache
-from redline.train import checkpoint, rundir, saving, step
-from redline.train.checkpoint import Committed, Damaged, Snapshot, commit, committed_steps, step_name
-from redline.train.feed import Feed
-from redline.train.saving import Saver
-from redline.train.step import Step
-from redline.train.trainer import Trainer
+from redline.training import (
+    checkpoint,
+    step,
+)
+from redline.training import (
+    checkpoint as saving,
+)
+from redline.training import (
+    run_directory as rundir,
+)
+from redline.training.checkpoint import (
+    Committed,
+    Damaged,
+    Saver,
+    Snapshot,
+    commit,
+    committed_steps,
+    step_name,
+)
+from redline.training.step import Feed, Step
+from redline.training.trainer import Trainer
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

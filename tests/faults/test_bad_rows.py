@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redline.data import answers as answering
 from redline.data import chat, rows, shards
-from redline.data.answers import load_answers
+from redline.data.chat_template import load_chat_tokenizer
 from redline.data.origin import Reading
 from redline.data.prepare import prepare_source
-from redline.data.records import read_records
-from redline.data.template import load_chat_tokenizer
 from redline.data.tokenizer import ByteTokenizer
 from redline.data.tokens import open_tokens
 from redline.errors import UserError
+from redline.jobs.diffusion.records import read_records
+from redline.jobs.finetune import data as answering
+from redline.jobs.finetune.data import load_answers
 from redline.recipe.schema import Data
 
 LONGEST_ROW = 8192  # in place of 64 MiB

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from redline.train.checkpoint import (
+from redline.training.checkpoint import (
     Damaged,
     Snapshot,
     clean,

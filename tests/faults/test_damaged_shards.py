@@ -13,18 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redline.data import verify
+from redline.data import shards as verify
 from redline.data.corpus import open_corpus
 from redline.data.origin import Reading
 from redline.data.prepare import prepare_cached, prepare_source, tokenizer_for
-from redline.data.shards import HEADER_BYTES, DamagedDataError, TokenFile, scan_tokens
+from redline.data.shards import HEADER_BYTES, BackgroundCheck, DamagedDataError, TokenFile, scan_tokens
 from redline.data.tokens import digest_of, open_tokens
-from redline.data.verify import BackgroundCheck
 from redline.errors import UserError
-from redline.monitor.events import read_events
-from redline.monitor.runs import run_status
 from redline.recipe.schema import Data
-from redline.train.rundir import RunDirectory
+from redline.runs.events import read_events
+from redline.runs.summary import run_status
+from redline.training.run_directory import RunDirectory
 from several import together
 
 

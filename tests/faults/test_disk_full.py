@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
-from redline.monitor.events import read_events
-from redline.train import checkpoint, saving
-from redline.train.checkpoint import (
+from redline.runs.events import read_events
+from redline.training import checkpoint
+from redline.training import checkpoint as saving
+from redline.training.checkpoint import (
     Committed,
+    Saver,
     Snapshot,
     commit,
     committed_steps,
@@ -24,7 +26,6 @@ from redline.train.checkpoint import (
     step_name,
     verify,
 )
-from redline.train.saving import Saver
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS)
 

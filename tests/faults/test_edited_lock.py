@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from redline.errors import UserError
-from redline.evaluate.initial import open_initial
-from redline.evaluate.trained import open_trained
+from redline.evaluate.init_from import open_initial
+from redline.evaluate.opened_run import open_trained
 from redline.export.folder import export_run
-from redline.recipe.identity import model_identity
-from redline.recipe.lock import locked_recipe, make_lock, read_lock, write_lock
-from redline.train.checkpoint import Snapshot, commit, discard, read_state, read_tensors
+from redline.recipe.lock import locked_recipe, make_lock, model_identity, read_lock, write_lock
+from redline.training.checkpoint import Snapshot, commit, discard, read_state, read_tensors
 
 STEP = "checkpoints/step-00000002"
 # of each key, another value than the one it has
@@ -37,7 +36,7 @@ def run(world: Any, tmp_path: Path) -> Path:
 
 
 def resume(run: Path) -> None:
-    from redline.cli.running import resume_run
+    from redline.launch.start import resume_run
 
     assert resume_run(str(run), ["train.steps=3"], dry_run=False) == 0
 

@@ -14,7 +14,7 @@ from fuzzed import FIRST, KEYS, SHAPE, WRONG, Fuzz
 
 from redline.errors import RecipeError, UsageError, UserError
 from redline.hardware.machine import Machine
-from redline.jobs import JOBS
+from redline.jobs.base import JOBS
 from redline.recipe import load as loading
 from redline.recipe import lock as locking
 from redline.recipe.load import load

@@ -18,15 +18,14 @@ import pytest
 from safetensors import SafetensorError
 from watched import Watch
 
-from redline.data.template import load_chat_tokenizer
+from redline.data.chat_template import load_chat_tokenizer
 from redline.data.tokenizer import load_tokenizer
 from redline.data.tokens import open_tokens
 from redline.errors import UserError
-from redline.evaluate.folder import open_folder
+from redline.evaluate.opened_run import open_folder
 from redline.export.folder import export_run
 from redline.models.pretrained import open_base
-from redline.train.checkpoint import canonical_json, file_digest, newest_valid
-from redline.train.weights import find_weights
+from redline.training.checkpoint import canonical_json, file_digest, find_weights, newest_valid
 
 Action = Callable[[Path], Any]
 MOST_S = 60
@@ -139,7 +138,7 @@ def test_pickles(harmless: Any, bomb: bytes, tiny_base: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
 def test_a_checkpoint_with_a_pickle_in_it(harmless: Any, bomb: bytes, tiny: Any, tmp_path: Path, name: str) -> None:
     """Its manifest is right: who makes such a checkpoint signs it too."""
-    from redline.train.checkpoint import commit, read_manifest, read_state, read_tensors
+    from redline.training.checkpoint import commit, read_manifest, read_state, read_tensors
 
     (tmp_path / "home/run").mkdir(parents=True)
     path = commit(tmp_path / "home/run/checkpoints", tiny(3)).path
@@ -205,7 +204,7 @@ TEMPLATES = {
 
 
 def test_templates(harmless: Any, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Any) -> None:
-    monkeypatch.setattr("redline.data.template._MOST_SECONDS", 0.5)
+    monkeypatch.setattr("redline.data.chat_template._MOST_SECONDS", 0.5)
     template = tmp_path / "home/evil.jinja"
     for name, text in TEMPLATES.items():
         template.write_text(text.replace("CANARY", str(tmp_path / "home/canary")))

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as serialised
 
-from redline.train.checkpoint import Snapshot, commit, newest_valid, read_tensors, retain
+from redline.training.checkpoint import Snapshot, commit, newest_valid, read_tensors, retain
 
 pytestmark = pytest.mark.soak  # what is tried here is not redline
 

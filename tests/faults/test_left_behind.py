@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from redline.monitor.events import EventLog, read_events
-from redline.monitor.runs import run_status
-from redline.train.checkpoint import committing
-from redline.train.rundir import RunDirectory
-from redline.train.signals import preempting
+from redline.runs.events import EventLog, read_events
+from redline.runs.summary import run_status
+from redline.training.checkpoint import committing
+from redline.training.run_directory import RunDirectory
+from redline.training.signals import preempting
 
 
 def test_a_run_that_was_moved_away_is_not_begun_twice(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from redline.monitor.events import read_events
-from redline.train.feed import Feed
+from redline.runs.events import read_events
+from redline.training.step import Feed
 
 KEYS = ("train.steps=30", "data.workers=2", "monitor.log_every=1", "checkpoint.every=1000", "eval.every=1000")
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from redline.errors import EXIT_DONE, EXIT_USAGE
-from redline.monitor.events import read_events
-from redline.monitor.runs import stop_status
-from redline.train.checkpoint import committed_steps
-from redline.train.rundir import RunDirectory
+from redline.runs.events import read_events
+from redline.runs.summary import stop_status
+from redline.training.checkpoint import committed_steps
+from redline.training.run_directory import RunDirectory
 from several import together
 
 FAR = ("train.steps=100", "checkpoint.every=100", "eval.every=100")

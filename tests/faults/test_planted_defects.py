@@ -20,12 +20,12 @@ import torch
 from planted import Plant, always
 from test_power_loss import Promise, cut_at_random, lives
 
-from redline.monitor.events import read_events
-from redline.train import checkpoint, muon, saving, step
-from redline.train.checkpoint import commit, committed_steps, step_name, verify
-from redline.train.optim import Adam, Ema
-from redline.train.rundir import RunDirectory
-from redline.train.saving import HostCopy
+from redline.runs.events import read_events
+from redline.training import checkpoint, muon, step
+from redline.training import checkpoint as saving
+from redline.training.checkpoint import HostCopy, commit, committed_steps, step_name, verify
+from redline.training.optim import Adam, Ema
+from redline.training.run_directory import RunDirectory
 
 RUNS = ("whole", "parts")
 

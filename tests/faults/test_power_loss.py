@@ -17,12 +17,13 @@ from power import ROOT, Bytes, Disk, Names, Object, Operation, Recorder, Recordi
 
 from redline.cache import sync as synced
 from redline.errors import UserError
-from redline.monitor.events import EventLog, read_events
-from redline.monitor.monitor import Monitor
 from redline.recipe.lock import LOCK, read_lock, write_lock
 from redline.recipe.schema import Checkpoint
-from redline.train.checkpoint import (
+from redline.runs.events import EventLog, read_events
+from redline.runs.monitor import Monitor
+from redline.training.checkpoint import (
     Damaged,
+    Keeper,
     Snapshot,
     Tensors,
     best_step,
@@ -33,9 +34,8 @@ from redline.train.checkpoint import (
     step_name,
     verify,
 )
-from redline.train.keeper import Keeper
-from redline.train.pace import Pace
-from redline.train.rundir import RunDirectory
+from redline.training.run_directory import RunDirectory
+from redline.training.schedule import Pace
 
 KEEP = 2
 RUN = "runs/tiny"

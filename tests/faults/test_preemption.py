@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from redline.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
-from redline.monitor.events import read_events
-from redline.train import saving
-from redline.train.checkpoint import commit, newest_valid, step_name, verify
-from redline.train.signals import Signals, StopRequested
+from redline.runs.events import read_events
+from redline.training import checkpoint as saving
+from redline.training.checkpoint import commit, newest_valid, step_name, verify
+from redline.training.signals import Signals, StopRequested
 
 OPTIONS = ("train.steps=10", "checkpoint.every=2", "eval.every=3", "train.ema=0.9")
 
@@ -284,7 +284,7 @@ def test_handlers_are_put_back() -> None:
 def test_who_leaves_at_once_is_promised_no_checkpoint() -> None:
     """There may be none yet."""
     twice = (
-        "import os, signal\nfrom redline.train.signals import Signals\n"
+        "import os, signal\nfrom redline.training.signals import Signals\n"
         "with Signals():\n  for _ in range(2): os.kill(os.getpid(), signal.SIGINT)\n"
     )
     left = subprocess.run([sys.executable, "-c", twice], capture_output=True, text=True, timeout=60)

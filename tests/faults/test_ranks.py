@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
-from redline.monitor.events import read_events
-from redline.train import supervise as watching
-from redline.train.checkpoint import committed_steps, newest_valid, read_state, verify
-from redline.train.pulse import FOLDER, read_pulses
-from redline.train.ranks import join
-from redline.train.supervise import RECOVERY, SUPERVISED, supervise
+from redline.runs.events import read_events
+from redline.training import supervisor as watching
+from redline.training.checkpoint import committed_steps, newest_valid, read_state, verify
+from redline.training.distributed import join
+from redline.training.heartbeat import FOLDER, read_pulses
+from redline.training.supervisor import RECOVERY, SUPERVISED, supervise
 from several import Fork, free_port, rank_environment
 
 OPTIONS = (
@@ -117,7 +117,7 @@ def whole(world: Any, tmp_path: Path) -> list[float]:
 
 def at_step(number: int, act: Callable[[], Any], *, once: Path | None = None) -> None:
     """In this process: when the trainer comes to that step; once in all attempts if a file remembers it."""
-    from redline.train.step import Step
+    from redline.training.step import Step
 
     plain = Step.__call__
 
@@ -208,7 +208,7 @@ def test_a_stopped_rank_is_noticed_and_shows_its_stack(supervised: Supervised, w
 
 def out_of_memory(above: int, *, recomputed: bool = False) -> None:
     """In this process: from step 5 on, a micro-batch larger than that does not fit, unless blocks are recomputed."""
-    from redline.train.step import Step
+    from redline.training.step import Step
 
     plain = Step.backward
 
@@ -249,7 +249,7 @@ def test_at_a_micro_batch_of_one_blocks_are_recomputed_and_then_it_stops(supervi
 
 def too_large_to_rehearse() -> None:
     """In this process: nothing fits in the warm-up, unless blocks are recomputed."""
-    from redline.train.step import Step
+    from redline.training.step import Step
 
     plain = Step.rehearse
 
@@ -273,8 +273,8 @@ def test_a_warm_up_that_fits_in_no_micro_batch_begins_again_with_recomputation(
 
 def poisoned(data_steps: set[int]) -> None:
     """In this process: the loss of these steps' data is not finite, in whichever step they come."""
-    from redline.train import feed
-    from redline.train.step import Step
+    from redline.training import step as feed
+    from redline.training.step import Step
 
     plain, make = Step.backward, feed.Feed._make
 

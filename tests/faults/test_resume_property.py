@@ -14,8 +14,8 @@ import torch
 
 from finetuning import Tuning
 from latents import Latents, other_base, write_rows
-from redline.train.checkpoint import newest_valid, step_name
-from redline.train.rundir import RunDirectory
+from redline.training.checkpoint import newest_valid, step_name
+from redline.training.run_directory import RunDirectory
 
 STEPS = 7
 OF_ALL = {
@@ -141,7 +141,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(trials: Trials, say: Any, cases:
 
 def test_a_seed_that_forgets_the_step_would_be_noticed(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout drawn from where a process began, and not from the step."""
-    from redline.train import step as steps
+    from redline.training import step as steps
 
     plain = steps.Step.backward
     drawn = {"count": 0}

@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from redline.train.checkpoint import Damaged, clean, commit, committed_steps, newest_valid, retain, step_name, verify
+from redline.training.checkpoint import (
+    Damaged,
+    clean,
+    commit,
+    committed_steps,
+    newest_valid,
+    retain,
+    step_name,
+    verify,
+)
 
 KEEP = 2
 

@@ -14,11 +14,11 @@ import pytest
 
 from redline.errors import UserError, names_a_secret, without_secrets
 from redline.hardware.machine import Machine
-from redline.monitor.events import EventLog
 from redline.recipe.load import load
 from redline.recipe.lock import locked_recipe, make_lock
 from redline.recipe.resolve import DataFacts, resolve
-from redline.train.trainer import Trainer
+from redline.runs.events import EventLog
+from redline.training.trainer import Trainer
 
 CANARIES = {
     "HF_TOKEN": "hf_CanaryOfTheHub0123456789",
@@ -226,7 +226,7 @@ def test_what_counts_as_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_planted_defects_are_caught(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """R18: were nothing taken out, the canaries would be in the log and in the crash."""
-    for module in ("redline.cli.main", "redline.monitor.events"):
+    for module in ("redline.cli.main", "redline.runs.events"):
         __import__(module)
         monkeypatch.setattr(sys.modules[module], "without_secrets", lambda text: text)
     assert home.redline("train", "toy.yaml", "--run", "runs/toy", before=crashing) == 1

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from redline.monitor.events import read_events
-from redline.train.checkpoint import newest_valid, step_name
+from redline.runs.events import read_events
+from redline.training.checkpoint import newest_valid, step_name
 
 STEPS = 40
 OPTIONS = (f"train.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=2", "train.ema=0.9", "model.dropout=0.1")

@@ -13,7 +13,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from redline.errors import UserError
-from redline.train.checkpoint import MANIFEST, Damaged, canonical_json, commit, newest_valid, verify
+from redline.training.checkpoint import (
+    MANIFEST,
+    Damaged,
+    canonical_json,
+    commit,
+    newest_valid,
+    verify,
+)
 
 
 def sign(path: Path) -> None:

@@ -18,8 +18,8 @@ import pytest
 from redline.cache import IrregularFileError, read_bytes, regular
 from redline.data.tokens import open_tokens
 from redline.errors import UserError
-from redline.monitor.events import EventLog, read_events
-from redline.monitor.live.watched import Watch
+from redline.runs.events import EventLog, read_events
+from redline.runs.live.watch import Watch
 
 DEADLINE_S = 60  # of CPU and waiting: a command that opens a FIFO never ends
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from redline.monitor.events import read_events
-from redline.train.checkpoint import newest_valid, read_tensors
+from redline.runs.events import read_events
+from redline.training.checkpoint import newest_valid, read_tensors
 
 SOURCE = Path(__file__).parents[2] / "src"
 RECIPE = """

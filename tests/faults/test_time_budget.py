@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from redline.monitor.events import read_events
-from redline.plan.schedule import lr_factor
-from redline.train.checkpoint import newest_valid, step_name
-from redline.train.pace import Pace
-from redline.train.schedule import Horizon
+from redline.planning.schedule import lr_factor
+from redline.runs.events import read_events
+from redline.training.checkpoint import newest_valid, step_name
+from redline.training.schedule import Horizon, Pace
 
 WARMUP = 2
 

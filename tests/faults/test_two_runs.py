@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from redline.errors import UserError
-from redline.monitor.events import read_events
-from redline.monitor.runs import is_locked
-from redline.train.rundir import LOCK_FILE, RunDirectory
+from redline.runs.events import read_events
+from redline.runs.summary import is_locked
+from redline.training.run_directory import LOCK_FILE, RunDirectory
 
 REFUSED = 3
 

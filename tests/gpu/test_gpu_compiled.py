@@ -10,7 +10,7 @@ import torch
 
 from finetuning import Tuning
 from latents import Latents, other_base, write_rows
-from redline.monitor.events import read_events
+from redline.runs.events import read_events
 
 pytestmark = [
     pytest.mark.gpu,

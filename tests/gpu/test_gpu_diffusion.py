@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from redline.monitor.events import read_events
-from redline.objectives.base import Sampling
+from redline.jobs.objective import Sampling
+from redline.runs.events import read_events
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from redline.monitor.events import read_events
-from redline.train.checkpoint import newest_valid, read_tensors
+from redline.runs.events import read_events
+from redline.training.checkpoint import newest_valid, read_tensors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +24,7 @@ GPU = ("train.device=cuda", "model.d_model=128", "data.seq_len=64", "train.steps
 NCCL = """
 import sys
 import torch.distributed as dist
-from redline.train import parallel
+from redline.training import parallel
 plain = dist.all_reduce
 def counted(tensor, *rest, **options):
     assert dist.get_backend_config().startswith("cpu:gloo,cuda:nccl"), dist.get_backend_config()

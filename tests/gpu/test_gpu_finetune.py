@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from finetuning import CPU, Tuning
-from redline.monitor.events import read_events
+from redline.runs.events import read_events
 
 pytestmark = [
     pytest.mark.gpu,

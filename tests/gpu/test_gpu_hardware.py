@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from redline.hardware.detect import detect
-from redline.hardware.here import machine_here
+from redline.hardware.machine import machine_here
 from redline.hardware.nvml import Nvml
 from redline.hardware.probe import measure_and_keep
 
@@ -69,7 +69,7 @@ def test_every_reading_of_a_busy_card() -> None:
 
 
 def test_step_events_carry_the_readings(world: Any, tmp_path: Path) -> None:
-    from redline.monitor.events import read_events
+    from redline.runs.events import read_events
 
     world.run(tmp_path / "run", "train.device=cuda", "train.steps=3", machine=detect("cuda"))
     step = [event for event in read_events(tmp_path / "run/events.jsonl") if event["type"] == "step"][-1]

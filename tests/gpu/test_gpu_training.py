@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from redline.monitor.events import read_events
+from redline.runs.events import read_events
 
 pytestmark = [
     pytest.mark.gpu,
@@ -170,7 +170,7 @@ def test_one_launch_a_step_is_the_same_bit_for_bit(
     accumulation: int,
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr("redline.train.graph._WORTH", 1e9)  # whichever is faster
+    monkeypatch.setattr("redline.training.cuda_graph._WORTH", 1e9)  # whichever is faster
     micro = f"train.micro_batch={8 // accumulation}"
     shape = (f"train.accumulation={accumulation}", micro, "train.deterministic=true", "train.steps=8")
     found = {}

@@ -10,8 +10,18 @@ from typing import Any
 
 import pytest
 
-from redline.hardware import checks, gather
-from redline.hardware.facts import Check, Facts, GpuFacts, GpuUser, Package, Place, TorchFacts, Trial
+from redline.hardware import collect as gather
+from redline.hardware import doctor as checks
+from redline.hardware.collect import (
+    Check,
+    Facts,
+    GpuFacts,
+    GpuUser,
+    Package,
+    Place,
+    TorchFacts,
+    Trial,
+)
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from redline.hardware import here, measured, probe
+from redline.hardware import machine as here
+from redline.hardware import measured, probe
 from redline.hardware.detect import detect
-from redline.hardware.here import machine_here
-from redline.hardware.machine import Machine, cpu_machine, gpu_machine
+from redline.hardware.machine import Machine, cpu_machine, gpu_machine, machine_here
 
 RATES = {"fp32": 1e11, "bf16": 2e11, "copy": 1e10}
 
@@ -165,7 +165,7 @@ def test_it_answers_at_once_and_without_torch(cache: Path) -> None:
     measured.keep_rates(measured.cpu_key(), RATES)
     program = (
         "import sys, time, redline.recipe.resolve; start = time.perf_counter();"
-        "from redline.hardware.here import machine_here; machine = machine_here();"
+        "from redline.hardware.machine import machine_here; machine = machine_here();"
         "print(time.perf_counter() - start, 'torch' in sys.modules, machine.name)"
     )
     done = [

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from redline.hardware.nvml import Nvml, Reading, first_card, open_nvml, throttle_words, visible_handles
-from redline.hardware.throttle import ThrottleWatch
+from redline.hardware.nvml import Nvml, Reading, ThrottleWatch, first_card, open_nvml, throttle_words, visible_handles
 
 FIELDS = ("gpu_util", "gpu_memory_gib", "power_w", "sm_clock_mhz", "temperature_c", "throttle", "energy_j")
 
@@ -157,14 +156,14 @@ def test_a_card_that_tells_no_clock_can_be_hot_too() -> None:
 
 def test_a_step_event_carries_what_the_card_said(world: Any, tmp_path: Any, monkeypatch: Any) -> None:
     """A CPU run writes null; with a card that is too hot the run is warned once."""
-    from redline.monitor.events import read_events
+    from redline.runs.events import read_events
 
     world.run(tmp_path / "cpu", "train.steps=2")
     steps = [event for event in read_events(tmp_path / "cpu/events.jsonl") if event["type"] == "step"]
     assert all({name: step[name] for name in FIELDS} == dict.fromkeys(FIELDS) for step in steps)
 
     hot = Reading(gpu_util=99.0, sm_clock_mhz=900.0, sm_clock_max_mhz=1980.0, temperature_c=92.0, throttle="thermal")
-    monkeypatch.setattr("redline.train.log.Reading", lambda: hot)
+    monkeypatch.setattr("redline.training.step_log.Reading", lambda: hot)
     world.run(tmp_path / "hot", "train.steps=6")
     events = read_events(tmp_path / "hot/events.jsonl")
     assert [event["throttle"] for event in events if event["type"] == "step"] == ["thermal"] * 6

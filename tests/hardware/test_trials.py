@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from redline.hardware.trials import run_trials
+from redline.hardware.collect import run_trials
 
 CHILD = """
 import faulthandler, json, os, signal, sys, time
@@ -72,7 +72,7 @@ def test_a_torch_that_cannot_be_imported_is_not_tried_again() -> None:
 def test_the_real_trials_have_nothing_to_try_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from redline.hardware.gather import TRIED, _torch
+    from redline.hardware.collect import TRIED, _torch
     from redline.hardware.trial import TRIALS
 
     assert {*TRIALS} == {"torch", "probe", *TRIED}

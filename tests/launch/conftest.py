@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from redline.launch.cluster import Cluster
-from redline.launch.job import Job
+from redline.launch.slurm import Job
 
 HERE = Path(__file__).parent
 # Each pretended command writes down how it was called. srun also does what its turn in `plan` says.

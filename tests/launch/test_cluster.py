@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from redline.cli.rank import exit_code, rank_variables
 from redline.errors import RecipeError, UsageError
 from redline.launch.cluster import Cluster, cluster_file, read_cluster
-from redline.launch.ranks import exit_code, rank_variables
 
 
 def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

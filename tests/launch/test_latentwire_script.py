@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from redline.launch.cluster import Cluster
-from redline.launch.job import Job
+from redline.launch.slurm import Job
 
 ROOT = Path(__file__).parents[2]
 NAME = "train_latentwire_4xh100.slurm"

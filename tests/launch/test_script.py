@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from redline.errors import UsageError
 from redline.launch.cluster import Cluster
-from redline.launch.job import clock, job_name, parse_time
+from redline.launch.slurm import clock, job_name, parse_time
 
 # everything that bash and sbatch give a meaning to, and what is beyond ASCII
 NASTY = st.text(st.sampled_from("ab=é☃ \t\n'\"\\$`!*?[]{}()<>|&;#~%^,.-"), max_size=20)

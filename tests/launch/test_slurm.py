@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from redline.monitor.events import read_events
+from redline.runs.events import read_events
 
 SOURCE = Path(__file__).parents[2] / "src"
 STEPS = 150

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.metrics.answers import (
+from redline.metrics import (
     RULE,
     answer_match,
     behind_mark,

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from redline.metrics.answers import gsm8k_exact_match
-from redline.metrics.lm_eval import flexible_extract, strict_match
+from redline.metrics import flexible_extract, gsm8k_exact_match, strict_match
 
 SOLUTION = "She sold 48 + 24 = <<48+24=72>>72 clips.\n#### 72"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from redline.models import drawing
-from redline.models.drawing import draw_normal
+from redline.models import decoder as drawing
+from redline.models.decoder import draw_normal
 
 
 def drawn(seed: int, count: int = 11) -> list[torch.Tensor]:

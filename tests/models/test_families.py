@@ -16,13 +16,12 @@ from safetensors.torch import load_file, save_file
 from redline.errors import RecipeError, UserError
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
-from redline.models import gguf as packed
-from redline.models.families import FAMILIES, describe
+from redline.models import pretrained as packed
+from redline.models.decoder import Decoder
+from redline.models.families import FAMILIES, architecture, describe, from_llama, inexact, to_config, to_llama
 from redline.models.layers import inverse_frequencies
-from redline.models.llama import architecture, from_llama, inexact, to_config, to_llama
 from redline.models.pretrained import open_base
-from redline.models.transformer import Decoder
-from redline.plan.shapes import DecoderShape
+from redline.planning.shapes import DecoderShape
 from redline.recipe.load import load, validate
 from redline.recipe.schema import Model
 

@@ -12,9 +12,9 @@ import torch
 from redline.kernels.attention import Attention
 from redline.kernels.float8 import LARGEST, Scale
 from redline.kernels.masks import MaskSpec
+from redline.models.decoder import Decoder
 from redline.models.float8 import HEADROOM, LINEARS, Probe, Scales
-from redline.models.transformer import Decoder
-from redline.plan.shapes import DecoderShape
+from redline.planning.shapes import DecoderShape
 
 SHAPE = DecoderShape(layers=3, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=96, vocab=64)
 NEAR = 0.3  # e4m3 rounds to one part in sixteen, a dozen times on the way through this model

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redline.errors import RecipeError
-from redline.hardware.cards import card
+from redline.hardware.machine import card
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
-from redline.models.transformer import Decoder
-from redline.plan.shapes import DecoderShape
+from redline.models.decoder import Decoder
+from redline.planning.shapes import DecoderShape
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, resolve
 

@@ -10,11 +10,10 @@ import torch
 
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
-from redline.models.adapted import adapted_linears, fill_frozen, random_tensors
+from redline.models.decoder import Decoder
 from redline.models.float8 import LINEARS
-from redline.models.transformer import Decoder
-from redline.plan.adapters import TARGETS, Adapter
-from redline.plan.shapes import DecoderShape
+from redline.models.pretrained import adapted_linears, fill_frozen, random_tensors
+from redline.planning.shapes import TARGETS, Adapter, DecoderShape
 from redline.recipe.schema import Lora
 
 SHAPE = DecoderShape(layers=3, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=128, vocab=96, tied=False)

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from redline.errors import UsageError, UserError
+from redline.jobs.decoder_objective import role_groups
 from redline.kernels.low_rank import keep_probability
-from redline.models.frozen import FrozenMatrix
-from redline.models.lora import LoraLinear
-from redline.models.recompute import CHECKPOINTING
-from redline.objectives.roles import role_groups
+from redline.models.adapters import FrozenMatrix, LoraLinear
+from redline.models.layers import CHECKPOINTING
 
 QKV = {"q": 40, "k": 24, "v": 24}
 
@@ -352,7 +351,7 @@ def test_a_compiler_begins_once_for_all_passes(dropout: float) -> None:
 
 def test_learning_takes_no_compiler_to_import() -> None:
     """Which takes a second."""
-    code = "import sys, redline.models.lora; sys.exit('torch._dynamo' in sys.modules)"
+    code = "import sys, redline.models.adapters; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

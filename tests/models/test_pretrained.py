@@ -14,11 +14,11 @@ import torch
 from redline.errors import UserError
 from redline.kernels.attention import Attention, Bound
 from redline.kernels.masks import MaskSpec
-from redline.models import gguf as packed
 from redline.models import pretrained
+from redline.models import pretrained as packed
+from redline.models.decoder import Decoder
 from redline.models.generate import generate
 from redline.models.pretrained import Base, load_base, open_base
-from redline.models.transformer import Decoder
 from redline.recipe.schema import Model
 
 transformers = pytest.importorskip("transformers")

@@ -9,9 +9,9 @@ import torch
 
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
+from redline.models.decoder import Decoder
 from redline.models.float8 import LINEARS
-from redline.models.transformer import Decoder
-from redline.plan.shapes import DecoderShape
+from redline.planning.shapes import DecoderShape
 
 # found, not imported: it brings Triton in, which other tests must first tell to interpret
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")

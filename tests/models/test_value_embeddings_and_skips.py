@@ -12,12 +12,12 @@ import torch
 from redline.errors import RecipeError
 from redline.kernels.attention import Attention, Bound
 from redline.kernels.masks import MaskSpec
-from redline.models.transformer import Decoder
-from redline.monitor.events import read_events
-from redline.plan.memory import training_memory
-from redline.plan.shapes import DecoderShape
-from redline.plan.work import decoder_work
+from redline.models.decoder import Decoder
+from redline.planning.memory import training_memory
+from redline.planning.shapes import DecoderShape
+from redline.planning.speed import decoder_work
 from redline.recipe.load import load
+from redline.runs.events import read_events
 
 SHAPE = DecoderShape(layers=6, d_model=32, heads=4, kv_heads=2, head_dim=8, d_ff=48, vocab=64, tied=False)
 TOKENS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(2))

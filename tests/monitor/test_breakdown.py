@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.monitor.breakdown import Span, breakdown, planned_best
-from redline.monitor.kernel_classes import CLASSES, kind_of
-from redline.monitor.memory_history import memory_history
+from redline.runs.breakdown import CLASSES, Span, breakdown, kind_of, memory_history, planned_best
 
 
 @pytest.mark.parametrize(

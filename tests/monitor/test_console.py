@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from redline.monitor.console import Console
+from redline.runs.console import Console
 
 PLAN = {
     "type": "plan",

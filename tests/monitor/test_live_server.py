@@ -17,13 +17,12 @@ from live_logs import PLAN, sample, start, step, write_run
 from werkzeug.test import Client
 
 from redline.errors import UserError
-from redline.monitor.live import server as server_module
-from redline.monitor.live.server import App, is_loopback, is_own_name, open_server
-from redline.monitor.live.tunnel import ssh_line
-from redline.monitor.live.watched import Watch
+from redline.runs.live import server as server_module
+from redline.runs.live.server import App, is_loopback, is_own_name, open_server, ssh_line
+from redline.runs.live.watch import Watch
 
 TOKEN = "a-token-of-some-length"
-PAGE = Path(__file__).parents[2] / "src/redline/monitor/live/page"
+PAGE = Path(__file__).parents[2] / "src/redline/runs/live/page"
 
 
 @pytest.fixture
@@ -313,7 +312,7 @@ def test_the_line_for_a_remote_box(monkeypatch: pytest.MonkeyPatch, connection: 
 
 def test_a_huge_log_is_answered_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of it is, and the rest while one looks."""
-    monkeypatch.setattr("redline.monitor.live.watched._AT_ONCE_S", 0.0)
+    monkeypatch.setattr("redline.runs.live.watch._AT_ONCE_S", 0.0)
     run = write_run(tmp_path / "run", [start(), PLAN])
     with open(run / "events.jsonl", "ab") as file:
         for begin in range(1, 20_001, 1000):

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_logs import PLAN, evaluation, lines, sample, start, step
 
-from redline.monitor.events import read_events
-from redline.monitor.live.curve import Curve
-from redline.monitor.live.tail import Tail
-from redline.monitor.live.watched import Cursor, WatchedRun
+from redline.runs.events import read_events
+from redline.runs.live.watch import Cursor, Tail, WatchedRun
+from redline.runs.state import Curve
 
 NOW = 2000.0
 

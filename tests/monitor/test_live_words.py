@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from live_logs import PLAN, evaluation, start, step, write_run
 
-from redline.monitor.live.snapshot import snapshot
-from redline.monitor.live.watched import Cursor, Watch, WatchedRun
+from redline.runs.live.watch import Cursor, Watch, WatchedRun, snapshot
 
 NOW = 1112.0
 BEGUN = [start(), PLAN, {"type": "warmup", "time": 1005.0, "message": "warmed up in 4s"}]
@@ -140,7 +139,7 @@ def test_a_snapshot_reads_like_the_console(tmp_path: Path) -> None:
 
 
 def test_runs_that_begin_later_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("redline.monitor.live.watched._LOOK_AGAIN_S", -1.0)
+    monkeypatch.setattr("redline.runs.live.watch._LOOK_AGAIN_S", -1.0)
     watch = Watch(tmp_path / "runs")
     assert watch.answer([], [])["runs"] == []
     write_run(tmp_path / "runs/a", GOING)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from redline.errors import UserError
-from redline.monitor.events import EventLog
-from redline.monitor.figures import draw_figures, thin
-from redline.monitor.pages import write_page
-from redline.monitor.report import report_data, write_report
+from redline.runs.events import EventLog
+from redline.runs.report.figures import draw_figures, thin
+from redline.runs.report.html import write_page
+from redline.runs.report.page import report_data, write_report
 
 LOCK = {
     "schema": 1,

@@ -12,11 +12,18 @@ import numpy as np
 import pytest
 
 from redline.errors import UserError
-from redline.monitor.aligned_curves import aligned_views, legend_of
-from redline.monitor.comparison_page import comparison_data, write_comparison
-from redline.monitor.events import EventLog
-from redline.monitor.side_by_side import read_sides, recipe_differences
-from redline.monitor.winner import Measure, measure, winner
+from redline.runs.events import EventLog
+from redline.runs.report.compare import (
+    Measure,
+    aligned_views,
+    comparison_data,
+    legend_of,
+    measure,
+    read_sides,
+    recipe_differences,
+    winner,
+    write_comparison,
+)
 
 
 def make(

@@ -12,14 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.monitor.events import EventLog
-from redline.monitor.plan_table import PlanRow
-from redline.monitor.repeat import how_to_repeat
-from redline.monitor.report import report_data, write_report
-from redline.monitor.roofline import Bar, Standing
-from redline.monitor.timeline import draw_timeline, time_unit, timeline
-from redline.monitor.verdict import dollars, head_room, loader_share
 from redline.recipe.load import load
+from redline.runs.events import EventLog
+from redline.runs.report.page import PlanRow, how_to_repeat, report_data, write_report
+from redline.runs.report.roofline import Bar, Standing
+from redline.runs.report.timeline import draw_timeline, time_unit, timeline
+from redline.runs.report.verdict import dollars, head_room, loader_share
 
 PLAN: dict[str, Any] = {
     "gpus": 1,

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from redline.hardware.machine import Machine
-from redline.monitor.counts import step_points, step_roofs
-from redline.monitor.events import EventLog
-from redline.monitor.report import report_data, write_report
-from redline.monitor.roofline import standing
-from redline.monitor.roofline_figures import draw_roofline
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, resolve
+from redline.runs.events import EventLog
+from redline.runs.report.page import report_data, write_report
+from redline.runs.report.roofline import draw_roofline, standing, step_points, step_roofs
 
 RESULT = json.loads(
     (Path(__file__).parents[2] / "benchmarks/results/pretrain-350m-h200-20261115.json").read_text(encoding="utf-8")

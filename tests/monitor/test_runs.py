@@ -6,8 +6,15 @@ import shutil
 import pytest
 
 from redline.errors import UserError
-from redline.monitor.events import EventLog
-from redline.monitor.runs import find_runs, is_locked, resolve_run, run_status, stop_request_path, summarise
+from redline.runs.events import EventLog
+from redline.runs.summary import (
+    find_runs,
+    is_locked,
+    resolve_run,
+    run_status,
+    stop_request_path,
+    summarise,
+)
 
 
 def make_run(path, *events, age=0):

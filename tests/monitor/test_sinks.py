@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 
 from redline.errors import RecipeError
-from redline.monitor.events import EventLog, read_events
-from redline.monitor.monitor import Monitor
-from redline.monitor.sinks import require_packages, sinks_for
-from redline.monitor.sinks.names import STEP, scalars
-from redline.monitor.sinks.tensorboard import TensorBoard
 from redline.recipe.schema import MonitorSection
+from redline.runs.events import EventLog, read_events
+from redline.runs.monitor import Monitor
+from redline.runs.trackers import STEP, TensorBoard, require_packages, scalars, sinks_for
 
 GUIDES = {"train/loss", "train/throughput", "train/grad_norm", "system/gpu_memory_allocated"}
 
@@ -195,7 +193,7 @@ def test_the_import_is_light(tmp_path: Path) -> None:
     """Nothing before the first event; then no TensorFlow and no torch."""
     program = f"""
 import sys, pathlib
-from redline.monitor.sinks import sinks_for
+from redline.runs.trackers import sinks_for
 from redline.recipe.schema import MonitorSection
 (sink,) = sinks_for(MonitorSection(), pathlib.Path({str(tmp_path)!r}), {{}})
 assert "tensorboard" not in sys.modules
@@ -212,7 +210,7 @@ def test_a_training_leaves_its_curves(world: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
     sinks = sinks_for(MonitorSection(), run, {})
     trainer = None
-    from redline.train.rundir import RunDirectory
+    from redline.training.run_directory import RunDirectory
 
     with RunDirectory(run) as directory:
         trainer = world.trainer(directory, "train.steps=3", "eval.samples=1", "eval.sample_tokens=4")
@@ -324,7 +322,7 @@ def test_who_is_not_logged_in_records_offline(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_a_missing_package_is_said_before_anything_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("redline.monitor.sinks.find_spec", lambda name: None)
+    monkeypatch.setattr("redline.runs.trackers.find_spec", lambda name: None)
     require_packages(MonitorSection())
     with pytest.raises(RecipeError, match=r"monitor.wandb: needs the package wandb. .*`make setup EXTRAS=wandb`"):
         require_packages(MonitorSection(wandb="mine"))

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from redline.hardware.machine import Machine
-from redline.jobs.causal_lm import Costs
-from redline.monitor.events import read_events
-from redline.monitor.throughput import Throughput
-from redline.objectives.causal_lm import CausalLM
-from redline.objectives.latent_prefix import LatentPrefix
-from redline.plan.flops import FlopsPerToken
+from redline.jobs.causal_lm.costs import Costs
+from redline.jobs.causal_lm.objective import CausalLM
+from redline.jobs.latent_prefix.objective import LatentPrefix
+from redline.planning.flops import FlopsPerToken
+from redline.runs.events import read_events
+from redline.runs.throughput import Throughput
 
 FLOPS = FlopsPerToken(useful=2.404e9, executed=2.253e9)
 PEAK = 989e12

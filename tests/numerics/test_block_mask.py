@@ -11,9 +11,9 @@ from redline.errors import UserError
 from redline.kernels import attention as module
 from redline.kernels.attention import Attention, Bound, candidates, select
 from redline.kernels.masks import MaskSpec
-from redline.models.transformer import Decoder
-from redline.plan.layout import Layout, Segment, uniform
-from redline.plan.shapes import DecoderShape
+from redline.models.decoder import Decoder
+from redline.planning.layout import Layout, Segment, uniform
+from redline.planning.shapes import DecoderShape
 
 CUDA = torch.cuda.is_available()
 ON_GPU = [

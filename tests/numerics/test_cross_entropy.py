@@ -134,7 +134,7 @@ def test_nan_reaches_the_loss_and_the_gradient() -> None:
 
 
 def test_never_more_than_2_31_logits_at_once() -> None:
-    from redline.plan.memory import head_chunk
+    from redline.planning.memory import head_chunk
 
     assert head_chunk(50304, 64 * 1024) * 50304 < 2**31
     assert head_chunk(1 << 40, 5) == 1

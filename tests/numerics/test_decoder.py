@@ -9,11 +9,11 @@ import torch
 
 from redline.kernels.attention import Attention, Bound
 from redline.kernels.masks import MaskSpec
+from redline.models.decoder import Decoder
 from redline.models.generate import choose, generate
 from redline.models.layers import RMSNorm, rotary_table, rotate
-from redline.models.transformer import Decoder
-from redline.plan.layout import Layout, Segment, uniform
-from redline.plan.shapes import DecoderShape
+from redline.planning.layout import Layout, Segment, uniform
+from redline.planning.shapes import DecoderShape
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},

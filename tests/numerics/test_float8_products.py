@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eight_bits import kernels, randoms, scale_of
-from redline.kernels import float8, float8_mean
+from redline.kernels import float8
+from redline.kernels import float8 as float8_mean
 from redline.kernels.float8 import Float8
 
 __all__ = ["kernels"]  # a fixture

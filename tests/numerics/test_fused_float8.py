@@ -319,7 +319,8 @@ def test_rows_alone_are_the_same_rows(kernels: Any, device: str) -> None:
 
 def test_tiles_may_be_chosen_otherwise(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     pytest.importorskip("triton", reason="the kernels need triton")
-    from redline.kernels import float8_rotary_triton, float8_triton
+    from redline.kernels.triton import float8 as float8_triton
+    from redline.kernels.triton import rotary as float8_rotary_triton
 
     tile = float8_triton.Tile(16, 32, 4)
     monkeypatch.setattr(float8_triton, "TILES", dict.fromkeys(float8_triton.TILES, tile))

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from redline.jobs.objective import ParamGroup
 from redline.kernels.muon import reference_descend_, reference_nesterov_
-from redline.objectives.base import ParamGroup
 from redline.recipe.schema import Train
-from redline.train import muon
+from redline.training import muon
 
 KERNELS = "muon"
 references = SimpleNamespace(nesterov_=reference_nesterov_, descend_=reference_descend_)

@@ -196,7 +196,7 @@ def test_in_eight_bits_what_is_not_finite_is_nan_and_no_magnitude(kernels: Any, 
 
 def test_the_tile_may_be_chosen_otherwise(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     pytest.importorskip("triton", reason="the kernels need triton")
-    from redline.kernels import relu2_triton
+    from redline.kernels.triton import relu2 as relu2_triton
 
     monkeypatch.setattr(relu2_triton, "TILE", relu2_triton.TILE._replace(tokens=16, columns=32))
     monkeypatch.setattr(relu2_triton, "_RUN", 64)

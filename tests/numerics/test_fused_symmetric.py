@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from redline.kernels.symmetric import gram, reference_gram, reference_square, square
-from redline.plan.shapes import DecoderShape
-from redline.plan.work import SYMMETRIC_TILE, decoder_work
-from redline.train import muon
+from redline.kernels.muon import gram, reference_gram, reference_square, square
+from redline.planning.shapes import DecoderShape
+from redline.planning.speed import SYMMETRIC_TILE, decoder_work
+from redline.training import muon
 
 KERNELS = "symmetric"
 ROUNDING = 2**-8
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("casts_as_on_a_gpu", "multiplies_as_a_gpu")
 @pytest.fixture
 def fused() -> ModuleType:
     pytest.importorskip("triton", reason="the kernels need triton")
-    return importlib.import_module("redline.kernels.symmetric_triton")
+    return importlib.import_module("redline.kernels.triton.muon")
 
 
 def matrices(count: int, rows: int, columns: int, device: str) -> Tensor:

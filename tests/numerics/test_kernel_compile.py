@@ -205,7 +205,24 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def launch_blocks(n: int, d: int, f: int, length: int, heads: int, kv_heads: int, k: int) -> None:
     """What a fused block runs in half precision."""
-    from redline.kernels import mix_triton, qk_norm_triton, relu2_triton, rms_norm_triton, rotary_triton, swiglu_triton
+    from redline.kernels.triton import (
+        mix as mix_triton,
+    )
+    from redline.kernels.triton import (
+        qk_norm as qk_norm_triton,
+    )
+    from redline.kernels.triton import (
+        relu2 as relu2_triton,
+    )
+    from redline.kernels.triton import (
+        rms_norm as rms_norm_triton,
+    )
+    from redline.kernels.triton import (
+        rotary as rotary_triton,
+    )
+    from redline.kernels.triton import (
+        swiglu as swiglu_triton,
+    )
 
     x, weight, rstd = empty(n, d), empty(d, dtype=torch.float32), empty(n, dtype=torch.float32)
     for other in (x, None):
@@ -231,15 +248,25 @@ def launch_eight_bits(
     n: int, d: int, f: int, length: int, heads: int, kv_heads: int, k: int, *, measured: bool
 ) -> None:
     """What makes fp8 operands; `measured`: with their magnitude."""
-    from redline.kernels import (
-        float8_mean_triton,
-        float8_norm_triton,
-        float8_rotary_triton,
-        float8_triton,
-        relu2_triton,
-        softmax_loss8_triton,
-    )
     from redline.kernels.float8 import Scale
+    from redline.kernels.triton import (
+        float8 as float8_mean_triton,
+    )
+    from redline.kernels.triton import (
+        float8 as float8_triton,
+    )
+    from redline.kernels.triton import (
+        relu2 as relu2_triton,
+    )
+    from redline.kernels.triton import (
+        rms_norm as float8_norm_triton,
+    )
+    from redline.kernels.triton import (
+        rotary as float8_rotary_triton,
+    )
+    from redline.kernels.triton import (
+        softmax_loss as softmax_loss8_triton,
+    )
 
     x, weight, one = empty(n, d), empty(d, dtype=torch.float32), empty(dtype=torch.float32)
     scale = Scale(one, one, one if measured else None)
@@ -262,7 +289,7 @@ def launch_eight_bits(
 
 
 def launch_muon(d: int, f: int) -> None:
-    from redline.kernels import muon_triton
+    from redline.kernels.triton import muon as muon_triton
 
     one, matrices = empty(dtype=torch.float32), [empty(f, d, dtype=torch.float32)] * 3
     muon_triton.nesterov_(matrices, empty(3, f, d, dtype=torch.float32), one, one, 0.95)
@@ -271,7 +298,7 @@ def launch_muon(d: int, f: int) -> None:
 
 
 def launch_symmetric(d: int, f: int, spans: Sequence[int]) -> None:
-    from redline.kernels import symmetric_triton
+    from redline.kernels.triton import muon as symmetric_triton
 
     for tall in (False, True):
         for span in spans:

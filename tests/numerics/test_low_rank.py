@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("casts_as_on_a_gpu", "multiplies_as_a_gpu")
 @pytest.fixture
 def fused() -> ModuleType:
     pytest.importorskip("triton", reason="the kernels need triton")
-    return importlib.import_module("redline.kernels.low_rank_triton")
+    return importlib.import_module("redline.kernels.triton.low_rank")
 
 
 def problem(n: int, width: int, rank: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

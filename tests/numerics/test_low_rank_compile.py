@@ -64,7 +64,7 @@ def main() -> None:
     from test_kernel_compile import assembled, compile_launch
     from triton.runtime.jit import JITFunction
 
-    from redline.kernels import low_rank_triton
+    from redline.kernels.triton import low_rank as low_rank_triton
 
     found: list[dict[str, Any]] = []
 

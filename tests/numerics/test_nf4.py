@@ -24,7 +24,7 @@ from redline.kernels.nf4 import (
     quantise_nf4,
     reference_dequantise_nf4,
 )
-from redline.plan.adapters import nf4_bytes
+from redline.planning.shapes import nf4_bytes
 
 KERNELS = "nf4"
 pytestmark = pytest.mark.usefixtures("casts_as_on_a_gpu")
@@ -282,7 +282,7 @@ def main() -> None:
     from test_kernel_compile import TYPES, compile_launch
     from triton.runtime.jit import JITFunction
 
-    from redline.kernels import nf4_triton
+    from redline.kernels.triton import nf4 as nf4_triton
 
     TYPES["torch.uint8"] = "*u8"
     found: list[dict[str, Any]] = []

@@ -25,7 +25,7 @@ Loss = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 def triton_loss(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     pytest.importorskip("triton", reason="the kernel needs triton")
-    from redline.kernels.softmax_loss_triton import softmax_loss
+    from redline.kernels.triton.softmax_loss import softmax_loss
 
     return softmax_loss(*arguments, **options)
 
@@ -270,7 +270,7 @@ def test_the_form_for_the_compiler_is_the_same(softcap: float | None) -> None:
 FOR_HOPPER = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from redline.kernels.softmax_loss_triton import _softmax_loss_kernel as kernel
+from redline.kernels.triton.softmax_loss import _softmax_loss_kernel as kernel
 import sys
 sizes = ["row_stride", "vocab"]
 types = {"logits_ptr": "*bf16", "target_ptr": "*i64", "loss_ptr": "*fp32", "weight_ptr": "*fp32", "classes": "i32"}

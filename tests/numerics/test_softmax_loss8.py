@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from redline.kernels.cross_entropy import linear_cross_entropy8
 from redline.kernels.cross_entropy import reference as exact_loss
-from redline.kernels.cross_entropy8 import linear_cross_entropy8
 from redline.kernels.float8 import Scale
 from redline.kernels.softmax_loss import IGNORE
 
@@ -68,8 +68,8 @@ def test_what_many_rows_share_is_right_on_average(kernels: Any, device: str) -> 
 
 def test_kernel_and_reference_dither_alike(device: str) -> None:
     pytest.importorskip("triton", reason="the kernel needs triton")
-    from redline.kernels.softmax_loss8 import reference_softmax_loss8
-    from redline.kernels.softmax_loss8_triton import softmax_loss8
+    from redline.kernels.softmax_loss import reference_softmax_loss8
+    from redline.kernels.triton.softmax_loss import softmax_loss8
 
     logits, target, scale = problem(150, 200, device)
     one, other = (form(logits.clone(), target, scale)[1].row for form in (softmax_loss8, reference_softmax_loss8))

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redline.jobs.diffusion.objective import WHOLE, Rows
 from redline.kernels.attention import Bound
-from redline.objectives.diffusion import WHOLE, Rows
-from redline.train.rundir import RunDirectory
+from redline.training.run_directory import RunDirectory
 
 SEED = 7
 

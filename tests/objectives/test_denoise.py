@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from redline.jobs.diffusion.denoise import Denoising, Vocabulary, denoise, pick
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
-from redline.models.denoise import Denoising, Vocabulary, denoise, pick
+from redline.models.decoder import Decoder
 from redline.models.generate import choose
-from redline.models.transformer import Decoder
-from redline.plan.layout import Layout, Segment, uniform
-from redline.plan.shapes import DecoderShape
+from redline.planning.layout import Layout, Segment, uniform
+from redline.planning.shapes import DecoderShape
 
 VOCAB = Vocabulary(mask=30, classes=30, end=29)
 PLANNED = Layout((Segment("question", 6, 6, given=True), Segment("plan", 8, 8), Segment("execution", 12, 4)))

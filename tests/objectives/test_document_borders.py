@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.data.packing import cu_seqlens
+from redline.jobs.causal_lm.objective import CausalLM
 from redline.kernels.masks import MaskSpec
-from redline.objectives.causal_lm import CausalLM
-from redline.train.feed import to_device
+from redline.training.step import to_device
 
 
 def objective(*, kernels: str = "fused", compiled: bool = True, graph: bool = False) -> Any:

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from latents import Latents, other_base, write_rows
+from redline.jobs.latent_prefix.encoder import PAD
+from redline.jobs.latent_prefix.teacher import text_prompt
 from redline.kernels.softmax_loss import IGNORE
-from redline.models.latent import PAD
-from redline.objectives.latent_teacher import text_prompt
 
 pytest.importorskip("transformers", reason="bases are made by transformers")
 
@@ -164,7 +164,7 @@ def test_the_cached_teacher_is_the_live_one(one: Latents) -> None:
 
 def test_a_text_is_read_once(one: Latents, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second run finds all of it on disk, and a short one reads only what it will see."""
-    from redline.objectives.latent_models import Frozen
+    from redline.jobs.latent_prefix.frozen import Frozen
 
     read: list[int] = []
     real = Frozen.text_states

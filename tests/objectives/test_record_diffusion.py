@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from redline.cli.main import app
 from redline.errors import UsageError
-from redline.evaluate.answers import examine
-from redline.evaluate.trained import open_trained
-from redline.objectives.base import Sampling
+from redline.evaluate.opened_run import open_trained
+from redline.evaluate.questions import examine
+from redline.jobs.objective import Sampling
 from redline.recipe.lock import locked_recipe
-from redline.train.rundir import RunDirectory
+from redline.training.run_directory import RunDirectory
 
 HDP = (
     "objective=hierarchical_diffusion",

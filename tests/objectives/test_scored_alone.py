@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetuning import Tuning
+from redline.jobs import decoder_objective as decoder
+from redline.jobs.decoder_objective import DecoderObjective, scored_alone
 from redline.kernels.cross_entropy import IGNORE
-from redline.objectives import decoder
-from redline.objectives.decoder import DecoderObjective, scored_alone
 
 
 @given(st.integers(1, 4), st.integers(1, 40), st.floats(0, 1), st.integers(0, 1000))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.errors import Problem
-from redline.plan.batch import BatchPlan, given_batch, largest_micro
+from redline.planning.batch import BatchPlan, given_batch, largest_micro
 
 some = st.integers(1, 512)
 

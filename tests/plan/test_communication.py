@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.hardware.cards import card
-from redline.hardware.machine import Machine
-from redline.plan.communication import (
+from redline.hardware.machine import Machine, card
+from redline.planning.communication import (
     BUCKET,
     HOP_SECONDS,
     WIRE_SHARE,

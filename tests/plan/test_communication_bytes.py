@@ -18,15 +18,14 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from redline.hardware.machine import Machine
-from redline.objectives import objective_module
-from redline.plan.communication import Volume, block_tensors, root_tensors
+from redline.jobs.objective import objective_module
+from redline.planning.communication import Volume, block_tensors, root_tensors
 from redline.recipe.forecast import forecast
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, Resolved, resolve
-from redline.train.optim import Optimizer
-from redline.train.parallel import parallelise
-from redline.train.ranks import Ranks
-from redline.train.shards import Shards
+from redline.training.distributed import Ranks
+from redline.training.optim import Optimizer
+from redline.training.parallel import Shards, parallelise
 
 FACTS = DataFacts(320, 10**6, 10**4, "", "bytes", "")
 CPU = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)

@@ -11,16 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from redline.hardware.cards import card
-from redline.hardware.machine import Machine
+from redline.hardware.machine import Machine, card
 from redline.kernels.attention import Attention
 from redline.kernels.cross_entropy import linear_cross_entropy
 from redline.kernels.masks import MaskSpec
-from redline.models.transformer import Decoder
-from redline.plan.flops import decoder_flops, mfu
-from redline.plan.memory import training_memory
-from redline.plan.parallel import share_of
-from redline.plan.shapes import SIZES, DecoderShape, padded_vocab
+from redline.models.decoder import Decoder
+from redline.planning.batch import share_of
+from redline.planning.flops import decoder_flops, mfu
+from redline.planning.memory import training_memory
+from redline.planning.shapes import SIZES, DecoderShape, padded_vocab
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, resolve
 from redline.units import GIB

@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from redline.hardware.cards import card
-from redline.hardware.machine import Machine
-from redline.jobs import costs, job
-from redline.objectives import objective_module
-from redline.plan.flops import decoder_flops, layout_flops
-from redline.plan.layout import Layout, Segment, uniform
-from redline.plan.memory import Kernels
-from redline.plan.shapes import DecoderShape
+from redline.hardware.machine import Machine, card
+from redline.jobs.base import costs, job
+from redline.jobs.objective import objective_module
+from redline.planning.flops import decoder_flops, layout_flops
+from redline.planning.layout import Layout, Segment, uniform
+from redline.planning.memory import Kernels
+from redline.planning.shapes import DecoderShape
 from redline.recipe.forecast import forecast
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, Resolved, resolve

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetuning import Tuning
 from latents import Latents, other_base
-from redline.jobs.latent_prefix import longest_beside
-from redline.train.rundir import RunDirectory
+from redline.jobs.latent_prefix.costs import longest_beside
+from redline.training.run_directory import RunDirectory
 
 aten = torch.ops.aten
 
@@ -27,8 +27,8 @@ aten = torch.ops.aten
 def no_padding_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's rows are rounded up to a few sizes. The loss leaves none of the rows that this adds: they are not
     counted, so here they are not computed either."""
-    monkeypatch.setattr("redline.objectives.decoder._quarters", lambda count, most: max(1, count))
-    monkeypatch.setattr("redline.objectives.diffusion._room", lambda count, most: max(1, count))
+    monkeypatch.setattr("redline.jobs.decoder_objective._quarters", lambda count, most: max(1, count))
+    monkeypatch.setattr("redline.jobs.diffusion.objective._room", lambda count, most: max(1, count))
 
 
 class Counter(TorchDispatchMode):

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from redline.hardware.cards import card
-from redline.hardware.machine import Machine
-from redline.jobs.finetune import Costs
-from redline.models.adapted import adapted_linears
-from redline.objectives import objective_module
-from redline.plan.adapters import TARGETS, Adapter, matrix_sides, nf4_bytes
-from redline.plan.shapes import DecoderShape
+from redline.hardware.machine import Machine, card
+from redline.jobs.finetune.costs import Costs
+from redline.jobs.objective import objective_module
+from redline.models.pretrained import adapted_linears
+from redline.planning.shapes import TARGETS, Adapter, DecoderShape, matrix_sides, nf4_bytes
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 

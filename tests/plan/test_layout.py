@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.plan.layout import Layout, Segment, uniform
+from redline.planning.layout import Layout, Segment, uniform
 
 HDP = Layout(
     (Segment("question", 128, 128, given=True), Segment("plan", 128, 128), Segment("execution", 256, 16, weight=2.0))

@@ -10,8 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.plan.schedule import SCHEDULES, cycled_momentum, horizon_steps, lr_factor, sqrt_scaled_lr
-from redline.train.schedule import Horizon
+from redline.planning.schedule import (
+    SCHEDULES,
+    cycled_momentum,
+    horizon_steps,
+    lr_factor,
+    sqrt_scaled_lr,
+)
+from redline.training.schedule import Horizon
 
 STEPS, WARMUP = 1000, 100
 FLOOR = dict.fromkeys(SCHEDULES, 0.1) | {"constant": 1.0, "one_cycle": 1 / 25 / 1e4}  # with min_lr_ratio=0.1

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.hardware.cards import card
-from redline.hardware.machine import Machine
+from redline.hardware.machine import Machine, card
 from redline.hardware.specs import SPECS
-from redline.plan.batch import divisible, largest_micro
-from redline.plan.memory import Kernels, training_memory
-from redline.plan.rates import fp8_lost, matmul_share
-from redline.plan.shapes import DecoderShape
+from redline.planning.batch import divisible, largest_micro
+from redline.planning.memory import Kernels, training_memory
+from redline.planning.shapes import DecoderShape
+from redline.planning.speed import fp8_lost, matmul_share
 from redline.recipe.forecast import Measured, forecast
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, Resolved, resolve

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from redline.errors import RecipeError
-from redline.recipe.aliases import ALIASES
-from redline.recipe.load import known_keys, load
+from redline.recipe.load import ALIASES, known_keys, load
 from redline.recipe.schema import Recipe
 
 # alias → what is written, what the canonical key then holds

@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 
 from redline.cli.main import app
 from redline.errors import RecipeError, UserError
-from redline.hardware.cards import card
-from redline.hardware.machine import Machine
-from redline.jobs import job, options_of
-from redline.plan.layout import Layout
+from redline.hardware.machine import Machine, card
+from redline.jobs.base import job, options_of
+from redline.planning.layout import Layout
 from redline.recipe.load import known_keys, load, shipped
 from redline.recipe.resolve import DataFacts, resolve
 

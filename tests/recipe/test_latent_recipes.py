@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from redline.cli.main import app
 from redline.errors import RecipeError
-from redline.hardware.cards import card
-from redline.jobs import costs, options_of
+from redline.hardware.machine import card
+from redline.jobs.base import costs, options_of
 from redline.recipe.load import known_keys, load
 from redline.recipe.resolve import DataFacts, resolve
 
@@ -67,7 +67,7 @@ def test_a_sequence_is_prefix_anchor_and_answer() -> None:
         return int(load("latentwire-squad", ["data.seq_len=80", *more]).recipe.data.seq_len)
 
     assert seq_len() == 80
-    from redline.jobs.latent_prefix import defaults
+    from redline.jobs.latent_prefix.costs import defaults
 
     assert defaults({})["data.seq_len"] == 32 + 64
     assert defaults({f"{NAME}.slots": "1k", f"{NAME}.private_slots": 4})["data.seq_len"] == 1000 + 4 + 64

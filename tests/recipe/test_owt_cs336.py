@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from redline.data.origin import dataset_id
-from redline.hardware.cards import card
-from redline.monitor.events import read_events
+from redline.hardware.machine import card
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, resolve
-from redline.train.rundir import RunDirectory
+from redline.runs.events import read_events
+from redline.training.run_directory import RunDirectory
 from test_docs import EXAMPLES, Example
 
 NAME = "owt-cs336"

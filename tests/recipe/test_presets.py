@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from redline.errors import RecipeError
-from redline.hardware.cards import card
+from redline.hardware.machine import card
 from redline.recipe.load import load
 from redline.recipe.lock import locked_recipe, make_lock
 from redline.recipe.resolve import DataFacts, resolve

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from redline.monitor.events import read_events
 from redline.recipe.load import load, shipped
-from redline.train.checkpoint import verify
+from redline.runs.events import read_events
+from redline.training.checkpoint import verify
 
 SHRUNK = ("train.steps=2", "train.warmup_steps=1", "train.precision=auto")
 PROBLEMS = "data.source=problems:easy:40"

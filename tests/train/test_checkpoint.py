@@ -13,11 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from redline.errors import UserError
-from redline.monitor.runs import stop_request_path
-from redline.train import checkpoint, saving
-from redline.train.checkpoint import (
+from redline.runs.summary import stop_request_path
+from redline.training import checkpoint
+from redline.training import checkpoint as saving
+from redline.training.checkpoint import (
     Committed,
     Damaged,
+    HostCopy,
+    Saver,
     Snapshot,
     clean,
     commit,
@@ -30,10 +33,9 @@ from redline.train.checkpoint import (
     step_name,
     verify,
 )
-from redline.train.rundir import RunDirectory
-from redline.train.saving import HostCopy, Saver
-from redline.train.state import TrainState
-from redline.train.supervise import RECOVERY
+from redline.training.run_directory import RunDirectory
+from redline.training.state import TrainState
+from redline.training.supervisor import RECOVERY
 
 
 def snapshot(step: int, best: int | None = None) -> Snapshot:

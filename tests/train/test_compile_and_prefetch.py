@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 from redline.data.loader import Prefetcher
-from redline.monitor.events import read_events
-from redline.train import feed
+from redline.runs.events import read_events
+from redline.training import step as feed
 
 
 def test_compile_mode_reaches_torch(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from redline.errors import EXIT_PREEMPTED, UserError
-from redline.monitor.events import read_events
-from redline.train.checkpoint import newest_valid
-from redline.train.deadline import Deadline
-from redline.train.rundir import RunDirectory
+from redline.runs.events import read_events
+from redline.training.checkpoint import newest_valid
+from redline.training.run_directory import RunDirectory
+from redline.training.signals import Deadline
 
 OPTIONS = ("train.steps=8", "train.schedule=cosine")
 END = 1000.0

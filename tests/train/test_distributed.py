@@ -13,8 +13,8 @@ import torch
 
 from finetuning import Tuning
 from latents import Latents, other_base, write_rows
-from redline.monitor.events import read_events
-from redline.train.checkpoint import newest_valid, read_state, read_tensors, verify
+from redline.runs.events import read_events
+from redline.training.checkpoint import newest_valid, read_state, read_tensors, verify
 from several import Several
 
 STEPS = 5

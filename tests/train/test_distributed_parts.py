@@ -15,18 +15,24 @@ from test_distributed import TEXT
 
 from redline.errors import RecipeError
 from redline.hardware.machine import Machine
-from redline.monitor.events import read_events
-from redline.plan.batch import BatchPlan
-from redline.plan.parallel import undivided
+from redline.planning.batch import BatchPlan, undivided
 from redline.recipe.load import load
 from redline.recipe.parallel import for_world
 from redline.recipe.resolve import DataFacts, resolve
-from redline.train.checkpoint import Damaged, canonical_json, newest_valid, read_manifest, read_tensors, verify
-from redline.train.feed import unskipped
-from redline.train.muon_shards import first_row, owners
-from redline.train.parallel import buckets
-from redline.train.trouble import Trouble, smaller
-from redline.train.weights import find_weights
+from redline.runs.events import read_events
+from redline.training.checkpoint import (
+    Damaged,
+    canonical_json,
+    find_weights,
+    newest_valid,
+    read_manifest,
+    read_tensors,
+    verify,
+)
+from redline.training.muon import first_row, owners
+from redline.training.parallel import buckets
+from redline.training.recovery import Trouble, smaller
+from redline.training.step import unskipped
 from several import Several
 
 FACTS = DataFacts(50257, 10**9, 10**6, "abc", "gpt2", "def")

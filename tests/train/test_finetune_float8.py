@@ -12,7 +12,7 @@ from finetuning import Tuning
 from redline.errors import RecipeError
 from redline.hardware.machine import Machine
 from redline.kernels import float8_choice
-from redline.monitor.events import read_events
+from redline.runs.events import read_events
 
 ABLE = Machine("cpu", "a CPU that passes for a GPU", 8 << 30, 2, (9, 0), cpu_flops=1e11, fast_bf16=True)
 EIGHT = ("train.precision=fp8", "model.kernels=fused", "train.micro_batch=4")

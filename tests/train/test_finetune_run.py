@@ -13,11 +13,9 @@ import torch
 
 from finetuning import Tuning
 from redline.errors import RecipeError, UserError
-from redline.models.adapted import adapted_linears
-from redline.models.pretrained import open_base
-from redline.monitor.events import read_events
-from redline.objectives import objective_module
-from redline.objectives.base import Term
+from redline.jobs.objective import Term, objective_module
+from redline.models.pretrained import adapted_linears, open_base
+from redline.runs.events import read_events
 
 METHODS = ("qlora", "lora", "full")
 
@@ -110,7 +108,7 @@ def test_the_split_of_a_batch_changes_nothing(tuning: Tuning, tmp_path: Path) ->
 
 
 def test_a_bad_step_changes_nothing(tuning: Tuning, tmp_path: Path) -> None:
-    from redline.train.rundir import RunDirectory
+    from redline.training.run_directory import RunDirectory
 
     with RunDirectory(tmp_path / "run") as run:
         trainer = tuning.world.trainer(run, "train.steps=4")

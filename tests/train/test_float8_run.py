@@ -10,10 +10,10 @@ import torch
 
 from redline.errors import UserError
 from redline.hardware.machine import Machine
+from redline.jobs.objective import Sampling
 from redline.kernels import float8_choice
-from redline.monitor.events import read_events
-from redline.objectives.base import Sampling
 from redline.recipe.resolve import DataFacts, resolve
+from redline.runs.events import read_events
 
 EIGHT = ("train.precision=fp8", "model.kernels=fused", "model.qk_norm=false", "data.seq_len=32", "train.micro_batch=8")
 ABLE = Machine("cpu", "a CPU that passes for a GPU", 8 << 30, 2, (9, 0), cpu_flops=1e11, fast_bf16=True)
@@ -105,7 +105,7 @@ def test_the_first_look_is_at_few_sequences_and_at_gradients_of_their_true_size(
 
 
 def next_batch(trainer: Any) -> Any:
-    from redline.train.feed import Feed
+    from redline.training.step import Feed
 
     with Feed(trainer.objective, trainer.batch, trainer.device, 1, 1) as feed:
         return feed.next(1)
@@ -123,7 +123,7 @@ def test_without_units_it_is_off_and_says_so(world: Any) -> None:
     [("native", "part of the fused kernels"), ("auto", "torchao is not installed (`make setup EXTRAS=fp8`)")],
 )
 def test_what_cannot_serve_leaves_bf16(asked: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("redline.kernels.torchao_linear.find_spec", lambda _: None)
+    monkeypatch.setattr("redline.kernels.float8_choice.find_spec", lambda _: None)
     choice = float8_choice.choose(asked, {"up": (128, 32, 64)}, fused=False)
     assert (choice.backend, choice.linears, choice.text) == ("none", (), "none")
     assert reason in choice.reason
@@ -131,7 +131,7 @@ def test_what_cannot_serve_leaves_bf16(asked: str, reason: str, monkeypatch: pyt
 
 def test_torchao_by_name_without_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever names a back-end does not want another precision instead."""
-    monkeypatch.setattr("redline.kernels.torchao_linear.find_spec", lambda _: None)
+    monkeypatch.setattr("redline.kernels.float8_choice.find_spec", lambda _: None)
     with pytest.raises(UserError) as refused:
         float8_choice.choose("torchao", {"up": (128, 32, 64)}, fused=False)
     assert refused.value.where == "train.fp8"
@@ -178,7 +178,7 @@ def test_running_out_of_memory_in_a_trial_is_no_reason_for_bf16(monkeypatch: pyt
 
 
 def test_no_fp8_at_all_is_warned_of(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("redline.kernels.torchao_linear.find_spec", lambda _: None)
+    monkeypatch.setattr("redline.kernels.float8_choice.find_spec", lambda _: None)
     plain = ("train.precision=fp8", "model.kernels=torch", "train.steps=1")
     trainer = world.run(tmp_path / "run", *plain, machine=ABLE)
     (warning,) = trainer.objective.warnings()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from redline.errors import EXIT_FAILED
-from redline.monitor.events import read_events
-from redline.train.checkpoint import newest_valid
-from redline.train.rundir import RunDirectory
+from redline.runs.events import read_events
+from redline.training.checkpoint import newest_valid
+from redline.training.run_directory import RunDirectory
 
 
 def poison(trainer: Any, at: set[int], value: float) -> None:
@@ -74,7 +74,7 @@ def test_a_row_that_no_line_of_the_log_sees_stops_it_too(world: Any, tmp_path: P
 
 
 def test_fp16_scaling_backs_off_and_recovers() -> None:
-    from redline.train.precision import LossScale
+    from redline.training.step import LossScale
 
     scale = LossScale("fp16", torch.device("cpu"))
     first = scale.scale.item()

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from redline.monitor.events import read_events
-from redline.train import graph
-from redline.train.graph import GraphedBackward, not_recorded, unless_slower, use_graph
-from redline.train.step import StepBatch
+from redline.runs.events import read_events
+from redline.training import cuda_graph as graph
+from redline.training.cuda_graph import GraphedBackward, not_recorded, unless_slower, use_graph
+from redline.training.step import StepBatch
 
 
 class Again:

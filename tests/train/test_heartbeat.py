@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from redline.train import pulse
-from redline.train.pulse import FOLDER, Pulse, read_pulses
+from redline.training import heartbeat as pulse
+from redline.training.heartbeat import FOLDER, Pulse, read_pulses
 
 
 @pytest.fixture
@@ -43,9 +43,7 @@ def _beats_after(folder: Path, moment: float) -> bool:
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.ESTALE])
-def test_a_failed_beat_is_tried_again(
-    heart: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
-) -> None:
+def test_a_failed_beat_is_tried_again(heart: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
     heart(tmp_path)
     assert _beats_after(tmp_path, 0)
     failed: list[float] = []

@@ -14,8 +14,8 @@ import torch
 
 from latents import Latents, other_base, write_rows
 from redline.errors import RecipeError, UserError
-from redline.monitor.events import read_events
-from redline.objectives import objective_module
+from redline.jobs.objective import objective_module
+from redline.runs.events import read_events
 
 pytest.importorskip("transformers", reason="bases are made by transformers")
 
@@ -67,7 +67,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(two: Latents, tmp_path: Path, tens
 
 def test_it_says_that_the_teacher_reads(two: Latents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each model, once; and how far it is, where that takes long."""
-    from redline.objectives import latent_teacher
+    from redline.jobs.latent_prefix import teacher as latent_teacher
 
     monkeypatch.setattr(latent_teacher, "_AT_ONCE", 4)
     monkeypatch.setattr(latent_teacher, "_TELL_S", 0.0)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from redline.errors import EXIT_PREEMPTED, UserError
-from redline.monitor.events import read_events
-from redline.objectives.base import ParamGroup
-from redline.plan.memory import LOW_BIT, moment_bytes, training_memory
-from redline.plan.shapes import DecoderShape
+from redline.jobs.objective import ParamGroup
+from redline.planning.memory import LOW_BIT, moment_bytes, training_memory
+from redline.planning.shapes import DecoderShape
 from redline.recipe.schema import Train
-from redline.train.optim import Optimizer
-from redline.train.rundir import RunDirectory
+from redline.runs.events import read_events
+from redline.training.optim import Optimizer
+from redline.training.run_directory import RunDirectory
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
@@ -79,7 +79,7 @@ def test_together_they_learn_what_each_would_alone(monkeypatch: pytest.MonkeyPat
     shapes = {"a": (33, 129), "b": (64, 64), "c": (5, 1001), "d": (71, 83)}
     found = []
     for most in (1, 9000, 1 << 26):
-        monkeypatch.setattr("redline.train.low_bit._AT_ONCE", most)
+        monkeypatch.setattr("redline.training.low_bit._AT_ONCE", most)
         torch.manual_seed(0)
         named = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
         ours = Optimizer([ParamGroup("matrix", named, dict.fromkeys(named, (1,)))], options())

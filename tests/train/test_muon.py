@@ -10,17 +10,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from redline.jobs.decoder_objective import role_groups
+from redline.jobs.objective import ParamGroup
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
-from redline.models.transformer import Decoder
-from redline.objectives.base import ParamGroup
-from redline.objectives.roles import role_groups
-from redline.plan.memory import moment_bytes
-from redline.plan.shapes import DecoderShape
-from redline.plan.work import _hidden_matrices, decoder_work
+from redline.models.decoder import Decoder
+from redline.planning.memory import moment_bytes
+from redline.planning.shapes import DecoderShape
+from redline.planning.speed import _hidden_matrices, decoder_work
 from redline.recipe.schema import Train
-from redline.train.muon import POLAR_EXPRESS, REACHED, SAFETY, Muon, momentum_at, orthogonalise
-from redline.train.optim import Optimizer
+from redline.training.muon import (
+    POLAR_EXPRESS,
+    REACHED,
+    SAFETY,
+    Muon,
+    momentum_at,
+    orthogonalise,
+)
+from redline.training.optim import Optimizer
 
 GOOD, BAD, ONE = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(1.0)
 KELLER_JORDAN = ((3.4445, -4.7750, 2.0315),) * 5

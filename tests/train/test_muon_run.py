@@ -11,10 +11,10 @@ import torch
 from redline.errors import RecipeError
 from redline.hardware.machine import Machine
 from redline.kernels import float8_choice
-from redline.monitor.events import read_events
 from redline.recipe.load import load
-from redline.train import muon
-from redline.train.muon import momentum_at
+from redline.runs.events import read_events
+from redline.training import muon
+from redline.training.muon import momentum_at
 
 ALL = (
     "train.optimizer=normuon",

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from redline.errors import EXIT_USAGE, UsageError
-from redline.train import network
-from redline.train.network import GLOO_INTERFACE, choose_interface
-from redline.train.ranks import LostRank, join
+from redline.training import distributed as network
+from redline.training.distributed import GLOO_INTERFACE, LostRank, choose_interface, join
 from several import Fork, free_port, rank_environment, said
 
 HOME = {"127.0.0.1": "lo", "10.1.0.7": "eth0", "10.2.0.7": "eth1"}

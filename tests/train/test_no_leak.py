@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from redline.train.rundir import LOCK_FILE, RunDirectory
-from redline.train.signals import StopRequested
+from redline.training.run_directory import LOCK_FILE, RunDirectory
+from redline.training.signals import StopRequested
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon", "normuon"])

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from redline.objectives.base import ParamGroup
-from redline.plan.schedule import cycled_momentum, lr_factor
+from redline.jobs.objective import ParamGroup
+from redline.planning.schedule import cycled_momentum, lr_factor
 from redline.recipe.schema import Train
-from redline.train.optim import Adam, Ema, Optimizer
-from redline.train.schedule import REPLAN_AT, Horizon
+from redline.training.optim import Adam, Ema, Optimizer
+from redline.training.schedule import REPLAN_AT, Horizon
 
 GOOD, BAD = torch.tensor(0.0), torch.tensor(1.0)
 ONE = torch.tensor(1.0)

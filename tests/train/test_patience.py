@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from redline.errors import EXIT_DONE
-from redline.monitor.events import Event, read_events
-from redline.train.state import TrainState
+from redline.runs.events import Event, read_events
+from redline.training.state import TrainState
 from several import Several
 
 # At this learning rate no weight changes in float32: no evaluation is better than the one before the first step.

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from redline.errors import EXIT_PREEMPTED, UserError
-from redline.monitor.events import read_events
-from redline.train.checkpoint import best_step
+from redline.runs.events import read_events
+from redline.training.checkpoint import best_step
 
 EVERYTHING = (
     "model.dropout=0.1",

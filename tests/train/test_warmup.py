@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from redline.errors import UserError
-from redline.monitor.events import read_events
-from redline.train.rundir import RunDirectory
-from redline.train.trouble import noted, smaller
+from redline.runs.events import read_events
+from redline.training.recovery import noted, smaller
+from redline.training.run_directory import RunDirectory
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redline.monitor.events import Event, read_events
+from redline.runs.events import Event, read_events
 
 LIMIT_S = 3600
 _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")  # as a traceback ends

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from redline.monitor.events import Event, number
+from redline.runs.events import Event, number
 
 Point = dict[str, Any]  # step, tokens, seconds, loss
 

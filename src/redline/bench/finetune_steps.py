@@ -26,9 +26,9 @@ from redline.bench.reply import reply
 from redline.data.packing import cu_seqlens
 from redline.errors import UserError
 from redline.recipe.resolve import DataFacts
-from redline.train.feed import step_batch, to_device
-from redline.train.log import peak_memory_gib
-from redline.train.ready import Ready, ready
+from redline.training.step import step_batch, to_device
+from redline.training.step_log import peak_memory_gib
+from redline.training.trial import Ready, ready
 
 SETTLE_STEPS = 3  # before the timed ones
 PACKAGES = ("torch", "triton", "bitsandbytes")

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redline.jobs.causal_lm.objective import CausalLM
+from redline.jobs.objective import Batch, Term
 from redline.kernels.cross_entropy import IGNORE
-from redline.objectives.base import Batch, Term
-from redline.objectives.causal_lm import CausalLM
 
 STD = 0.02
 

@@ -22,11 +22,11 @@ from redline.bench.reply import has_room, reply
 from redline.errors import UserError
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
-from redline.kernels.precision import DTYPES
-from redline.models.adapted import random_tensors
-from redline.models.llama import inexact, names, shape_of, to_config
-from redline.models.transformer import Decoder
-from redline.plan.batch import BatchPlan
+from redline.kernels.matmul import DTYPES
+from redline.models.decoder import Decoder
+from redline.models.families import inexact, names, shape_of, to_config
+from redline.models.pretrained import random_tensors
+from redline.planning.batch import BatchPlan
 from redline.recipe.checks import number
 from redline.recipe.load import validate
 from redline.recipe.resolve import DataFacts

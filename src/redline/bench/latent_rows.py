@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from redline.data.latent import Lengths, Rows
-from redline.data.pairs import Pair
-from redline.jobs.latent_prefix import slots_read
-from redline.objectives.base import Batch
-from redline.objectives.latent_data import options_of
+from redline.jobs.latent_prefix.costs import slots_read
+from redline.jobs.latent_prefix.data import Lengths, Rows, options_of
+from redline.jobs.latent_prefix.pairs import Pair
+from redline.jobs.objective import Batch
 from redline.recipe.schema import Recipe
 
 BEGIN, ANCHOR = [0], [0, 0]  # what a random model reads before a text, and between it and the answer

@@ -18,10 +18,10 @@ from torch import Tensor
 from redline.bench.finetune_steps import PACKAGES, Figures, installed, time_steps
 from redline.bench.latent_rows import TimedRows, timed_rows
 from redline.bench.reply import reply
-from redline.jobs.latent_prefix import taught
+from redline.jobs.latent_prefix.costs import taught
 from redline.recipe.resolve import DataFacts
-from redline.train.feed import step_batch, to_device
-from redline.train.ready import ready
+from redline.training.step import step_batch, to_device
+from redline.training.trial import ready
 
 
 def contend(request: dict[str, Any]) -> Figures:

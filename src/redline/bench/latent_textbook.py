@@ -25,14 +25,14 @@ from redline.bench.latent_rows import ANCHOR, BEGIN, TimedRows, timed_rows
 from redline.bench.latent_steps import texts_a_second
 from redline.bench.reply import has_room, reply
 from redline.errors import UserError
-from redline.kernels.precision import DTYPES
+from redline.jobs.latent_prefix.costs import WireShape
+from redline.jobs.latent_prefix.data import options_of
+from redline.jobs.latent_prefix.encoder import Wire, word_loss
+from redline.kernels.matmul import DTYPES
 from redline.kernels.softmax_loss import IGNORE
-from redline.models.latent import Wire, word_loss
-from redline.models.llama import inexact
-from redline.objectives.latent_data import options_of
-from redline.plan.batch import BatchPlan
-from redline.plan.shapes import DecoderShape
-from redline.plan.wire import WireShape
+from redline.models.families import inexact
+from redline.planning.batch import BatchPlan
+from redline.planning.shapes import DecoderShape
 from redline.recipe.load import validate
 from redline.recipe.schema import Model, Recipe
 

@@ -20,16 +20,15 @@ from redline.bench.reply import has_room, reply
 from redline.errors import UserError
 from redline.hardware.detect import detect
 from redline.hardware.nvml import Nvml
-from redline.models.llama import inexact, to_config
-from redline.monitor.throughput import Rates, Throughput
-from redline.objectives import objective_module
-from redline.objectives.base import Batch, Objective
-from redline.plan.batch import BatchPlan
+from redline.jobs.objective import Batch, Objective, objective_module
+from redline.models.families import inexact, to_config
+from redline.planning.batch import BatchPlan
 from redline.recipe.load import load
 from redline.recipe.resolve import Resolved, resolve
-from redline.train.feed import Feed, to_device
-from redline.train.kernel_time import kernel_time
-from redline.train.log import peak_memory_gib
+from redline.runs.throughput import Rates, Throughput
+from redline.training.profiling import kernel_time
+from redline.training.step import Feed, to_device
+from redline.training.step_log import peak_memory_gib
 
 MOST_LOGITS = 1 << 31  # compiled kernels index in 32 bits
 PROFILED_STEPS = 3

@@ -20,17 +20,16 @@ from redline.bench.reply import reply
 from redline.bench.setting import beneath
 from redline.errors import UserError
 from redline.hardware.detect import detect
-from redline.objectives.base import Batch
-from redline.objectives.causal_lm import load_data
-from redline.plan.schedule import lr_factor
+from redline.jobs.causal_lm.objective import load_data
+from redline.jobs.objective import Batch
+from redline.planning.schedule import lr_factor
 from redline.recipe.checks import number
 from redline.recipe.load import canonical_keys, nest, parse_overrides, validate
 from redline.recipe.lock import git_state, versions
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 from redline.recipe.schema import Recipe
-from redline.train.feed import Feed, step_batch, to_device
-from redline.train.log import peak_memory_gib
-from redline.train.step import StepBatch
+from redline.training.step import Feed, StepBatch, step_batch, to_device
+from redline.training.step_log import peak_memory_gib
 
 NAME = "nanogpt"
 MICRO = 32  # sequences

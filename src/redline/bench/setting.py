@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from redline.jobs import job
+from redline.jobs.base import job
 from redline.recipe.load import canonical_keys, load, parse_overrides
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from redline.bench.fp8 import not_in_fp8
 from redline.bench.readings import card_figures, data_wait_share, median
 from redline.bench.record import Row
 from redline.bench.setting import UNDISTURBED, Setting
-from redline.jobs import job
+from redline.jobs.base import job
 
 if TYPE_CHECKING:
     from redline.recipe.schema import Recipe
@@ -146,7 +146,7 @@ def _kernels(run: TrainedRun) -> dict[str, Any]:
         return {}
     request = {"recipe": run.lock["recipe"], "facts": run.lock["data"], "profile": PROFILED_STEPS}
     try:
-        answer = ask("redline.train.trial", request)
+        answer = ask("redline.training.trial", request)
     except ChildError as error:
         return {"profile_error": str(error)}
     return {key: answer[key] for key in ("kernel_ms", "kernel_share") if key in answer}

@@ -25,7 +25,7 @@ def ask_trial(resolved: Resolved, facts: DataFacts, *, least_steps: int | None =
     request: dict[str, Any] = {"recipe": resolved.recipe.model_dump(mode="json"), "facts": asdict(facts)}
     if least_steps is not None:
         request["least_steps"] = least_steps
-    command = [sys.executable, "-m", "redline.train.trial"]
+    command = [sys.executable, "-m", "redline.training.trial"]
     try:
         done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:

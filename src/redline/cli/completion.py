@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from redline.cli.options import one_of
-from redline.cli.paths import RUNS
+from redline.runs.summary import RUNS
 
 _BASH = """_redline() {
     local word
@@ -128,7 +128,7 @@ def _recipes_and_keys(rest: list[str], part: str) -> list[str]:
 
 
 def _runs() -> list[str]:
-    from redline.monitor.runs import run_paths
+    from redline.runs.summary import run_paths
 
     found = [path.relative_to(RUNS).as_posix() for path in run_paths(RUNS)]
     return ["latest", *found] if found else []

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from redline.cli.options import JsonOption
-from redline.cli.paths import RUNS
 from redline.errors import EXIT_FAILED
+from redline.runs.summary import RUNS
 
 if TYPE_CHECKING:
-    from redline.hardware.facts import Check
+    from redline.hardware.collect import Check
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -28,8 +28,8 @@ def doctor(
       redline doctor
       redline doctor --probe --json
     """
-    from redline.hardware.checks import all_checks
-    from redline.hardware.gather import gather
+    from redline.hardware.collect import gather
+    from redline.hardware.doctor import all_checks
 
     facts = gather(RUNS, probe=probe)
     checks = all_checks(facts)

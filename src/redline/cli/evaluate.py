@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from redline.cli.options import MOST_TOKENS, DeviceOption, JsonOption, SetOption, WeightsOption, one_of
-from redline.cli.paths import RUNS
 from redline.errors import UsageError
-from redline.evaluate.answers import METRICS
+from redline.evaluate.questions import METRICS
+from redline.runs.summary import RUNS
 from redline.units import format_seconds
 
 if TYPE_CHECKING:
-    from redline.evaluate.answers import Exam
-    from redline.evaluate.held_out import HeldOut
-    from redline.evaluate.latent import Comparison
-    from redline.evaluate.trained import Trained
+    from redline.evaluate.opened_run import Trained
+    from redline.evaluate.questions import Exam, HeldOut
+    from redline.jobs.latent_prefix.evaluate import Comparison
+import os
 
 ModelArgument = Annotated[
     str,
@@ -94,7 +94,7 @@ def evaluate(
         raise UsageError(f"{option} goes with --answers.", fix=f"Give --answers {', '.join(METRICS)}, or leave it out.")
     if text_key is not None and data is None:
         raise UsageError("--text-key goes with --data.", fix="Name the rows: --data FILE; or leave it out.")
-    from redline.evaluate.held_out import held_out_of
+    from redline.evaluate.questions import held_out_of
 
     trained = open_model(
         run,
@@ -141,9 +141,9 @@ def _beside(held: HeldOut | None, trained: Trained) -> dict[str, Any]:
 
 
 def _written(trained: Trained, under: str, count: int, tokens: int, device: str) -> dict[str, Any]:
-    from redline.evaluate.generated import generative_perplexity
-    from redline.monitor.runs import resolve_run
+    from redline.evaluate.questions import generative_perplexity
     from redline.recipe.lock import read_lock
+    from redline.runs.summary import resolve_run
 
     reader, _ = resolve_run(under, RUNS)  # a slip is answered before anything is written
     if (objective := read_lock(reader)["recipe"]["objective"]) != "causal_lm":
@@ -162,7 +162,7 @@ def _written(trained: Trained, under: str, count: int, tokens: int, device: str)
 
 
 def _compare(trained: Trained, kind: str, count: int | None, tokens: int) -> Comparison:
-    from redline.evaluate.latent import compare
+    from redline.jobs.latent_prefix.evaluate import compare
 
     objective: Any = trained.objective
     with _AnswerBar() as bar:
@@ -171,7 +171,7 @@ def _compare(trained: Trained, kind: str, count: int | None, tokens: int) -> Com
 
 
 def _show_comparison(trained: Trained, found: Comparison, json_: bool) -> None:
-    from redline.evaluate.held_out import held_out_of
+    from redline.evaluate.questions import held_out_of
 
     held = held_out_of(trained.objective, trained.training)
     if json_:
@@ -187,7 +187,7 @@ def _show_comparison(trained: Trained, found: Comparison, json_: bool) -> None:
 
 
 def _examine(trained: Trained, kind: str, count: int | None, tokens: int) -> Exam:
-    from redline.evaluate.answers import examine
+    from redline.evaluate.questions import examine
 
     with _AnswerBar() as bar:
         return examine(
@@ -207,7 +207,7 @@ def open_model(
     **how: Any,
 ) -> Trained:
     """A run; where there is none of that name, a model that lies in files or on a hub."""
-    from redline.monitor.runs import resolve_run
+    from redline.runs.summary import resolve_run
 
     notes: list[str] = []
 
@@ -227,10 +227,10 @@ def open_model(
             raise UsageError("--set is for a run.", where=name, fix="Leave it out for a model.") from None
         if text_key is not None:
             raise UsageError("--text-key is for a run that reads texts.", where=name, fix="Leave it out.") from None
-        from redline.evaluate.folder import open_folder
+        from redline.evaluate.opened_run import open_folder
 
         return replace(open_folder(name, base=base, **how), notes=notes)
-    from redline.evaluate.trained import open_trained
+    from redline.evaluate.opened_run import open_trained
 
     trained = open_trained(
         path, selector, weights=weights, base=base, text_key=text_key, answers=answers, settings=settings, **how
@@ -240,7 +240,7 @@ def open_model(
 
 def _may_be_model(name: str) -> bool:
     """It lies here, or is spelt like a hub's owner/name. A slip in runs/NAME, or in another folder's, is none."""
-    from redline.monitor.runs import is_sweep
+    from redline.runs.summary import is_sweep
 
     if not name or is_sweep(Path(name)):
         return False
@@ -295,3 +295,60 @@ class _AnswerBar:
             took = format_seconds(time.monotonic() - self._begun)
             done = "answered" if self.what == "questions" else "wrote"
             typer.echo(f"{done} {self._done:,} {self.what} in {took}", err=True)
+
+
+# ----------------------------------------------------------------------------------------------------
+# redline sample
+
+
+def sample(
+    run: ModelArgument = "latest",
+    prompt: Annotated[str, typer.Option(help="What to continue, or to answer.")] = "",
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Continue the prompt as it stands, not as a question.")
+    ] = False,
+    tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="How many tokens at most.")] = 200,
+    count: Annotated[int, typer.Option(min=1, max=10_000, help="How many continuations.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Only the k most likely tokens.")] = None,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Only the likeliest, up to this total.")] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same text.")] = 0,
+    settings: SetOption = None,
+    base: BaseOption = None,
+    weights: WeightsOption = None,
+    device: DeviceOption = "auto",
+    json_: JsonOption = False,
+) -> None:
+    """Let a model write: continue a text, or answer a question where it was fine-tuned to.
+
+    Examples:
+      redline sample latest --prompt "def "
+      redline sample runs/quickstart-20261115-101500@best --count 3 --temperature 0.7
+      redline sample HuggingFaceTB/SmolLM2-135M-Instruct --prompt "Why is the sky blue?"
+    """
+    from redline.errors import UsageError, UserError
+
+    trained = open_model(run, weights=weights, base=base, device=device, writes_only=True, settings=settings or ())
+    from redline.jobs.objective import Sampling
+
+    how = Sampling(count, tokens, seed, temperature, top_k, top_p)
+    objective = trained.objective
+    objective.tell = lambda text: typer.echo(text, err=True)
+    prompt = os.fsencode(prompt).decode("utf-8", "replace")  # as a terminal would show it
+    samples = objective.continuation(prompt, how) if plain else objective.sample(prompt, how)
+    if not samples and objective.can_answer and not prompt:
+        raise UsageError("there is nothing to answer.", where="--prompt", fix='Ask something: --prompt "…".')
+    if not samples:
+        fix = "Point REDLINE_GPT2 at a tokenizer.json, or put one beside the token files."
+        raise UserError("the tokenizer's files are not here, so tokens cannot be turned into text.", fix=fix)
+    if json_:
+        import json
+
+        rows = [{"prompt": s.prompt, "text": s.text} for s in samples]
+        typer.echo(json.dumps({**trained.about(), "samples": rows}))
+        return
+    for one in samples:
+        typer.secho(one.prompt, bold=True, nl=objective.can_answer and not plain)
+        typer.echo(one.text)
+        if count > 1:
+            typer.echo("—" * 40)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from redline.cli.options import CheckpointArgument, JsonOption, WeightsOption, one_of
-from redline.cli.paths import RUNS
+from redline.runs.summary import RUNS
 
 
 def export(
@@ -37,7 +37,7 @@ def export(
       redline export latest@best --out ./my-model-bf16 --dtype bf16
       redline export my-tuning --out ./my-merged --merged
     """
-    from redline.monitor.runs import resolve_run
+    from redline.runs.summary import resolve_run
     from redline.units import format_bytes, format_count
 
     path, selector = resolve_run(run, RUNS)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from redline import __version__
-from redline.cli.paths import RUNS
+from redline.runs.summary import RUNS
 
 if TYPE_CHECKING:
-    from redline.monitor.events import Event
+    from redline.runs.events import Event
 
 _TAIL = 64 << 10  # bytes of a log: how a run ended stands in its last lines
 _ENDED_EARLY = ("crashed", "preempted", "stopped", "failed")
@@ -77,8 +77,8 @@ def _steps(newest: Newest | None) -> list[tuple[str, str]]:
 
 
 def newest_run(root: Path) -> Newest | None:
-    from redline.monitor.console import one_line
-    from redline.monitor.runs import EVENTS, run_paths, run_status
+    from redline.runs.console import one_line
+    from redline.runs.summary import EVENTS, run_paths, run_status
 
     paths = run_paths(root)
     if not paths:
@@ -89,7 +89,7 @@ def newest_run(root: Path) -> Newest | None:
 
 def _last_events(path: Path) -> list[Event]:
     from redline.cache import regular
-    from redline.monitor.events import parse_event
+    from redline.runs.events import parse_event
 
     try:
         with open(path, "rb", opener=regular) as file:

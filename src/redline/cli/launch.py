@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from redline.cli.options import split_words
-from redline.cli.paths import refuse_too_long
+from redline.runs.summary import refuse_too_long
 
 if TYPE_CHECKING:
     from redline.launch.cluster import Cluster
-    from redline.launch.job import Job
+    from redline.launch.slurm import Job
     from redline.recipe.load import Loaded
 
 
@@ -50,7 +50,7 @@ def launch(
       redline launch pretrain-350m --nodes 2 --gpus-per-node 8 --time 12:00:00
       redline launch qlora-8b data.source=./rows.jsonl --gpus-per-node 4 --time 8h --partition gpu --submit
     """
-    from redline.launch.job import Job, job_name, parse_time
+    from redline.launch.slurm import Job, job_name, parse_time
     from redline.recipe.load import load
 
     name, overrides = split_words(recipe, "launch")
@@ -87,7 +87,7 @@ def _resumed(run: Path | None, name: str | None, overrides: list[str]) -> Loaded
         refuse_too_long(run)
     if run is None or not (run / LOCK).is_file():
         return None
-    from redline.cli.running import due_in
+    from redline.launch.start import due_in
 
     return due_in(run, name, overrides).loaded
 
@@ -95,8 +95,7 @@ def _resumed(run: Path | None, name: str | None, overrides: list[str]) -> Loaded
 def _check_batch(loaded: Loaded, world: int) -> None:
     """Whether so many ranks can share the batch, as far as the recipe has settled it."""
     from redline.errors import Problem, RecipeError
-    from redline.plan.batch import given_batch
-    from redline.plan.parallel import undivided
+    from redline.planning.batch import given_batch, undivided
     from redline.recipe.checks import number
 
     train = loaded.recipe.train
@@ -121,7 +120,7 @@ def _site(file: Path | None, partition: str | None, sbatch: list[str]) -> tuple[
 
 
 def _submit(job: Job) -> None:
-    from redline.launch.submit import submit
+    from redline.launch.slurm import submit
 
     number = submit(job.script(), None if job.cluster.logs is None else Path(job.cluster.logs))
     typer.echo(f"job {number} submitted")

@@ -32,12 +32,16 @@ from redline.cli import (
     recipes,
     report,
     runs,
-    sample,
-    stop,
     train,
     watch,
 )
-from redline.cli.meant import Verbs
+from redline.cli import (
+    evaluate as sample,
+)
+from redline.cli import (
+    runs as stop,
+)
+from redline.cli.suggestions import Verbs
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError, without_secrets
 
 _BY_DEFAULT = signal.default_int_handler

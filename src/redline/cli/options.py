@@ -28,7 +28,7 @@ def split_words(words: list[str] | None, verb: str | None = None) -> tuple[str |
     """
     names = [word for word in words or [] if "=" not in word]
     if verb is not None and names:
-        from redline.cli.meant import refuse_no_recipe
+        from redline.cli.suggestions import refuse_no_recipe
 
         refuse_no_recipe(verb, names)
     if len(names) > 1:
@@ -53,3 +53,11 @@ SetOption = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="How a run that denoises writes: sampler, sampler_steps."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Where runs live.
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tables on a terminal.

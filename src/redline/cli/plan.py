@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from redline.recipe.forecast import Measured
     from redline.recipe.resolve import DataFacts, Resolved
     from redline.recipe.schema import Recipe
+from collections.abc import Mapping
+
+from redline.errors import UsageError, UserError
+from redline.units import format_count, format_seconds, format_usd
 
 
 def _rate(text: str) -> float:
@@ -58,10 +62,9 @@ def plan(
       redline plan quickstart --probe --json
       redline plan pretrain-350m --gpu h100 --gpus 8 --nodes 4 --price 2.5 --figure scaling.svg
     """
-    from redline.cli.plan_scale import check_figure, scale_lines, write_figure
     from redline.data.facts import expected_facts
     from redline.errors import UserError
-    from redline.jobs import job
+    from redline.jobs.base import job
     from redline.recipe.checks import number
     from redline.recipe.forecast import forecast
     from redline.recipe.load import load
@@ -121,7 +124,7 @@ def _complete(recipe: Recipe) -> Recipe:
 
     if recipe.model.base is None or AUTO not in (recipe.model.layers, recipe.model.vocab):
         return recipe
-    from redline.objectives import objective_module
+    from redline.jobs.objective import objective_module
 
     completed: Recipe = objective_module(recipe.objective).complete(recipe, lambda text: typer.echo(text, err=True))
     return completed
@@ -130,10 +133,10 @@ def _complete(recipe: Recipe) -> Recipe:
 def _machine(gpu: str, recipe: Recipe) -> Machine:
     """The card that is named, or the machine at hand."""
     if gpu not in ("auto", "cpu"):
-        from redline.hardware.cards import card
+        from redline.hardware.machine import card
 
         return card(gpu)
-    from redline.hardware.here import cpu_here, machine_here
+    from redline.hardware.machine import cpu_here, machine_here
 
     on_cpu = gpu == "cpu" or recipe.train.device == "cpu"
     known = cpu_here() if on_cpu else machine_here()
@@ -171,14 +174,14 @@ def _share(resolved: Resolved) -> Resolved:
 
 
 def _price(given: float | None, recipe: Recipe) -> float | None:
-    from redline.monitor.monitor import price_of
+    from redline.runs.monitor import price_of
 
     return given if given is not None else price_of(recipe.monitor.price_per_hour)
 
 
 def _caveats(resolved: Resolved, facts: DataFacts, price: float | None) -> list[str]:
     """What the figures leave open."""
-    from redline.monitor.monitor import price_notes
+    from redline.runs.monitor import price_notes
 
     train, found = resolved.recipe.train, []
     if not facts.train_tokens:
@@ -195,8 +198,66 @@ def _caveats(resolved: Resolved, facts: DataFacts, price: float | None) -> list[
 def _show(event: dict[str, Any]) -> None:
     import sys
 
-    from redline.monitor.console import Console
+    from redline.runs.console import Console
 
     console = Console(file=sys.stdout)
     console.event({"type": "plan", **event})
     console.close()
+
+
+# ----------------------------------------------------------------------------------------------------
+# redline plan --gpus N --nodes M: the table of world sizes, and its figure.
+
+
+_HEAD = ("cards", "shared by", "micro × acc.", "ms a step", "waiting", "tokens/s", "of ideal", "time", "cost", "")
+_UNKNOWN = "?"
+
+
+def scale_lines(scaling: Mapping[str, Any]) -> list[str]:
+    """The rows under their heads, then when it stops paying, and what all that rests on."""
+    table = [_HEAD, *(_cells(row) for row in scaling["rows"])]
+    shown = [column for column in zip(*table, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in shown]
+    lines = ["  " + "  ".join(map(str.ljust, cells, widths)).rstrip() for cells in zip(*shown, strict=True)]
+    notes = [scaling["verdict"], *(f"left out: {what}" for what in scaling["left_out"])]
+    if scaling["pays_up_to"] is not None:
+        notes.append("estimates, not measurements: " + ", ".join(scaling["assumptions"]))
+    return ["", *lines, *(f"  {note}" for note in notes)]
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    several = f" ({row['gpus']} × {row['nodes']} nodes)" if row["nodes"] > 1 else ""
+    known = row["tokens_per_s"] is not None
+    return (
+        f"{row['world']}{several}",
+        "" if row["mode"] == "single" else row["mode"],
+        f"{row['micro']} × {row['accumulation']}",
+        f"{row['step_ms']:,.1f}" if known else _UNKNOWN,
+        f"{row['exposed_ms']:,.1f}" if known else _UNKNOWN,
+        format_count(row["tokens_per_s"]) if known else _UNKNOWN,
+        _UNKNOWN if not known else "" if row["efficiency"] is None else f"{row['efficiency']:.0%}",
+        "" if row["hours"] is None else format_seconds(3600 * row["hours"]),
+        "" if row["cost_usd"] is None else format_usd(row["cost_usd"]),
+        "" if row["fits"] else "does not fit by estimate",
+    )
+
+
+def check_figure(path: Path | None, world: int) -> None:
+    """Before anything is planned."""
+    if path is None:
+        return
+    if path.suffix.lower() != ".svg":
+        raise UsageError("the figure is an SVG file.", where="--figure", fix="Give it a name that ends in .svg.")
+    if world == 1:
+        raise UsageError("one card has nothing to scale.", where="--figure", fix="Add --gpus N or --nodes N.")
+
+
+def write_figure(path: Path, scaling: Mapping[str, Any], title: str) -> None:
+    if scaling["pays_up_to"] is None:
+        raise UserError(f"there is nothing to draw: {scaling['verdict']}.", where="--figure")
+    from redline.runs.report.scaling import scaling_svg
+
+    try:
+        path.write_text(scaling_svg(scaling, title), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}.", where=str(path), fix="Choose another place.") from None

@@ -109,7 +109,7 @@ def _report_verified(folder: Path, tokenizer: str, json_: bool) -> None:
 @contextmanager
 def _terminable() -> Iterator[None]:
     """Who asks for room unwinds it like any failure, so that no half-written folder stays."""
-    from redline.train.signals import preempting
+    from redline.training.signals import preempting
 
     previous = {number: signal.signal(number, lambda number, frame: sys.exit(EXIT_FAILED)) for number in preempting()}
     try:

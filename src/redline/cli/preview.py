@@ -13,7 +13,7 @@ from redline.data.preview import Preview, Span
 from redline.errors import UsageError
 
 if TYPE_CHECKING:
-    from redline.data.answers import AnswerReport
+    from redline.jobs.finetune.data import AnswerReport
     from redline.recipe.schema import Recipe
 
 _SHADES = ("black on bright_cyan", "black on bright_yellow")
@@ -52,7 +52,7 @@ def _labelled(span: Span) -> str:
 
 def preview_recipe(recipe: Recipe, count: int) -> None:
     """`redline train … --preview N`."""
-    from redline.objectives import objective_module
+    from redline.jobs.objective import objective_module
 
     if recipe.objective == "finetune":
         return _answers(recipe, count)
@@ -63,8 +63,8 @@ def preview_recipe(recipe: Recipe, count: int) -> None:
 
 def _records(recipe: Recipe, count: int) -> None:
     from redline.cli.progress import PreparationBar
-    from redline.data.answer_preview import preview_records, show_answers
-    from redline.objectives import objective_module
+    from redline.evaluate.preview import preview_records, show_answers
+    from redline.jobs.objective import objective_module
 
     with PreparationBar() as bar:
         data = objective_module(recipe.objective).load_data(recipe, progress=bar)
@@ -78,8 +78,8 @@ def _pairs(recipe: Recipe, count: int) -> None:
     import numpy as np
 
     from redline.cli.progress import PreparationBar
-    from redline.data.latent import cut_bytes
-    from redline.objectives import objective_module
+    from redline.jobs.latent_prefix.data import cut_bytes
+    from redline.jobs.objective import objective_module
 
     job = objective_module(recipe.objective)
     with PreparationBar() as bar:
@@ -98,8 +98,8 @@ def _pairs(recipe: Recipe, count: int) -> None:
 
 def _answers(recipe: Recipe, count: int) -> None:
     from redline.cli.progress import PreparationBar
-    from redline.data.answer_preview import preview_answers, show_answers
-    from redline.objectives import objective_module
+    from redline.evaluate.preview import preview_answers, show_answers
+    from redline.jobs.objective import objective_module
 
     job = objective_module(recipe.objective)
     with PreparationBar() as bar:

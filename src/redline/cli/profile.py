@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from redline.cli.options import JsonOption, split_words
-from redline.cli.paths import RUNS
 from redline.errors import UsageError
+from redline.runs.summary import RUNS
 
 if TYPE_CHECKING:
-    from redline.monitor.breakdown import Breakdown
-    from redline.monitor.memory_history import MemoryHistory
     from redline.recipe.load import Loaded
     from redline.recipe.resolve import Resolved
+    from redline.runs.breakdown import Breakdown, MemoryHistory
 
 _BAR = 20
 
@@ -126,19 +125,19 @@ def _short(name: str, most: int = 90) -> str:
 
 
 def _profile(loaded: Loaded, options: dict[str, Any], folder: Path) -> _Found:
-    from redline.cli.running import environment
+    from redline.launch.start import environment
 
     environment(loaded.recipe)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notes of starting and stopping
     from redline.cache import write_atomically
     from redline.cli.progress import PreparationBar
     from redline.hardware.detect import detect
-    from redline.monitor.breakdown import breakdown
-    from redline.objectives import objective_module
+    from redline.jobs.objective import objective_module
     from redline.recipe.resolve import resolve
-    from redline.train.log import peak_memory_gib
-    from redline.train.profiling import Recording, memory_recorded, profiled
-    from redline.train.ready import Silent, trainer_alone
+    from redline.runs.breakdown import breakdown
+    from redline.training.profiling import Recording, memory_recorded, profiled
+    from redline.training.step_log import peak_memory_gib
+    from redline.training.trial import Silent, trainer_alone
 
     recording = Recording(**options)
 
@@ -178,9 +177,8 @@ def _profile(loaded: Loaded, options: dict[str, Any], folder: Path) -> _Found:
 
 def _best(resolved: Resolved) -> dict[str, float]:
     """By the plan; of a CPU its matmul rate alone is known."""
-    from redline.monitor.breakdown import planned_best
-    from redline.monitor.kernel_classes import MATMUL
     from redline.recipe.forecast import work_of
+    from redline.runs.breakdown import MATMUL, planned_best
 
     best = planned_best({"type": "plan", **resolved.plan_event()})
     if not best and resolved.machine.cpu_flops:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from redline.cli.options import JsonOption
-from redline.cli.paths import whole_run
 from redline.errors import UsageError
+from redline.runs.summary import whole_run
 
 
 def report(
@@ -39,25 +39,25 @@ def report(
     if json_:
         import json
 
-        from redline.monitor.events import only_finite
+        from redline.runs.events import only_finite
 
         typer.echo(json.dumps(only_finite(_data(paths)), default=str, allow_nan=False))
         return
-    from redline.monitor.report import write_report
+    from redline.runs.report.page import write_report
 
     if len(paths) == 1:
         typer.echo(str(write_report(paths[0], out)))
         return
-    from redline.monitor.comparison_page import write_comparison
+    from redline.runs.report.compare import write_comparison
 
     typer.echo(str(write_comparison(paths, out)))
 
 
 def _data(paths: list[Path]) -> object:
     if len(paths) == 1:
-        from redline.monitor.report import report_data
+        from redline.runs.report.page import report_data
 
         return report_data(paths[0])
-    from redline.monitor.comparison_page import comparison_data
+    from redline.runs.report.compare import comparison_data
 
     return comparison_data(paths)

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from redline.cli.options import JsonOption
-from redline.cli.paths import RUNS
-from redline.cli.tables import print_whole
 from redline.errors import UsageError
-from redline.monitor.console import one_line
-from redline.monitor.runs import RunSummary, find_runs
+from redline.runs.console import one_line, print_whole
+from redline.runs.summary import RUNS, RunSummary, find_runs
 from redline.units import format_bytes, format_seconds, format_usd
 
 if TYPE_CHECKING:
-    from redline.train.prune import Pruned
+    from redline.training.checkpoint import Pruned
+import shlex
+
+from redline.cli.options import RunArgument
+from redline.runs.summary import whole_run
 
 app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
@@ -104,9 +106,9 @@ def prune(
       redline runs prune --dry-run
       redline runs prune --keep last --yes
     """
-    from redline.monitor.runs import run_paths
-    from redline.train.prune import plan_prune
-    from redline.train.prune import prune as remove
+    from redline.runs.summary import run_paths
+    from redline.training.checkpoint import plan_prune
+    from redline.training.checkpoint import prune as remove
 
     rule = int(keep) if keep.isdigit() else keep
     plans = [plan_prune(run, rule) for run in run_paths(RUNS)]
@@ -145,3 +147,28 @@ def _show(pruned: list[Pruned], verb: str) -> None:
         if one.reason:
             typer.echo(f"{one.run}  left alone: it {one.reason}")
     typer.echo(f"{verb} {format_bytes(sum(one.bytes for one in pruned))}")
+
+
+# ----------------------------------------------------------------------------------------------------
+# redline stop
+
+
+def stop(run: RunArgument = "latest") -> None:
+    """Ask a run to finish its step, save and stop. Works across machines that share the directory.
+
+    Examples:
+      redline stop latest
+      redline stop runs/pretrain-350m-20261115-101500
+    """
+    from redline.errors import UserError
+    from redline.runs.summary import is_locked, stop_request_path
+
+    path = whole_run(run)
+    if not is_locked(path):
+        raise UserError("is not running.", where=str(path), fix="`redline runs` shows what is.")
+    try:
+        stop_request_path(path).touch()
+    except OSError as error:
+        fix = "Ask its owner to stop it."
+        raise UserError(f"cannot be written ({error.strerror}).", where=str(path), fix=fix) from None
+    typer.echo(f"asked {path} to save and stop; go on later with: redline train --resume {shlex.quote(str(path))}")

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from redline.cli.options import split_words
-from redline.cli.target import Target, read_target, restart_warning
 from redline.errors import UsageError
+from redline.launch.start import Target, read_target, restart_warning
 
 
 def train(
@@ -82,11 +82,11 @@ def train(
         from redline.cli.preview import preview_recipe
 
         return preview_recipe(loaded.recipe, preview)
-    from redline.cli.running import fresh_run, new_run
-    from redline.cli.together import ended
+    from redline.launch.session import ended
+    from redline.launch.start import fresh_run, new_run
 
     if not dry_run and _by_others(gpus or 1, supervise):
-        from redline.cli.supervised import train_supervised
+        from redline.launch.processes import train_supervised
 
         path = fresh_run(loaded, run)
         words = ["train", name, *overrides, "--run", str(path), "--continue"]
@@ -106,11 +106,11 @@ def _again(supervise: bool) -> bool:
 
 
 def _resume(name: str, overrides: list[str], gpus: int, *, supervise: bool, dry_run: bool) -> int:
-    from redline.cli.running import resumable, resume_run
-    from redline.cli.together import ended
+    from redline.launch.session import ended
+    from redline.launch.start import resumable, resume_run
 
     if not dry_run and _by_others(gpus, supervise):
-        from redline.cli.supervised import train_supervised
+        from redline.launch.processes import train_supervised
 
         path, loaded = resumable(name, overrides)
         words = ["train", "--resume", str(path), *overrides]
@@ -119,11 +119,11 @@ def _resume(name: str, overrides: list[str], gpus: int, *, supervise: bool, dry_
 
 
 def _continue(given: str | None, overrides: list[str], run: Path, gpus: int, *, supervise: bool, dry_run: bool) -> int:
-    from redline.cli.running import continue_run, due_in
-    from redline.cli.together import ended
+    from redline.launch.session import ended
+    from redline.launch.start import continue_run, due_in
 
     if not dry_run and _by_others(gpus, supervise):
-        from redline.cli.supervised import train_supervised
+        from redline.launch.processes import train_supervised
 
         due = due_in(run, given, overrides)
         words = ["train", *([given] if given else []), *overrides, "--run", str(run), "--continue"]
@@ -132,10 +132,10 @@ def _continue(given: str | None, overrides: list[str], run: Path, gpus: int, *, 
 
 
 def _sweep(name: str, overrides: list[str], options: list[str], run: Path | None, *, dry_run: bool) -> int:
-    from redline.cli.paths import refuse_unreadable
-    from redline.cli.running import fresh_name
-    from redline.cli.sweep import Sweep, parse_axes, run_sweep
+    from redline.launch.start import fresh_name
+    from redline.launch.sweep import Sweep, parse_axes, run_sweep
     from redline.recipe.load import find_recipe
+    from redline.runs.summary import refuse_unreadable
 
     sweep = Sweep(name, overrides, parse_axes(options, overrides))
     directory = run or fresh_name(find_recipe(name).stem, "-sweep")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from redline.cli.options import JsonOption
-from redline.cli.paths import RUNS, whole_run
 from redline.errors import EXIT_INTERRUPTED, UsageError
+from redline.runs.summary import RUNS, whole_run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,8 +50,7 @@ def watch(
 def _snapshots(named: list[Path], json_: bool) -> None:
     import time
 
-    from redline.monitor.live.snapshot import snapshot
-    from redline.monitor.live.watched import WatchedRun
+    from redline.runs.live.watch import WatchedRun, snapshot
 
     taken = [snapshot(WatchedRun(path, path.name), time.time()) for path in named]
     if json_:
@@ -63,9 +62,8 @@ def _snapshots(named: list[Path], json_: bool) -> None:
 
 
 def _serve(named: list[Path], host: str, port: int | None, token: bool) -> None:
-    from redline.monitor.live.server import open_server
-    from redline.monitor.live.tunnel import ssh_line
-    from redline.monitor.live.watched import Watch
+    from redline.runs.live.server import open_server, ssh_line
+    from redline.runs.live.watch import Watch
 
     server, address = open_server(Watch(RUNS, named), host, port, token)
     typer.echo(f"watching  {' '.join(map(str, named)) or f'{RUNS}/, also what begins later'}")

@@ -17,7 +17,7 @@ from redline.data.index import Index
 from redline.data.mixture import turns, window_index, window_mixture_key
 from redline.data.origin import EMBEDDED, Reading, holds_tokens, prepared_folder, shared_tokenizer
 from redline.data.prepare import prepare_cached, tokenizer_for
-from redline.data.progress import Progress, ProgressCallback
+from redline.data.read_stats import Progress, ProgressCallback
 from redline.data.shards import check_shard
 from redline.data.stream import StreamIndex, StreamSplit, StreamState, TokenStream, read_state
 from redline.data.tokenizer import Tokenizer, load_tokenizer, trained_size

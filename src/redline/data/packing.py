@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+IGNORE = -100  # a target that adds nothing to the loss; equal to kernels.softmax_loss.IGNORE
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 

@@ -17,11 +17,10 @@ import numpy as np
 from redline.cache import atomic_dir, discard_dir, write_atomically, writing
 from redline.data.encode import default_workers, encode_pieces
 from redline.data.origin import EMBEDDED, SCHEMA, Reading, holds_tokens, prepared_folder
-from redline.data.progress import Progress, ProgressCallback
+from redline.data.read_stats import Progress, ProgressCallback, Tally, nothing_to_train_on
 from redline.data.shards import ShardWriter, TokenFile, token_dtype
 from redline.data.sources import AnyDocument, source_bytes, source_documents
 from redline.data.splits import TRAIN, VAL, Piece, cut_pieces, split_documents, without_duplicates
-from redline.data.tally import Tally, nothing_to_train_on
 from redline.data.tokenizer import Tokenizer, load_tokenizer
 from redline.data.tokens import TokenData, data_fingerprint, open_tokens, sealed
 from redline.errors import UserError

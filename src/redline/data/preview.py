@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from redline.data.origin import Reading
+from redline.data.read_stats import Tally
 from redline.data.sources import source_documents
 from redline.data.splits import TRAIN, cut_pieces, split_documents, without_duplicates
-from redline.data.tally import Tally
 from redline.data.tokenizer import Tokenizer
 
 _MOST_TOKENS = 400

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from redline.data.filetext import COMPRESSED, opened
-from redline.data.tally import Tally
-from redline.data.text import Document, SourceFile
+from redline.data.origin import EMBEDDED, DatasetId, dataset_id
+from redline.data.read_stats import Tally
+from redline.data.text import COMPRESSED, Document, SourceFile, opened, text_files
 from redline.errors import UserError, install_hint
 
 JSON_LINES = (".jsonl", ".ndjson")
@@ -143,3 +145,120 @@ def _pyarrow_parquet(file: SourceFile) -> Any:
         fix = f"Install it: {install_hint('data')}; or convert the file to JSONL."
         raise UserError("reading Parquet needs the pyarrow package.", where=str(file.path), fix=fix) from None
     return pq
+
+
+# ----------------------------------------------------------------------------------------------------
+# Datasets of a hub by their id, row by row as they arrive, through the optional `datasets` package.
+
+
+_OFFLINE = ("OfflineModeIsEnabled", "ConnectionError", "ConnectTimeout", "ReadTimeout", "LocalEntryNotFoundError")
+_UNKNOWN = ("DatasetNotFoundError", "RepositoryNotFoundError", "RevisionNotFoundError")
+
+
+def hub_documents(source: str, dataset: DatasetId, text_key: str, tally: Tally) -> Iterator[Document]:
+    rows = open_dataset(source, dataset)
+    while True:
+        try:
+            row = next(rows, None)
+        except Exception as error:  # the package, the network and each file format raise their own kinds
+            raise dataset_error(source, dataset, error) from None
+        if row is None:
+            return
+        if not tally.rows and text_key not in row:
+            what = f"there is no column {text_key!r}; the columns are {', '.join(row)}."
+            raise UserError(what, where=source, fix="Name the one that holds the text with data.text_key (--text-key).")
+        tally.rows += 1
+        place = f"{source}:{tally.rows}"
+        text = usable_text(row, text_key, place, tally)
+        if text is not None:
+            yield Document(place, text)
+
+
+def open_dataset(source: str, dataset: DatasetId) -> Iterator[dict[str, Any]]:
+    try:
+        import datasets
+    except ImportError:
+        what = "is no file or folder here, and reading it as a dataset id needs the datasets package."
+        raise UserError(what, where=source, fix=f"Check the path, or install it: {install_hint('data')}.") from None
+    try:
+        opened = datasets.load_dataset(dataset.name, dataset.config, split=dataset.split, streaming=True)
+        return iter(opened)
+    except Exception as error:
+        raise dataset_error(source, dataset, error) from None
+
+
+def dataset_error(source: str, dataset: DatasetId, error: Exception) -> UserError:
+    """What the package's error means to the one who typed the id."""
+    names = {kind.__name__ for one in _chain(error) for kind in type(one).__mro__}
+    text = " ".join(str(one) for one in _chain(error))
+    if "GatedRepoError" in names or "gated" in text:
+        fix = "Accept its terms on its page, then log in: `hf auth login`, or set HF_TOKEN."
+        return UserError("this dataset is gated: its owner wants to know who reads it.", where=source, fix=fix)
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") or names & {*_OFFLINE}:
+        fix = "Go online (and unset HF_HUB_OFFLINE), or give a path to files on this machine."
+        return UserError("is no file or folder here, and the hub cannot be reached for it.", where=source, fix=fix)
+    if names & {*_UNKNOWN}:
+        fix = "Check the spelling (owner/name); a private one needs HF_TOKEN."
+        return UserError("is no file or folder here, and no dataset of that name is on the hub.", where=source, fix=fix)
+    first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
+    fix = "An id is written owner/name:config@split."
+    return UserError(f"the dataset {dataset.name} cannot be read: {first_line.rstrip('.')}.", where=source, fix=fix)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and what caused it."""
+    one: BaseException | None = error
+    while one is not None:
+        yield one
+        one = one.__cause__ or one.__context__
+
+
+# ----------------------------------------------------------------------------------------------------
+# The rows of a source that holds tables: a file, a folder of them, or a dataset of a hub.
+
+
+_AS_LINES = "One object a line, in a file that ends with .jsonl (also .gz, .zst); `jq -c '.[]'` turns a list into it."
+
+
+def source_rows(source: str, tally: Tally, fields: Sequence[str], *, fix: str, instead: str) -> Iterator[Row]:
+    """Every row, counted; of Parquet the columns among `fields` alone. `fix` says what a row must have; `instead`, what
+    to name in place of running text."""
+    if source == EMBEDDED:
+        what = "the embedded corpus is running text, without questions and answers."
+        raise UserError(what, where="data.source", fix=f"{instead} {fix}")
+    if dataset := dataset_id(source):
+        return _dataset_rows(source, dataset, tally)
+    return _file_rows(Path(source).expanduser(), tally, fields, fix)
+
+
+def _dataset_rows(source: str, dataset: DatasetId, tally: Tally) -> Iterator[Row]:
+    rows = open_dataset(source, dataset)
+    while True:
+        try:
+            row = next(rows, None)
+        except Exception as error:  # the package, the network and each file format raise their own kinds
+            raise dataset_error(source, dataset, error) from None
+        if row is None:
+            return
+        tally.rows += 1
+        yield f"{source}:{tally.rows}", row
+
+
+def _file_rows(path: Path, tally: Tally, fields: Sequence[str], fix: str) -> Iterator[Row]:
+    def columns(names: list[str]) -> list[str]:
+        if chosen := [name for name in names if name in fields]:
+            return chosen
+        raise UserError(f"none of the known columns; there are {', '.join(names)}.", where=str(file.path), fix=fix)
+
+    files = text_files(path)
+    for file in files:
+        kind = table_kind(file)
+        if kind == ".jsonl":
+            yield from json_rows(file, tally, f"Write one JSON object a line. {fix}")
+        elif kind == ".parquet":
+            yield from parquet_rows(file, tally, columns)
+        else:  # a licence or a page about the data beside them
+            tally.binary_file(file.name, "neither JSONL nor Parquet")
+    if tally.binary_files == len(files):
+        what = "neither JSONL nor Parquet." if path.is_file() else "the folder holds neither JSONL nor Parquet."
+        raise UserError(what, where=str(path), fix=f"{_AS_LINES} {fix}")

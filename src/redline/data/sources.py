@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from redline.data.filetext import BINARY, LongDocument, NotTextError, read_document
-from redline.data.hub import hub_documents
 from redline.data.origin import EMBEDDED, TEXT_KEY, dataset_id
-from redline.data.rows import json_documents, parquet_documents, table_kind
-from redline.data.tally import Tally
-from redline.data.text import EMBEDDED_BYTES, Document, SourceFile, embedded_documents, text_files
+from redline.data.read_stats import Tally
+from redline.data.rows import hub_documents, json_documents, parquet_documents, table_kind
+from redline.data.text import (
+    BINARY,
+    EMBEDDED_BYTES,
+    Document,
+    LongDocument,
+    NotTextError,
+    SourceFile,
+    embedded_documents,
+    read_document,
+    text_files,
+)
 from redline.errors import UserError
 
 AnyDocument = Document | LongDocument

@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from redline.data.filetext import LongDocument, cut_tail
+from redline.data.read_stats import Seen, Tally
 from redline.data.sources import AnyDocument
-from redline.data.tally import Seen, Tally
-from redline.data.text import Document, is_validation
+from redline.data.text import Document, LongDocument, cut_tail, is_validation
 from redline.errors import UserError
 
 TRAIN, VAL = "train", "val"

@@ -112,7 +112,7 @@ class TokenStream:
                 return
             with writing(self.folder):  # over there nothing could be said about it
                 self.folder.mkdir(parents=True, exist_ok=True)
-            command = [sys.executable, "-m", "redline.data.background"]
+            command = [sys.executable, "-m", "redline.data.stream_writer"]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=subprocess.DEVNULL, start_new_session=True)
             assert self._process.stdin is not None

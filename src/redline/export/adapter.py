@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from redline.cache import cache_dir
-from redline.models.frozen import FrozenMatrix
-from redline.models.llama import names
-from redline.models.lora import LoraLinear
+from redline.jobs.objective import OnBase
+from redline.models.adapters import FrozenMatrix, LoraLinear
+from redline.models.families import names
 from redline.models.pretrained import Base
-from redline.objectives.base import OnBase
-from redline.plan.adapters import TARGETS, Adapter, matrix_sides
-from redline.plan.shapes import DecoderShape
+from redline.planning.shapes import TARGETS, Adapter, DecoderShape, matrix_sides
 from redline.recipe.schema import Lora
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model", "adapter_config.json"

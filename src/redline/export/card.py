@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from redline.errors import cleaned
-from redline.monitor.events import EventList, number, read_events, section
-from redline.monitor.runs import EVENTS, last_number
+from redline.runs.events import EventList, number, read_events, section
+from redline.runs.summary import EVENTS, last_number
 from redline.units import format_count, format_seconds
 
 CARD = "README.md"
@@ -134,3 +134,171 @@ def resolved_recipe(lock: Mapping[str, Any]) -> str:
 
 def bullets(facts: Mapping[str, Any]) -> str:
     return "\n".join(f"- {name}: {value}" for name, value in facts.items() if value is not None)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The card of what was tuned on a base: which base that is, what was learnt, how well, and how to load the two.
+
+
+_PROMPTS = {
+    True: 'chat = [{"role": "user", "content": "What is it?"}]\n'
+    "prompt = tokenizer.apply_chat_template(\n"
+    '    chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"\n)\n',
+    False: 'prompt = tokenizer("What is it?\\n", return_tensors="pt", return_token_type_ids=False)\n',
+}
+
+
+def tuned_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], *, template: bool) -> str:
+    """README.md, with the front matter that model hubs read. `exported` is what redline.json says."""
+    events = read_events(run / EVENTS)
+    is_adapter = exported["form"] == "adapter"
+    front = {
+        "library_name": "peft" if is_adapter else "transformers",
+        # Model hubs reject a card whose base_model is not one of their ids.
+        **({"base_model": known} if (known := exported["base"]["hub_id"]) else {}),
+        "pipeline_tag": "text-generation",
+        "tags": ["redline", str(exported["objective"]), str(exported["method"]), str(exported["model_type"])],
+    }
+    options = section(section(lock, "recipe"), "finetune")
+    entries = section(lock, "data").get("vocab_size")
+    facts = {
+        **data_facts(events, lock, exported["step"]),
+        "tokenizer": f"the base's, {entries} entries",
+        "the loss was of": options.get("learn"),
+    }
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# {lock['recipe_name']}, step {exported['step']:,}",
+        _adapter_summary(lock, exported),
+        "## Its base\n" + bullets(_base(lock, exported)),
+        "## How to load it\n" + _adapter_loading(exported, template),
+        "## What it learnt from\n" + bullets(facts),
+        "## How well\n" + quality(events, exported),
+        "## Limits\n" + _adapter_limits(lock),
+        "## How it was made\n" + bullets(making(events, lock, exported)),
+        f"The recipe, as it was resolved:\n\n```yaml\n{resolved_recipe(lock)}```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _adapter_summary(lock: Mapping[str, Any], exported: Mapping[str, Any]) -> str:
+    base, kind = f"`{exported['base']['name']}`", f"in {exported['dtype']} as `{exported['class']}`"
+    held = "the moving average of the weights" if exported["weights"] == "ema" else "the weights"
+    if exported["form"] == "adapter":
+        what = f"{_adapters(lock)} for {base}. This folder holds {held} in {exported['dtype']}, and not the base."
+        return what[0].upper() + what[1:]
+    if exported["form"] == "merged":
+        return f"{base} with {_adapters(lock)} merged into it. This folder holds {held} {kind}."
+    return f"{base}, trained on with all of its weights. This folder holds {held} {kind}."
+
+
+def _adapters(lock: Mapping[str, Any]) -> str:
+    count = number(section(lock, "parameters"), "trainable") or 0
+    lora = section(section(section(lock, "recipe"), "model"), "lora")
+    where = ", ".join(map(str, lora.get("target_modules") or ()))
+    width = f"rank {lora.get('r')}, alpha {lora.get('alpha'):g}{', rank-stabilised' if lora.get('rslora') else ''}"
+    return f"low-rank adapters of {format_count(count)} parameters ({width}, on {where})"
+
+
+def _base(lock: Mapping[str, Any], exported: Mapping[str, Any]) -> dict[str, Any]:
+    base, origin = exported["base"], section(lock, "init_from")
+    begun = f"the weights of run `{origin.get('run_id')}` at step {origin.get('step')}" if origin else None
+    return {
+        "base": f"`{base['name']}`" + (f", revision `{base['revision']}`" if base["revision"] else ""),
+        "fingerprint of its weights": f"`{base['fingerprint']}`",
+        "weights": "unpacked from a quantised .gguf copy; those on the hub differ by the quantisation error"
+        if base["hub_id"] and base.get("unpacked_from_gguf")
+        else None,
+        "in training": _in_training(exported),
+        "in this folder": _in_folder(exported),
+        "the run began with": begun,
+    }
+
+
+def _in_training(exported: Mapping[str, Any]) -> str:
+    quantised = exported["quantisation"]
+    if not quantised:
+        return "as it is stored" + (", and learning" if exported["method"] == "full" else "")
+    return f"in NF4{', doubly quantised' if quantised['double'] else ''}"
+
+
+def _in_folder(exported: Mapping[str, Any]) -> str | None:
+    """Which weights the adapters were added to."""
+    if exported["form"] != "merged" or not exported["quantisation"]:
+        return None
+    if (difference := exported.get("quantisation_difference")) is None:
+        return "dequantised from NF4: what the adapters were trained against, and not the original weights"
+    return (
+        f"the original weights, and not what the adapters were trained against: NF4 differs from them by "
+        f"{difference:.2%} (the norm of the difference over the norm of what was quantised)"
+    )
+
+
+def _adapter_loading(exported: Mapping[str, Any], template: bool) -> str:
+    stops = ""
+    if exported["form"] == "adapter":
+        imports = (
+            "from peft import PeftModel\n"
+            "from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig\n"
+        )
+        # peft takes the generation settings from the base, which may not stop at the chat template's end mark.
+        model = (
+            f"base = AutoModelForCausalLM.from_pretrained({_base_arguments(exported['base'])})\n"
+            'model = PeftModel.from_pretrained(base, "PATH-OF-THIS-FOLDER")\n'
+            'stops = GenerationConfig.from_pretrained("PATH-OF-THIS-FOLDER")\n'
+        )
+        stops = ", generation_config=stops"
+    else:
+        imports = "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        model = 'model = AutoModelForCausalLM.from_pretrained("PATH-OF-THIS-FOLDER")\n'
+    code = (
+        f"{imports}\n"
+        'tokenizer = AutoTokenizer.from_pretrained("PATH-OF-THIS-FOLDER")\n'
+        f"{model}{_PROMPTS[template]}"
+        f"answer = model.generate(**prompt{stops}, max_new_tokens=100)[0, prompt.input_ids.shape[1] :]\n"
+        "print(tokenizer.decode(answer, skip_special_tokens=True))\n"
+    )
+    return f"```python\n{code}```" + _where_the_base_is(exported) + _in_four_bits(exported)
+
+
+def _base_arguments(base: Mapping[str, Any]) -> str:
+    """Return the arguments of `from_pretrained` that load the base, as Python source."""
+    if not base["hub_id"]:
+        return '"PATH-OF-THE-BASE"'
+    return json.dumps(base["hub_id"]) + (f", revision={json.dumps(base['revision'])}" if base["revision"] else "")
+
+
+def _where_the_base_is(exported: Mapping[str, Any]) -> str:
+    """Explain the name of a base that has no hub id."""
+    base = exported["base"]
+    if exported["form"] != "adapter" or base["hub_id"]:
+        return ""
+    return (
+        f"\n\nThe base was a local folder, so `adapter_config.json` calls it `{base['name']}`: peft finds it when the "
+        "working directory contains a folder of that name. If the base is elsewhere, or on a model hub, set "
+        "`base_model_name_or_path` there to its path or id. It has to have the fingerprint above; "
+        "`redline export RUN --out DIR --base OWNER/NAME` checks that and writes the id."
+    )
+
+
+def _in_four_bits(exported: Mapping[str, Any]) -> str:
+    quantised = exported["quantisation"]
+    if exported["form"] != "adapter" or not quantised:
+        return ""
+    return (
+        "\n\nThe adapters were trained beside the base in NF4. On the base as it is stored, the answers differ by "
+        "the quantisation's error; for what was trained, load it with "
+        "`quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
+        f'bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={quantised["double"]})`.'
+    )
+
+
+def _adapter_limits(lock: Mapping[str, Any]) -> str:
+    length = section(section(lock, "recipe"), "data").get("seq_len")
+    limits = [
+        f"It was tuned on sequences of at most {length} tokens; what it does beyond that was not tried.",
+        "It answers in the way of the rows above, and what it knows is the base's. It can be wrong, offensive, or "
+        "repeat its training text word for word, and whatever the base refuses it may have unlearnt to refuse.",
+        "The base's licence holds for it too, and so do the licence and the biases of the rows.",
+    ]
+    return "\n".join(f"- {limit}" for limit in limits)

@@ -19,8 +19,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from redline.errors import UserError
-from redline.kernels.precision import DTYPES
-from redline.train.checkpoint import file_digest
+from redline.kernels.matmul import DTYPES
+from redline.training.checkpoint import file_digest
 
 SHARD = 5_000_000_000  # bytes of values in a file, as is usual on model hubs
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

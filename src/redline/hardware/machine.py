@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from redline.errors import UsageError, did_you_mean
 from redline.hardware.host import available_cores, compiler, cpu_name, host_memory_bytes
-from redline.hardware.measured import Measured
-from redline.hardware.specs import GpuSpec, spec_of
+from redline.hardware.measured import Measured, cpu_key, gpu_key, recall_rates, torch_version
+from redline.hardware.nvml import first_card
+from redline.hardware.specs import SPECS, GpuSpec, spec_of
+from redline.units import GIB
 
 
 @dataclass(frozen=True)
@@ -63,3 +66,42 @@ def gpu_machine(name: str, memory_bytes: int, capability: tuple[int, int], measu
         fast_bf16=capability >= (8, 0),
         measured=measured,
     )
+
+
+# ----------------------------------------------------------------------------------------------------
+# The machine at hand, asked without torch: for what must answer at once.
+
+
+def machine_here() -> Machine | None:
+    """The first visible GPU, else the CPU as it was measured; None when it was not yet: `detect` measures it."""
+    card = None if torch_version().endswith("+cpu") else first_card()  # a torch for CPUs sees no GPU
+    if card is not None:
+        measured = recall_rates(gpu_key(card.name, card.driver))
+        return gpu_machine(card.name, card.memory_bytes, card.capability, measured)
+    return cpu_here()
+
+
+def cpu_here() -> Machine | None:
+    measured = recall_rates(cpu_key())
+    return cpu_machine(measured) if measured else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Cards by name, for planning a run on one that is not here.
+
+
+_CORES = 16  # of the machine around it; the plan uses it for nothing but loader threads
+
+
+def card(name: str) -> Machine:
+    """The machine that a card of the table makes."""
+    spec = SPECS.get(name.lower())
+    if spec is None:
+        hint = did_you_mean(name, SPECS) or f"Known: auto, cpu, {', '.join(SPECS)}."
+        raise UsageError(
+            f"no figures are known for a {name!r}.",
+            where="--gpu",
+            fix=f"{hint} On the card itself use --gpu auto with --probe, which measures it.",
+        )
+    bf16 = spec.capability >= (8, 0)
+    return Machine("cuda", spec.name, int(spec.memory_gib * GIB), _CORES, spec.capability, fast_bf16=bf16)

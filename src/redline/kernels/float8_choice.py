@@ -5,19 +5,56 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from redline.errors import UserError
+from redline.errors import UserError, install_hint
 from redline.hardware.measured import FLOAT8, gpu_key, keep, recall
 from redline.hardware.nvml import driver_version
-from redline.kernels.float8 import MULTIPLE, Scale, input_gradient8, linear8, quantise, weight_gradient8
-from redline.kernels.float8_mean import mean_correction
+from redline.kernels.float8 import (
+    MULTIPLE,
+    Scale,
+    input_gradient8,
+    linear8,
+    mean_correction,
+    quantise,
+    weight_gradient8,
+)
 from redline.kernels.matmul import weight_gradient
 from redline.kernels.timing import kernel_ms
-from redline.kernels.torchao_linear import float8_linear, missing
+
+# ----------------------------------------------------------------------------------------------------
+# Linear layers in fp8 by torchao, for the blocks that torch.compile fuses: dynamic scales, one per tensor.
+
+
+Float8Linear = Callable[[Tensor, Tensor], Tensor]
+
+
+def missing() -> str:
+    """Why torchao cannot serve; empty when it can."""
+    return "" if find_spec("torchao") is not None else f"torchao is not installed ({install_hint('fp8')})"
+
+
+def float8_linear() -> Float8Linear:
+    """x·Wᵀ whose three matmuls run in fp8, for a weight of any precision."""
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear as Module
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+    with torch.device("meta"):
+        like = nn.Linear(16, 16, bias=False)
+    config = Float8LinearConfig()
+    how = Module.from_float(like, config).linear_mm_config
+
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        out: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.to(x.dtype).t(), how, config)
+        return out
+
+    return linear
+
 
 CAST = ("out", "head")  # native: their inputs come from kernels that know no fp8
 Shapes = dict[str, tuple[int, int, int]]  # linear → tokens, width of its input and of its output

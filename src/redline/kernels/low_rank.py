@@ -47,7 +47,7 @@ def narrow(x_NI: Tensor, a_RI: Tensor, dropped: Dropped | None, unscale: Tensor 
     """dropped(x)·Aᵀ [N, R] in x's dtype, or in bf16 where x is in fp8; summed in float32."""
     assert x_NI.dtype in (a_RI.dtype, _EIGHT)
     if x_NI.is_cuda:
-        from redline.kernels import low_rank_triton
+        from redline.kernels.triton import low_rank as low_rank_triton
 
         return low_rank_triton.narrow(x_NI, a_RI, dropped, unscale)
     return reference_narrow(x_NI, a_RI, dropped, unscale)
@@ -57,7 +57,7 @@ def narrow_gradient(grad_NR: Tensor, x_NI: Tensor, dropped: Dropped | None, unsc
     """The gradient of A [R, I]: gradᵀ·dropped(x), in float32."""
     assert x_NI.dtype in (grad_NR.dtype, _EIGHT)
     if x_NI.is_cuda:
-        from redline.kernels import low_rank_triton
+        from redline.kernels.triton import low_rank as low_rank_triton
 
         return low_rank_triton.narrow_gradient(grad_NR, x_NI, dropped, unscale)
     return reference_narrow_gradient(grad_NR, x_NI, dropped, unscale)
@@ -67,7 +67,7 @@ def spread(grad_NR: Tensor, a_RI: Tensor, dropped: Dropped | None, out_NI: Tenso
     """The gradient of x [N, I]: dropped(grad·A), in grad's dtype, or added to `out`, rounded once."""
     assert grad_NR.dtype == a_RI.dtype
     if grad_NR.is_cuda:
-        from redline.kernels import low_rank_triton
+        from redline.kernels.triton import low_rank as low_rank_triton
 
         return low_rank_triton.spread(grad_NR, a_RI, dropped, out_NI)
     return reference_spread(grad_NR, a_RI, dropped, out_NI)

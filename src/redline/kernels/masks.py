@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from redline.plan.layout import Layout
+from redline.planning.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -18,3 +18,11 @@ def weight_gradient(gradient_NO: Tensor, input_NI: Tensor, parts: int = 1) -> Te
         return total
     product = gradient_NO.T @ input_NI
     return product.float() if product.dtype in (torch.bfloat16, torch.float16) else product
+
+
+# ----------------------------------------------------------------------------------------------------
+# Names of compute precisions.
+
+
+# in fp8 the matmuls alone are in eight bits
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}

@@ -9,7 +9,7 @@ from torch import Tensor
 def mix(x: Tensor, delta: Tensor, state: Tensor, weight: Tensor) -> Tensor:
     """x + delta + weight·state, rounded once; the weight is one number on the device."""
     if x.is_cuda:
-        from redline.kernels import mix_triton
+        from redline.kernels.triton import mix as mix_triton
 
         return mix_triton.mix(x, delta, state, weight)
     return reference_mix(x, delta, state, weight)
@@ -18,7 +18,7 @@ def mix(x: Tensor, delta: Tensor, state: Tensor, weight: Tensor) -> Tensor:
 def mix_backward(grad: Tensor, state: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the state and, in float32, of the weight; those of x and delta are `grad` itself."""
     if grad.is_cuda:
-        from redline.kernels import mix_triton
+        from redline.kernels.triton import mix as mix_triton
 
         return mix_triton.mix_backward(grad, state, weight)
     return reference_mix_backward(grad, state, weight)

@@ -26,7 +26,7 @@ def nesterov_(
 ) -> tuple[Tensor, Tensor]:
     """Moves the momentum towards gradient/divisor; Nesterov's sum [N, R, C] (bf16 on a GPU), its squared norms [N]."""
     if by_triton(momentum_NRC.device):
-        from redline.kernels import muon_triton
+        from redline.kernels.triton import muon as muon_triton
 
         return muon_triton.nesterov_(gradients, momentum_NRC, divisor, bad, beta)
     total, squares = reference_nesterov_(gradients, momentum_NRC, divisor, bad, beta)
@@ -45,7 +45,7 @@ def descend_(
 ) -> None:
     """weight ← weight·(1 − decay) − rate·scale·update; a cautious one decays only where both have one sign."""
     if by_triton(update_NRC.device):
-        from redline.kernels import muon_triton
+        from redline.kernels.triton import muon as muon_triton
 
         muon_triton.descend_(weights, update_NRC, scales_NR, bad, rate=rate, decay=decay, cautious=cautious)
         return
@@ -78,3 +78,45 @@ def reference_descend_(
     after = torch.where(bad > 0, before, before * kept - rate * update)
     for weight, moved in zip(weights, after.unbind(), strict=True):
         weight.copy_(moved)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Symmetric products of a batch of matrices: half of their tiles are enough. Triton on a GPU, torch elsewhere.
+#
+# X·Xᵀ or Xᵀ·X, and the square of a symmetric matrix, each plus a multiple of the identity: what a polynomial of Gram
+# matrices is made of.
+
+
+def _by_triton(x: Tensor) -> bool:
+    """float32 keeps the precision of torch's matmuls."""
+    return x.dtype == torch.bfloat16 and by_triton(x.device)
+
+
+def gram(x_NRC: Tensor, *, tall: bool, diagonal: float) -> Tensor:
+    """X·Xᵀ + diagonal·I of each matrix [N, R, R]; of a tall one Xᵀ·X [N, C, C]."""
+    if _by_triton(x_NRC):
+        from redline.kernels.triton import muon as symmetric_triton
+
+        return symmetric_triton.gram(x_NRC, tall=tall, diagonal=diagonal)
+    return reference_gram(x_NRC, tall=tall, diagonal=diagonal)
+
+
+def square(g_NKK: Tensor, *, factor: float, diagonal: float) -> Tensor:
+    """factor·G² + diagonal·I of each symmetric matrix."""
+    if _by_triton(g_NKK):
+        from redline.kernels.triton import muon as symmetric_triton
+
+        return symmetric_triton.square(g_NKK, factor=factor, diagonal=diagonal)
+    return reference_square(g_NKK, factor=factor, diagonal=diagonal)
+
+
+def reference_gram(x_NRC: Tensor, *, tall: bool, diagonal: float) -> Tensor:
+    product = x_NRC.mT @ x_NRC if tall else x_NRC @ x_NRC.mT
+    product.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+    return product
+
+
+def reference_square(g_NKK: Tensor, *, factor: float, diagonal: float) -> Tensor:
+    product = torch.empty_like(g_NKK).baddbmm_(g_NKK, g_NKK, beta=0, alpha=factor)
+    product.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+    return product

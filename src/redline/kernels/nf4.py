@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.errors import UserError
-from redline.plan.adapters import NESTED_BLOCK
-from redline.plan.adapters import NF4_BLOCK as BLOCK
+from redline.planning.shapes import NESTED_BLOCK
+from redline.planning.shapes import NF4_BLOCK as BLOCK
 
 # fmt: off
 _LEVELS = (
@@ -85,7 +85,7 @@ def dequantise_nf4(matrix: NF4, dtype: torch.dtype, out: Tensor | None = None, f
         out = torch.empty(matrix.shape, dtype=dtype, device=matrix.codes.device)
     assert (out.shape, out.dtype) == (matrix.shape, dtype)
     if matrix.codes.is_cuda:
-        from redline.kernels import nf4_triton
+        from redline.kernels.triton import nf4 as nf4_triton
 
         return nf4_triton.dequantise_nf4(matrix, out, factor)
     return reference_dequantise_nf4(matrix, out, factor)

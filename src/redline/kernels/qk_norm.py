@@ -29,7 +29,7 @@ def norm_rotate_qkv(
     Normed heads are rounded to qkv's precision before they are turned, as the plain layers do.
     """
     if qkv_BTW.is_cuda:
-        from redline.kernels import qk_norm_triton
+        from redline.kernels.triton import qk_norm as qk_norm_triton
 
         return qk_norm_triton.norm_rotate_qkv(qkv_BTW, q_weight_K, k_weight_K, cos_TF, sin_TF, heads, kv_heads, eps)
     return reference_norm_rotate_qkv(qkv_BTW, q_weight_K, k_weight_K, cos_TF, sin_TF, heads, kv_heads, eps)
@@ -49,7 +49,7 @@ def norm_rotate_backward(
     """Gradients of the merged projection [B, T, W] and, in float32, of both weights."""
     grads = (grad_q_BHTK, grad_k_BHTK, grad_v_BHTK)
     if qkv_BTW.is_cuda:
-        from redline.kernels import qk_norm_triton
+        from redline.kernels.triton import qk_norm as qk_norm_triton
 
         return qk_norm_triton.norm_rotate_backward(*grads, qkv_BTW, rstd_BTH, q_weight_K, k_weight_K, cos_TF, sin_TF)
     return reference_norm_rotate_backward(*grads, qkv_BTW, rstd_BTH, q_weight_K, k_weight_K, cos_TF, sin_TF)

@@ -14,7 +14,7 @@ from redline.kernels.float8 import Float8, Scale, reference_quantise
 def relu2(h_NF: Tensor) -> Tensor:
     """relu(h)². Rounded once, from float32."""
     if h_NF.is_cuda:
-        from redline.kernels import relu2_triton
+        from redline.kernels.triton import relu2 as relu2_triton
 
         return relu2_triton.relu2(h_NF)
     return reference_relu2(h_NF)
@@ -26,7 +26,7 @@ def relu2_backward_(grad_s_NF: Tensor, h_NF: Tensor) -> Tensor:
     Where h is negative this is 0·grad: a gradient that is not finite is seen there too, which autograd would hide.
     """
     if h_NF.is_cuda:
-        from redline.kernels import relu2_triton
+        from redline.kernels.triton import relu2 as relu2_triton
 
         return relu2_triton.relu2_backward_(grad_s_NF, h_NF)
     return reference_relu2_backward_(grad_s_NF, h_NF)
@@ -35,7 +35,7 @@ def relu2_backward_(grad_s_NF: Tensor, h_NF: Tensor) -> Tensor:
 def relu2_8(h_NF: Tensor, scale: Scale) -> Float8:
     """As relu2, in fp8 both ways round."""
     if h_NF.is_cuda:
-        from redline.kernels import relu2_triton
+        from redline.kernels.triton import relu2 as relu2_triton
 
         return relu2_triton.relu2_8(h_NF, scale)
     return reference_relu2_8(h_NF, scale)
@@ -44,7 +44,7 @@ def relu2_8(h_NF: Tensor, scale: Scale) -> Float8:
 def relu2_backward8(grad_s_NF: Tensor, h_NF: Tensor, scale: Scale) -> Float8:
     """As relu2_backward_, but h is left alone."""
     if h_NF.is_cuda:
-        from redline.kernels import relu2_triton
+        from redline.kernels.triton import relu2 as relu2_triton
 
         return relu2_triton.relu2_backward8(grad_s_NF, h_NF, scale)
     return reference_relu2_backward8(grad_s_NF, h_NF, scale)

@@ -12,7 +12,7 @@ def add_rms_norm(x_ND: Tensor, delta_ND: Tensor | None, weight_D: Tensor, eps: f
     The sum is rounded to x's precision before it is normed: the gradient sees what the next layer sees.
     """
     if x_ND.is_cuda:
-        from redline.kernels import rms_norm_triton
+        from redline.kernels.triton import rms_norm as rms_norm_triton
 
         return rms_norm_triton.add_rms_norm(x_ND, delta_ND, weight_D, eps)
     return reference_add_rms_norm(x_ND, delta_ND, weight_D, eps)
@@ -23,7 +23,7 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the sum (with what reaches it past the norm) and, in float32, of the weight."""
     if sum_ND.is_cuda:
-        from redline.kernels import rms_norm_triton
+        from redline.kernels.triton import rms_norm as rms_norm_triton
 
         return rms_norm_triton.rms_norm_backward(grad_normed_ND, sum_ND, rstd_N, weight_D, grad_sum_ND)
     return reference_rms_norm_backward(grad_normed_ND, sum_ND, rstd_N, weight_D, grad_sum_ND)

@@ -13,7 +13,7 @@ from torch import Tensor
 def rotate_qkv_(qkv_BTW: Tensor, cos_TF: Tensor, sin_TF: Tensor, heads: int, kv_heads: int, head_dim: int) -> None:
     """Turns the queries and keys of [B, T, (heads + 2·kv_heads)·K] in place; values stay."""
     if qkv_BTW.is_cuda:
-        from redline.kernels import rotary_triton
+        from redline.kernels.triton import rotary as rotary_triton
 
         return rotary_triton.rotate_qkv_(qkv_BTW, cos_TF, sin_TF, heads, kv_heads, head_dim)
     return reference_rotate_qkv_(qkv_BTW, cos_TF, sin_TF, heads, kv_heads, head_dim)
@@ -24,7 +24,7 @@ def merge_rotated_gradients(
 ) -> Tensor:
     """The gradient of the merged projection [B, T, W]: queries' and keys' turned back, values' as they are."""
     if grad_q_BHTK.is_cuda:
-        from redline.kernels import rotary_triton
+        from redline.kernels.triton import rotary as rotary_triton
 
         return rotary_triton.merge_rotated_gradients(grad_q_BHTK, grad_k_BHTK, grad_v_BHTK, cos_TF, sin_TF)
     return reference_merge_rotated_gradients(grad_q_BHTK, grad_k_BHTK, grad_v_BHTK, cos_TF, sin_TF)

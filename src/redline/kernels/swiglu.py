@@ -14,7 +14,7 @@ from torch import Tensor
 def swiglu(h_N2F: Tensor) -> Tensor:
     """silu(gate)·up [N, F]; gate is the first half of the columns. Rounded once, from float32."""
     if h_N2F.is_cuda:
-        from redline.kernels import swiglu_triton
+        from redline.kernels.triton import swiglu as swiglu_triton
 
         return swiglu_triton.swiglu(h_N2F)
     return reference_swiglu(h_N2F)
@@ -23,7 +23,7 @@ def swiglu(h_N2F: Tensor) -> Tensor:
 def swiglu_backward_(grad_s_NF: Tensor, h_N2F: Tensor) -> Tensor:
     """Overwrites h with its gradient, and returns it."""
     if h_N2F.is_cuda:
-        from redline.kernels import swiglu_triton
+        from redline.kernels.triton import swiglu as swiglu_triton
 
         return swiglu_triton.swiglu_backward_(grad_s_NF, h_N2F)
     return reference_swiglu_backward_(grad_s_NF, h_N2F)

@@ -7,28 +7,222 @@ together with the norm that follows. Attention keeps its own autograd graph, so 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from redline.kernels.float8 import (
+    Float8,
+    Scale,
+    add_rms_norm8,
+    input_gradient8,
+    linear8,
+    mean_correction,
+    merge_rotated_gradients8,
+    quantise,
+    rms_norm_backward8,
+    swiglu8,
+    swiglu_backward8,
+    weight_gradient8,
+)
+from redline.kernels.matmul import weight_gradient as plain_weight_gradient
 from redline.kernels.mix import mix, mix_backward
 from redline.kernels.qk_norm import norm_rotate_backward, norm_rotate_qkv
+from redline.kernels.relu2 import relu2, relu2_8, relu2_backward8, relu2_backward_
+from redline.kernels.rms_norm import add_rms_norm, rms_norm_backward
 from redline.kernels.rotary import merge_rotated_gradients, rotate_qkv_
-from redline.models.float8 import BlockScales, How, Scales
-from redline.models.layers import Block, Linear, RMSNorm
-from redline.models.operands import (
-    Operand,
-    activated,
-    activated_backward,
-    merged_backward,
-    normed,
-    normed_backward,
-    stored,
+from redline.kernels.swiglu import swiglu, swiglu_backward_
+from redline.models.adapters import (
+    LoraLinear,
+    LowRank,
+    low_rank,
+    low_rank8,
+    low_rank_backward,
+    low_rank_backward8,
 )
-from redline.models.products import Product, product
-from redline.plan.shapes import DecoderShape
+from redline.models.float8 import BlockScales, How, Probe, Scales
+from redline.models.layers import Block, Linear, RMSNorm
+from redline.planning.shapes import DecoderShape
+
+# ----------------------------------------------------------------------------------------------------
+# What the matmuls of a fused block multiply: each operand in bf16 or in fp8, made by the kernel that computes it.
+
+
+Operand = Tensor | Float8
+
+
+def stored(x: Tensor, dtype: torch.dtype, how: How) -> Operand:
+    """A weight, or what no kernel of ours made."""
+    return quantise(x, how) if isinstance(how, Scale) else _seen(x.to(dtype), how)
+
+
+def normed(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, how: How) -> tuple[Tensor, Operand, Tensor]:
+    """The sum, that normed, 1/rms."""
+    if isinstance(how, Scale):
+        return add_rms_norm8(x, delta, weight, eps, how)
+    total, out, rstd = add_rms_norm(x, delta, weight, eps)
+    return total, _seen(out, how), rstd
+
+
+def normed_backward(
+    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, past: Tensor | None, how: How
+) -> tuple[Tensor, Operand, Tensor]:
+    """The gradient of the sum, the same as an operand, the weight's gradient."""
+    if isinstance(how, Scale):
+        return rms_norm_backward8(grad, x, rstd, weight, past, how)
+    out, grad_weight = rms_norm_backward(grad, x, rstd, weight, past)
+    return out, _seen(out, how), grad_weight
+
+
+def activated(h: Tensor, mlp: str, how: How) -> Operand:
+    if mlp == "relu2":
+        return relu2_8(h, how) if isinstance(how, Scale) else _seen(relu2(h), how)
+    return swiglu8(h, how) if isinstance(how, Scale) else _seen(swiglu(h), how)
+
+
+def activated_backward(grad: Tensor, h: Tensor, mlp: str, how: How) -> Operand:
+    """May overwrite h."""
+    if mlp == "relu2":
+        return relu2_backward8(grad, h, how) if isinstance(how, Scale) else _seen(relu2_backward_(grad, h), how)
+    return swiglu_backward8(grad, h, how) if isinstance(how, Scale) else _seen(swiglu_backward_(grad, h), how)
+
+
+def merged_backward(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, how: How) -> Operand:
+    if isinstance(how, Scale):
+        return merge_rotated_gradients8(q, k, v, cos, sin, how)
+    return _seen(merge_rotated_gradients(q, k, v, cos, sin).flatten(0, 1), how)
+
+
+def linear(x: Operand, weight: Operand, exact: Tensor) -> Tensor:
+    """x·Wᵀ; `exact` is the weight as it was before it was rounded."""
+    if isinstance(x, Float8) and isinstance(weight, Float8):
+        return linear8(x, weight, mean_correction(x, weight, exact))
+    assert isinstance(x, Tensor)
+    assert isinstance(weight, Tensor)
+    return x @ weight.T
+
+
+def input_gradient(grad: Operand, weight: Operand) -> Tensor:
+    if isinstance(grad, Float8) and isinstance(weight, Float8):
+        return input_gradient8(grad, weight)
+    assert isinstance(grad, Tensor)
+    assert isinstance(weight, Tensor)
+    return grad @ weight
+
+
+def weight_gradient(grad: Operand, x: Operand, parts: int = 1) -> Tensor:
+    if isinstance(grad, Float8) and isinstance(x, Float8):
+        return weight_gradient8(grad, x)
+    assert isinstance(grad, Tensor)
+    assert isinstance(x, Tensor)
+    return plain_weight_gradient(grad, x, parts)
+
+
+def pack(*operands: Operand) -> list[Tensor | None]:
+    """For autograd to keep: of fp8 the columns alone, which is all that the backward multiplies."""
+    flat: list[Tensor | None] = []
+    for operand in operands:
+        flat += (operand.column, operand.unscale) if isinstance(operand, Float8) else (operand, None)
+    return flat
+
+
+def unpack(flat: list[Tensor | None]) -> list[Operand]:
+    operands: list[Operand] = []
+    for tensor, unscale in zip(flat[::2], flat[1::2], strict=True):
+        assert tensor is not None
+        operands.append(tensor if unscale is None else Float8(None, tensor, unscale))
+    return operands
+
+
+def _seen(x: Tensor, how: How) -> Tensor:
+    if isinstance(how, Probe):
+        largest = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+        torch.maximum(how.amax, largest, out=how.amax)
+    return x
+
+
+# ----------------------------------------------------------------------------------------------------
+# The four matmuls of a fused block: what each multiplies by, what it keeps for its backward, and what it learns.
+
+
+Kept = list[Tensor | None]
+
+
+class Product(Protocol):
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """What has a gradient."""
+
+    def forward(self, x: Operand, wide: torch.dtype) -> tuple[Tensor, Kept]:
+        """x·Wᵀ, and what the backward needs."""
+
+    def backward(self, grad: Operand, kept: Kept) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Gradients of x and of the parameters."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A weight that learns, in bf16 or fp8."""
+
+    weight: Tensor
+    how: How
+    parts: int  # stored merged
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return (self.weight,)
+
+    def forward(self, x: Operand, wide: torch.dtype) -> tuple[Tensor, Kept]:
+        weight = stored(self.weight, wide, self.how)
+        return linear(x, weight, self.weight), pack(x, weight)
+
+    def backward(self, grad: Operand, kept: Kept) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        x, weight = unpack(kept)
+        of_weight = weight_gradient(grad, x, self.parts)
+        return input_gradient(grad, weight), (of_weight,)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A frozen weight with adapters that learn."""
+
+    how: LowRank
+    a: Tensor | None
+    bs: tuple[Tensor, ...]
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return () if self.a is None else (self.a, *self.bs)
+
+    def forward(self, x: Operand, wide: torch.dtype) -> tuple[Tensor, Kept]:
+        if isinstance(x, Float8):
+            y, narrow = low_rank8(x, self.how, self.a, self.bs)
+            return y, [narrow, *((None, None) if self.a is None else (x.row, x.unscale))]
+        y, narrow = low_rank(x, self.how, self.a, self.bs)
+        return y, [narrow, None if self.a is None else x]
+
+    def backward(self, grad: Operand, kept: Kept) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        found: tuple[Tensor | None, ...]
+        if isinstance(grad, Float8):
+            narrow, x, unscale = kept
+            found = low_rank_backward8(grad, x, unscale, narrow, self.how, self.a, self.bs)
+        else:
+            narrow, x = kept
+            found = low_rank_backward(grad, x, narrow, self.how, self.a, self.bs)
+        assert found[0] is not None
+        return found[0], found[1:]
+
+
+def product(module: nn.Module, how: How, parts: int = 1) -> Product:
+    """Of a block's linear, once for each pass: dropout is drawn here."""
+    if isinstance(module, LoraLinear):
+        return Adapted(module.drawn(), module.lora_A, module.matrices_b())
+    assert isinstance(module, Linear)
+    return Dense(module.weight, how, parts)
+
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

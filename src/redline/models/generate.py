@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from redline.kernels.attention import Bound
+from redline.models.decoder import Decoder
 from redline.models.layers import KVCache
-from redline.models.transformer import Decoder
 
 # Of prompts that are answered side by side: the cache of so many positions is all that is held.
 _MOST_ROWS, _MOST_TOKENS = 64, 1 << 15

@@ -6,11 +6,11 @@ from typing import Any
 
 from redline.errors import Problem
 from redline.fields import AUTO
-from redline.jobs import job
-from redline.plan.batch import given_batch
-from redline.plan.memory import MUON
-from redline.plan.schedule import ONE_CYCLE
-from redline.plan.shapes import SIZES
+from redline.jobs.base import job
+from redline.planning.batch import given_batch
+from redline.planning.memory import MUON
+from redline.planning.schedule import ONE_CYCLE
+from redline.planning.shapes import SIZES
 from redline.recipe.schema import Model, Recipe, Train
 
 MOST_LAYERS = 10_000  # plans and models go through them one by one

@@ -7,14 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 from redline.errors import Problem, RecipeError
 from redline.hardware.machine import Machine
-from redline.jobs import costs
-from redline.plan.communication import Fabric, Volume
-from redline.plan.flops import mfu
-from redline.plan.memory import Kernels
-from redline.plan.rates import BEST_MATMUL_SHARE, COPY_SHARE
-from redline.plan.speed import Limit, Peaks, StepTime, among, expected, limits, physical, reachable
-from redline.plan.work import Work
-from redline.recipe.fabric import fabric_of, mode_of, volume_of
+from redline.jobs.base import costs
+from redline.planning.communication import Fabric, Volume
+from redline.planning.flops import mfu
+from redline.planning.memory import Kernels
+from redline.planning.speed import (
+    BEST_MATMUL_SHARE,
+    COPY_SHARE,
+    Limit,
+    Peaks,
+    StepTime,
+    Work,
+    among,
+    expected,
+    limits,
+    physical,
+    reachable,
+)
+from redline.recipe.parallel import fabric_of, mode_of, volume_of
 from redline.recipe.schema import Recipe
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from redline.plan.batch import BatchPlan, given_batch
-from redline.plan.schedule import horizon_steps
+from redline.planning.batch import BatchPlan, given_batch
+from redline.planning.schedule import horizon_steps
 from redline.recipe.checks import number
 from redline.recipe.schema import Recipe
 

@@ -13,12 +13,127 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from redline.errors import Problem, RecipeError, UsageError, did_you_mean
-from redline.jobs import JOBS, job
-from redline.recipe.aliases import ALIASES, canonical
+from redline.jobs.base import JOBS, job
+from redline.planning.batch import PRESETS
 from redline.recipe.checks import contradictions, idle
 from redline.recipe.horizon import replace_stops
-from redline.recipe.presets import with_preset
 from redline.recipe.schema import Recipe, recipe_class
+
+# ----------------------------------------------------------------------------------------------------
+# Other spellings of recipe keys, each mapped to the one name that locks and docs use.
+
+
+ALIASES: dict[str, str] = {
+    "train.micro_batch_size": "train.micro_batch",
+    "batch_size": "train.micro_batch",
+    "train.gradient_accumulation": "train.accumulation",
+    "train.gradient_accumulation_steps": "train.accumulation",
+    "gradient_accumulation": "train.accumulation",
+    "gradient_accumulation_steps": "train.accumulation",
+    "early_stopping_patience": "eval.patience",
+    "max_batch_memory_gb": "train.memory_gb",
+    "train.learning_rate": "train.lr",
+    "learning_rate": "train.lr",
+    "train.max_hours": "train.hours",
+    "max_hours": "train.hours",
+    "model.attn_backend": "model.attention",
+    "attn_implementation": "model.attention",
+    "use_flash_attn": "model.attention",
+    "use_flash_attention": "model.attention",
+    "model.gradient_checkpointing": "train.grad_checkpointing",
+    "trainer.compile": "train.compile",
+    "compile_model": "train.compile",
+    "trainer.precision": "train.precision",
+    "mixed_precision": "train.precision",
+    "train.bf16": "train.precision",
+    "loader.num_workers": "data.workers",
+    "data.num_workers": "data.workers",
+    "num_workers": "data.workers",
+    "max_seq_len": "data.seq_len",
+    "pack": "data.pack",
+    **{f"lora.{key}": f"model.lora.{key}" for key in ("r", "alpha", "dropout", "target_modules", "rslora")},
+    "bnb_4bit.quant_type": "model.quant",
+    "bnb_4bit.use_double_quant": "model.quant_double",
+    "bnb_4bit.compute_dtype": "train.precision",
+}
+_PRECISION = {
+    "bf16-mixed": "bf16",
+    "bf16-true": "bf16",
+    "16-mixed": "fp16",
+    "32-true": "fp32",
+    "32": "fp32",
+    "no": "fp32",
+    "False": "fp32",  # how YAML reads `no`
+}
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_ATTENTION = {"flash_attn": "flash", "flash_attention": "flash", "flash_attention_2": "flash", "sdpa": "auto"}
+# the key of the diffusion jobs, whose mask no flash attention takes: the fastest that does is meant
+_BLOCK_ATTENTION = {**_ATTENTION, "flash_attn": "auto"}
+_SWITCHES = {
+    "train.bf16": {True: "bf16", False: "auto"},
+    # the guides fall back where flash attention is missing: that is auto, which takes the fastest that is there
+    "use_flash_attn": {True: "auto", False: "dense"},
+    "use_flash_attention": {True: "auto", False: "dense"},
+}
+_WORDS = {
+    "trainer.precision": _PRECISION,
+    "mixed_precision": _PRECISION,
+    "bnb_4bit.compute_dtype": _DTYPES,
+    "model.attn_backend": _BLOCK_ATTENTION,
+    "attn_implementation": _ATTENTION,
+}
+
+
+def canonical(key: str, value: Any) -> tuple[str, Any]:
+    """The canonical key, and the value in its language."""
+    name = ALIASES.get(key, key)
+    if key in _SWITCHES and isinstance(value, bool):
+        return name, _SWITCHES[key][value]
+    return name, _WORDS.get(key, {}).get(str(value), value)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Presets: how much of the memory to fill, and how large a batch, in one word.
+
+
+def with_preset(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's keys with those of the command line over them, and the preset's in between.
+
+    A preset scales the batch that the recipe gives. What stands beside it, in the same place or nearer to the
+    user, wins over what it sets.
+    """
+    preset = extra.get("train.preset", base.get("train.preset"))
+    if not isinstance(preset, str) or preset not in PRESETS:
+        return {**base, **extra}  # none, or one that validation complains about
+    fraction, factor = PRESETS[preset]
+    given = dict(base)
+    if "train.preset" in extra or "train.memory_fraction" not in base:
+        given["train.memory_fraction"] = fraction
+    given |= _scaled_batch(given, factor)
+    return {**given, **extra}
+
+
+def _scaled_batch(given: dict[str, Any], factor: float) -> dict[str, int]:
+    """The global batch, in as many micro-batches as before where the recipe says how large those are."""
+    total, micro, accumulation = (
+        value if isinstance(value := given.get(f"train.{key}"), int) and not isinstance(value, bool) else None
+        for key in ("global_batch", "micro_batch", "accumulation")
+    )
+    if total and micro and not accumulation and total % micro == 0 and (micro * factor).is_integer():
+        return {"train.global_batch": round(total * factor), "train.micro_batch": round(micro * factor)}
+    if total is not None:
+        return {"train.global_batch": max(1, round(total * factor))}
+    return {} if accumulation is None else {"train.accumulation": max(1, round(accumulation * factor))}
+
+
+def preset_factor(preset: str | None) -> float:
+    return PRESETS[preset][1] if preset else 1.0
+
+
+def preset_text(preset: str) -> str:
+    fraction, factor = PRESETS[preset]
+    return f"{fraction:.0%} of the memory, the recipe's batch × {factor:g}"
+
 
 _INTEGER = re.compile(r"^[-+]?(0|[1-9][0-9_]*)$")
 _FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?$")

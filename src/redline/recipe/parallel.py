@@ -6,12 +6,29 @@ from typing import TYPE_CHECKING
 
 from redline.errors import Problem, RecipeError
 from redline.fields import AUTO
-from redline.plan.memory import LOW_BIT
+from redline.planning.memory import LOW_BIT
 from redline.recipe.checks import number
 from redline.units import GIB
 
 if TYPE_CHECKING:
     from redline.recipe.schema import Recipe
+from redline.jobs.base import costs
+from redline.planning.communication import (
+    GIGABIT,
+    NETWORK_GBPS_PER_CARD,
+    Fabric,
+    Volume,
+    block_tensors,
+    ddp_volume,
+    fsdp_volume,
+    padded_bytes,
+    root_tensors,
+)
+from redline.planning.memory import MUON
+
+if TYPE_CHECKING:
+    from redline.recipe.resolve import Resolved
+
 
 DDP, FSDP = "ddp", "fsdp"
 
@@ -52,3 +69,40 @@ def for_world(recipe: Recipe, world: int) -> Recipe:
     keeps = total % (micro * world) == 0
     update = {"accumulation": AUTO, "micro_batch": micro if keeps else AUTO}
     return recipe.model_copy(update={"train": train.model_copy(update=update)})
+
+
+# ----------------------------------------------------------------------------------------------------
+# How a resolved recipe's cards share the work, what they tell each other, and over which wires.
+
+
+def mode_of(resolved: Resolved) -> str:
+    """fsdp where each card holds a share of the model, else ddp."""
+    return "fsdp" if resolved.recipe.parallel.mode == "fsdp" else "ddp"
+
+
+def fabric_of(resolved: Resolved) -> Fabric:
+    """Links from the table of cards, the network from the recipe or assumed."""
+    gpus, spec = resolved.batch.world // resolved.nodes, resolved.machine.spec
+    gbps = resolved.recipe.parallel.network_gbps or NETWORK_GBPS_PER_CARD * gpus
+    return Fabric(gpus, resolved.nodes, spec.link if spec else None, gbps * GIGABIT)
+
+
+def volume_of(resolved: Resolved) -> Volume:
+    """Nothing, for one card."""
+    shape, batch = resolved.shape, resolved.batch
+    counted = costs(resolved.recipe).parameters(shape)
+    if batch.world == 1:
+        return Volume()
+    if mode_of(resolved) == "ddp":
+        return ddp_volume(4.0 * counted["trainable"])
+    blocks = shape.layers * padded_bytes(block_tensors(shape), batch.world)
+    root = padded_bytes(root_tensors(shape), batch.world)
+    muon = resolved.recipe.train.optimizer in MUON
+    return fsdp_volume(
+        blocks=blocks,
+        root=root,
+        gradients=blocks + root,
+        layers=shape.layers,
+        micros=batch.accumulation,
+        orthogonalised=4.0 * shape.layers * shape.layer_matmul_parameters if muon else 0.0,
+    )

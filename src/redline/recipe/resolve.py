@@ -10,23 +10,109 @@ from typing import Any
 from redline.errors import Problem, RecipeError
 from redline.fields import AUTO
 from redline.hardware.machine import Machine
-from redline.jobs import costs
-from redline.plan.batch import BatchPlan, divisible, given_batch, largest_micro
-from redline.plan.flops import FlopsPerToken
-from redline.plan.memory import MemoryParts
-from redline.plan.parallel import share_of, undivided
-from redline.plan.schedule import ONE_CYCLE, PCT_START, sqrt_scaled_lr
-from redline.plan.shapes import SHAPE_KEYS, SIZES, DecoderShape, padded_vocab
+from redline.jobs.base import costs
+from redline.planning.batch import BatchPlan, divisible, given_batch, largest_micro, share_of, undivided
+from redline.planning.flops import FlopsPerToken
+from redline.planning.memory import MemoryParts
+from redline.planning.schedule import ONE_CYCLE, PCT_START, sqrt_scaled_lr
+from redline.planning.shapes import SHAPE_KEYS, SIZES, DecoderShape, padded_vocab
 from redline.recipe.checks import number
 from redline.recipe.forecast import CPU_SHARE, Measured, forecast, kernels_of
-from redline.recipe.fused import not_fused
-from redline.recipe.held_out import few_held_out, nothing_held_out, unread, weight_notes
 from redline.recipe.horizon import asked_batch, epoch_tokens, horizon_fields, horizon_warnings, steps_of, token_limit
+from redline.recipe.load import preset_factor, preset_text
 from redline.recipe.parallel import FSDP, choose_mode
-from redline.recipe.presets import preset_factor, preset_text
 from redline.recipe.rates import UNKNOWN_WARMUP, long_warmup, resolved_rates, usual_warmup
-from redline.recipe.schema import Recipe
+from redline.recipe.schema import Data, Recipe
 from redline.units import GIB, format_count
+
+# ----------------------------------------------------------------------------------------------------
+# Whether a block is the hand-written one, over our own kernels.
+
+
+def not_fused(
+    recipe: Recipe, machine: Machine, shape: DecoderShape, *, precision: str, checkpointing: str, sharded: bool
+) -> str:
+    """Why the blocks are not the hand-written ones; empty when they are."""
+    model, backend = recipe.model, recipe.train.fp8
+    missing = shape.not_fused(dropout=model.dropout, checkpointing=checkpointing)
+    missing = missing or ("fsdp gathers a block when it is called, and these are not" if sharded else "")
+    if model.kernels == "fused":
+        if missing or (backend == "torchao" and precision == "fp8"):  # without fp8 a back-end of it says nothing
+            what = missing or "torchao's fp8 is for the others"
+            raise _problem("model.kernels", f"fused cannot be: {what}.", "Use model.kernels: torch.")
+        return ""
+    if model.kernels == "torch":
+        if backend == "native" and precision == "fp8":
+            fix = "Use model.kernels: auto, or train.fp8: torchao."
+            raise _problem("train.fp8", "native fp8 is part of the fused kernels.", fix)
+        return "as asked"
+    reasons = {
+        "the fused ones need a GPU": machine.device != "cuda",
+        "the fused ones are measured on Hopper only": (machine.capability or (0, 0)) < (9, 0),
+        "the fused ones are for half precision": precision == "fp32",
+        (unmeasured := costs(recipe).unmeasured(shape)): bool(unmeasured),
+        "torchao's fp8 is for these": backend == "torchao" and precision == "fp8",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), missing)
+
+
+def _problem(key: str, what: str, fix: str) -> RecipeError:
+    return RecipeError("recipe", [Problem(key, what, fix)])
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a run's data lack or leave unread: validation, and keys that only text obeys.
+
+
+FEW_ROWS = 30  # below this a score says little: one row is worth more than 3 %
+_OF_TEXT = ("val_fraction", "text_key", "dedup")
+
+
+def nothing_held_out(recipe: Recipe, train_tokens: int, val_tokens: int, *, made: bool) -> list[str]:
+    """Of data that are known; nobody who asked for none is told so, unless something waits for it."""
+    if not train_tokens or val_tokens:
+        return []
+    waiting = {"train.target_loss will not be reached": recipe.train.target_loss}
+    waiting["eval.patience will not stop the run"] = recipe.eval.patience
+    if told := [text for text, value in waiting.items() if value is not None]:
+        return [f"nothing is held out, so no validation loss is known: {', and '.join(told)}"]
+    if recipe.data.val_fraction:
+        larger = "a larger --val-fraction to `redline prepare`" if made else "a larger data.val_fraction"
+        more = f"Give more text, or {larger}"
+        return [f"nothing of the text is held out, so no validation loss will be known. {more}"]
+    return []
+
+
+def few_held_out(rows: int | None) -> list[str]:
+    """Return a warning where a validation loss would be that of a few rows."""
+    if not rows or rows >= FEW_ROWS:
+        return []
+    what = f"only {rows} rows are held out, fewer than {FEW_ROWS}: the validation loss is a rough estimate"
+    return [f"{what}. Raise data.val_fraction, or use more rows"]
+
+
+def unread(recipe: Recipe) -> list[str]:
+    """Of tokens that were made before: whoever made them has cut, chosen and held out."""
+    plain = Data()
+    asked = [key for key in _OF_TEXT if getattr(recipe.data, key) != getattr(plain, key)]
+    how = "`redline prepare` has an option for each"
+    return [f"data.{key} does nothing: the source holds tokens, which are taken as they are; {how}" for key in asked]
+
+
+def weight_notes(data: Data) -> list[str]:
+    """Say what becomes of weights that the recipe leaves to a rule: some are unstated, or there is nothing to share."""
+    stated = [part for part in data.parts if part.weight is not None]
+    if stated and len(data.parts) == 1:
+        return ["the weight of a single source has no effect: all samples come from it"]
+    unstated = [part.source for part in data.parts if part.weight is None]
+    if not stated or not unstated:
+        return []
+    total = sum(part.weight or 1.0 for part in data.parts)
+    shares = ", ".join(f"{part.source} {(part.weight or 1.0) / total:.1%}" for part in data.parts)
+    names = " and ".join(unstated)
+    verb = "states no weight and counts" if len(unstated) == 1 else "state no weight and count"
+    return [f"data.source: {names} {verb} as 1. Shares of the samples: {shares}"]
+
 
 # Share of the peak that training reaches, before even the shape is known.
 PRIOR_SHARE = {"cuda": 0.35, "cpu": CPU_SHARE}

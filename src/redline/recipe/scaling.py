@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from redline.errors import RecipeError
-from redline.plan.communication import HOP_SECONDS, NETWORK_GBPS_PER_CARD, WIRE_SHARE
+from redline.planning.communication import HOP_SECONDS, NETWORK_GBPS_PER_CARD, WIRE_SHARE
 from redline.recipe.forecast import Measured, forecast
 from redline.recipe.resolve import Resolved
 

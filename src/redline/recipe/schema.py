@@ -42,12 +42,11 @@ from redline.fields import (
     none_or,
     one_of,
 )
-from redline.jobs import JOBS, options_of
-from redline.plan.adapters import TARGETS
-from redline.plan.batch import PRESETS
-from redline.plan.memory import LOW_BIT, MUON
-from redline.plan.schedule import SCHEDULES
-from redline.plan.shapes import ROPE_SCALING, SIZES, checked_rope_scaling
+from redline.jobs.base import JOBS, options_of
+from redline.planning.batch import PRESETS
+from redline.planning.memory import LOW_BIT, MUON
+from redline.planning.schedule import SCHEDULES
+from redline.planning.shapes import ROPE_SCALING, SIZES, TARGETS, checked_rope_scaling
 
 # torch's reduce-overhead and max-autotune record CUDA graphs of their own, whose gradients the next micro-batch
 # would overwrite; train.graph records the whole step instead

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from redline.errors import UserError
-from redline.jobs import costs
-from redline.plan.speed import physical
+from redline.jobs.base import costs
+from redline.planning.speed import physical
 from redline.recipe.forecast import Forecast
 from redline.recipe.resolve import Resolved
 from redline.units import format_count

@@ -1,0 +1,42 @@
+"""The jobs' pure halves: the recipe options of each, and its costs from shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from redline.fields import Section
+
+# name -> module of its costs, module of its objective
+_MODULES = {
+    "causal_lm": ("redline.jobs.causal_lm.costs", "redline.jobs.causal_lm.objective"),
+    "finetune": ("redline.jobs.finetune.costs", "redline.jobs.finetune.objective"),
+    "latent_prefix": ("redline.jobs.latent_prefix.costs", "redline.jobs.latent_prefix.objective"),
+    "block_diffusion": ("redline.jobs.diffusion.block_costs", "redline.jobs.diffusion.block"),
+    "hierarchical_diffusion": ("redline.jobs.diffusion.hierarchical_costs", "redline.jobs.diffusion.hierarchical"),
+}
+JOBS = tuple(_MODULES)
+
+
+def job(name: str) -> Any:
+    """The module of a job: its recipe `Options`, its `defaults(…)` of other keys, its `problems(…)`, its
+    `added_tokens(…)`, its `Costs`.
+
+    A job that denoises has the `layout(…)` of a recipe's sequences besides.
+    """
+    return import_module(_MODULES[name][0])
+
+
+def costs(recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> Any:
+    """What a recipe's job costs: `flops(…)`, `memory(…)`, `work(…)`, `parameters(…)` of a decoder's shape.
+
+    `rows` are averages over the rows of the training data (`DataFacts.rows`), which `flops`, `work` and `passes` then
+    count; without them, whole rows. `micro` is the number of rows that are padded to one length.
+    """
+    return job(recipe.objective).Costs(recipe, rows, micro)
+
+
+def options_of(name: str) -> type[Section]:
+    options: type[Section] = job(name).Options
+    return options

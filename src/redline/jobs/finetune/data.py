@@ -1,0 +1,606 @@
+"""What fine-tuning reads: samples of weighted sources, split, measured against `seq_len`, and packed.
+
+A sample longer than `seq_len` is overlong: it is dropped, cut (its beginning is kept; if no learnt token is in that,
+it is dropped too), or an error. A row is held out for validation if a seeded hash of what it says falls below
+`val_fraction`, so neither order nor neighbours matter; at least one of a source is, and at least one is not. A row of
+which an equal is held out is never trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from redline.cache import atomic_dir, cache_dir, check_regular, discard_dir, read_text, regular, writing
+from redline.data.chat import EMPTY, Conversation, RowTally, read_conversations
+from redline.data.chat_template import KEY, ChatTokenizer, Coded, Rendered, TemplateRefusalError, load_chat_tokenizer
+from redline.data.index import order_keys, permute
+from redline.data.mixture import RowIndex, epoch_sample, row_index, row_mixture_key, shares_of
+from redline.data.origin import origin_of
+from redline.data.packing import IGNORE
+from redline.data.read_stats import Progress, ProgressCallback
+from redline.data.sources import source_bytes
+from redline.data.tokens import digest_of
+from redline.errors import UserError
+from redline.recipe.resolve import DataFacts
+from redline.recipe.schema import Data, Part
+
+# ----------------------------------------------------------------------------------------------------
+# The samples of one source as flat arrays on disk: made once, mapped into memory afterwards.
+#
+# A folder of the cache is named after everything that its samples depend on. It appears whole or not at all, is checked
+# against its digests when it is opened, and is made again if they do not agree.
+
+
+# How rows become samples. Whoever changes that raises the number, so that old folders are not taken.
+SCHEMA = "redline-answers-1"
+_AT_ONCE = 512  # conversations
+_FIX = f"Look at the row, or give another template ({KEY})."
+_DTYPES = {
+    "tokens": np.int32,
+    "learnt": np.bool_,
+    "offsets": np.int64,
+    "keys": np.uint64,
+    "rows": np.int64,
+    "first": np.int32,
+    "count": np.int32,
+}
+
+
+@dataclass(frozen=True)
+class AnswerStore:
+    """Sample i has tokens[offsets[i] : offsets[i + 1]]. A row gives one sample, or one for each of its answers."""
+
+    tokens: npt.NDArray[np.int32]
+    learnt: npt.NDArray[np.bool_]
+    offsets: npt.NDArray[np.int64]
+    keys: npt.NDArray[np.uint64]  # stand for what the row says: equal for equal rows
+    rows: npt.NDArray[np.int64]  # which usable row of the source it is from
+    first: npt.NDArray[np.int32]  # the first token that is learnt
+    count: npt.NDArray[np.int32]  # of tokens that are learnt
+    counts: dict[str, Any]  # what became of the rows
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+
+def open_store(
+    source: str, tokenizer: ChatTokenizer, learn: str, progress: ProgressCallback | None = None
+) -> AnswerStore:
+    """The source's samples; from the cache when they are there."""
+    folder = cache_dir() / "answers" / digest_of([SCHEMA, origin_of(source), tokenizer.identity, learn])
+    if folder.exists():
+        try:
+            return _read(folder)
+        except (OSError, ValueError, KeyError, TypeError):
+            discard_dir(folder)
+    with writing(folder):
+        try:
+            with atomic_dir(folder) as temporary:
+                _write(temporary, source, tokenizer, learn, progress)
+        except OSError:
+            if not folder.exists():  # else another process was faster, with the same content
+                raise
+        return _read(folder)
+
+
+def _read(folder: Path) -> AnswerStore:
+    meta = json.loads(read_text(folder / "meta.json"))
+    body = {key: value for key, value in meta.items() if key != "digest"}
+    described = (
+        meta["digest"] == digest_of(body) if "digest" in meta else meta.keys() <= {"schema", "digests", "counts"}
+    )
+    if not described or meta["schema"] != SCHEMA or meta["digests"] != _digests(folder):
+        raise ValueError("damaged")
+    arrays: dict[str, Any] = {name: np.load(check_regular(folder / f"{name}.npy"), mmap_mode="r") for name in _DTYPES}
+    return AnswerStore(**arrays, counts=meta["counts"], fingerprint=digest_of(meta["digests"]))
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    found = {}
+    for name in _DTYPES:
+        with open(folder / f"{name}.npy", "rb", opener=regular) as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def _write(folder: Path, source: str, tokenizer: ChatTokenizer, learn: str, progress: ProgressCallback | None) -> None:
+    tally = RowTally(source, source_bytes(source))
+    files = {name: _Growing(folder / f"{name}.npy", np.dtype(kind)) for name, kind in _DTYPES.items()}
+    try:
+        files["offsets"].append(np.zeros(1))
+        for samples in _coded(source, tokenizer, learn, tally):
+            _append(files, samples)
+            if progress:
+                progress(Progress(f"preparing {source}", int(tally.bytes), tally.total, files["tokens"].length))
+    finally:
+        for file in files.values():
+            file.close()
+    tally.refuse_mostly_bad()
+    counts = {**tally.counts(), "empty": tally.empty, "examples": tally.examples}
+    meta = json.loads(json.dumps({"schema": SCHEMA, "digests": _digests(folder), "counts": counts}))
+    (folder / "meta.json").write_text(json.dumps({**meta, "digest": digest_of(meta)}), encoding="utf-8")
+
+
+Sample = tuple[int, int, Coded]  # number and key of its row
+
+
+def _coded(source: str, tokenizer: ChatTokenizer, learn: str, tally: RowTally) -> Iterator[list[Sample]]:
+    tokenizer.begin_source()
+    numbered = enumerate(read_conversations(source, tally))
+    while some := list(itertools.islice(numbered, _AT_ONCE)):
+        texts: list[Rendered] = []
+        origins: list[tuple[int, Conversation]] = []
+        for number, conversation in some:
+            try:
+                rendered = tokenizer.render(conversation, learn)
+            except TemplateRefusalError as reason:
+                tally.bad_row(conversation.place, f"the chat template ({tokenizer.template_name}): {reason}", _FIX)
+                continue
+            texts += rendered
+            origins += [(number, conversation)] * len(rendered)
+        found = []
+        for (number, conversation), coded in zip(origins, tokenizer.code(texts, learn), strict=True):
+            if coded.learnt.any():
+                found.append((number, conversation.key(), coded))
+            else:
+                tally.bad_row(conversation.place, f"{EMPTY}answer once it is tokenised", _FIX)
+        if found:
+            yield found
+
+
+def _append(files: dict[str, _Growing], samples: list[Sample]) -> None:
+    coded = [sample[2] for sample in samples]
+    before = files["tokens"].length
+    files["tokens"].append(np.concatenate([one.tokens for one in coded]))
+    files["learnt"].append(np.concatenate([one.learnt for one in coded]))
+    files["offsets"].append(before + np.cumsum([len(one.tokens) for one in coded]))
+    files["keys"].append(np.array([key for _, key, _ in samples], dtype=np.uint64))
+    files["rows"].append(np.array([number for number, _, _ in samples]))
+    files["first"].append(np.array([one.learnt.argmax() for one in coded]))
+    files["count"].append(np.array([one.learnt.sum() for one in coded]))
+
+
+class _Growing:
+    """A .npy file of one dimension that is written piece by piece; numpy leaves room in its header for the length."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self.dtype, self.length = dtype, 0
+        self._file: BinaryIO = open(path, "wb")  # noqa: SIM115, closed by close()
+        self._header()
+        self._begin = self._file.tell()
+
+    def append(self, values: npt.NDArray[Any]) -> None:
+        self._file.write(np.ascontiguousarray(values, dtype=self.dtype).tobytes())
+        self.length += len(values)
+
+    def close(self) -> None:
+        self._file.seek(0)
+        self._header()
+        assert self._file.tell() == self._begin
+        self._file.close()
+
+    def _header(self) -> None:
+        description = np.lib.format.dtype_to_descr(self.dtype)
+        header = {"descr": description, "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Samples in sequences of one length: which of them share a sequence, in which order sequences come, and their rows.
+
+
+Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Members:
+    """Samples of several stores, each from its beginning and perhaps not to its end."""
+
+    stores: tuple[AnswerStore, ...]
+    part: Int64s  # which store
+    number: Int64s  # which of its samples
+    length: Int64s  # how many of its tokens
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, place: int) -> tuple[Int32s, Bools]:
+        """Tokens, and which of them are learnt."""
+        store = self.stores[self.part[place]]
+        begin = int(store.offsets[self.number[place]])
+        end = begin + int(self.length[place])
+        return store.tokens[begin:end], store.learnt[begin:end]
+
+    def take(self, places: Int64s) -> Members:
+        return Members(self.stores, self.part[places], self.number[places], self.length[places])
+
+    @property
+    def keys(self) -> list[int]:
+        """One key per distinct row; rows that say the same have the same key."""
+        every = [store.keys[self.number[self.part == part]] for part, store in enumerate(self.stores)]
+        return [int(key) for key in np.unique(np.concatenate(every))]
+
+    @property
+    def learnt(self) -> int:
+        """How many tokens of them are learnt."""
+        return int(self._learnt().sum())
+
+    def targets(self) -> Int64s:
+        """How many targets each has: a sample's first token is nobody's."""
+        first = np.zeros(len(self), dtype=np.int64)
+        for part, store in enumerate(self.stores):
+            own = self.part == part
+            first[own] = store.learnt[store.offsets[self.number[own]]]
+        return self._learnt() - first
+
+    def _learnt(self) -> Int64s:
+        found = np.zeros(len(self), dtype=np.int64)
+        for part, store in enumerate(self.stores):
+            own = np.flatnonzero(self.part == part)
+            number, length = self.number[own], self.length[own]
+            whole = store.lengths[number] == length
+            found[own[whole]] = store.count[number[whole]]
+            cut = zip(own[~whole], store.offsets[number[~whole]], length[~whole], strict=True)
+            for place, begin, size in cut:
+                found[place] = int(store.learnt[begin : begin + size].sum())
+        return found
+
+
+def joined(some: Sequence[Members]) -> Members:
+    """All of them, one after the other; they are of the same stores."""
+    columns = [np.concatenate([getattr(one, name) for one in some]) for name in ("part", "number", "length")]
+    return Members(some[0].stores, *columns)
+
+
+class PackedSplit:
+    """Sequences of `seq_len` tokens. What no sample fills is padding: a document of its own that teaches nothing."""
+
+    def __init__(self, members: Members, borders: Int64s, seq_len: int, pad: int) -> None:
+        self.samples, self.seq_len, self.pad = members, seq_len, pad
+        self.borders = borders  # sequence n has the samples from borders[n] to borders[n + 1]
+
+    def __len__(self) -> int:
+        return len(self.borders) - 1
+
+    @property
+    def fill(self) -> float:
+        """The share of all positions that hold a token of a sample."""
+        return int(self.samples.length.sum()) / (len(self) * self.seq_len)
+
+    def means(self, numbers: Int64s, *, pack: bool) -> dict[str, Any]:
+        """Over these sequences: the share of positions that have a target, and the mean length of the document that a
+        position stands in; padding is a document of its own. Without `pack`, a row is one document."""
+        lengths, ends = self.samples.length, np.cumsum(self.samples.length)
+        squares = np.concatenate([[0], np.cumsum(lengths**2)])
+        targets = np.concatenate([[0], np.cumsum(self.samples.targets())])
+        first, last = self.borders[numbers], self.borders[numbers + 1]
+        filled = np.concatenate([[0], ends])
+        padding = self.seq_len - (filled[last] - filled[first])
+        positions = len(numbers) * self.seq_len
+        squared = int((squares[last] - squares[first] + padding**2).sum())
+        found = {"scored": int((targets[last] - targets[first]).sum()) / positions}
+        return found | ({"document": squared / positions} if pack else {})
+
+    def rows(self, numbers: Int64s) -> dict[str, npt.NDArray[np.integer]]:
+        """`inputs` and `targets` [n, seq_len], the running number of the sample and the position in it."""
+        shape = (len(numbers), self.seq_len)
+        inputs_BT = np.full(shape, self.pad, dtype=np.int64)
+        targets_BT = np.full(shape, IGNORE, dtype=np.int64)
+        documents_BT, positions_BT = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+        count_T = np.arange(self.seq_len, dtype=np.int32)
+        for row, number in enumerate(np.asarray(numbers).tolist()):
+            at = 0
+            places = range(int(self.borders[number]), int(self.borders[number + 1]))
+            for document, place in enumerate(places):
+                tokens, learnt = self.samples[place]
+                end = at + len(tokens)
+                inputs_BT[row, at:end] = tokens
+                targets_BT[row, at : end - 1] = np.where(learnt[1:], tokens[1:], IGNORE)
+                documents_BT[row, at:end] = document
+                positions_BT[row, at:end] = count_T[: end - at]
+                at = end
+            documents_BT[row, at:] = len(places)
+            positions_BT[row, at:] = count_T[: self.seq_len - at]
+        return {"inputs": inputs_BT, "targets": targets_BT, "documents": documents_BT, "positions": positions_BT}
+
+
+def packed(members: Members, seq_len: int, *, pack: bool, seed: int | None, group: int) -> tuple[Members, Int64s]:
+    """The samples in the order of their sequences, and where each sequence begins. Without `seed`: not shuffled."""
+    count = len(members)
+    order = np.arange(count, dtype=np.int64)
+    if seed is not None:
+        order = permute(order, count, int(order_keys(seed, np.zeros(1, dtype=np.int64), group)[0]))
+    shuffled = members.take(order)
+    if not pack:
+        return shuffled, np.arange(count + 1, dtype=np.int64)
+    bins = best_fit(shuffled.length, seq_len)
+    borders = np.concatenate([[0], np.cumsum(np.bincount(bins))]).astype(np.int64)
+    return shuffled.take(np.argsort(bins, kind="stable")), borders
+
+
+def best_fit(lengths: Int64s, room: int) -> Int64s:
+    """Which bin each item goes to, in their order: the one that it fills best, or a new one.
+
+    Open bins lie in piles by the room they have left, and the bits of one whole number say which piles are not empty:
+    the lowest bit at or above a length is the pile to take from, without a search.
+    """
+    if len(lengths) and not 0 < int(lengths.min()) <= int(lengths.max()) <= room:
+        raise ValueError(f"lengths must lie between 1 and {room}")
+    bins = np.empty(len(lengths), dtype=np.int64)
+    piles: list[list[int]] = [[] for _ in range(room + 1)]
+    filled, opened = 0, 0
+    for item, length in enumerate(lengths.tolist()):
+        if fitting := filled >> length:
+            left = length + (fitting & -fitting).bit_length() - 1
+            chosen = piles[left].pop()
+            if not piles[left]:
+                filled ^= 1 << left
+        else:
+            left, chosen = room, opened
+            opened += 1
+        bins[item] = chosen
+        left -= length
+        if left:
+            piles[left].append(chosen)
+            filled |= 1 << left
+    return bins
+
+
+DROP, CUT, ERROR = "drop", "cut", "error"
+_KEY = "finetune.overlong"
+# Randomness for different ends; the epochs' own are from 0 to the number of parts.
+_SPLIT_GROUP, _VAL_GROUP, _PACK_GROUP = 1 << 16, 1 << 17, 1 << 18
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """What became of a source's rows. Of the rows that are bad some are empty; samples are overlong, cut or doubled."""
+
+    source: str
+    weight: float | None  # as the recipe states it
+    share: float  # of the sequences of training
+    rows: int
+    bad: int
+    empty: int
+    reasons: dict[str, int]  # why rows are bad
+    examples: list[str]  # where the first of them stand
+    overlong: int  # samples longer than seq_len
+    cut: int  # of these, kept in part; the rest is dropped
+    duplicates: int  # left out: a row that says the same is held out (or, with data.dedup, came before)
+    train_samples: int
+    val_samples: int
+    tokens: int  # of training
+    learnt: int  # of these, targets
+    sequences: int
+    fill: float
+
+    def line(self, *, held_out: bool = True) -> str:
+        told = f"{self.source}: {self.rows:,} rows, {self.train_samples:,} used" + (
+            f" to train on and {self.val_samples:,} held out" if held_out else ""
+        )
+        dropped = self.overlong - self.cut
+        left_out = {
+            "cannot be used": self.bad,
+            "longer than data.seq_len, dropped": dropped,
+            "longer than data.seq_len, cut": self.cut,
+            "left out, for their like is held out or came before": self.duplicates,
+        }
+        why = [f"{count:,} {reason}" for reason, count in left_out.items() if count]
+        most = dropped > (self.train_samples + self.val_samples)
+        return "; ".join([told, *why, *(["most of them are too long: raise data.seq_len"] if most else [])])
+
+
+@dataclass(frozen=True)
+class AnswerReport:
+    sources: tuple[SourceReport, ...]
+    fill: float  # of all sequences of training
+    template: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For people: what there is, and what was left out of it."""
+        held_out = any(source.val_samples for source in self.sources)
+        return [source.line(held_out=held_out) for source in self.sources]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a model reads, and what it should answer."""
+
+    prompt: list[int]
+    reference: str
+
+
+@dataclass(frozen=True)
+class AnswerData:
+    facts: DataFacts
+    train: PackedSplit
+    val: PackedSplit | None
+    tokenizer: ChatTokenizer
+    report: AnswerReport
+    index: RowIndex
+
+    def batch(self, samples: Int64s) -> dict[str, npt.NDArray[np.integer]]:
+        """The sequences with these global sample numbers; a function of (seed, sample) alone."""
+        return self.train.rows(self.index.sequences(samples))
+
+    def questions(self, split: PackedSplit, count: int) -> list[Question]:
+        """The first `count` samples up to their first answer, and that answer. Only where `answers` are learnt."""
+        found = []
+        for place in range(min(count, len(split.samples))):
+            tokens, learnt = split.samples[place]
+            begin = int(learnt.argmax())
+            rest = learnt[begin:]
+            end = begin + (len(rest) if rest.all() else int(rest.argmin()))
+            found.append(Question(tokens[:begin].tolist(), self.tokenizer.decode(tokens[begin:end], special=False)))
+        return found
+
+
+def load_answers(
+    data: Data,
+    *,
+    folder: Path,
+    seq_len: int,
+    pack: bool,
+    learn: str,
+    overlong: str,
+    template: str | None,
+    seed: int,
+    val_fraction: float,
+    progress: ProgressCallback | None = None,
+) -> AnswerData:
+    """All that the sources hold, as sequences; `folder` is the tokenizer's. With `val_fraction` 0 all is in `train`."""
+    tokenizer = load_chat_tokenizer(folder, template)
+    names = [part.source for part in data.parts]
+    stores = tuple(open_store(name, tokenizer, learn, progress) for name in names)
+    fitting = [_fitting(name, stores, part, seq_len, overlong) for part, name in enumerate(names)]
+    held_out = _held_out(stores, fitting, seed, val_fraction)
+    train, val = _divided(names, stores, fitting, held_out, dedup=data.dedup)
+    order = seed if data.shuffle else None
+    each = [packed(some, seq_len, pack=pack, seed=order, group=_PACK_GROUP + part) for part, some in enumerate(train)]
+    sizes = [len(borders) - 1 for _, borders in each]
+    index = row_index(sizes, data.parts, seed, shuffle=data.shuffle)
+    trained = PackedSplit(joined([one for one, _ in each]), _all_borders(each), seq_len, tokenizer.pad)
+    validated = None
+    if any(len(some) for some in val):
+        together = packed(joined(val), seq_len, pack=pack, seed=seed, group=_VAL_GROUP)
+        validated = PackedSplit(*together, seq_len, tokenizer.pad)
+    options = [seq_len, pack, overlong, val_fraction, seed, data.shuffle, data.dedup]
+    contents = [[store.fingerprint, key] for store, key in zip(stores, row_mixture_key(data.parts), strict=True)]
+    facts = DataFacts(
+        vocab_size=tokenizer.vocab_size,
+        train_tokens=len(index) * seq_len,
+        val_tokens=len(validated) * seq_len if validated else 0,
+        fingerprint=digest_of(["answers", contents, options]),
+        tokenizer=tokenizer.name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        content=digest_of(["answers", sorted(store.fingerprint for store in stores)]),
+        val_rows=len(validated.samples.keys) if validated else 0,
+        rows=trained.means(epoch_sample(index), pack=pack),
+    )
+    reports = tuple(
+        _report(part, share, store, fit, one, borders, held, seq_len)
+        for part, share, store, fit, (one, borders), held in zip(
+            data.parts, shares_of(sizes, data.parts), stores, fitting, each, val, strict=True
+        )
+    )
+    report = AnswerReport(reports, trained.fill, tokenizer.template_name)
+    return AnswerData(facts, trained, validated, tokenizer, report, index)
+
+
+def _fitting(source: str, stores: tuple[AnswerStore, ...], part: int, seq_len: int, overlong: str) -> Members:
+    """The part's samples that are kept, with the length that is kept of each."""
+    store = stores[part]
+    lengths = store.lengths
+    too_long = lengths > seq_len
+    if overlong == ERROR and too_long.any():
+        what = f"{int(too_long.sum()):,} of {len(store):,} samples are longer than data.seq_len={seq_len}."
+        fix = f"Set it to at least {int(lengths.max())}, or {_KEY} to {DROP} or {CUT}."
+        raise UserError(what, where=source, fix=fix)
+    kept = np.flatnonzero(~too_long | ((overlong == CUT) & (store.first < seq_len)))
+    if not len(kept):
+        what = f"none of its {len(store):,} samples fits into data.seq_len={seq_len}; the shortest has {lengths.min()}."
+        raise UserError(what, where=source, fix=f"Raise it, or cut them: {_KEY}={CUT}.")
+    return Members(stores, np.full(len(kept), part), kept, np.minimum(lengths[kept], seq_len))
+
+
+def _held_out(
+    stores: Sequence[AnswerStore], fitting: Sequence[Members], seed: int, fraction: float
+) -> npt.NDArray[np.uint64]:
+    """What the rows of validation say, as keys in order."""
+    if not fraction:
+        return np.empty(0, dtype=np.uint64)
+    found = []
+    for store, members in zip(stores, fitting, strict=True):
+        keys = np.unique(store.keys[members.number])
+        chance = order_keys(seed, keys.view(np.int64), _SPLIT_GROUP)
+        ranked = keys[np.argsort(chance)]
+        count = int((chance < np.uint64(fraction * 2.0**64)).sum())
+        found.append(ranked[: min(max(count, 1), len(keys) - 1)])
+    return np.unique(np.concatenate(found))
+
+
+def _divided(
+    sources: Sequence[str],
+    stores: Sequence[AnswerStore],
+    fitting: Sequence[Members],
+    held_out: npt.NDArray[np.uint64],
+    *,
+    dedup: bool,
+) -> tuple[list[Members], list[Members]]:
+    """Each part's samples of training and of validation, in which no row says what another one there says."""
+    train, val = [], []
+    met = np.empty(0, dtype=np.uint64)
+    for source, store, members in zip(sources, stores, fitting, strict=True):
+        keys, rows = store.keys[members.number], store.rows[members.number]
+        is_held, is_first = np.isin(keys, held_out), _first_of_its_kind(keys, rows, met)
+        met = np.union1d(met, keys)
+        train.append(members.take(np.flatnonzero(~is_held & (is_first | (not dedup)))))
+        val.append(members.take(np.flatnonzero(is_held & is_first)))
+        if not len(train[-1]):
+            what = "nothing of it is left to train on: all of its rows are held out, or came before."
+            raise UserError(what, where=source, fix="Give more rows, set data.val_fraction=0, or take the source out.")
+    return train, val
+
+
+def _first_of_its_kind(keys: npt.NDArray[np.uint64], rows: Int64s, met: npt.NDArray[np.uint64]) -> Bools:
+    """Whether no earlier row says the same; all samples of a row share its fate."""
+    _, first, kind = np.unique(keys, return_index=True, return_inverse=True)
+    same: Bools = rows == rows[first][kind]
+    return same & ~np.isin(keys, met)
+
+
+def _all_borders(each: Sequence[tuple[Members, Int64s]]) -> Int64s:
+    sizes = np.concatenate([np.diff(borders) for _, borders in each])
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+def _report(
+    part: Part,
+    share: float,
+    store: AnswerStore,
+    fitting: Members,
+    train: Members,
+    borders: Int64s,
+    val: Members,
+    seq_len: int,
+) -> SourceReport:
+    counts, tokens = store.counts, int(train.length.sum())
+    sequences = len(borders) - 1
+    return SourceReport(
+        source=part.source,
+        weight=part.weight,
+        share=share,
+        rows=counts["rows"],
+        bad=counts["bad_rows"],
+        empty=counts["empty"],
+        reasons=counts["bad_rows_by_reason"],
+        examples=counts["examples"],
+        overlong=int((store.lengths > seq_len).sum()),
+        cut=int((store.lengths[fitting.number] > fitting.length).sum()),
+        duplicates=len(fitting) - len(train) - len(val),
+        train_samples=len(train),
+        val_samples=len(val),
+        tokens=tokens,
+        learnt=train.learnt,
+        sequences=sequences,
+        fill=tokens / (sequences * seq_len),
+    )

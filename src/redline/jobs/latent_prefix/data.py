@@ -1,0 +1,446 @@
+"""What a latent prefix is trained on, and through which frozen models."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from redline.data.chat import RowReport
+from redline.data.chat_template import load_chat_tokenizer
+from redline.data.mixture import RowIndex, epoch_sample, row_index, row_mixture_key
+from redline.data.packing import IGNORE
+from redline.data.read_stats import Progress, ProgressCallback
+from redline.data.tokenizer import ByteTokenizer
+from redline.data.tokens import digest_of
+from redline.errors import Problem, RecipeError, UserError
+from redline.fields import AUTO
+from redline.jobs.latent_prefix.costs import BYTES, WORDS, slots_read
+from redline.jobs.latent_prefix.pairs import Pair, divided, read_pairs
+from redline.models.pretrained import Base, open_base
+from redline.recipe.resolve import DataFacts
+from redline.recipe.schema import Data, Model, Recipe
+
+# ----------------------------------------------------------------------------------------------------
+# What a latent prefix is trained on: texts as bytes, and their answers as each frozen model's tokens.
+#
+# The anchor's last spaces belong to the answer: `Answer:` and ` 42` are the tokens that a model has met, and `Answer: `
+# and `42` are not. An answer ends with the model's own end of text, which is learnt like the rest of it.
+
+
+PAD = BYTES - 1
+CUT, DROP, ERROR = "cut", "drop", "error"
+_WORD = re.compile(r"\w+")
+_MOST_WORDS = 128  # of a text, that are told apart
+_BYTE_BUCKETS = 4  # lengths of byte rows: quarters of the longest
+_LEAST_ANSWER = 8  # tokens; longer answers double this
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Reader:
+    """How one frozen model reads: its tokenizer, without chat."""
+
+    def __init__(self, folder: Path, anchor: str) -> None:
+        self._tokenizer = load_chat_tokenizer(folder)
+        if not self._tokenizer.eos_ids:
+            fix = "Set eos_token in its tokenizer_config.json."
+            raise UserError("the tokenizer has no token that ends a text.", where=str(folder), fix=fix)
+        self.begin: list[int] = self._tokenizer.encode_bare("")  # what it puts before every text
+        bare = anchor.rstrip(" ")
+        self.anchor: list[int] = self._ids(bare)
+        self._space = "" if self._adds_space() else anchor[len(bare) :]
+        self.eos_ids = self._tokenizer.eos_ids
+        marks = [self.begin, self.anchor, self._space, list(self.eos_ids)]
+        self.fingerprint: str = digest_of(["reader", self._tokenizer.fingerprint, marks])
+        self.vocab_size = self._tokenizer.vocab_size
+        if not self.anchor:
+            raise UserError(
+                "is no text to this model.", where=f"latent_prefix.anchor ({folder})", fix="Use 'Answer: '."
+            )
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode_bare(text)[len(self.begin) :]
+
+    def _adds_space(self) -> bool:
+        """Whether the tokenizer puts a space before every text, as SentencePiece does: another would be too many."""
+        alone, within = self._ids("a"), self._ids("\na")
+        return self._ids(" a")[1:] == alone and within[-1:] != alone
+
+    def answer(self, text: str) -> list[int]:
+        """With its end."""
+        return [*self._ids(self._space + text), self.eos_ids[0]]
+
+    def prompt(self, text: str, most: int | None = None) -> list[int]:
+        """The text (its first `most` tokens) and the anchor behind it."""
+        return [*self.begin, *self._ids(text)[:most], *self.anchor]
+
+    def count(self, text: str) -> int:
+        return len(self._ids(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, special=False).strip()
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of rows, in bytes and in tokens."""
+
+    bytes: int  # of a text
+    patch: int  # that a row's bytes are a multiple of
+    answers: tuple[int, ...]  # with their end, for each model
+    words: bool
+
+    def of(self, some: Sequence[Rows], longest: int) -> Lengths:
+        """No more than those of what there is: a length that never comes need not be compiled."""
+        texts = -(-max(longest, 1) // self.patch) * self.patch
+        answers = [
+            max((len(one) for rows in some for one in rows.answers[n]), default=1) for n in range(len(self.answers))
+        ]
+        return replace(self, bytes=min(self.bytes, texts), answers=tuple(answers))
+
+
+@dataclass(frozen=True)
+class Rows:
+    pairs: list[Pair]
+    answers: list[list[list[int]]]  # tokens, for each model and pair
+    lengths: Lengths
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def take(self, numbers: Int64s) -> dict[str, npt.NDArray[Any]]:
+        """`bytes` [B, S], `targets.N` [B, A] of the N-th model and `words` [B, W], padded to one of a few lengths."""
+        texts = [cut_bytes(self.pairs[number].text, self.lengths.bytes) for number in numbers.tolist()]
+        size = _bucket_bytes(max(len(text) for text in texts), self.lengths)
+        found: dict[str, npt.NDArray[Any]] = {"bytes": byte_rows(texts, size)}
+        for model, (answers, longest) in enumerate(zip(self.answers, self.lengths.answers, strict=True)):
+            some = [answers[number] for number in numbers.tolist()]
+            length = _bucket_answer(max(len(one) for one in some), longest)
+            targets = found[f"targets.{model}"] = np.full((len(some), length), IGNORE, dtype=np.int64)
+            for row, one in enumerate(some):
+                targets[row, : len(one)] = one
+        if self.lengths.words:
+            found["words"] = np.stack([_words(text) for text in texts])
+        return found
+
+    def means(self, numbers: Int64s) -> dict[str, Any]:
+        """What `jobs.latent_prefix.Costs` reads: how many of these rows each padded length takes, shortest first.
+
+        `bytes`: positions of the encoder, rows, and the mean positions that hold a byte; `answers`: for each model,
+        tokens and rows.
+        """
+        patch, sizes = self.lengths.patch, dict[int, list[int]]()
+        answers: list[dict[int, int]] = [{} for _ in self.answers]
+        for number in numbers.tolist():
+            text = len(cut_bytes(self.pairs[number].text, self.lengths.bytes))
+            sizes.setdefault(_bucket_bytes(text, self.lengths) // patch, []).append(-(-text // patch))
+            for counts, tokens, longest in zip(answers, self.answers, self.lengths.answers, strict=True):
+                size = _bucket_answer(len(tokens[number]), longest)
+                counts[size] = counts.get(size, 0) + 1
+        return {
+            "bytes": [[size, len(held), sum(held) / len(held)] for size, held in sorted(sizes.items())],
+            "answers": [[list(item) for item in sorted(counts.items())] for counts in answers],
+        }
+
+    def first(self, count: int) -> Rows:
+        return Rows(self.pairs[:count], [some[:count] for some in self.answers], self.lengths)
+
+
+def cut_bytes(text: str, most: int) -> bytes:
+    """The first bytes, without half a character at their end."""
+    raw = text.encode("utf-8", "replace")
+    return raw if len(raw) <= most else raw[:most].decode("utf-8", "ignore").encode("utf-8")
+
+
+def byte_rows(texts: Sequence[bytes], size: int) -> Int64s:
+    """[B, size], padded."""
+    rows = np.full((len(texts), size), PAD, dtype=np.int64)
+    for row, text in enumerate(texts):
+        rows[row, : len(text)] = np.frombuffer(text, dtype=np.uint8)
+    return rows
+
+
+def _bucket_bytes(length: int, lengths: Lengths) -> int:
+    step = -(-lengths.bytes // (_BYTE_BUCKETS * lengths.patch)) * lengths.patch
+    return min(lengths.bytes, -(-length // step) * step)
+
+
+def _bucket_answer(length: int, most: int) -> int:
+    size = _LEAST_ANSWER
+    while size < length:
+        size *= 2
+    return min(most, size)
+
+
+def _words(text: bytes) -> Int64s:
+    found = dict.fromkeys(word.lower() for word in _WORD.findall(text.decode("utf-8", "replace")))
+    kinds = list(dict.fromkeys(zlib.crc32(word.encode()) % WORDS for word in found))[:_MOST_WORDS]
+    return np.array([*kinds, *[-1] * (_MOST_WORDS - len(kinds))], dtype=np.int64)
+
+
+@dataclass
+class PairsReport:
+    sources: list[RowReport]
+    train: int
+    val: int
+    cut: int = 0  # texts longer than the limit, kept in part
+    dropped: int = 0  # and left out
+    longest: int = 0  # bytes
+    unanswerable: int = 0  # left out: the answer does not fit behind the prefix
+
+    def lines(self) -> list[str]:
+        told = [source.line() for source in self.sources]
+        told.append(f"{self.train:,} rows" + (f" to train on, {self.val:,} held out" if self.val else ""))
+        counts = {"texts cut": self.cut, "texts left out": self.dropped}
+        told += [f"{count:,} {what}: longer than latent_prefix.bytes" for what, count in counts.items() if count]
+        if self.unanswerable:
+            told.append(f"{self.unanswerable:,} rows left out: their answer does not fit into data.seq_len")
+        return told
+
+
+@dataclass(frozen=True)
+class PairData:
+    train: Rows
+    val: Rows | None
+    index: RowIndex
+    readers: list[Reader]
+    report: PairsReport
+    fingerprint: str
+    rows_fingerprint: str = field(default="")  # of the texts and answers to train on, in their order
+    content: str = ""  # of all texts and answers, in whatever order and split
+
+
+def load_pairs(
+    data: Data,
+    readers: list[Reader],
+    *,
+    most_bytes: int,
+    patch: int,
+    slots: int,
+    words: bool,
+    seed: int,
+    val_fraction: float,
+    progress: ProgressCallback | None = None,
+) -> PairData:
+    """All that the sources hold. With `val_fraction` 0 all is in `train`."""
+    names = " and ".join(part.source for part in data.parts)
+    room = [data.seq_len - slots - len(reader.begin) - len(reader.anchor) + 1 for reader in readers]
+    if min(room) < 2:
+        what = f"{data.seq_len} positions have no room for an answer behind prefix and anchor."
+        raise UserError(
+            what, where="data.seq_len", fix=f"Use at least {data.seq_len + 2 - min(room)}; {slots + 64} is usual."
+        )
+    reports, trained, held = [], [], []
+    for part in data.parts:
+        if progress:
+            progress(Progress(f"reading {part.source}", 0, None, 0))
+        pairs, report = read_pairs(part.source)
+        reports.append(report)
+        kept, out = divided(pairs, seed, val_fraction, part.source)
+        trained.append(kept)
+        held.append(out)
+    read = {pair.text for some in held for pair in some}  # in one source to train on, in another held out
+    trained = [[pair for pair in some if pair.text not in read] for some in trained]
+    told = PairsReport(reports, 0, 0)
+    tell = _Fitting(told, readers, Lengths(most_bytes, patch, tuple(room), words), data.overlong, names)
+    each = [tell.rows(list(dict.fromkeys(some)) if data.dedup else some) for some in trained]
+    val = tell.rows([pair for some in held for pair in some])
+    if not all(len(rows) for rows in each):
+        fix = "Raise data.seq_len or latent_prefix.bytes, or give more rows."
+        raise UserError("nothing of it is left to train on.", where=names, fix=fix)
+    lengths = tell.lengths.of([*each, val], told.longest)
+    val = replace(val, lengths=lengths)
+    train = Rows(
+        [pair for rows in each for pair in rows.pairs],
+        [[one for rows in each for one in rows.answers[n]] for n in range(len(readers))],
+        lengths,
+    )
+    told.train, told.val = len(train), len(val)
+    sizes = [len(rows) for rows in each]
+    rows_print, val_print = _digest(train), _digest(val)
+    mixture = row_mixture_key(data.parts)
+    content = [rows_print, val_print, sizes, mixture, seed, data.shuffle, data.seq_len, most_bytes]
+    content += [reader.fingerprint for reader in readers]
+    return PairData(
+        train=train,
+        val=val if len(val) else None,
+        index=row_index(sizes, data.parts, seed, shuffle=data.shuffle),
+        readers=readers,
+        report=told,
+        fingerprint=digest_of(["pairs", content]),
+        rows_fingerprint=rows_print,
+        content=digest_of(["pairs", sorted(pair.key().hex() for pair in (*train.pairs, *val.pairs))]),
+    )
+
+
+def _digest(rows: Rows) -> str:
+    digest = hashlib.sha256()
+    for pair in rows.pairs:
+        digest.update(pair.key())
+    return digest.hexdigest()
+
+
+class _Fitting:
+    """Leaves out what does not fit, and counts it."""
+
+    def __init__(
+        self, told: PairsReport, readers: list[Reader], lengths: Lengths, rule: str | None, where: str
+    ) -> None:
+        self.told, self.readers, self.lengths, self.rule, self.where = told, readers, lengths, rule, where
+
+    def rows(self, pairs: Sequence[Pair]) -> Rows:
+        kept: list[Pair] = []
+        answers: list[list[list[int]]] = [[] for _ in self.readers]
+        for pair in pairs:
+            if not self._short_enough(pair):
+                continue
+            coded = [reader.answer(pair.answers[0]) for reader in self.readers]
+            if any(len(one) > room for one, room in zip(coded, self.lengths.answers, strict=True)):
+                self._refuse(pair, "answer", "data.seq_len")
+                self.told.unanswerable += 1
+                continue
+            kept.append(pair)
+            for some, one in zip(answers, coded, strict=True):
+                some.append(one)
+        return Rows(kept, answers, self.lengths)
+
+    def _short_enough(self, pair: Pair) -> bool:
+        size = len(pair.text.encode("utf-8", "replace"))
+        self.told.longest = max(self.told.longest, size)
+        if size <= self.lengths.bytes:
+            return True
+        self._refuse(pair, f"text of {size:,} bytes", "latent_prefix.bytes")
+        kept = self.rule != DROP
+        self.told.cut, self.told.dropped = self.told.cut + kept, self.told.dropped + (not kept)
+        return kept
+
+    def _refuse(self, pair: Pair, what: str, key: str) -> None:
+        if self.rule == ERROR:
+            begun = " ".join(pair.text.split())[:60]
+            fix = f"Raise {key}, or set data.overlong={CUT} or {DROP}."
+            raise UserError(
+                f"a {what} is too long ({begun!r}…), and data.overlong is {ERROR}.", where=self.where, fix=fix
+            )
+
+
+@dataclass(frozen=True)
+class LatentData:
+    facts: DataFacts
+    bases: dict[str, Base] | None = None  # by number; None: random weights, for steps that are only timed
+    readers: dict[str, Reader] | None = None
+    pairs: PairData | None = None  # None when nothing is trained or looked at
+    held_out: Rows | None = None
+
+    @property
+    def told(self) -> list[str]:
+        return [] if self.pairs is None else self.pairs.report.lines()
+
+    def row_keys(self, *, trained: bool) -> list[bytes] | None:
+        """One key per row to train on, or per row that is evaluated."""
+        to_train = None if self.pairs is None else self.pairs.train
+        rows = to_train if trained else self.held_out
+        return None if rows is None else [pair.key() for pair in rows.pairs]
+
+
+def options_of(recipe: Recipe) -> Any:
+    return recipe.latent_prefix  # type: ignore[attr-defined]
+
+
+def wanted(recipe: Recipe) -> dict[str, tuple[str, Any]]:
+    """Number → where the model lies, and what says how it is kept."""
+    options = options_of(recipe)
+    every = [(str(recipe.model.base), recipe.model), *((one.base, one) for one in options.others)]
+    return {str(n): one for n, one in enumerate(every) if options.only in (None, n)}
+
+
+def complete(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
+    """The recipe with the shapes of its models, which it may also state itself, but not differently."""
+    options, model = options_of(recipe), recipe.model
+    first, *rest = (open_base(source, say) for source in (str(model.base), *(one.base for one in options.others)))
+    found = []
+    for key, there in first.model.items():
+        given = getattr(model, key)
+        if given not in (AUTO, Model.model_fields[key].default, there):
+            found.append(Problem(f"model.{key}", f"{given} is not the base's {there}.", "Leave it out."))
+    for number, (one, base) in enumerate(zip(options.others, rest, strict=True)):
+        stated = one.shape or {}
+        wrong = [key for key, value in stated.items() if value != vars(base.shape)[key]]
+        what = f"the shape of {one.base} has another {' and '.join(wrong)}."
+        found += [Problem(f"latent_prefix.others.{number}", what, "Leave it out.")] if wrong else []
+    for base in (first, *rest):
+        if recipe.data.seq_len > base.context:
+            what = f"{recipe.data.seq_len} is longer than the {base.context} that {base.source} was made for."
+            found.append(Problem("data.seq_len", what, f"Use at most {base.context}."))
+    if found:
+        raise RecipeError("recipe", found)
+    known = tuple(
+        one.model_copy(update={"shape": vars(base.shape)}) for one, base in zip(options.others, rest, strict=True)
+    )
+    return recipe.model_copy(
+        update={
+            "model": model.model_copy(update={**first.model, "size": None}),
+            "latent_prefix": options.model_copy(update={"others": known}),
+        }
+    )
+
+
+def load_data(recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None) -> LatentData:
+    """The recipe's rows; all of them are held out when nothing is trained."""
+    found = _without_rows(recipe)
+    options = options_of(recipe)
+    assert found.readers is not None
+    pairs = load_pairs(
+        recipe.data,
+        list(found.readers.values()),
+        most_bytes=options.bytes,
+        patch=options.patch,
+        slots=slots_read(options),
+        words=options.words_weight > 0,
+        seed=recipe.train.seed,
+        val_fraction=0.0 if for_evaluation else recipe.data.val_fraction,
+        progress=progress,
+    )
+    seq_len = recipe.data.seq_len
+    rows = {
+        **pairs.train.means(epoch_sample(pairs.index)),
+        "before": [len(reader.begin) + len(reader.anchor) for reader in found.readers.values()],
+    }
+    facts = replace(
+        found.facts,
+        train_tokens=len(pairs.index) * seq_len,
+        val_tokens=0 if pairs.val is None else len(pairs.val) * seq_len,
+        fingerprint=pairs.fingerprint,
+        content=pairs.content,
+        val_rows=0 if pairs.val is None else len(pairs.val),
+        rows=rows if options.only is None else None,  # with one model alone nothing is trained
+    )
+    return replace(found, facts=facts, pairs=pairs, held_out=pairs.train if for_evaluation else pairs.val)
+
+
+def _without_rows(recipe: Recipe) -> LatentData:
+    own = ByteTokenizer()
+    bases = {name: open_base(source) for name, (source, _) in wanted(recipe).items()}
+    readers = {name: Reader(base.folder, options_of(recipe).anchor) for name, base in bases.items()}
+    for name, base in bases.items():
+        if readers[name].vocab_size > base.shape.vocab:
+            what = f"its tokenizer has {readers[name].vocab_size:,} entries, and the model {base.shape.vocab:,}."
+            raise UserError(what, where=base.source, fix="Put the tokenizer that belongs to the model beside it.")
+    return LatentData(DataFacts(own.vocab_size, 0, 0, "", own.name, own.fingerprint), bases, readers)
+
+
+def random_data(facts: DataFacts) -> LatentData:
+    """As if such data, and such models, were there."""
+    return LatentData(facts)
+
+
+def tokenizer_alone(facts: DataFacts, folder: Path, recipe: Recipe) -> LatentData:
+    """For models that only answer."""
+    return replace(_without_rows(recipe), facts=facts)

@@ -1,0 +1,245 @@
+"""redline train --sweep: one run after the other, and one comparison."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import typer
+
+from redline.cache import read_text, write_atomically
+from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError, UserError
+from redline.recipe.load import load
+from redline.runs.console import print_whole
+from redline.runs.events import read_events
+from redline.runs.report.compare import Row, compare_run
+from redline.runs.summary import EVENTS, LOCK, SWEEP, run_status
+from redline.training.signals import preempting
+from redline.units import format_count, format_seconds
+
+COMPARISON = "comparison.json"
+_LEAVING = {EXIT_INTERRUPTED, EXIT_PREEMPTED}  # a member that was asked to leave takes the sweep with it
+
+
+@dataclass(frozen=True)
+class Member:
+    name: str
+    values: dict[str, str]
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"{key}={value}" for key, value in self.values.items()]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What was asked for; the same command later means the same sweep."""
+
+    recipe: str
+    overrides: list[str]
+    axes: dict[str, list[str]]
+
+    @property
+    def members(self) -> list[Member]:
+        combinations = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
+        width = len(str(len(combinations)))
+        return [Member(f"{n:0{width}d}-{_slug(values)}", values) for n, values in enumerate(combinations, 1)]
+
+    def description(self) -> dict[str, object]:
+        """Every member is validated for it: a mistake in the last one should not wait for the others."""
+        recipes = [load(self.recipe, [*self.overrides, *m.overrides]).recipe.model_dump_json() for m in self.members]
+        digest = hashlib.sha256("\n".join(recipes).encode()).hexdigest()[:16]
+        return {"schema": 1, **vars(self), "digest": digest}
+
+
+def parse_axes(options: list[str], overrides: list[str]) -> dict[str, list[str]]:
+    """`train.lr=1e-4,3e-4` → its values; a comma within brackets belongs to a value."""
+    axes: dict[str, list[str]] = {}
+    for option in options:
+        key, separator, text = option.removeprefix("+").partition("=")
+        values = _split(text)
+        if not separator or not key or not all(values):
+            fix = "Write for instance --sweep train.lr=1e-4,3e-4."
+            raise UsageError(f"{option!r} is not KEY=VALUE,VALUE,….", where="--sweep", fix=fix)
+        if key in axes or any(given.removeprefix("+").startswith(f"{key}=") for given in overrides):
+            raise UsageError(f"{key} is given twice.", where="--sweep", fix="Name all its values in one --sweep.")
+        if len(set(values)) < len(values):
+            raise UsageError(f"{option!r} has a value twice.", where="--sweep", fix="Leave one out.")
+        axes[key] = values
+    return axes
+
+
+def _split(text: str) -> list[str]:
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if character in "'\"" and (quote == character or not (quote or values[-1].strip())):
+            quote = "" if quote else character
+        depth += 0 if quote else (character in "[{") - (character in "]}")
+        if character == "," and not depth and not quote:
+            values.append("")
+        else:
+            values[-1] += character
+    return [value.strip() for value in values]
+
+
+def _slug(values: dict[str, str]) -> str:
+    """A directory's name: the last word of each key, unless two share it."""
+    words = [key.rpartition(".")[2] for key in values]
+    names = words if len(set(words)) == len(words) else list(values)
+    text = "_".join(f"{name}={value}" for name, value in zip(names, values.values(), strict=True))
+    return re.sub(r"[^\w.+=-]+", "-", text)[:80].strip("-")
+
+
+def run_sweep(sweep: Sweep, directory: Path, *, dry_run: bool = False) -> int:
+    """Every member in a process of its own, so that none inherits another's memory or compiled kernels."""
+    description = sweep.description()
+    members = sweep.members
+    if dry_run:
+        for member in members:
+            typer.echo(f"{directory / member.name}  {' '.join(member.overrides)}")
+        return EXIT_DONE
+    _begin(directory, description)
+    codes: dict[str, int] = {}
+    with _signals() as run:
+        for number, member in enumerate(members, 1):
+            path = directory / member.name
+            done = _finished(path)
+            shown = "finished already" if done else f"→ {path}"
+            with suppress(OSError):  # nobody reads on, as with a single run
+                typer.echo(f"sweep  {number}/{len(members)}  {' '.join(member.overrides)}  {shown}", err=True)
+            if not done:
+                codes[member.name] = run(_command(sweep, member, path))
+            if codes.get(member.name) in _LEAVING:
+                break
+    rows = [compare_run(directory / m.name, m.values, codes.get(m.name)) for m in members]
+    _compare(directory, sweep, rows)
+    left = [code for code in codes.values() if code in _LEAVING]
+    if left:
+        again = f"the same command with --run {directory}"
+        typer.echo(f"next    go on with {again}; what is finished is not done again", err=True)
+        return left[0]
+    return EXIT_FAILED if any(codes.values()) else EXIT_DONE
+
+
+def _begin(directory: Path, description: dict[str, object]) -> None:
+    path = directory / SWEEP
+    if path.is_file():
+        try:
+            known = json.loads(read_text(path))
+        except (OSError, ValueError):
+            known = None
+        if known != description:
+            keys = [key for key in description if not isinstance(known, dict) or known.get(key) != description[key]]
+            what = f"this directory holds another sweep (not the same: {', '.join(keys)})."
+            raise UsageError(what, where=str(directory), fix="Give the command it began with, or another --run.")
+        return
+    if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
+        raise UsageError("there is something already.", where=str(directory), fix="Choose another --run.")
+    try:
+        write_atomically(path, json.dumps(description, indent=1, ensure_ascii=False) + "\n")
+    except OSError as error:
+        fix = "Choose another --run."
+        raise UserError(f"cannot be written ({error.strerror}).", where=str(directory), fix=fix) from None
+
+
+def _finished(path: Path) -> bool:
+    return (path / LOCK).is_file() and run_status(path, read_events(path / EVENTS)) == "finished"
+
+
+def _command(sweep: Sweep, member: Member, path: Path) -> list[str]:
+    words = ["--resume", str(path)]
+    if not (path / LOCK).is_file():
+        words = [sweep.recipe, *sweep.overrides, *member.overrides, "--run", str(path)]
+    return [sys.executable, "-m", "redline", "train", *words]
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[list[str]], int]]:
+    """Runs commands; a signal goes to the one that runs, which saves and leaves, and no other is begun.
+
+    Each has a process group of its own: of one Ctrl-C in the terminal it must hear once, a second means "at once".
+    """
+    current: list[subprocess.Popen[bytes]] = []
+    asked: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        if current:
+            current[-1].send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    def run(command: list[str]) -> int:
+        if not asked:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+            current.append(process)
+            if asked:  # it came while the process was being made
+                process.send_signal(asked[-1])
+            code = process.wait()
+            current.clear()
+            if not asked:
+                return code if code >= 0 else EXIT_FAILED
+        return EXIT_INTERRUPTED if asked[0] == signal.SIGINT else EXIT_PREEMPTED
+
+    numbers = (signal.SIGINT, *preempting())
+    previous = {number: signal.signal(number, forward) for number in numbers}
+    try:
+        yield run
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _compare(directory: Path, sweep: Sweep, rows: list[Row]) -> None:
+    best, notes = _best(directory, rows)
+    members = [row.as_dict() for row in rows]
+    content = {"schema": 1, **vars(sweep), "best": best and best.name, "notes": notes, "members": members}
+    try:
+        write_atomically(directory / COMPARISON, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    except OSError as error:
+        typer.echo(f"warning  {directory / COMPARISON} could not be written ({error.strerror})", err=True)
+    _print_table(sweep, rows, best)
+    for note in notes:
+        typer.echo(note)
+
+
+def _best(directory: Path, rows: list[Row]) -> tuple[Row | None, list[str]]:
+    """By the fairest measure that they share, and what to beware of; none where they do not compare."""
+    from redline.runs.report.compare import measure, read_sides
+
+    begun = [row for row in rows if (directory / row.name / EVENTS).is_file()]
+    found = measure(read_sides([directory / row.name for row in begun]))
+    if isinstance(found, str):
+        return None, [found]
+    return (begun[found.ranked[0][1]] if found.ranked else None), found.cautions
+
+
+def _print_table(sweep: Sweep, rows: list[Row], best: Row | None) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    def shown(value: float | None, form: Callable[[float], str]) -> str:
+        return "–" if value is None else form(value)
+
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    for name in (*sweep.axes, "status", "step", "loss", "best val", "tok/s", "time", ""):
+        table.add_column(name, no_wrap=True, justify="left" if name in (*sweep.axes, "status", "") else "right")
+    for row in rows:
+        status = f"{row.status} ({row.exit_code})" if row.exit_code else row.status
+        figures = (
+            shown(row.step, "{:,.0f}".format),
+            shown(row.loss, "{:.4f}".format),
+            shown(row.best_val, "{:.4f}".format),
+            shown(row.tokens_per_s, format_count),
+            shown(row.hours, lambda hours: format_seconds(3600 * hours)),
+        )
+        table.add_row(*map(escape, row.values.values()), status, *figures, "← best" if row is best else "")
+    print_whole(table)

@@ -1,0 +1,269 @@
+"""The page's server: a few fixed files and one JSON answer, for this machine alone unless asked otherwise.
+
+It only reads. Nothing of a request becomes a path: files and runs are looked up by name in what is known already.
+"""
+
+from __future__ import annotations
+
+import getpass
+import gzip
+import hmac
+import io
+import ipaddress
+import json
+import os
+import re
+import secrets
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from importlib.resources import files
+from typing import Any
+
+from werkzeug.serving import BaseWSGIServer, ThreadedWSGIServer, WSGIRequestHandler
+from werkzeug.wrappers import Request, Response
+
+from redline.errors import UserError
+from redline.runs.live.watch import Watch
+
+LOOPBACK = "127.0.0.1"
+FIRST_PORT, _PORTS = 8770, 20
+_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_PAGE = {"/": "index.html"} | {
+    f"/{name}": name
+    for name in (
+        *("style.css", "main.js", "charts.js", "columns.js", "panels.js", "icon.svg"),
+        *("uplot.min.js", "uplot.min.css"),
+    )
+}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_LONGEST_QUERY = 8192
+_HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.%\w]+)\]|(?P<name>[^\s:@/\[\]]+))(?::\d{0,5})?")
+MOST_CONNECTIONS = 64  # at a time; a browser opens up to six, and each holds a thread
+_REQUEST_S = 10.0  # for a whole request to arrive
+_ANSWER_S = 30.0  # for the answer to be taken
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+class App:
+    """WSGI. With a token, who does not show it sees nothing. On loopback only this machine's own names are answered:
+    a page elsewhere could otherwise point a name of its own here and read along (DNS rebinding)."""
+
+    def __init__(
+        self, watch: Watch, token: str | None = None, *, loopback: bool = True, cookie: str = "redline"
+    ) -> None:
+        self._watch, self._token, self._loopback, self._cookie = watch, token, loopback, cookie
+        folder = files("redline.runs.live") / "page"
+        self._files = {url: (folder / name).read_bytes() for url, name in _PAGE.items()}
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        request = Request(environ)
+        response = self._answer(request)
+        response.headers.update(_HEADERS)
+        return response(environ, start_response)
+
+    def _answer(self, request: Request) -> Response:
+        if request.method not in ("GET", "HEAD"):
+            return _sentence(405, "This only answers GET.", {"Allow": "GET, HEAD"})
+        if len(request.query_string) > _LONGEST_QUERY:
+            return _sentence(414, "Too long a question.")
+        host = request.environ.get("HTTP_HOST", "")
+        if "@" in host:
+            return _sentence(400, "A Host header names a host and a port, and no user.")
+        if self._loopback and not is_own_name(host):
+            return _sentence(421, "This answers to localhost and 127.0.0.1 alone.")
+        if self._token is not None:
+            given = request.args.get("token") if request.path == "/" else None
+            if given is not None:
+                return self._admit(given)
+            if not self._is_known(request):
+                return _sentence(401, "A token is needed: open the address that `redline watch` printed.")
+        if request.path == "/api/state":
+            return self._state(request)
+        content = self._files.get(request.path)
+        if content is None:
+            return _sentence(404, "There is no such page.")
+        kind = _KINDS[_PAGE[request.path].rpartition(".")[2]]
+        return Response(content, content_type=f"{kind}; charset=utf-8")
+
+    def _admit(self, given: str) -> Response:
+        """From the address into a cookie, so that it does not stay in the browser's history."""
+        if not self._is_token(given):
+            return _sentence(401, "That is not the token: open the address that `redline watch` printed.")
+        response = Response(status=303, headers={"Location": "/"})
+        response.set_cookie(self._cookie, given, httponly=True, samesite="Lax")
+        return response
+
+    def _is_known(self, request: Request) -> bool:
+        scheme, _, credential = request.headers.get("Authorization", "").partition(" ")
+        shown = [request.cookies.get(self._cookie, ""), credential if scheme.lower() == "bearer" else ""]
+        return any(self._is_token(text) for text in shown)
+
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode("utf-8", "replace"), (self._token or "").encode())
+
+    def _state(self, request: Request) -> Response:
+        told = self._watch.answer(request.args.getlist("run"), request.args.getlist("at"))
+        body = json.dumps(told, separators=(",", ":"), allow_nan=False, default=str).encode("utf-8", "replace")
+        response = Response(body, content_type="application/json")
+        if len(body) > 4096 and "gzip" in request.headers.get("Accept-Encoding", ""):
+            response.data = gzip.compress(body, compresslevel=1)
+            response.headers["Content-Encoding"] = "gzip"
+        return response
+
+
+def _sentence(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
+    return Response(f"{text}\n", status=status, headers=headers, content_type="text/plain; charset=utf-8")
+
+
+def is_own_name(host: str) -> bool:
+    """Return whether a Host header names this machine itself; the port may be a tunnel's."""
+    if not (found := _HOST.fullmatch(host)):
+        return False
+    name = found["address"] or found["name"]
+    if name.lower().rstrip(".") == "localhost":
+        return True
+    with suppress(ValueError):
+        return ipaddress.ip_address(name).is_loopback
+    return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a socket bound to it can be reached from this machine only."""
+    return is_own_name(f"[{host}]" if ":" in host else host)
+
+
+class _Deadline(io.RawIOBase):
+    """Reads from a socket until a point in time: with a timeout for each read, a byte now and then holds a thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._end = connection, 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def within(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request took too long")
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
+class _Handler(WSGIRequestHandler):
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._incoming = _Deadline(self.connection)
+        self.rfile = io.BufferedReader(self._incoming)
+
+    def handle_one_request(self) -> None:
+        self._incoming.within(_REQUEST_S)
+        super().handle_one_request()
+
+    def run_wsgi(self) -> None:
+        self.connection.settimeout(_ANSWER_S)  # of each write; the answer is one
+        super().run_wsgi()
+
+    def log(self, type: str, message: str, *args: Any) -> None:
+        """The terminal is for the address, and a request may hold a token."""
+
+    def version_string(self) -> str:
+        return "redline"
+
+
+class _Server(ThreadedWSGIServer):
+    """A thread for each connection, and no more than MOST_CONNECTIONS of them: further ones are answered 503."""
+
+    def __init__(self, *how: Any, **options: Any) -> None:
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__(*how, **options)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            with suppress(OSError):
+                request.setblocking(False)
+                request.send(_BUSY)
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+
+def open_server(watch: Watch, host: str, port: int | None, guarded: bool) -> tuple[BaseWSGIServer, str]:
+    """A server that listens, and the address to open. Without a port, the first free one of a few."""
+    loopback = is_loopback(host)
+    token = secrets.token_urlsafe(24) if guarded or not loopback else None
+    listening = _listen(host, range(FIRST_PORT, FIRST_PORT + _PORTS) if port is None else [port])
+    with listening:
+        bound = listening.getsockname()[1]
+        # cookies know no ports: two servers must not share one
+        app = App(watch, token, loopback=loopback, cookie=f"redline-{bound}")
+        server = _Server(host, bound, app, _Handler, fd=listening.fileno())
+    return server, f"http://{_shown(host)}:{bound}/" + (f"?token={token}" if token else "")
+
+
+def _listen(host: str, ports: Iterable[int]) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    failed = OSError("no port is left")
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=family, backlog=64)
+        except (OSError, OverflowError) as error:
+            failed = error if isinstance(error, OSError) else OSError("ports end at 65535")
+    reason = failed.strerror or str(failed)
+    fix = "Name another port with --port (0 takes any that is free), or another address of this machine with --host."
+    raise UserError(f"The page cannot be served there ({reason}).", where=f"{host}:{port}", fix=fix)
+
+
+def _shown(host: str) -> str:
+    if host in ("0.0.0.0", "::"):  # all of them: this machine's name is one that may be reached
+        return socket.gethostname()
+    return f"[{host}]" if ":" in host else host
+
+
+# ----------------------------------------------------------------------------------------------------
+# The command that brings the page to one's own machine.
+
+
+def ssh_line(host: str, port: int) -> str:
+    """`ssh -N -L …` for who came here by ssh; empty for everybody else, and where the page can be reached anyway."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    if not connection or not is_loopback(host):
+        return ""
+    server, at = connection[2:4] if len(connection) == 4 else ("", "22")
+    try:
+        here = str(ipaddress.ip_address(server.partition("%")[0]))
+    except ValueError:
+        here = socket.gethostname()
+    target = f"[{host}]" if ":" in host else host
+    words = ["ssh", "-N", "-L", f"{port}:{target}:{port}", *([] if at == "22" else ["-p", at]), f"{_user()}@{here}"]
+    return shlex.join(words)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a number without a name, as in some containers
+        return "USER"

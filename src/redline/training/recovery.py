@@ -1,0 +1,227 @@
+"""What went wrong in a run and changes how it goes on: too little memory, and batches whose loss is not finite.
+
+Each rank notes it in the run's directory before it ends. Whoever resumes the run, a supervisor, a scheduler or a
+person, then finds it, and the run goes on in another way: nothing has to be handed over between the two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redline.cache import make_folder, read_text
+from redline.errors import UserError
+from redline.planning.batch import BatchPlan
+from redline.runs.monitor import Monitor
+from redline.training.distributed import ALONE, Ranks
+from redline.training.run_directory import unlinked
+from redline.training.signals import StopRequested
+from redline.units import format_seconds
+
+FOLDER = "trouble"
+MEMORY, NONFINITE = "memory", "nonfinite"
+MOST_STORMS = 3  # of batches that are not finite; after that the data are not what is wrong
+
+
+class OutOfMemory(UserError):  # noqa: N818
+    why = "memory"
+
+
+class Storm(UserError):  # noqa: N818
+    """Many batches in a row that are not finite: the run is to go on from before them, without them."""
+
+    why = "nonfinite"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """How the run was going."""
+
+    rank: int
+    step: int  # at which it ended
+    micro: int
+    world: int
+    checkpointing: str
+
+
+@dataclass(frozen=True)
+class Trouble(Facts):
+    kind: str = MEMORY
+    batches: tuple[int, ...] = ()  # that were not finite, by the step whose data they were
+    first: int = 0  # step at which that began
+
+
+def note(run: Path, trouble: Trouble) -> None:
+    folder = run / FOLDER
+    make_folder(folder)
+    with open(folder / f"rank-{trouble.rank}.jsonl", "a", encoding="utf-8", opener=unlinked) as file:
+        file.write(json.dumps(asdict(trouble)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def out_of_memory(run: Path, facts: Facts) -> UserError:
+    """Noted; and what to say."""
+    note(run, Trouble(**vars(facts)))
+    what = f"out of memory at step {facts.step}, with a micro-batch of {facts.micro} (rank {facts.rank})."
+    how = "with less at once" if facts.micro > 1 else "with grad_checkpointing=full"
+    place = "from the last checkpoint" if facts.step else "from the beginning"
+    return OutOfMemory(what, fix=f"`redline train --resume {shlex.quote(str(run))}` goes on {place} {how}.")
+
+
+def note_storm(run: Path, facts: Facts, first: int, batches: Sequence[int]) -> bool:
+    """Whether the run may go on without these; not so when that was tried too often."""
+    if len(storms(noted(run))) >= MOST_STORMS:
+        return False
+    note(run, Trouble(**vars(facts), kind=NONFINITE, batches=tuple(batches), first=first))
+    return True
+
+
+def noted(run: Path) -> list[Trouble]:
+    """Of all ranks; a line that was torn is passed over."""
+    found = []
+    for path in sorted((run / FOLDER).glob("rank-*.jsonl")):
+        for line in read_text(path).splitlines():
+            try:
+                facts = json.loads(line)
+                rank, step, micro, world = (int(facts[name]) for name in ("rank", "step", "micro", "world"))
+                batches = tuple(int(batch) for batch in facts["batches"])
+                words = (str(facts["checkpointing"]), str(facts["kind"]))
+                found.append(Trouble(rank, step, micro, world, *words, batches, int(facts["first"])))
+            except (ValueError, TypeError, KeyError):
+                continue
+    return found
+
+
+def smaller(
+    plan: BatchPlan, checkpointing: str, troubles: Iterable[Trouble], *, sharded: bool
+) -> tuple[BatchPlan, str]:
+    """Micro-batch and checkpointing below all that did not fit; the global batch stays what it is.
+
+    What is sharded over more ranks takes less of each: of those troubles only that of as many or more counts here.
+    """
+    failed = [t for t in troubles if t.kind == MEMORY and (t.world >= plan.world or not sharded)]
+    while any(t.checkpointing == checkpointing and t.micro <= plan.micro for t in failed):
+        half = plan.halved()
+        if half is not None:
+            plan = half
+        elif checkpointing != "full":
+            checkpointing = "full"
+        else:
+            what = (
+                f"a micro-batch of {plan.micro} does not fit, even when everything is computed again in the backward."
+            )
+            fix = "Use a shorter data.seq_len, a smaller model, parallel.mode=fsdp on several GPUs, or a larger card."
+            raise UserError(what, where="train.micro_batch", fix=fix)
+    return plan, checkpointing
+
+
+def change(before: tuple[BatchPlan, str], after: tuple[BatchPlan, str]) -> str | None:
+    """What `smaller` changed, in words."""
+    (old, plain), (new, checkpointing) = before, after
+    if before == after:
+        return None
+    parts = [f"micro-batch {old.micro} → {new.micro}"] if old.micro != new.micro else []
+    parts += [f"grad_checkpointing {plain} → {checkpointing}"] if plain != checkpointing else []
+    return f"out of memory: {', '.join(parts)}, the global batch stays {new.global_batch}"
+
+
+def storms(troubles: Iterable[Trouble]) -> list[Trouble]:
+    return [t for t in troubles if t.kind == NONFINITE and t.rank == 0]
+
+
+def belongs(state: dict[str, Any], found: Sequence[Trouble]) -> bool:
+    """Whether a checkpoint is of before those batches, or of a run that left them out."""
+    gone = {*state["decisions"].get("skipped", ())}
+    return all(state["step"] <= storm.first or gone.issuperset(storm.batches) for storm in found)
+
+
+def skipped(state: dict[str, Any] | None, found: Sequence[Trouble], place: int) -> list[int]:
+    """Data steps to leave out from here on: those decided before, and those that were not finite since; what lies
+    before `place`, the next step's data, is past."""
+    known = [] if state is None else [int(step) for step in state["decisions"].get("skipped", ())]
+    return sorted({*known, *(batch for storm in found for batch in storm.batches if batch >= place)})
+
+
+# ----------------------------------------------------------------------------------------------------
+# Before the first step: compile, allocate, and meet an out-of-memory here instead of in hour three.
+
+
+class LeastTooLarge(torch.OutOfMemoryError):
+    """One sequence at a time does not fit, with activations kept: whoever begins again computes them twice."""
+
+    def __init__(self, plan: BatchPlan) -> None:
+        super().__init__("a micro-batch of 1 does not fit")
+        self.plan = plan
+
+
+def warm_up(
+    rehearse: Callable[[BatchPlan], None],
+    plan: BatchPlan,
+    monitor: Monitor,
+    ranks: Ranks = ALONE,
+    *,
+    compiled: bool,
+    recomputed: bool,
+    device: str,
+) -> BatchPlan:
+    """Rehearse the worst-case batch until it runs in all ranks; the plan that did."""
+    monitor.say("warming up" + (" (the first time compiles: up to a minute)" if compiled else ""))
+    begin = time.perf_counter()
+    while True:
+        try:
+            if not ranks.highest(float(_too_large(rehearse, plan)))[0]:
+                break
+            plan = _halved(plan, monitor, device, recomputed=recomputed)
+        except (StopRequested, UserError, LeastTooLarge):
+            raise
+        except Exception as error:
+            if not compiled:
+                raise
+            compiled = False
+            _uncompile(error, monitor)
+    seconds = time.perf_counter() - begin
+    monitor.emit("warmup", seconds=seconds, message=f"warmed up in {format_seconds(seconds)}")
+    return plan
+
+
+def as_decided(saved: BatchPlan, planned: BatchPlan) -> BatchPlan:
+    """What a run found to fit, unless there are other ranks now, or still less is planned."""
+    alike = saved.world == planned.world and saved.global_batch == planned.global_batch
+    return saved if alike and saved.micro < planned.micro else planned
+
+
+def _too_large(rehearse: Callable[[BatchPlan], None], plan: BatchPlan) -> bool:
+    try:
+        rehearse(plan)
+    except torch.OutOfMemoryError:
+        return True
+    return False
+
+
+def _halved(plan: BatchPlan, monitor: Monitor, device: str, *, recomputed: bool) -> BatchPlan:
+    smaller = plan.halved()
+    torch.cuda.empty_cache()
+    if smaller is None and not recomputed:
+        raise LeastTooLarge(plan)
+    if smaller is None:
+        what = f"a micro-batch of {plan.micro} does not fit into {device}, even with grad_checkpointing=full."
+        fix = "Use a shorter data.seq_len, a smaller model, parallel.mode=fsdp on several GPUs, or a larger card."
+        raise UserError(what, where="train.micro_batch", fix=fix)
+    change = f"{plan.micro} → {smaller.micro}, the global batch stays {smaller.global_batch}"
+    monitor.emit("recovery", message=f"out of memory: micro-batch {change}")
+    return smaller
+
+
+def _uncompile(error: Exception, monitor: Monitor) -> None:
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    monitor.warn(f"torch.compile failed ({first_line[:120]}); going on uncompiled, which is slower")
+    torch.compiler.set_stance("force_eager")
