@@ -20,7 +20,7 @@ try:
     import torch
 
     from redline.hardware.detect import detect
-    from redline.jobs.objective import objective_module
+    from redline.jobs.base import objective_module
     from redline.recipe.load import load
     from redline.recipe.resolve import DataFacts, Resolved, resolve
     from redline.training.distributed import ALONE

@@ -134,7 +134,7 @@ class World:
 
     def trainer(self, run: Any, *overrides: str, checkpoint: Path | None = None, **options: Any) -> Any:
         from redline.hardware.machine import Machine
-        from redline.jobs.objective import objective_module
+        from redline.jobs.base import objective_module
         from redline.recipe.resolve import resolve
         from redline.runs.events import EventLog
         from redline.runs.monitor import Monitor

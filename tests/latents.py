@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from redline.hardware.machine import Machine
-from redline.jobs.objective import objective_module
+from redline.jobs.base import objective_module
 from redline.recipe.load import load
 from redline.recipe.resolve import resolve
 

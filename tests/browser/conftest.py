@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "monitor"))  # live_logs
+sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))  # live_logs
 
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--window-size=1280,1000"),

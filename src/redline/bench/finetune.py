@@ -15,8 +15,7 @@ from redline.bench.record import Row
 from redline.bench.setting import Setting, choose_setting
 from redline.errors import UsageError, UserError
 from redline.fields import AUTO
-from redline.jobs.base import costs
-from redline.jobs.objective import objective_module
+from redline.jobs.base import costs, objective_module
 from redline.planning.batch import BatchPlan, given_batch
 from redline.planning.flops import mfu
 from redline.recipe.checks import number

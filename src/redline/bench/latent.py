@@ -14,7 +14,7 @@ from redline.bench.record import Row
 from redline.bench.setting import Setting, choose_setting
 from redline.errors import UsageError, UserError
 from redline.fields import AUTO
-from redline.jobs.objective import objective_module
+from redline.jobs.base import objective_module
 from redline.planning.batch import BatchPlan, given_batch
 from redline.recipe.checks import number
 from redline.recipe.load import load

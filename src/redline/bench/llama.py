@@ -20,7 +20,8 @@ from redline.bench.reply import has_room, reply
 from redline.errors import UserError
 from redline.hardware.detect import detect
 from redline.hardware.nvml import Nvml
-from redline.jobs.objective import Batch, Objective, objective_module
+from redline.jobs.base import objective_module
+from redline.jobs.objective import Batch, Objective
 from redline.models.families import inexact, to_config
 from redline.planning.batch import BatchPlan
 from redline.recipe.load import load

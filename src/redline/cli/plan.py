@@ -124,7 +124,7 @@ def _complete(recipe: Recipe) -> Recipe:
 
     if recipe.model.base is None or AUTO not in (recipe.model.layers, recipe.model.vocab):
         return recipe
-    from redline.jobs.objective import objective_module
+    from redline.jobs.base import objective_module
 
     completed: Recipe = objective_module(recipe.objective).complete(recipe, lambda text: typer.echo(text, err=True))
     return completed

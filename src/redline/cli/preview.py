@@ -52,7 +52,7 @@ def _labelled(span: Span) -> str:
 
 def preview_recipe(recipe: Recipe, count: int) -> None:
     """`redline train … --preview N`."""
-    from redline.jobs.objective import objective_module
+    from redline.jobs.base import objective_module
 
     if recipe.objective == "finetune":
         return _answers(recipe, count)
@@ -64,7 +64,7 @@ def preview_recipe(recipe: Recipe, count: int) -> None:
 def _records(recipe: Recipe, count: int) -> None:
     from redline.cli.progress import PreparationBar
     from redline.evaluate.preview import preview_records, show_answers
-    from redline.jobs.objective import objective_module
+    from redline.jobs.base import objective_module
 
     with PreparationBar() as bar:
         data = objective_module(recipe.objective).load_data(recipe, progress=bar)
@@ -78,8 +78,8 @@ def _pairs(recipe: Recipe, count: int) -> None:
     import numpy as np
 
     from redline.cli.progress import PreparationBar
+    from redline.jobs.base import objective_module
     from redline.jobs.latent_prefix.data import cut_bytes
-    from redline.jobs.objective import objective_module
 
     job = objective_module(recipe.objective)
     with PreparationBar() as bar:
@@ -99,7 +99,7 @@ def _pairs(recipe: Recipe, count: int) -> None:
 def _answers(recipe: Recipe, count: int) -> None:
     from redline.cli.progress import PreparationBar
     from redline.evaluate.preview import preview_answers, show_answers
-    from redline.jobs.objective import objective_module
+    from redline.jobs.base import objective_module
 
     job = objective_module(recipe.objective)
     with PreparationBar() as bar:

@@ -132,7 +132,7 @@ def _profile(loaded: Loaded, options: dict[str, Any], folder: Path) -> _Found:
     from redline.cache import write_atomically
     from redline.cli.progress import PreparationBar
     from redline.hardware.detect import detect
-    from redline.jobs.objective import objective_module
+    from redline.jobs.base import objective_module
     from redline.recipe.resolve import resolve
     from redline.runs.breakdown import breakdown
     from redline.training.profiling import Recording, memory_recorded, profiled

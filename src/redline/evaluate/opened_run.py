@@ -22,9 +22,9 @@ from redline.errors import UsageError, UserError
 from redline.export.adapter import ADAPTER, ADAPTER_CONFIG, from_peft
 from redline.export.folder import ORIGIN
 from redline.hardware.detect import detect
-from redline.jobs.base import job
+from redline.jobs.base import job, objective_module
 from redline.jobs.finetune import objective as finetune
-from redline.jobs.objective import Objective, objective_module
+from redline.jobs.objective import Objective
 from redline.models.pretrained import Base, open_base
 from redline.planning.shapes import TARGETS
 from redline.recipe.load import parse_overrides, validate

@@ -31,7 +31,7 @@ from redline.data.facts import expected_facts
 from redline.data.problems import is_problems
 from redline.data.rows import is_clean
 from redline.data.sources import source_bytes
-from redline.jobs.objective import Objective, Sampling, objective_module
+from redline.jobs.base import objective_module
 from redline.recipe.checks import number
 from redline.recipe.resolve import FEW_ROWS
 from redline.recipe.schema import Recipe
@@ -158,6 +158,8 @@ def generative_perplexity(
     told(0, count)
     for first in range(0, count, _AT_ONCE):
         some = min(_AT_ONCE, count - first)
+        from redline.jobs.objective import Sampling
+
         how = Sampling(count=some, tokens=tokens, seed=seed + first, temperature=1.0, top_p=None)
         texts += [sample.text for sample in objective.sample("", how)]
         told(len(texts), count)

@@ -34,7 +34,8 @@ from redline.export.adapter import (
 from redline.export.card import CARD, model_card, tuned_card
 from redline.export.tensors import Named, Shapes, write_json, write_tensors
 from redline.export.tokenizer import end_of_text, run_tokenizer, write_tokenizer
-from redline.jobs.objective import OnBase, PublicForm, objective_module
+from redline.jobs.base import objective_module
+from redline.jobs.objective import OnBase, PublicForm
 from redline.kernels.matmul import DTYPES
 from redline.models.families import FAMILIES, names, read_config
 from redline.models.pretrained import Base, entries, open_base

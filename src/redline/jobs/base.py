@@ -40,3 +40,10 @@ def costs(recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) ->
 def options_of(name: str) -> type[Section]:
     options: type[Section] = job(name).Options
     return options
+
+
+def objective_module(name: str) -> Any:
+    """The module of a job: `complete(recipe, say)`, `load_data(recipe)`, `create(resolved, data)`, whether what it
+    trains `can_answer(recipe)`, `export(recipe, tensors, …)` where others know such a model, and data to build with
+    where there is none: `random_data(facts)`, `tokenizer_alone(facts, folder, recipe)`."""
+    return import_module(_MODULES[name][1])

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from redline.data.shards import TokenFile
-from redline.jobs.base import _MODULES
 from redline.planning.shapes import Adapter
 from redline.recipe.schema import Lora
 
@@ -219,10 +217,3 @@ class Objective(ABC):
 
 # ----------------------------------------------------------------------------------------------------
 # The jobs' torch halves, found by name.
-
-
-def objective_module(name: str) -> Any:
-    """The module of a job: `complete(recipe, say)`, `load_data(recipe)`, `create(resolved, data)`, whether what it
-    trains `can_answer(recipe)`, `export(recipe, tensors, …)` where others know such a model, and data to build with
-    where there is none: `random_data(facts)`, `tokenizer_alone(facts, folder, recipe)`."""
-    return import_module(_MODULES[name][1])

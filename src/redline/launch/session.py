@@ -87,7 +87,7 @@ def _say(path: Path, outcome: Outcome, recipe: Recipe) -> None:
 
 
 def _next_commands(path: Path, recipe: Recipe, reason: str) -> list[str]:
-    from redline.jobs.objective import objective_module
+    from redline.jobs.base import objective_module
     from redline.models.families import inexact
 
     module = objective_module(recipe.objective)
@@ -304,7 +304,7 @@ class OneRun:
     continued_with: list[str] | None = None  # all overrides of a command with --continue
 
     def train(self, console: View, leaving: Leaving) -> int:
-        from redline.jobs.objective import objective_module
+        from redline.jobs.base import objective_module
 
         smaller = None
         if self.resumed:

@@ -340,7 +340,7 @@ def fresh_name(recipe: str, suffix: str = "") -> Path:
 def _plan(recipe: Recipe, console: View, ranks: Ranks, *, resumed: bool, gpus: int) -> tuple[Resolved, Any]:
     console.event({"type": "warmup", "message": "preparing data"})
     from redline.hardware.detect import detect
-    from redline.jobs.objective import objective_module
+    from redline.jobs.base import objective_module
 
     module = objective_module(recipe.objective)
     recipe = module.complete(recipe, lambda text: console.event({"type": "warmup", "message": text}))

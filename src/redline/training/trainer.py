@@ -28,7 +28,6 @@ from redline.training.distributed import ALONE, Ranks
 from redline.training.heartbeat import PULSE
 from redline.training.optim import Ema, Optimizer
 from redline.training.parallel import Parallel, build_alike, parallelise
-from redline.training.recovery import LeastTooLarge, as_decided, warm_up
 from redline.training.run_directory import RunDirectory
 from redline.training.schedule import Horizon, Pace
 from redline.training.sharded_checkpoint import SharedCommit, read_rows
@@ -36,6 +35,7 @@ from redline.training.signals import Deadline, Signals, StopRequested
 from redline.training.state import OWN_ENDS, REASONS, Outcome, TrainState, check_identity
 from redline.training.step import Feed, LossScale, Step, step_batch, to_device, unskipped
 from redline.training.step_log import StepLog
+from redline.training.warmup import LeastTooLarge, as_decided, warm_up
 
 # ----------------------------------------------------------------------------------------------------
 # What a run shows of itself while it trains: metrics on what is held out, and texts it writes.

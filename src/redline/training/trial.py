@@ -16,7 +16,7 @@ import torch
 
 from redline.errors import UserError
 from redline.hardware.detect import detect
-from redline.jobs.objective import objective_module
+from redline.jobs.base import objective_module
 from redline.recipe.load import validate
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 from redline.runs.events import Event, EventLog

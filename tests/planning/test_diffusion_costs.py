@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from redline.hardware.machine import Machine, card
-from redline.jobs.base import costs, job
-from redline.jobs.objective import objective_module
+from redline.jobs.base import costs, job, objective_module
 from redline.planning.flops import decoder_flops, layout_flops
 from redline.planning.layout import Layout, Segment, uniform
 from redline.planning.memory import Kernels

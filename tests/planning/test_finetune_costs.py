@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from redline.hardware.machine import Machine, card
+from redline.jobs.base import objective_module
 from redline.jobs.finetune.costs import Costs
-from redline.jobs.objective import objective_module
 from redline.models.pretrained import adapted_linears
 from redline.planning.shapes import TARGETS, Adapter, DecoderShape, matrix_sides, nf4_bytes
 from redline.recipe.load import load

@@ -13,7 +13,8 @@ import torch
 
 from finetuning import Tuning
 from redline.errors import RecipeError, UserError
-from redline.jobs.objective import Term, objective_module
+from redline.jobs.base import objective_module
+from redline.jobs.objective import Term
 from redline.models.pretrained import adapted_linears, open_base
 from redline.runs.events import read_events
 

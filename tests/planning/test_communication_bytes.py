@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from redline.hardware.machine import Machine
-from redline.jobs.objective import objective_module
+from redline.jobs.base import objective_module
 from redline.planning.communication import Volume, block_tensors, root_tensors
 from redline.recipe.forecast import forecast
 from redline.recipe.load import load

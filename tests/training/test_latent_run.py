@@ -14,7 +14,7 @@ import torch
 
 from latents import Latents, other_base, write_rows
 from redline.errors import RecipeError, UserError
-from redline.jobs.objective import objective_module
+from redline.jobs.base import objective_module
 from redline.runs.events import read_events
 
 pytest.importorskip("transformers", reason="bases are made by transformers")
