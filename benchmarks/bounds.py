@@ -18,9 +18,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from runs import kept, looks, trained
-
 from redline.bench.child import ChildError
+from runs import kept, looks, trained
 
 LENGTH = 512
 # A small decoder, so that fifteen runs take minutes; EMA over the last hundred steps or so.

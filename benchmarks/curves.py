@@ -16,9 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from runs import looks, trained
-
 from redline.bench.child import ChildError
+from runs import looks, trained
 
 LAST = 50
 

@@ -57,7 +57,7 @@ def main() -> None:
         batch, _ = step_of(own, request["sample_tokens"])
 
         def step(number: int) -> torch.Tensor:
-            return own.trainer.step(number, batch, 1.0).loss
+            return own.trainer.train_step(number, batch, 1.0).loss
 
         tokens, device = own.resolved.tokens_per_step, own.trainer.device
         figures = time_steps(step, steps=request["steps"], tokens=tokens, device=device)

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from runs import said
 from torch import Tensor
 
 from redline.bench.setting import TINY
@@ -30,6 +29,7 @@ from redline.recipe.lock import git_state, versions
 from redline.recipe.resolve import resolve
 from redline.training.step import step_batch, to_device
 from redline.training.trial import Silent, trainer_alone
+from runs import said
 
 BATCH, WARMUP = 16, 50  # sequences a step; steps
 LOOKS = (0, 45, 150)  # steps before which the ways are compared
@@ -111,7 +111,7 @@ def trained(ways: Ways, looks: tuple[int, ...], common: tuple[str, ...]) -> Iter
                 rows += compared(ways, common, data, weights, step)
                 yield rows
             batch = step_batch(job, batches(job, step, job.resolved.batch.micro))
-            trainer.step(step, batch, min(1.0, (step + 1) / WARMUP))
+            trainer.train_step(step, batch, min(1.0, (step + 1) / WARMUP))
 
 
 def main() -> None:

@@ -47,12 +47,12 @@ def main() -> None:
     source, phases = sys.argv[1], phases_of(sys.argv[2:])
     steps, batch = sum(count for count, _ in phases), os.environ.get("BATCH", "8")
 
-    def make(self: feed.Feed, step: int) -> StepBatch:
+    def make(self: feed.BatchLoader, step: int) -> StepBatch:
         (first, micros), micro = place(step, phases), self.plan.micro
         starts = range(first * micro, (first + micros) * micro, micro)
         return feed.step_batch(self.objective, [self.objective.batch(np.arange(s, s + micro)) for s in starts])
 
-    feed.Feed._make = make  # type: ignore[method-assign]
+    feed.BatchLoader._make = make  # type: ignore[method-assign]
     last = [f"data.source={source}", f"train.steps={steps}", f"eval.every={steps}", f"train.global_batch={batch}"]
     with tempfile.TemporaryDirectory() as folder:
         run = str(Path(folder) / "run")

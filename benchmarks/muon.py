@@ -77,7 +77,7 @@ def updates(ours: muon.Muon) -> dict[str, float]:
         total, squares = nesterov_(gradients, ours.first[shape], one, good, 0.95)
         descend = partial(descend_, weights, total, None, good, rate=1e-6, decay=1e-6, cautious=False)
         work[f"nesterov_ {name}"] = partial(nesterov_, gradients, ours.first[shape], one, good, 0.95)
-        work[f"orthogonalise {name}"] = partial(muon.orthogonalise, total, squares)
+        work[f"orthogonalise {name}"] = partial(muon.orthogonalize, total, squares)
         work[f"descend_ {name}"] = descend
     found: dict[str, float] = {}
     for who, chosen in (("Triton", True), ("torch", False)):

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+
 from runs import said
 
 END = 50256

@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from runs import looks, trained
-
 from redline.bench.child import ChildError
+from runs import looks, trained
 
 COMMON = (
     *("data.tokenizer=train:4096", "data.seq_len=128", "data.workers=1"),

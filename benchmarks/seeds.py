@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from gradients import BATCH, ON_A_CPU, WARMUP, WAYS, batches, objective
-from runs import said
 
 from redline.bench.setting import TINY
 from redline.jobs.causal_lm.objective import load_data
@@ -26,6 +25,7 @@ from redline.recipe.load import load
 from redline.recipe.lock import git_state, versions
 from redline.training.step import step_batch
 from redline.training.trial import Silent, trainer_alone
+from runs import said
 
 SEEDS = range(1, 11)
 STEPS, LAST = 200, 50
@@ -40,7 +40,7 @@ def losses(words: tuple[str, ...], steps: int) -> list[float]:
         trainer.build()
         for step in range(steps):
             batch = step_batch(job, batches(job, step, job.resolved.batch.micro))
-            found.append(trainer.step(step, batch, min(1.0, (step + 1) / WARMUP)).loss)
+            found.append(trainer.train_step(step, batch, min(1.0, (step + 1) / WARMUP)).loss)
     return [round(loss, 5) for loss in torch.stack(found).tolist()]
 
 

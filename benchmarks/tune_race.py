@@ -20,12 +20,12 @@ from threading import Lock
 from typing import Any
 
 import torch
-from runs import kept, looks, trained
 
 from redline.bench.arms import BASELINE, words_for
 from redline.bench.child import ChildError, ask
 from redline.bench.curve import LOOKS
 from redline.bench.setting import UNDISTURBED, beneath
+from runs import kept, looks, trained
 
 LENGTH = 1024  # tokens of a sequence
 LIMIT_S = 900

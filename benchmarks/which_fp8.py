@@ -20,7 +20,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from runs import trained
 
 from redline.bench.curve import median_step_ms
 from redline.bench.setting import UNDISTURBED
@@ -29,6 +28,7 @@ from redline.kernels import float8_choice
 from redline.kernels.cross_entropy import chunk_tokens
 from redline.kernels.float8_choice import CAST, Shapes
 from redline.recipe.lock import git_state, versions
+from runs import trained
 
 VOCABULARY = 50304
 STEPS, WINDOW = 90, 10

@@ -23,9 +23,9 @@ try:
     from redline.jobs.base import objective_module
     from redline.recipe.load import load
     from redline.recipe.resolve import DataFacts, Resolved, resolve
-    from redline.training.distributed import ALONE
+    from redline.training.distributed import SINGLE_PROCESS
     from redline.training.optim import Optimizer
-    from redline.training.parallel import Parallel
+    from redline.training.parallel import ParallelStrategy
     from redline.training.step import LossScale, Step, step_batch, to_device
     from redline.units import GIB
 except ModuleNotFoundError as error:
@@ -53,7 +53,7 @@ class Model:
         self.objective.build(self.device)
         optimizer = Optimizer(self.objective.param_groups(), train)
         scale = LossScale(train.precision, self.device)
-        alone = Parallel(ALONE, self.objective)
+        alone = ParallelStrategy(SINGLE_PROCESS, self.objective)
         self.step = Step(self.objective, optimizer, parallel=alone, scale=scale, ema=None, clip=train.clip, seed=0)
         self.batch = step_batch(self.objective, [to_device(self.objective.worst_batch(8), self.device)])
         self.resolved = resolved

@@ -162,7 +162,7 @@ class World:
         return trainer
 
     def around(self, trainer: Any, **hooks: Any) -> None:
-        trainer.step = Around(trainer.step, **hooks)
+        trainer.train_step = Around(trainer.train_step, **hooks)
 
     def run(self, path: Path, *overrides: str, resume: bool = False, stop_at: int | None = None, **options: Any) -> Any:
         """Train; with `stop_at`, a SIGTERM arrives while that step is computed."""

@@ -131,6 +131,6 @@ class Latents:
         objective = module.create(resolve(recipe, CPU, data.facts), data)
         objective.build(torch.device("cpu"))
         if teach:
-            with objective.rehearsing():
+            with objective.dry_run():
                 pass
         return objective

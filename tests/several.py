@@ -106,22 +106,22 @@ class Several:
             from redline.training.run_directory import RunDirectory
 
             directory = RunDirectory(run)
-            if ranks.first:
+            if ranks.is_main:
                 directory.__enter__()
-            ranks.wait()
+            ranks.barrier()
             checkpoint = newest_valid(directory.checkpoints) if resume else None
-            if not ranks.first:
+            if not ranks.is_main:
                 directory = RunDirectory(self.folder / f"other-{ranks.rank}")  # its log is nobody's
                 directory.path.mkdir(exist_ok=True)
                 trainer = self.world.trainer(directory, *options, checkpoint=checkpoint, ranks=ranks)
-                trainer.run_directory = trainer.keeper.run = RunDirectory(run)
-                trainer.keeper._saver.folder = run / "checkpoints"
+                trainer.run_directory = trainer.checkpoints.run = RunDirectory(run)
+                trainer.checkpoints._saver.folder = run / "checkpoints"
             else:
                 trainer = self.world.trainer(directory, *options, checkpoint=checkpoint, ranks=ranks)
             if prepare:
                 prepare(trainer)
             code = trainer.run().exit_code
-            ranks.wait()
+            ranks.barrier()
             return int(code)
 
         logs = self.folder / f"logs-{run.name}"

@@ -22,7 +22,7 @@ from redline.jobs.causal_lm.objective import CausalLM, load_data
 from redline.kernels.cross_entropy import IGNORE
 from redline.recipe.load import load
 from redline.recipe.resolve import resolve
-from redline.training.step import Feed
+from redline.training.step import BatchLoader
 
 CPU = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
 SMALL = Gpt2Shape(layers=2, heads=2, width=32, vocab=64, length=16)
@@ -119,7 +119,7 @@ def test_every_arm_sees_the_same_tokens(words: list[str], corpus: Path) -> None:
 
 
 def _read(job: CausalLM, steps: int) -> np.ndarray:
-    with Feed(job, job.resolved.batch, torch.device("cpu"), 1, 0) as feed:
+    with BatchLoader(job, job.resolved.batch, torch.device("cpu"), 1, 0) as feed:
         micros = [micro for step in range(steps) for micro in feed.next(step).micros]
     return np.concatenate([np.c_[m["inputs"].numpy(), m["targets"][:, -1:].numpy()] for m in micros])
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from redline.training import checkpoint
-from redline.training.checkpoint import Snapshot, clean, newest_valid
+from redline.training.checkpoint import Snapshot, newest_valid, remove_temporaries
 from redline.training.run_directory import RunDirectory
 
 
@@ -80,11 +80,11 @@ def fork() -> Iterator[Callable[[Callable[[Child], int | None]], Child]]:
 @pytest.fixture
 def attempt(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Begin or resume a run as the command line does, and train until it ends."""
-    world.run(tmp_path_factory.mktemp("rehearsal") / "run", "train.steps=1")  # what torch imports late, forks have
+    world.run(tmp_path_factory.mktemp("first-run") / "run", "train.steps=1")  # what torch imports late, forks have
 
     def run(path: Path, *overrides: str, prepare: Callable[[Any], None] = lambda _: None, **options: Any) -> Any:
         with RunDirectory(path) as directory:
-            clean(directory.checkpoints)
+            remove_temporaries(directory.checkpoints)
             found = newest_valid(directory.checkpoints)
             trainer = world.trainer(directory, *overrides, checkpoint=found, **options)
             trainer.monitor.emit("start", schema=1, resumed_from=trainer.state.step)

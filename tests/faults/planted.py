@@ -24,15 +24,15 @@ from redline.training import (
     run_directory as rundir,
 )
 from redline.training.checkpoint import (
+    BackgroundSaver,
     Committed,
-    Damaged,
-    Saver,
+    DamagedCheckpointError,
     Snapshot,
     commit,
     committed_steps,
     step_name,
 )
-from redline.training.step import Feed, Step
+from redline.training.step import BatchLoader, Step
 from redline.training.trainer import Trainer
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -90,13 +90,13 @@ def manifest_first(*modules: Any) -> Plant:
 
 
 def reported_early(patch: pytest.MonkeyPatch) -> None:
-    plain = Saver._commit
+    plain = BackgroundSaver._commit
 
-    def report_then_commit(self: Saver, snapshot: Snapshot, protect: tuple[int, ...]) -> None:
+    def report_then_commit(self: BackgroundSaver, snapshot: Snapshot, protect: tuple[int, ...]) -> None:
         self._on_saved(Committed(self.folder / step_name(snapshot.step), snapshot.step, 0), 0.0)
         plain(self, snapshot, protect)
 
-    patch.setattr(Saver, "_commit", report_then_commit)
+    patch.setattr(BackgroundSaver, "_commit", report_then_commit)
 
 
 def snapshot_alive(patch: pytest.MonkeyPatch) -> None:
@@ -116,12 +116,12 @@ def removal_not_synced(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_one_less(patch: pytest.MonkeyPatch) -> None:
-    plain = saving.retain
+    plain = saving.apply_retention
     patch.setattr(saving, "retain", lambda folder, keep, also, fresh: plain(folder, keep - 1, also, fresh))
 
 
 def best_forgotten(patch: pytest.MonkeyPatch) -> None:
-    plain = saving.retain
+    plain = saving.apply_retention
     patch.setattr(saving, "retain", lambda folder, keep, also, fresh: plain(folder, keep, (), fresh))
 
 
@@ -133,7 +133,7 @@ def manifest_unchecked(patch: pytest.MonkeyPatch) -> None:
         try:
             return json.loads((path / "manifest.json").read_bytes())
         except (OSError, ValueError) as error:
-            raise Damaged(str(error)) from None
+            raise DamagedCheckpointError(str(error)) from None
 
     patch.setattr(checkpoint, "read_manifest", read)
 
@@ -141,7 +141,7 @@ def manifest_unchecked(patch: pytest.MonkeyPatch) -> None:
 def additional_accepted(patch: pytest.MonkeyPatch) -> None:
     def check(path: Path, files: dict[str, Any]) -> None:
         if any(checkpoint.file_digest(path / name) != entry["sha256"] for name, entry in files.items()):
-            raise Damaged(path.name)
+            raise DamagedCheckpointError(path.name)
 
     patch.setattr(checkpoint, "_check_files", check)
 
@@ -198,18 +198,20 @@ def restart_schedule(trainer: Trainer) -> None:
 
 
 def restart_data(patch: pytest.MonkeyPatch) -> None:
-    plain = Feed.__init__
+    plain = BatchLoader.__init__
 
-    def begin_anew(self: Feed, objective: Any, plan: Any, device: Any, workers: int, first: int, **ranks: Any) -> None:
+    def begin_anew(
+        self: BatchLoader, objective: Any, plan: Any, device: Any, workers: int, first: int, **ranks: Any
+    ) -> None:
         make = self._make
         self._make = lambda step: make(step - first)  # type: ignore[method-assign]
         plain(self, objective, plan, device, workers, first, **ranks)
 
-    patch.setattr(Feed, "__init__", begin_anew)
+    patch.setattr(BatchLoader, "__init__", begin_anew)
 
 
 def seed_without_step(patch: pytest.MonkeyPatch) -> None:
-    plain = step.seed_of
+    plain = step.micro_batch_seed
     patch.setattr(step, "seed_of", lambda seed, number, micro: plain(seed, 0, micro))
 
 

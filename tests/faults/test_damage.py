@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from redline.training.checkpoint import (
-    Damaged,
+    DamagedCheckpointError,
     Snapshot,
-    clean,
+    apply_retention,
     commit,
     committed_steps,
     newest_valid,
-    retain,
+    remove_temporaries,
     step_name,
     verify,
 )
@@ -44,7 +44,7 @@ def test_every_byte(pair: tuple[Path, Path], say: Any) -> None:
             flipped = bytearray(whole)
             flipped[place] ^= 1 << chance.randrange(8)
             (path / name).write_bytes(flipped)
-            with pytest.raises(Damaged):
+            with pytest.raises(DamagedCheckpointError):
                 verify(path)
             trials += 1
         (path / name).write_bytes(whole)
@@ -60,7 +60,7 @@ def test_wrong_lengths(pair: tuple[Path, Path], name: str) -> None:
     lengths = {0, 1, 7, 8, len(whole) // 3, len(whole) // 2, len(whole) - 8, len(whole) - 1}
     for changed in [*(whole[:n] for n in sorted(lengths)), whole + b"\n", whole + b" ", whole + bytes(4096)]:
         (path / name).write_bytes(changed)
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedCheckpointError):
             verify(path)
 
 
@@ -73,7 +73,7 @@ def test_zeroed_pages(tmp_path: Path) -> None:
     for start in range(0, len(whole), 4096):
         page = whole[start : start + 4096]
         file.write_bytes(whole[:start] + bytes(len(page)) + whole[start + len(page) :])
-        with pytest.raises(Damaged, match="not what was written"):
+        with pytest.raises(DamagedCheckpointError, match="not what was written"):
             verify(path)
 
 
@@ -89,7 +89,7 @@ def test_swapped_files(pair: tuple[Path, Path], tmp_path: Path, names: tuple[str
         (two / name).rename(one / name)
         (tmp_path / "aside").rename(two / name)
     for path in pair:
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedCheckpointError):
             verify(path)
     assert newest_valid(one.parent) is None
 
@@ -109,7 +109,7 @@ def test_names_tell_steps(pair: tuple[Path, Path]) -> None:
     one, two = pair
     folder = one.parent
     renamed = two.rename(folder / step_name(9))
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedCheckpointError):
         verify(renamed)
     for odd in ("step-000000009", "step-0000001", "step-00000001x", "step-٠٠٠٠٠٠٠٥", "step-00000001\n"):
         shutil.copytree(one, folder / odd)
@@ -132,7 +132,7 @@ class Mischief:
 def test_additional_files_are_refused_unread(pair: tuple[Path, Path], name: str) -> None:
     _, path = pair
     (path / name).write_bytes(pickle.dumps(Mischief()))
-    with pytest.raises(Damaged, match="additional files"):
+    with pytest.raises(DamagedCheckpointError, match="additional files"):
         verify(path)
     assert not Mischief.ran
 
@@ -142,14 +142,14 @@ def test_links_are_not_followed_out_of_the_run(pair: tuple[Path, Path], tmp_path
     folder = one.parent
     elsewhere = commit(tmp_path / "elsewhere", tiny(5)).path
     (folder / step_name(5)).symlink_to(elsewhere)
-    with pytest.raises(Damaged, match="link"):
+    with pytest.raises(DamagedCheckpointError, match="link"):
         verify(folder / step_name(5))
     assert newest_valid(folder) == two
 
     file = two / "model.safetensors"
     file.rename(tmp_path / "moved")
     file.symlink_to(tmp_path / "moved")
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedCheckpointError):
         verify(two)
     assert newest_valid(folder) == one
 
@@ -163,8 +163,8 @@ def test_links_are_replaced_and_their_targets_stay(pair: tuple[Path, Path], tmp_
         assert not commit(folder, tiny(step)).path.is_symlink()
     (folder / ".writing-link").symlink_to(elsewhere)
     (folder / ".writing-file").write_bytes(b"")
-    clean(folder)
-    retain(folder, 1, fresh=4)
+    remove_temporaries(folder)
+    apply_retention(folder, 1, fresh=4)
     verify(elsewhere)
     assert [entry.name for entry in folder.iterdir()] == [step_name(4)]
 

@@ -114,17 +114,17 @@ def test_what_another_rank_finds_is_in_the_log(world: Any, tokens: Path, tmp_pat
     damage = DamagedDataError("is damaged.", where="a file", fix="Copy it.")
 
     def train(ranks: Any) -> int:
-        if ranks.first:
+        if ranks.is_main:
             directory = RunDirectory(tmp_path / "run").__enter__()
-        ranks.wait()
-        if not ranks.first:
+        ranks.barrier()
+        if not ranks.is_main:
             directory = RunDirectory(tmp_path / "other")
             directory.path.mkdir()
         options = (f"data.source={tokens}", "data.tokenizer=train:300", "train.steps=50", "parallel.mode=ddp")
         trainer = world.trainer(directory, *options, ranks=ranks)
 
         def find(number: int) -> None:
-            if number == 3 and not ranks.first:
+            if number == 3 and not ranks.is_main:
                 if where == "batch":
                     raise damage
                 trainer.data_check._damage = damage

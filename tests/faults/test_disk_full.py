@@ -16,13 +16,13 @@ from redline.runs.events import read_events
 from redline.training import checkpoint
 from redline.training import checkpoint as saving
 from redline.training.checkpoint import (
+    BackgroundSaver,
     Committed,
-    Saver,
     Snapshot,
+    apply_retention,
     commit,
     committed_steps,
     newest_valid,
-    retain,
     step_name,
     verify,
 )
@@ -36,7 +36,7 @@ class Kept:
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self.saved: list[int] = []
         self.failed: list[OSError] = []
-        self.saver = Saver(folder, keep=keep, on_saved=self._saved, on_failed=self.failed.append)
+        self.saver = BackgroundSaver(folder, keep=keep, on_saved=self._saved, on_failed=self.failed.append)
 
     def _saved(self, done: Committed, seconds: float) -> None:
         self.saved.append(done.step)
@@ -149,5 +149,5 @@ def test_what_cannot_be_removed_is_no_failed_save(tiny: Any, tmp_path: Path, mon
         kept.save(tiny(3))
     assert (kept.saved, kept.failed) == ([3], [])
     assert committed_steps(tmp_path) == [1, 2, 3]
-    retain(tmp_path, 1)
+    apply_retention(tmp_path, 1)
     assert committed_steps(tmp_path) == [3]

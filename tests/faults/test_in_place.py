@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as serialised
 
-from redline.training.checkpoint import Snapshot, commit, newest_valid, read_tensors, retain
+from redline.training.checkpoint import Snapshot, apply_retention, commit, newest_valid, read_tensors
 
 pytestmark = pytest.mark.soak  # what is tried here is not redline
 
@@ -62,7 +62,7 @@ def read_three(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
 def save_ours(folder: Path, step: int, width: int) -> None:
     parts = {stem: {f"{stem[0]}.{n}": t for n, t in tensors(step, width).items()} for stem in ("model", "optimizer")}
     commit(folder, Snapshot(step, parts, {"step": step, "best": None}))
-    retain(folder, 2, fresh=step)
+    apply_retention(folder, 2, fresh=step)
 
 
 def read_ours(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from redline.runs.events import EventLog, read_events
 from redline.runs.summary import run_status
 from redline.training.checkpoint import committing
 from redline.training.run_directory import RunDirectory
-from redline.training.signals import preempting
+from redline.training.signals import preemption_signals
 
 
 def test_a_run_that_was_moved_away_is_not_begun_twice(tmp_path: Path) -> None:
@@ -40,9 +40,9 @@ def test_nohup_is_respected() -> None:
     before = signal.getsignal(signal.SIGHUP)
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        assert signal.SIGHUP not in preempting()
+        assert signal.SIGHUP not in preemption_signals()
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        assert signal.SIGHUP in preempting()
+        assert signal.SIGHUP in preemption_signals()
     finally:
         signal.signal(signal.SIGHUP, before)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from redline.runs.events import read_events
-from redline.training.step import Feed
+from redline.training.step import BatchLoader
 
 KEYS = ("train.steps=30", "data.workers=2", "monitor.log_every=1", "checkpoint.every=1000", "eval.every=1000")
 
@@ -24,12 +24,12 @@ def test_the_curve_is_the_same(
     world: Any, tmp_path: Path, tensors_of: Any, say: Any, trials: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.run(tmp_path / "whole", *KEYS)
-    expected, plain = tensors_of(tmp_path / "whole/checkpoints/step-00000030"), Feed._make
+    expected, plain = tensors_of(tmp_path / "whole/checkpoints/step-00000030"), BatchLoader._make
     losses = losses_of(tmp_path / "whole")
     ended, chance, slowest, seed = 0, random.Random(0), 0.0, 0
     tried: dict[tuple[int, int], int] = {}
 
-    def ending(self: Feed, step: int) -> Any:
+    def ending(self: BatchLoader, step: int) -> Any:
         """One in five, and at some steps a second one."""
         nonlocal ended
         if chance.random() < 0.2 and ended < trials and tried.get((id(self), step), 0) < 2:
@@ -38,7 +38,7 @@ def test_the_curve_is_the_same(
             raise SystemExit
         return plain(self, step)
 
-    monkeypatch.setattr(Feed, "_make", ending)
+    monkeypatch.setattr(BatchLoader, "_make", ending)
     while ended < trials:
         seed, begin = seed + 1, time.monotonic()
         tried.clear()

@@ -78,16 +78,16 @@ def test_every_rank_saves_where_the_directory_went(world: Any, tmp_path: Path, m
     before, after = tmp_path / "before", tmp_path / "after"
 
     def train(ranks: Any) -> int:
-        if ranks.first:
+        if ranks.is_main:
             directory = RunDirectory(before).__enter__()
-        ranks.wait()
-        if not ranks.first:
+        ranks.barrier()
+        if not ranks.is_main:
             directory = RunDirectory(before)
         trainer = world.trainer(directory, *FAR, f"parallel.mode={mode}", ranks=ranks)
-        if ranks.first:
+        if ranks.is_main:
             _at_step_3(world, trainer, lambda: before.rename(after))
         outcome = trainer.run()
-        ranks.wait()
+        ranks.barrier()
         return int(outcome.exit_code if outcome.saved and outcome.reason == "moved" else 99)
 
     assert together(2, train, tmp_path / "logs") == [EXIT_DONE, EXIT_DONE]

@@ -106,7 +106,7 @@ def r7(suite: Suite) -> None:
 def noise() -> Iterator[list[int]]:
     """The seeds of a run's steps, in order."""
     seeds: list[int] = []
-    plain = step.seed_of
+    plain = step.micro_batch_seed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "seed_of", lambda *place: (seeds.append(plain(*place)), seeds[-1])[1])
         yield seeds
@@ -149,7 +149,7 @@ def retention(suite: Suite) -> None:
     for number in (1, 2, 3):
         commit(folder, tiny(number))
     (folder / step_name(2) / "state.json").write_bytes(b"{}")
-    checkpoint.retain(folder, 2, fresh=3)
+    checkpoint.apply_retention(folder, 2, fresh=3)
     assert committed_steps(folder)[0] == 1
     assert verify(folder / step_name(1))
 

@@ -22,20 +22,20 @@ from redline.recipe.schema import Checkpoint
 from redline.runs.events import EventLog, read_events
 from redline.runs.monitor import Monitor
 from redline.training.checkpoint import (
-    Damaged,
-    Keeper,
+    CheckpointManager,
+    DamagedCheckpointError,
     Snapshot,
     Tensors,
     best_step,
-    clean,
     commit,
     committed_steps,
     newest_valid,
+    remove_temporaries,
     step_name,
     verify,
 )
 from redline.training.run_directory import RunDirectory
-from redline.training.schedule import Pace
+from redline.training.schedule import StepTimer
 
 KEEP = 2
 RUN = "runs/tiny"
@@ -81,12 +81,12 @@ def live(root: Path, recorder: Recorder, saves: int) -> None:
         RunDirectory(root / RUN) as run,
         Monitor(EventLog(run.path / "events.jsonl"), Witness(recorder)) as monitor,
     ):
-        clean(run.checkpoints)
+        remove_temporaries(run.checkpoints)
         if not (run.path / LOCK).exists():
             write_lock(run.path, LOCKED)
         newest = newest_valid(run.checkpoints)
         first = int(newest.name[5:]) + 1 if newest else 1
-        keeper = Keeper(run, monitor, Pace(lambda: 0.0), Checkpoint(keep=KEEP))
+        keeper = CheckpointManager(run, monitor, StepTimer(lambda: 0.0), Checkpoint(keep=KEEP))
         for step in range(first, first + saves):
             keeper.save(step, tiny_files(step), tiny_state(step), best_at(step))
             keeper.finish(step)
@@ -196,7 +196,7 @@ class Promise:
         self.resumed += 1
         with pytest.MonkeyPatch.context() as patch, RunDirectory(self.disk.root / RUN) as run:
             patch.setattr(os, "fsync", lambda descriptor: None)  # time for nothing: this disk keeps its power
-            clean(run.checkpoints)
+            remove_temporaries(run.checkpoints)
             newest = newest_valid(run.checkpoints)
             step = int(newest.name[5:]) + 1 if newest else 1
             path = commit(run.checkpoints, Snapshot(step, tiny_files(step), tiny_state(step))).path
@@ -215,7 +215,7 @@ class Promise:
 def is_valid(path: Path) -> bool:
     try:
         return bool(verify(path))
-    except Damaged:
+    except DamagedCheckpointError:
         return False
 
 

@@ -57,7 +57,7 @@ class Once:
 
 
 def hook(place: str, nth: int = 1) -> Callable[[Any, Callable[[], None]], None]:
-    """Act before the n-th call of a part of the trainer, like `step.rehearse`."""
+    """Act before the n-th call of a part of the trainer, like `step.dry_run`."""
     owner, _, name = place.partition(".")
 
     def arm(trainer: Any, action: Callable[[], None]) -> None:
@@ -68,13 +68,13 @@ def hook(place: str, nth: int = 1) -> Callable[[Any, Callable[[], None]], None]:
 
 
 PHASES = {  # where the signal comes, and the step that must be saved then
-    "warm-up": (hook("step.rehearse"), 0),
+    "warm-up": (hook("train_step.dry_run"), 0),
     "first look": (hook("objective.evaluate"), 0),
-    "first step": (hook("step.backward", 2), 1),  # the warm-up's is the first
-    "middle step": (hook("step.backward", 6), 5),
-    "step to be evaluated": (hook("step.backward", 4), 3),
+    "first step": (hook("train_step.backward", 2), 1),  # the warm-up's is the first
+    "middle step": (hook("train_step.backward", 6), 5),
+    "step to be evaluated": (hook("train_step.backward", 4), 3),
     "evaluation": (hook("objective.evaluate", 2), 3),
-    "snapshot": (hook("keeper.save"), 2),
+    "snapshot": (hook("checkpoints.save"), 2),
 }
 SIGNALS = [(signal.SIGTERM,), (signal.SIGUSR1,), (signal.SIGHUP,), (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)]
 
@@ -169,7 +169,7 @@ def _ready_within(trainer: Any, child: Any) -> None:
 
 def test_ctrl_c_finishes_saves_and_reports(attempt: Any, whole: Any, tmp_path: Path, capfd: Any) -> None:
     run = tmp_path / "run"
-    trainer = attempt(run, *OPTIONS, prepare=lambda t: hook("step.backward", 5)(t, lambda: send(signal.SIGINT)))
+    trainer = attempt(run, *OPTIONS, prepare=lambda t: hook("train_step.backward", 5)(t, lambda: send(signal.SIGINT)))
     assert (trainer.outcome.reason, trainer.outcome.exit_code) == ("interrupted", EXIT_INTERRUPTED)
     assert newest_valid(run / "checkpoints") == run / "checkpoints" / step_name(4)
     assert read_events(run / "events.jsonl")[-1]["type"] == "stop"
@@ -177,7 +177,7 @@ def test_ctrl_c_finishes_saves_and_reports(attempt: Any, whole: Any, tmp_path: P
     goes_on(attempt, run, whole)
 
 
-@pytest.mark.parametrize("phase", ["step.backward", "objective.evaluate", "keeper.save", "commit"])
+@pytest.mark.parametrize("phase", ["train_step.backward", "objective.evaluate", "checkpoints.save", "commit"])
 def test_a_second_ctrl_c_leaves_at_once(fork: Any, attempt: Any, whole: Any, tmp_path: Path, phase: str) -> None:
     """Within a step, the last look, and saves that would take a minute."""
     run = tmp_path / "run"
@@ -193,7 +193,7 @@ def test_a_second_ctrl_c_leaves_at_once(fork: Any, attempt: Any, whole: Any, tmp
         if phase == "commit":
             saving.commit = Once(commit, twice)  # type: ignore[assignment]
         else:
-            hook(phase, 2 if phase != "keeper.save" else 1)(trainer, twice)
+            hook(phase, 2 if phase != "checkpoints.save" else 1)(trainer, twice)
 
     begin = time.monotonic()
     assert fork(lambda _: attempt(run, *OPTIONS, prepare=prepare).outcome.exit_code).wait() == EXIT_INTERRUPTED
@@ -210,7 +210,7 @@ def test_ctrl_c_saves_before_it_looks(fork: Any, attempt: Any, tmp_path: Path) -
     run = tmp_path / "run"
 
     def prepare(trainer: Any) -> None:
-        hook("step.backward", 5)(trainer, lambda: send(signal.SIGINT))
+        hook("train_step.backward", 5)(trainer, lambda: send(signal.SIGINT))
         hook("objective.evaluate", 3)(trainer, lambda: send(signal.SIGINT))  # after those at 0 and 3
 
     assert fork(lambda _: attempt(run, *OPTIONS, prepare=prepare).outcome.exit_code).wait() == EXIT_INTERRUPTED

@@ -19,7 +19,7 @@ from redline.runs.events import read_events
 from redline.training import supervisor as watching
 from redline.training.checkpoint import committed_steps, newest_valid, read_state, verify
 from redline.training.distributed import join
-from redline.training.heartbeat import FOLDER, read_pulses
+from redline.training.heartbeat import FOLDER, read_heartbeats
 from redline.training.supervisor import RECOVERY, SUPERVISED, supervise
 from several import Fork, free_port, rank_environment
 
@@ -102,7 +102,7 @@ class Supervised:
 
 @pytest.fixture
 def supervised(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervised:
-    world.run(tmp_path / "rehearsal", "train.steps=1")  # what torch imports late, forks have
+    world.run(tmp_path / "first-run", "train.steps=1")  # what torch imports late, forks have
     monkeypatch.setattr(watching, "GRACE_S", 2.0)
     monkeypatch.setattr(watching, "MOST_WITHOUT_PROGRESS", 2)
     return Supervised(world, tmp_path)
@@ -162,7 +162,7 @@ def test_a_killed_rank_is_recovered_from(supervised: Supervised, whole: list[flo
 
 @pytest.mark.parametrize(("doing", "hung"), [("step", [0]), ("saving", [0]), ("starting", [0]), ("preparing data", [])])
 def test_who_prepares_data_may_take_as_long_as_they_are(doing: str, hung: list[int]) -> None:
-    watch = watching.Watch(Mock(), Mock(), timeout=1.0)
+    watch = watching.Watcher(Mock(), Mock(), timeout=1.0)
     now = time.monotonic()
     watch.seen = {0: {"pid": os.getpid(), "doing": doing, "time": now, "since": now - 3600, "waiting": False}}
     assert watch._hung() == hung
@@ -187,18 +187,18 @@ def test_a_stopped_rank_is_noticed_and_shows_its_stack(supervised: Supervised, w
     supervised.prepare = lambda r: at_step(7, send(signal.SIGSTOP), once=tmp_path / "met") if r == 1 else None
     noticed: list[float] = []
     stopped = tmp_path / "met"
-    plain = watching.Watch._show
+    plain = watching.Watcher._show
 
     def show(self: Any, hung: list[int]) -> Any:
         noticed.append(time.time() - stopped.stat().st_mtime)
         assert hung == [1]
         return plain(self, hung)
 
-    watching.Watch._show = show  # type: ignore[method-assign]
+    watching.Watcher._show = show  # type: ignore[method-assign]
     try:
         assert supervised() == EXIT_DONE
     finally:
-        watching.Watch._show = plain  # type: ignore[method-assign]
+        watching.Watcher._show = plain  # type: ignore[method-assign]
     assert 2.0 <= noticed[0] < 2.5 + 1.5  # the last beat may be half a second old
     assert "nothing moved for 2.5 s: rank 1 in " in supervised.said[0]
     assert "most recent call first" in supervised.log
@@ -247,24 +247,24 @@ def test_at_a_micro_batch_of_one_blocks_are_recomputed_and_then_it_stops(supervi
     assert "does not fit, even" in supervised.log
 
 
-def too_large_to_rehearse() -> None:
+def too_large_to_dry_run() -> None:
     """In this process: nothing fits in the warm-up, unless blocks are recomputed."""
     from redline.training.step import Step
 
-    plain = Step.rehearse
+    plain = Step.dry_run
 
-    def rehearse(self: Any, batch: Any) -> None:
+    def dry_run(self: Any, batch: Any) -> None:
         if self.objective.recipe.train.grad_checkpointing != "full":
             raise torch.OutOfMemoryError("injected")
         plain(self, batch)
 
-    Step.rehearse = rehearse  # type: ignore[method-assign]
+    Step.dry_run = dry_run  # type: ignore[method-assign]
 
 
 def test_a_warm_up_that_fits_in_no_micro_batch_begins_again_with_recomputation(
     supervised: Supervised, whole: Any
 ) -> None:
-    supervised.prepare = lambda rank: too_large_to_rehearse()
+    supervised.prepare = lambda rank: too_large_to_dry_run()
     assert supervised("train.micro_batch=4", size=1) == EXIT_DONE
     assert supervised.attempts == 2
     assert any("grad_checkpointing none → full" in e["message"] for e in supervised.events("recovery"))
@@ -276,11 +276,11 @@ def poisoned(data_steps: set[int]) -> None:
     from redline.training import step as feed
     from redline.training.step import Step
 
-    plain, make = Step.backward, feed.Feed._make
+    plain, make = Step.backward, feed.BatchLoader._make
 
     def marked(self: Any, step: int) -> Any:
         batch = make(self, step)
-        bad = feed.unskipped(step, self.skipped) in data_steps
+        bad = feed.data_step(step, self.skipped) in data_steps
         for micro in batch.micros:
             micro["poison"] = torch.tensor(float("nan") if bad else 0.0)
         return batch
@@ -298,7 +298,7 @@ def poisoned(data_steps: set[int]) -> None:
         finally:
             del self.objective.loss
 
-    feed.Feed._make, Step.backward = marked, backward  # type: ignore[method-assign]
+    feed.BatchLoader._make, Step.backward = marked, backward  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -360,7 +360,7 @@ def test_signals_reach_the_ranks(supervised: Supervised) -> None:
 
 def _when_stepping(folder: Path, target: int) -> None:
     for _ in range(600):
-        pulses = read_pulses(folder).values()
+        pulses = read_heartbeats(folder).values()
         if len(pulses) == 2 and all(facts["doing"] == "step" for facts in pulses):
             os.kill(target, signal.SIGTERM)
             return

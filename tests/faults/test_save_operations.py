@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from redline.training.checkpoint import (
-    Damaged,
-    clean,
+    DamagedCheckpointError,
+    apply_retention,
     commit,
     committed_steps,
     newest_valid,
-    retain,
+    remove_temporaries,
     step_name,
     verify,
 )
@@ -57,7 +57,7 @@ def test_every_operation(
     def save(at: int) -> None:
         with calls(at, die):
             commit(folder, tiny(3))
-            retain(folder, KEEP, fresh=3)
+            apply_retention(folder, KEEP, fresh=3)
 
     for at in range(1, 500):
         shutil.rmtree(folder, ignore_errors=True)
@@ -69,7 +69,7 @@ def test_every_operation(
         assert newest in (folder / old.name if old else None, folder / step_name(3))
         assert damaged_steps(folder) <= damaged_steps(base)
         assert len(committed_steps(folder)) - len(damaged_steps(folder)) >= least
-        clean(folder)
+        remove_temporaries(folder)
         assert not folder.exists() or all(entry.name.startswith("step-") for entry in folder.iterdir())
         commit(folder, tiny(3))
         assert newest_valid(folder) == folder / step_name(3), "the next save works"
@@ -86,6 +86,6 @@ def damaged_steps(folder: Path) -> set[int]:
     for step in committed_steps(folder):
         try:
             verify(folder / step_name(step))
-        except Damaged:
+        except DamagedCheckpointError:
             found.add(step)
     return found

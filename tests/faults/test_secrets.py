@@ -103,7 +103,7 @@ def crashing() -> None:
 
     def broken(self: Any, *rest: Any) -> None:
         build(self, *rest)
-        step = self.step
+        step = self.train_step
 
         def fail(number: int, *more: Any) -> Any:
             if number == 3:
@@ -112,8 +112,8 @@ def crashing() -> None:
                 raise RuntimeError(f"refused: https://me:{LOGIN}@host/x {secrets}")
             return step(number, *more)
 
-        self.step = fail
-        for name in ("clear", "rehearse"):
+        self.train_step = fail
+        for name in ("clear", "dry_run"):
             setattr(fail, name, getattr(step, name))
 
     Trainer.build = broken  # type: ignore[method-assign]

@@ -13,14 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from redline.errors import UserError
-from redline.training.checkpoint import (
-    MANIFEST,
-    Damaged,
-    canonical_json,
-    commit,
-    newest_valid,
-    verify,
-)
+from redline.training.checkpoint import MANIFEST, DamagedCheckpointError, canonical_json, commit, newest_valid, verify
 
 
 def sign(path: Path) -> None:
@@ -56,7 +49,7 @@ def test_signed_nonsense_is_damage(what: str, tiny: Callable[[int], Any], tmp_pa
     name, content = CONTENT[what]
     (two / name).write_bytes(content)
     sign(two)
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedCheckpointError):
         verify(two)
     said: list[str] = []
     assert newest_valid(tmp_path, said.append) == one

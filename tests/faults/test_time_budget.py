@@ -13,7 +13,7 @@ import pytest
 from redline.planning.schedule import lr_factor
 from redline.runs.events import read_events
 from redline.training.checkpoint import newest_valid, step_name
-from redline.training.schedule import Horizon, Pace
+from redline.training.schedule import Horizon, StepTimer
 
 WARMUP = 2
 
@@ -49,7 +49,7 @@ class Case:
         self.now += seconds
         return seconds
 
-    def begin_save(self, pace: Pace) -> None:
+    def begin_save(self, pace: StepTimer) -> None:
         """In the background: it waits for the one in flight alone."""
         self.now = max(self.now, self.saved)
         seconds = self.save * self.chance.uniform(0.9, 1.1)
@@ -58,7 +58,7 @@ class Case:
 
     def run(self) -> float:
         """The trainer's loop, without training. Seconds left at the end."""
-        pace, horizon = Pace(lambda: self.now), Horizon(None, self.budget / 3600)
+        pace, horizon = StepTimer(lambda: self.now), Horizon(None, self.budget / 3600)
         pace.resume(0.0)
         self.spend(self.warm_up)
         pace.timed("evaluation", lambda: self._evaluate())

@@ -178,6 +178,6 @@ def test_one_launch_a_step_is_the_same_bit_for_bit(
         run = tmp_path / graph
         trainer = world.run(run, *GPU, *PLAIN, *options, *shape, f"train.graph={graph}", machine=machine)
         said = [event.get("message") for event in read_events(run / "events.jsonl") if event["type"] == "warning"]
-        assert (trainer.step.graph is not None) is (graph == "true"), said
+        assert (trainer.train_step.graph is not None) is (graph == "true"), said
         found[graph] = tensors_of(run / "checkpoints/step-00000008")
     assert all(torch.equal(tensor, found["false"][name]) for name, tensor in found["true"].items())

@@ -83,7 +83,7 @@ def test_samples_differ_by_seed_and_not_without(objective: Any) -> None:
 
 def test_a_question_that_is_cut_is_told_of(objective: Any) -> None:
     told: list[str] = []
-    objective.tell = told.append
+    objective.log = told.append
     objective.sample("a" * 160, Sampling())
     assert told == []
     objective.sample("a" * 1161, Sampling())

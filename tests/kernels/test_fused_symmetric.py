@@ -139,7 +139,7 @@ def test_orthogonalised_matrices_are_orthogonal(
     monkeypatch.setattr(muon, "gram", kernels.gram)
     monkeypatch.setattr(muon, "square", kernels.square)
     x = matrices(*shape, device)
-    found = muon.orthogonalise(x, x.float().square().sum((1, 2)))
+    found = muon.orthogonalize(x, x.float().square().sum((1, 2)))
     u, values, v = torch.linalg.svd(x.double(), full_matrices=False)
     assert torch.linalg.svdvals(found.double()).sub(1)[values / values[:, :1] > 0.05].abs().max() < 0.2
     assert torch.nn.functional.cosine_similarity(found.double().flatten(1), (u @ v).flatten(1)).min() > 0.98

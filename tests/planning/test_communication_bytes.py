@@ -25,7 +25,7 @@ from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 from redline.training.distributed import Ranks
 from redline.training.optim import Optimizer
-from redline.training.parallel import Shards, parallelise
+from redline.training.parallel import FSDP, parallelize
 
 FACTS = DataFacts(320, 10**6, 10**4, "", "bytes", "")
 CPU = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
@@ -116,8 +116,8 @@ def counted_step(resolved: Resolved) -> Callable[[int], dict[str, int]]:
     def action(rank: int) -> dict[str, int]:
         objective = built(resolved)
         ranks = Ranks(rank, resolved.batch.world, rank, joined=True)
-        parallel = parallelise(resolved.recipe.parallel.mode, ranks, objective)
-        assert isinstance(parallel, Shards) == (resolved.recipe.parallel.mode == "fsdp")
+        parallel = parallelize(resolved.recipe.parallel.mode, ranks, objective)
+        assert isinstance(parallel, FSDP) == (resolved.recipe.parallel.mode == "fsdp")
         optimizer = Optimizer(parallel.groups(), resolved.recipe.train, parallel.muon)
         for _ in range(2):
             with Counted() as counted:

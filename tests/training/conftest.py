@@ -12,5 +12,5 @@ from several import Several
 
 @pytest.fixture
 def several(world: Any, tmp_path: Path) -> Several:
-    world.run(tmp_path / "rehearsal", "train.steps=1")  # what torch imports late, forks have
+    world.run(tmp_path / "first-run", "train.steps=1")  # what torch imports late, forks have
     return Several(world, tmp_path)

@@ -17,19 +17,19 @@ from redline.runs.summary import stop_request_path
 from redline.training import checkpoint
 from redline.training import checkpoint as saving
 from redline.training.checkpoint import (
+    BackgroundSaver,
     Committed,
-    Damaged,
+    DamagedCheckpointError,
     HostCopy,
-    Saver,
     Snapshot,
-    clean,
+    apply_retention,
     commit,
     committed_steps,
     newest_valid,
-    pick,
     read_state,
     read_tensors,
-    retain,
+    remove_temporaries,
+    select_checkpoint,
     step_name,
     verify,
 )
@@ -54,7 +54,7 @@ def valid_steps(folder: Path) -> list[int]:
         try:
             verify(folder / step_name(step))
             found.append(step)
-        except Damaged:
+        except DamagedCheckpointError:
             pass
     return found
 
@@ -98,8 +98,8 @@ def test_cleaning_removes_what_interrupted_saves_left_and_nothing_else(tmp_path:
     (tmp_path / ".writing-step-00000002-77/model.safetensors").write_bytes(b"half")
     (tmp_path / ".writing-removed-step-00000000-77").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
-    clean(tmp_path)
-    clean(tmp_path / "missing")
+    remove_temporaries(tmp_path)
+    remove_temporaries(tmp_path / "missing")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes.txt", step_name(1)]
 
 
@@ -117,7 +117,7 @@ def test_a_copy_does_not_follow_training() -> None:
 def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     for step in range(1, 8):
         commit(tmp_path, snapshot(step))
-        retain(tmp_path, 2, also=(3,), fresh=step)
+        apply_retention(tmp_path, 2, also=(3,), fresh=step)
     assert committed_steps(tmp_path) == [3, 6, 7]
 
 
@@ -125,19 +125,19 @@ def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
     for step in range(1, 6):
         commit(tmp_path, snapshot(step))
     damage(tmp_path, 4)
-    retain(tmp_path, 2, fresh=5)
+    apply_retention(tmp_path, 2, fresh=5)
     assert valid_steps(tmp_path) == [3, 5]
     commit(tmp_path, snapshot(6))
-    retain(tmp_path, 2, fresh=6)
+    apply_retention(tmp_path, 2, fresh=6)
     assert committed_steps(tmp_path) == [5, 6], "and go when they are old"
 
 
 def test_damage_after_the_first_look_is_seen(tmp_path: Path) -> None:
     for step in range(1, 4):
         commit(tmp_path, snapshot(step))
-    retain(tmp_path, 3, fresh=3)
+    apply_retention(tmp_path, 3, fresh=3)
     damage(tmp_path, 2)
-    retain(tmp_path, 2, fresh=3)
+    apply_retention(tmp_path, 2, fresh=3)
     assert valid_steps(tmp_path) == [1, 3]
 
 
@@ -148,7 +148,7 @@ def test_valid_ones_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(checkpoint, "verify", lambda path: (read.append(path.name), plain(path))[1])
     for step in range(1, 9):
         commit(tmp_path, snapshot(step))
-        retain(tmp_path, 4, fresh=step)
+        apply_retention(tmp_path, 4, fresh=step)
     assert max(read.count(name) for name in read) == 2, "looked for before it is written, and once while it is kept"
 
 
@@ -162,7 +162,7 @@ def test_deletion_never_leaves_too_few(tmp_path_factory: Any, data: st.DataObjec
         damage(folder, step)
     best = data.draw(st.integers(1, count))
     before = valid_steps(folder)
-    retain(folder, keep, also=(best,))
+    apply_retention(folder, keep, also=(best,))
     after = valid_steps(folder)
     assert after[-keep:] == before[-keep:]
     assert best in committed_steps(folder)
@@ -176,29 +176,29 @@ def test_picking(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for step in (10, 20, 30):
         commit(folder, snapshot(step, best=10))
-    assert pick(folder, None).name == step_name(30)
-    assert pick(folder, 20).name == step_name(20)
-    assert pick(folder, "best").name == step_name(10)
+    assert select_checkpoint(folder, None).name == step_name(30)
+    assert select_checkpoint(folder, 20).name == step_name(20)
+    assert select_checkpoint(folder, "best").name == step_name(10)
     with pytest.raises(UserError, match=r"no checkpoint @25\. There are: 10, 20, 30"):
-        pick(folder, 25)
+        select_checkpoint(folder, 25)
     damage(folder, 20)
     with pytest.raises(
         UserError, match=r"step-00000020/model\.safetensors is not what was written.*another checkpoint"
     ):
-        pick(folder, 20)
+        select_checkpoint(folder, 20)
     damage(folder, 30)
     said: list[str] = []
-    assert pick(folder, None, said.append).name == step_name(10)
+    assert select_checkpoint(folder, None, said.append).name == step_name(10)
     assert len(said) == 2
 
 
 def test_picking_from_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no valid checkpoint"):
-        pick(tmp_path / "checkpoints", None)
+        select_checkpoint(tmp_path / "checkpoints", None)
     with pytest.raises(UserError, match="There are: none"):
-        pick(tmp_path / "checkpoints", "best")
+        select_checkpoint(tmp_path / "checkpoints", "best")
     with RunDirectory(tmp_path), pytest.raises(UserError, match="the run is training, and has not saved yet"):
-        pick(tmp_path / "checkpoints", None)
+        select_checkpoint(tmp_path / "checkpoints", None)
     assert newest_valid(tmp_path / "checkpoints") is None
 
 
@@ -225,7 +225,7 @@ def test_the_event_follows_the_rename(tmp_path: Path) -> None:
         valid.append(bool(verify(done.path)))
         assert threading.current_thread() is not threading.main_thread()
 
-    saver = Saver(tmp_path, keep=1, on_saved=saved, on_failed=lambda error: valid.append(False))
+    saver = BackgroundSaver(tmp_path, keep=1, on_saved=saved, on_failed=lambda error: valid.append(False))
     for step in (1, 2, 2, 3):  # a step may be saved twice
         saver.save(snapshot(step))
     saver.wait()
@@ -245,7 +245,7 @@ def test_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return done
 
     monkeypatch.setattr(saving, "commit", slow)
-    saver = Saver(tmp_path, keep=2, on_saved=lambda done, seconds: None, on_failed=lambda error: None)
+    saver = BackgroundSaver(tmp_path, keep=2, on_saved=lambda done, seconds: None, on_failed=lambda error: None)
     saver.save(snapshot(1))
     assert begun.wait(10), "it is written beside training"
     assert committed_steps(tmp_path) == []
@@ -265,7 +265,7 @@ def test_a_defect_in_the_background_surfaces(tmp_path: Path, monkeypatch: pytest
 
     if where != "on_saved":
         monkeypatch.setattr(saving, "commit", broken if where == "commit" else full)
-    saver = Saver(tmp_path, keep=1, on_saved=broken, on_failed=broken)
+    saver = BackgroundSaver(tmp_path, keep=1, on_saved=broken, on_failed=broken)
     saver.save(snapshot(1))
     with pytest.raises(RuntimeError, match="a defect"):
         saver.wait()

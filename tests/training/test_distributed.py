@@ -95,15 +95,15 @@ def test_restarts_with_as_many_ranks_are_bitwise(several: Several, tmp_path: Pat
 
 def stop_at(trainer: Any, step: int, rank: int = 1) -> None:
     """A SIGTERM to one rank alone, while that step is computed."""
-    plain = trainer.step
+    plain = trainer.train_step
 
     def stepped(number: int, *rest: Any) -> Any:
         if number == step - 1 and trainer.ranks.rank == rank:
             os.kill(os.getpid(), signal.SIGTERM)
         return plain(number, *rest)
 
-    stepped.clear, stepped.rehearse = plain.clear, plain.rehearse  # type: ignore[attr-defined]
-    trainer.step = stepped
+    stepped.clear, stepped.dry_run = plain.clear, plain.dry_run  # type: ignore[attr-defined]
+    trainer.train_step = stepped
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -21,7 +21,7 @@ from redline.recipe.parallel import for_world
 from redline.recipe.resolve import DataFacts, resolve
 from redline.runs.events import read_events
 from redline.training.checkpoint import (
-    Damaged,
+    DamagedCheckpointError,
     canonical_json,
     find_weights,
     newest_valid,
@@ -29,10 +29,10 @@ from redline.training.checkpoint import (
     read_tensors,
     verify,
 )
-from redline.training.muon import first_row, owners
+from redline.training.muon import assign_owners, first_row
 from redline.training.parallel import buckets
-from redline.training.recovery import Trouble, smaller
-from redline.training.step import unskipped
+from redline.training.recovery import Failure, reduce_memory
+from redline.training.step import data_step
 from several import Several
 
 FACTS = DataFacts(50257, 10**9, 10**6, "abc", "gpt2", "def")
@@ -115,7 +115,7 @@ def test_a_damaged_share_is_noticed(several: Several, tmp_path: Path) -> None:
     for name in ("model-00002-of-00002.safetensors", "optimizer.index.json"):
         whole = (newest / name).read_bytes()
         (newest / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        with pytest.raises(Damaged, match=name):
+        with pytest.raises(DamagedCheckpointError, match=name):
             verify(newest)
         assert newest_valid(run / "checkpoints") == run / "checkpoints/step-00000004"
         (newest / name).write_bytes(whole)
@@ -144,7 +144,7 @@ def test_an_index_that_lies_is_damage(several: Several, tmp_path: Path, lie: Any
     body["files"]["model.index.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     signed = {**body, "digest": hashlib.sha256(canonical_json(body)).hexdigest()}
     (newest / "manifest.json").write_bytes(canonical_json(signed))
-    with pytest.raises(Damaged, match=words):
+    with pytest.raises(DamagedCheckpointError, match=words):
         verify(newest)
 
 
@@ -160,7 +160,7 @@ def test_rows_of_shares_are_those_of_torch(rows: int, size: int) -> None:
 
 @given(st.dictionaries(st.text(min_size=1), st.integers(1, 1000), min_size=1), st.integers(1, 9))
 def test_owners_have_about_as_much_to_do(sizes: dict[str, int], ranks: int) -> None:
-    found = owners(sizes, ranks)
+    found = assign_owners(sizes, ranks)
     loads = [sum(size for name, size in sizes.items() if found[name] == rank) for rank in range(ranks)]
     assert sum(loads) == sum(sizes.values())
     assert max(loads) - min(loads) <= max(sizes.values())
@@ -176,7 +176,7 @@ def test_buckets_hold_everything_once_in_reverse(sizes: list[int], limit: int) -
 
 @given(st.sets(st.integers(0, 60)), st.integers(0, 40))
 def test_steps_read_all_data_but_those_left_out(skipped: set[int], steps: int) -> None:
-    read = [unskipped(step, sorted(skipped)) for step in range(steps)]
+    read = [data_step(step, sorted(skipped)) for step in range(steps)]
     assert read == [step for step in range(steps + len(skipped)) if step not in skipped][:steps]
 
 
@@ -193,7 +193,7 @@ def test_the_nearest_choices_are_valid(total: int, world: int) -> None:
 @given(st.integers(0, 6), st.integers(1, 4), st.integers(0, 6))
 def test_less_memory_never_changes_the_global_batch(micro: int, accumulation: int, failed: int) -> None:
     plan = BatchPlan(2**micro, accumulation, 2)
-    after, checkpointing = smaller(plan, "none", [Trouble(0, 9, 2**failed, 2, "none")], sharded=False)
+    after, checkpointing = reduce_memory(plan, "none", [Failure(0, 9, 2**failed, 2, "none")], sharded=False)
     assert after.global_batch == plan.global_batch
     assert after.micro < 2**failed or checkpointing == "full" or plan.micro < 2**failed
 
@@ -202,12 +202,12 @@ def test_less_memory_never_changes_the_global_batch(micro: int, accumulation: in
     ("sharded", "failed_on", "micro"), [(False, 2, 4), (False, 8, 4), (True, 2, 8), (True, 4, 4), (True, 8, 4)]
 )
 def test_what_shards_did_not_fit_says_nothing_of_smaller_ones(sharded: bool, failed_on: int, micro: int) -> None:
-    after, _ = smaller(BatchPlan(8, 1, 4), "none", [Trouble(0, 9, 8, failed_on, "none")], sharded=sharded)
+    after, _ = reduce_memory(BatchPlan(8, 1, 4), "none", [Failure(0, 9, 8, failed_on, "none")], sharded=sharded)
     assert after.micro == micro
 
 
 def test_an_odd_micro_batch_gets_smaller_too() -> None:
-    after, checkpointing = smaller(BatchPlan(15, 1, 1), "none", [Trouble(0, 9, 3, 1, "none")], sharded=False)
+    after, checkpointing = reduce_memory(BatchPlan(15, 1, 1), "none", [Failure(0, 9, 3, 1, "none")], sharded=False)
     assert (after, checkpointing) == (BatchPlan(1, 15, 1), "none")
 
 

@@ -128,7 +128,7 @@ def test_a_bad_step_changes_nothing(tuning: Tuning, tmp_path: Path) -> None:
         tuning.world.around(trainer, after=note)
         trainer.run()
         trainer.monitor.log.close()
-    assert trainer.log.skipped == 1
+    assert trainer.step_log.skipped == 1
     same = [all(torch.equal(before[name], then[name]) for name in before) for before, then in pairwise(after)]
     assert same == [False, True, False], "the third step alone changed nothing"
 

@@ -94,10 +94,10 @@ def test_the_first_look_is_at_few_sequences_and_at_gradients_of_their_true_size(
     """A step's gradients are means over its global batch, whatever part of it is looked at."""
     options = (*EIGHT, "train.steps=1", "train.micro_batch=16", "train.global_batch=64")
     trainer = world.run(tmp_path / "run", *options, machine=ABLE)
-    assert [rows for rows, _ in trainer.objective.rehearsals(16)] == [16]
+    assert [rows for rows, _ in trainer.objective.warmup_batches(16)] == [16]
     scales = trainer.objective.model.scales
     factor = scales.factor[..., 0].clone()
-    trainer.step.backward(1, next_batch(trainer))
+    trainer.train_step.backward(1, next_batch(trainer))
     scales.next()
     ratio = scales.factor[..., 0] / factor
     assert ratio.max() <= 8
@@ -105,9 +105,9 @@ def test_the_first_look_is_at_few_sequences_and_at_gradients_of_their_true_size(
 
 
 def next_batch(trainer: Any) -> Any:
-    from redline.training.step import Feed
+    from redline.training.step import BatchLoader
 
-    with Feed(trainer.objective, trainer.batch, trainer.device, 1, 1) as feed:
+    with BatchLoader(trainer.objective, trainer.batch, trainer.device, 1, 1) as feed:
         return feed.next(1)
 
 

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from redline.training import heartbeat as pulse
-from redline.training.heartbeat import FOLDER, Pulse, read_pulses
+from redline.training.heartbeat import FOLDER, Heartbeat, read_heartbeats
 
 
 @pytest.fixture
-def heart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Pulse]]:
+def heart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Heartbeat]]:
     monkeypatch.setattr(pulse, "EVERY_S", 0.01)
-    begun: list[Pulse] = []
+    begun: list[Heartbeat] = []
 
-    def start(folder: Path) -> Pulse:
+    def start(folder: Path) -> Heartbeat:
         monkeypatch.setenv(FOLDER, str(folder))
-        begun.append(Pulse())
+        begun.append(Heartbeat())
         begun[-1].start(0)
         return begun[-1]
 
@@ -36,7 +36,7 @@ def _beats_after(folder: Path, moment: float) -> bool:
     """Whether a beat from after `moment` arrives; waits for it."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        if read_pulses(folder).get(0, {}).get("time", 0) > moment:
+        if read_heartbeats(folder).get(0, {}).get("time", 0) > moment:
             return True
         time.sleep(0.01)
     return False

@@ -201,7 +201,7 @@ def test_every_length_of_every_model_is_compiled(two: Latents, monkeypatch: pyte
 def test_the_warm_up_has_met_the_first_step(two: Latents) -> None:
     """Compiling in the first step instead would take its time from the run's own."""
     objective = two.objective("train.compile=true", teach=False)
-    (_, worst), (rows, usual) = objective.rehearsals(4)
+    (_, worst), (rows, usual) = objective.warmup_batches(4)
     assert rows == 4
     first = objective.batch(np.arange(4))
     assert {name: tensor.shape for name, tensor in usual.items()} == {name: t.shape for name, t in first.items()}
@@ -220,8 +220,8 @@ def test_the_longest_batch_is_one_that_can_come(two: Latents) -> None:
 def test_the_teacher_reads_in_place_of_what_is_left_out(one: Latents) -> None:
     """A run that passes over two bad batches sees two more, which have to be taught as well."""
     objective = one.objective("train.steps=2", "train.global_batch=4", teach=False)
-    objective.left_out = 2
-    with objective.rehearsing():
+    objective.skipped_steps = 2
+    with objective.dry_run():
         pass
     assert objective.batch(np.arange(12, 16))["teacher.0"].shape[0] == 4
     assert len(objective.data.pairs.index) > 16, "not all of the data"

@@ -19,14 +19,7 @@ from redline.planning.memory import moment_bytes
 from redline.planning.shapes import DecoderShape
 from redline.planning.speed import _hidden_matrices, decoder_work
 from redline.recipe.schema import Train
-from redline.training.muon import (
-    POLAR_EXPRESS,
-    REACHED,
-    SAFETY,
-    Muon,
-    momentum_at,
-    orthogonalise,
-)
+from redline.training.muon import POLAR_EXPRESS, REACHED, SAFETY, Muon, momentum_at, orthogonalize
 from redline.training.optim import Optimizer
 
 GOOD, BAD, ONE = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(1.0)
@@ -43,7 +36,7 @@ def one_matrix(weight: nn.Parameter, **changes: Any) -> Muon:
 
 
 def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
-    return orthogonalise(matrices, matrices.float().square().sum((-2, -1)), POLAR_EXPRESS[steps])
+    return orthogonalize(matrices, matrices.float().square().sum((-2, -1)), POLAR_EXPRESS[steps])
 
 
 def keller_jordan(x: Tensor) -> Tensor:
@@ -90,7 +83,7 @@ def test_what_is_reached_ends_near_one(count: int, off: float) -> None:
     x = u * torch.logspace(0, np.log10(REACHED[count] * SAFETY), 64) @ v
 
     def largest_error(quintics: Any) -> float:
-        return float((torch.linalg.svdvals(orthogonalise(x, torch.ones(1), quintics)) - 1).abs().max())
+        return float((torch.linalg.svdvals(orthogonalize(x, torch.ones(1), quintics)) - 1).abs().max())
 
     assert largest_error(POLAR_EXPRESS[count]) < off
     assert largest_error(POLAR_EXPRESS[count][:-1]) > 2 * off

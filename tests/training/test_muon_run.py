@@ -57,8 +57,8 @@ def test_the_momentum_follows_the_steps_of_the_whole_run(
     monkeypatch.setattr(muon, "momentum_at", spy)
     world.run(tmp_path / "run", *ALL, "train.steps=5", stop_at=3)
     world.run(tmp_path / "run", *ALL, "train.steps=5", resume=True)
-    rehearsal = 0  # each start has one, which changes nothing
-    assert asked == [(step, 0.95, 8) for step in (rehearsal, 0, 1, 2, rehearsal, 3, 4)]
+    warmup = 0  # each start has one, which changes nothing
+    assert asked == [(step, 0.95, 8) for step in (warmup, 0, 1, 2, warmup, 3, 4)]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_zeros_at_the_start_in_low_precision(
         tmp_path / "run", *keys, "model.init=zero", f"model.tied={tied}", "train.steps=20", machine=able
     )
     found = losses(tmp_path / "run")
-    assert trainer.log.skipped == 0
+    assert trainer.step_log.skipped == 0
     assert found[-1] < found[0] - 0.3
 
 

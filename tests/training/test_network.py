@@ -17,7 +17,7 @@ import pytest
 
 from redline.errors import EXIT_USAGE, UsageError
 from redline.training import distributed as network
-from redline.training.distributed import GLOO_INTERFACE, LostRank, choose_interface, join
+from redline.training.distributed import GLOO_INTERFACE, LostRankError, choose_interface, join
 from several import Fork, free_port, rank_environment, said
 
 HOME = {"127.0.0.1": "lo", "10.1.0.7": "eth0", "10.2.0.7": "eth1"}
@@ -108,7 +108,7 @@ def test_no_rank_waits_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("torch.distributed.init_process_group", lambda **_: over.wait(30))
     monkeypatch.setattr("torch.distributed.new_group", lambda **_: None)
     begin = time.monotonic()
-    with pytest.raises(LostRank) as lost:
+    with pytest.raises(LostRankError) as lost:
         join("cpu", 0.2)
     over.set()
     assert time.monotonic() - begin < 10
@@ -181,8 +181,8 @@ def test_hosts_whose_names_resolve_to_loopback_find_each_other(hosts: Hosts) -> 
     def meet() -> int:
         ranks = join("cpu", 20.0)
         assert os.environ[GLOO_INTERFACE] == f"cable{ranks.rank}"
-        assert ranks.sums(1.0) == [2.0]
-        ranks.wait()
+        assert ranks.sum(1.0) == [2.0]
+        ranks.barrier()
         return 0
 
     assert hosts.run(meet) == [0, 0], said(hosts.folder, range(2))
@@ -191,7 +191,7 @@ def test_hosts_whose_names_resolve_to_loopback_find_each_other(hosts: Hosts) -> 
 def test_hosts_that_cannot_reach_each_other_say_why_within_the_timeout(hosts: Hosts) -> None:
     def fail() -> int:
         begin = time.monotonic()
-        with pytest.raises(LostRank) as lost:
+        with pytest.raises(LostRankError) as lost:
             join("cpu", 2.0)
         assert time.monotonic() - begin < 9, "gloo alone waits 35 s"
         assert "127.0.0.1 (lo)" in str(lost.value)
@@ -213,8 +213,8 @@ class Agent:
         def meet() -> int:
             time.sleep(late)
             ranks = join("cpu", 20.0)
-            assert ranks.sums(1.0) == [2.0]
-            ranks.wait()
+            assert ranks.sum(1.0) == [2.0]
+            ranks.barrier()
             return 0
 
         shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restart)}

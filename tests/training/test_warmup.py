@@ -11,7 +11,7 @@ import torch
 
 from redline.errors import UserError
 from redline.runs.events import read_events
-from redline.training.recovery import noted, smaller
+from redline.training.recovery import read_failures, reduce_memory
 from redline.training.run_directory import RunDirectory
 
 
@@ -23,14 +23,14 @@ def _default_stance() -> Iterator[None]:
 
 
 def fail(trainer: Any, errors: list[Exception]) -> None:
-    plain = trainer.step.rehearse
+    plain = trainer.train_step.dry_run
 
-    def rehearse(batch: Any) -> None:
+    def dry_run(batch: Any) -> None:
         if errors:
             raise errors.pop(0)
         plain(batch)
 
-    trainer.step.rehearse = rehearse
+    trainer.train_step.dry_run = dry_run
 
 
 def said(run: Path, kind: str) -> list[str]:
@@ -81,9 +81,9 @@ def test_where_one_sequence_does_not_fit_it_is_noted_that_blocks_must_be_compute
         fail(trainer, [torch.OutOfMemoryError("no"), torch.OutOfMemoryError("no")])
         with pytest.raises(UserError, match="goes on from the beginning with grad_checkpointing=full"):
             trainer.run()
-    (found,) = noted(tmp_path / "run")
+    (found,) = read_failures(tmp_path / "run")
     assert (found.micro, found.checkpointing) == (1, "none")
-    assert smaller(trainer.resolved.batch, "none", [found], sharded=False)[1] == "full"
+    assert reduce_memory(trainer.resolved.batch, "none", [found], sharded=False)[1] == "full"
 
 
 def test_a_compiler_that_fails_is_done_without(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ def contend(request: dict[str, Any]) -> Figures:
                 raise UserError(why_not)
         batch, documents = step_of(own, request["sample_tokens"])
         figures = time_steps(
-            lambda number: own.trainer.step(number, batch, 1.0).loss,
+            lambda number: own.trainer.train_step(number, batch, 1.0).loss,
             steps=request["steps"],
             tokens=own.resolved.tokens_per_step,
             device=own.trainer.device,

@@ -37,7 +37,7 @@ def contend(request: dict[str, Any]) -> Figures:
         terms: list[dict[str, Tensor]] = []
 
         def step(number: int) -> Tensor:
-            result = trainer.step(number, batch, 1.0)
+            result = trainer.train_step(number, batch, 1.0)
             terms.append(result.terms)
             return result.loss
 

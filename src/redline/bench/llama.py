@@ -28,7 +28,7 @@ from redline.recipe.load import load
 from redline.recipe.resolve import Resolved, resolve
 from redline.runs.throughput import Rates, Throughput
 from redline.training.profiling import kernel_time
-from redline.training.step import Feed, to_device
+from redline.training.step import BatchLoader, to_device
 from redline.training.step_log import peak_memory_gib
 
 MOST_LOGITS = 1 << 31  # compiled kernels index in 32 bits
@@ -135,7 +135,7 @@ def _timed(peer: Peer, objective: Objective, plan: BatchPlan) -> tuple[list[Rate
     card = Nvml() if peer.device.type == "cuda" else None
     rates, losses, readings = [], [], []
     steps = resolved.horizon_steps or 1
-    with Feed(objective, plan, peer.device, resolved.recipe.data.workers, 0) as feed:
+    with BatchLoader(objective, plan, peer.device, resolved.recipe.data.workers, 0) as feed:
         throughput.begin()
         for step in range(steps):
             batch = feed.next(step)

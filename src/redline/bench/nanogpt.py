@@ -28,7 +28,7 @@ from redline.recipe.load import canonical_keys, nest, parse_overrides, validate
 from redline.recipe.lock import git_state, versions
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 from redline.recipe.schema import Recipe
-from redline.training.step import Feed, StepBatch, step_batch, to_device
+from redline.training.step import BatchLoader, StepBatch, step_batch, to_device
 from redline.training.step_log import peak_memory_gib
 
 NAME = "nanogpt"
@@ -129,8 +129,8 @@ class Baseline:
                     begin = time.perf_counter()
         return curve
 
-    def _feed(self) -> Feed:
-        return Feed(self.job, self.resolved.batch, self.device, self.resolved.recipe.data.workers, 0)
+    def _feed(self) -> BatchLoader:
+        return BatchLoader(self.job, self.resolved.batch, self.device, self.resolved.recipe.data.workers, 0)
 
     def _look(self) -> float | None:
         return self.job.evaluate(self.resolved.batch.micro)["loss"]

@@ -333,7 +333,7 @@ def sample(
 
     how = Sampling(count, tokens, seed, temperature, top_k, top_p)
     objective = trained.objective
-    objective.tell = lambda text: typer.echo(text, err=True)
+    objective.log = lambda text: typer.echo(text, err=True)
     prompt = os.fsencode(prompt).decode("utf-8", "replace")  # as a terminal would show it
     samples = objective.continuation(prompt, how) if plain else objective.sample(prompt, how)
     if not samples and objective.can_answer and not prompt:

@@ -109,9 +109,11 @@ def _report_verified(folder: Path, tokenizer: str, json_: bool) -> None:
 @contextmanager
 def _terminable() -> Iterator[None]:
     """Who asks for room unwinds it like any failure, so that no half-written folder stays."""
-    from redline.training.signals import preempting
+    from redline.training.signals import preemption_signals
 
-    previous = {number: signal.signal(number, lambda number, frame: sys.exit(EXIT_FAILED)) for number in preempting()}
+    previous = {
+        number: signal.signal(number, lambda number, frame: sys.exit(EXIT_FAILED)) for number in preemption_signals()
+    }
     try:
         yield
     finally:

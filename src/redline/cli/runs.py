@@ -15,7 +15,7 @@ from redline.runs.summary import RUNS, RunSummary, find_runs
 from redline.units import format_bytes, format_seconds, format_usd
 
 if TYPE_CHECKING:
-    from redline.training.checkpoint import Pruned
+    from redline.training.checkpoint import PruneResult
 import shlex
 
 from redline.cli.options import RunArgument
@@ -138,7 +138,7 @@ def _at_a_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def _show(pruned: list[Pruned], verb: str) -> None:
+def _show(pruned: list[PruneResult], verb: str) -> None:
     for one in pruned:
         if one.bytes:
             steps = ", ".join(map(str, sorted(one.removed))) or "only what interrupted saves left"

@@ -110,7 +110,7 @@ def open_trained(
         raise _other_tokenizer(run)
     resolved = resolve(for_world(recipe, 1), machine, facts)  # whoever trained it, one process reads it
     objective: Objective = module.create(resolved, data)
-    objective.tell = say
+    objective.log = say
     if source and not writes_only and not (answers and objective.rereads):
         for line in getattr(data, "told", ()):  # what is left out is not in the figures
             say(line)

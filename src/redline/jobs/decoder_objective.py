@@ -258,15 +258,15 @@ class InFloat8(DecoderObjective):
             "down": (tokens, shape.d_ff, shape.d_model),
         }
 
-    def rehearsals(self, micro: int) -> list[tuple[int, Batch]]:
+    def warmup_batches(self, micro: int) -> list[tuple[int, Batch]]:
         """fp8 looks at its tensors in bf16 before it first scales them; a few sequences show enough, and fit."""
-        scales, found = self.model.scales, super().rehearsals(micro)
+        scales, found = self.model.scales, super().warmup_batches(micro)
         if scales is None or scales.known:
             return found
         return [(few := min(micro, _LOOKED_AT), self.worst_batch(few)), *found]
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def dry_run(self) -> Iterator[None]:
         scales = self.model.scales
         before = None if scales is None else scales.state()
         try:

@@ -103,9 +103,9 @@ class Objective(ABC):
     model: nn.Module  # what is trained
     can_answer: ClassVar[bool] = False  # it has `questions`, and an `answer` to each
     rereads: ClassVar[bool] = False  # for questions: it reads its rows anew, and tells of them then
-    tell: Callable[[str], None] = staticmethod(lambda _: None)  # what goes on besides training, for the eyes
+    log: Callable[[str], None] = staticmethod(lambda _: None)  # messages for the user, besides events
     whole_rows: ClassVar[bool] = True  # every row is read to data.seq_len; else FLOPs must be averaged over the data
-    left_out = 0  # steps whose data the run passes over: it sees those of as many more
+    skipped_steps = 0  # training steps whose data the run skips; it reads the data of as many more steps instead
 
     @abstractmethod
     def build(self, device: torch.device) -> None:
@@ -189,13 +189,14 @@ class Objective(ABC):
         """Whether `batch` now gives others than it did: asked after each step, and true once for each change."""
         return False
 
-    def rehearsals(self, micro: int) -> list[tuple[int, Batch]]:
-        """Rows and batches of the warm-up: the largest that can come, and whatever else a step must have met before it
-        is as fast as the next."""
+    def warmup_batches(self, micro: int) -> list[tuple[int, Batch]]:
+        """Return (rows, batch) pairs for the warm-up: the largest batch that can occur, and any other shape that must
+        run once (to compile or allocate) before steps reach their normal speed."""
         return [(micro, self.worst_batch(micro))]
 
-    def rehearsing(self) -> AbstractContextManager[Any]:
-        """Around the warm-up: what a pass leaves behind besides gradients is undone here."""
+    def dry_run(self) -> AbstractContextManager[Any]:
+        """Return a context for forward and backward passes that must leave no trace: on exit it restores all state that
+        a pass changes besides gradients."""
         return nullcontext()
 
     def choices(self) -> list[tuple[str, Any, str]]:

@@ -25,7 +25,7 @@ from redline.recipe.schema import Recipe
 from redline.runs.summary import LOCK
 from redline.runs.trackers import require_packages
 from redline.training.heartbeat import FOLDER, PARENT
-from redline.training.run_directory import ELSEWHERE, unlinked
+from redline.training.run_directory import NOT_WRITABLE_FIX, open_no_follow
 from redline.training.supervisor import RECOVERY, SUPERVISED, supervise
 
 LOG = "ranks.log"  # in the run: what its ranks print, stacks and all
@@ -64,7 +64,7 @@ class Processes:
             command = [sys.executable, "-m", "torch.distributed.run", *ranks, *words]
             environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // gpus)))
             environment[CONSOLE] = "1"
-            self.log = open(log, "ab", opener=unlinked)  # noqa: SIM115 — for as long as they run
+            self.log = open(log, "ab", opener=open_no_follow)  # noqa: SIM115 — for as long as they run
         # a session of their own: a Ctrl-C of the terminal comes here alone, and is passed on once
         self.process = subprocess.Popen(
             command, env=environment, stdout=2 if self.log else None, stderr=self.log, start_new_session=True
@@ -107,9 +107,9 @@ def train_supervised(recipe: Recipe, path: Path, words: Sequence[str], *, gpus: 
     try:
         make_folder(path)
         if gpus > 1:
-            open(log, "ab", opener=unlinked).close()
+            open(log, "ab", opener=open_no_follow).close()
     except OSError as error:
-        raise UserError(f"cannot be written ({error.strerror}).", where=str(path), fix=ELSEWHERE) from None
+        raise UserError(f"cannot be written ({error.strerror}).", where=str(path), fix=NOT_WRITABLE_FIX) from None
 
     def start(recovery: str | None) -> Processes:
         return Processes([*words, *several], gpus, log, recovery, again=again)

@@ -47,7 +47,7 @@ from redline.recipe.parallel import for_world
 from redline.recipe.resolve import DataFacts, resolve
 from redline.runs.events import Event, number
 from redline.training import recovery as trouble
-from redline.training.heartbeat import PULSE
+from redline.training.heartbeat import HEARTBEAT
 from redline.training.run_directory import RunDirectory
 from redline.training.supervisor import REFUSED
 
@@ -132,14 +132,14 @@ CONSOLE = "REDLINE_CONSOLE"  # set where standard output is the screen, and stan
 def join_ranks(recipe: Recipe) -> Ranks:
     """What the environment says; the screen is the first rank's."""
     from redline.hardware.detect import detect
-    from redline.training.distributed import ALONE, join, started_together
+    from redline.training.distributed import SINGLE_PROCESS, join, launched_distributed
 
-    if not started_together():
-        PULSE.start(0)
-        return ALONE
+    if not launched_distributed():
+        HEARTBEAT.start(0)
+        return SINGLE_PROCESS
     if os.environ.get("RANK") == "0" and CONSOLE in os.environ:
         os.dup2(1, 2)
-    PULSE.start(int(os.environ["RANK"]) if os.environ["RANK"].isdigit() else 0)
+    HEARTBEAT.start(int(os.environ["RANK"]) if os.environ["RANK"].isdigit() else 0)
     return join(detect(recipe.train.device).device, recipe.parallel.timeout)
 
 
@@ -161,19 +161,19 @@ def resolved_alike(recipe: Recipe, machine: Machine, facts: DataFacts, ranks: Ra
     """The first rank decides, and the others have its recipe: their cards may be a little smaller, or busy."""
     several = {"gpus": ranks.size // ranks.nodes, "nodes": ranks.nodes}
     first = resolve(for_world(recipe, ranks.size) if resumed else recipe, machine, facts, **several)
-    tree = ranks.from_first(first.recipe.model_dump(mode="json"))
-    return first if ranks.first else resolve(validate(tree, where="the first rank"), machine, facts, **several)
+    tree = ranks.broadcast(first.recipe.model_dump(mode="json"))
+    return first if ranks.is_main else resolve(validate(tree, where="the first rank"), machine, facts, **several)
 
 
 def after_trouble(resolved: Resolved, facts: DataFacts, run: Path, ranks: Ranks) -> tuple[Resolved, str | None]:
     """With less at once, where that did not fit; and what was changed."""
     before = (resolved.batch, resolved.recipe.train.grad_checkpointing)
     sharded = resolved.recipe.parallel.mode == "fsdp"
-    found = trouble.smaller(*before, trouble.noted(run), sharded=sharded) if ranks.first else None
-    taken = ranks.from_first(found and [found[0].micro, found[0].accumulation, found[1]])
+    found = trouble.reduce_memory(*before, trouble.read_failures(run), sharded=sharded) if ranks.is_main else None
+    taken = ranks.broadcast(found and [found[0].micro, found[0].accumulation, found[1]])
     micro, accumulation, checkpointing = taken
     after = (replace(resolved.batch, micro=micro, accumulation=accumulation), checkpointing)
-    if (text := trouble.change(before, after)) is None:
+    if (text := trouble.describe_change(before, after)) is None:
         return resolved, None
     update: dict[str, Any] = {"micro_batch": micro, "accumulation": accumulation, "grad_checkpointing": checkpointing}
     recipe = resolved.recipe.model_copy(update={"train": resolved.recipe.train.model_copy(update=update)})
@@ -187,7 +187,7 @@ def after_trouble(resolved: Resolved, facts: DataFacts, run: Path, ranks: Ranks)
 def held(path: Path, ranks: Ranks) -> Iterator[RunDirectory]:
     """The run's directory; the first rank has its lock."""
     directory = RunDirectory(path)
-    if not ranks.first:
+    if not ranks.is_main:
         yield directory
         return
     with directory:
@@ -206,21 +206,21 @@ def where_to_begin(run: RunDirectory, ranks: Ranks, monitor: Monitor, *, resumed
     """The newest checkpoint that is valid, and of before the batches that were not finite; newer ones are left behind,
     for the run takes another way from here."""
     found: dict[str, Any] = {}
-    if ranks.first:
-        from redline.training.checkpoint import clean
+    if ranks.is_main:
+        from redline.training.checkpoint import remove_temporaries
 
-        clean(run.checkpoints)
+        remove_temporaries(run.checkpoints)
         found = _look_back(run, monitor) if resumed else {"name": None, "skipped": [], "changed": None}
-    found = ranks.from_first(found)
+    found = ranks.broadcast(found)
     checkpoint = None if found["name"] is None else run.checkpoints / found["name"]
     return Beginning(checkpoint, found["skipped"], found["changed"], found.get("seconds", 0.0))
 
 
 def _look_back(run: RunDirectory, monitor: Monitor) -> dict[str, Any]:
     from redline.training.checkpoint import committed_steps, discard, newest_valid, read_state
-    from redline.training.step import unskipped
+    from redline.training.step import data_step
 
-    storms = trouble.storms(trouble.noted(run.path))
+    storms = trouble.nonfinite_failures(trouble.read_failures(run.path))
     newest = newest_valid(run.checkpoints, monitor.warn)
     if newest is None:
         saved = any(event["type"] == "checkpoint" for event in read_events(run.path / EVENTS))
@@ -228,7 +228,7 @@ def _look_back(run: RunDirectory, monitor: Monitor) -> dict[str, Any]:
             none = "is valid" if committed_steps(run.checkpoints) else "is left"
             monitor.warn(f"no checkpoint of this run {none}: it begins again at step 0")
     checkpoint, left = newest, []
-    while checkpoint is not None and not trouble.belongs(read_state(checkpoint), storms):
+    while checkpoint is not None and not trouble.predates_failures(read_state(checkpoint), storms):
         left.append(checkpoint)
         checkpoint = newest_valid(run.checkpoints, monitor.warn, below=read_state(checkpoint)["step"])
     if checkpoint is None and newest is not None:  # all that is kept is of after them: they are past
@@ -237,7 +237,7 @@ def _look_back(run: RunDirectory, monitor: Monitor) -> dict[str, Any]:
         discard(path)
     state = None if checkpoint is None else read_state(checkpoint)
     known = [] if state is None else state["decisions"].get("skipped", [])
-    skipped = trouble.skipped(state, storms, unskipped(0 if state is None else state["step"], known))
+    skipped = trouble.steps_to_skip(state, storms, data_step(0 if state is None else state["step"], known))
     new = [step for step in skipped if step not in known]
     changed = f"the data of steps {new[0]} to {new[-1]} were not finite, and are left out" if new else None
     seconds = 0.0 if state is None else _ended_after(run.path, state["step"])
@@ -277,7 +277,7 @@ def ended(work: Callable[[], int]) -> int:
         lost = _lost_another(error)
         code, why = EXIT_FAILED, "lost" if lost else type(error).__name__
         sys.stderr.write(without_secrets(f"redline: {lost}\n" if lost else traceback.format_exc()))
-    PULSE.end(code, why)
+    HEARTBEAT.end(code, why)
     if code not in LEFT and "RANK" in os.environ:
         sys.stderr.flush()
         os._exit(code)
@@ -326,9 +326,9 @@ class OneRun:
                 outcome = trainer.run()
                 leaving.code = outcome.exit_code  # what is done stays done, whoever wants this process gone now
         self.path = run.path  # someone may have moved it meanwhile
-        if self.ranks.first and self.path.is_dir():
+        if self.ranks.is_main and self.path.is_dir():
             closing(self.path, outcome, recipe)
-        self.ranks.wait()  # whoever leaves first may not have the others ended: the first still writes its report
+        self.ranks.barrier()  # whoever leaves first may not have the others ended: the first still writes its report
         self.ranks.leave()
         return outcome.exit_code
 
@@ -346,13 +346,13 @@ class OneRun:
     @property
     def _founds(self) -> bool:
         """Whether it is this process that makes the run what it is."""
-        return self.ranks.first and not self.resumed
+        return self.ranks.is_main and not self.resumed
 
     def _monitor(self, console: View) -> Monitor:
         def warn(text: str) -> None:
             console.event({"type": "warning", "message": text})
 
-        recipe, first = self.resolved.recipe, self.ranks.first
+        recipe, first = self.resolved.recipe, self.ranks.is_main
         log = EventLog(self.path / EVENTS, on_error=warn) if first else NullEventLog()
         sinks = sinks_for(recipe.monitor, self.path, cleaned(recipe.model_dump(mode="json")), warn) if first else []
         monitor = Monitor(log, console, price_per_hour=recipe.monitor.price_per_hour, sinks=sinks)
@@ -385,7 +385,7 @@ class OneRun:
         monitor.say("building the model")
         trainer.build(begin.checkpoint, self.initial.tensors() if self.initial else None)
         trainer.state = replace(trainer.state, seconds=max(trainer.state.seconds, begin.seconds))
-        if self.resumed and self.ranks.first:
+        if self.resumed and self.ranks.is_main:
             monitor.paid = paid_until(read_events(self.path / EVENTS), trainer.state.seconds / 3600)
         if not self._founds:
             return
@@ -402,7 +402,7 @@ class OneRun:
         monitor.emit(
             "start",
             schema=SCHEMA,
-            run_id=read_lock(self.path)["run_id"] if self.ranks.first else None,
+            run_id=read_lock(self.path)["run_id"] if self.ranks.is_main else None,
             resumed_from=trainer.state.step if self.resumed else None,
             run_dir=self.path,
             recipe=self.name,

@@ -31,8 +31,8 @@ from redline.runs.events import Event, number, read_events, section
 from redline.runs.monitor import View, price_notes, price_of
 from redline.runs.summary import EVENTS, RUNS, refuse_links, refuse_too_long, refuse_unreadable, resolve_run
 from redline.runs.trackers import require_packages
-from redline.training.heartbeat import PREPARING, PULSE, STARTING
-from redline.training.signals import preempting
+from redline.training.heartbeat import HEARTBEAT, PREPARING, STARTING
+from redline.training.signals import preemption_signals
 from redline.training.state import OWN_ENDS
 from redline.units import format_count
 
@@ -263,13 +263,13 @@ def _start(
         ranks = join_ranks(loaded.recipe)
         # Rank 0 decides whether the run is started or resumed. Another rank may have seen the directory earlier, while
         # the ranks that were restarted still wrote there, or through a file system that shows new files late.
-        recipe_of_first = loaded.recipe.model_dump(mode="json") if ranks.first else None
-        first = ranks.from_first([str(path), resumed, loaded.name, recipe_of_first])
+        recipe_of_first = loaded.recipe.model_dump(mode="json") if ranks.is_main else None
+        first = ranks.broadcast([str(path), resumed, loaded.name, recipe_of_first])
         path = Path(first[0])
         if first[1] != resumed:
             resumed, loaded = first[1], Loaded(first[2], validate(first[3], where="the first rank"))
-        console = Console() if ranks.first else Quiet()
-        for note in (*loaded.notes, *price_notes(loaded.recipe.monitor.price_per_hour)) if ranks.first else ():
+        console = Console() if ranks.is_main else Quiet()
+        for note in (*loaded.notes, *price_notes(loaded.recipe.monitor.price_per_hour)) if ranks.is_main else ():
             console.event({"type": "warning", "message": note})
         initial = None if resumed else _initial(loaded.recipe, console)
         recipe = initial.fill(loaded.recipe) if initial else loaded.recipe
@@ -318,7 +318,7 @@ def _preemptible() -> Iterator[Leaving]:
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(leaving.code)
 
-    previous = {number: signal.signal(number, leave) for number in preempting()}
+    previous = {number: signal.signal(number, leave) for number in preemption_signals()}
     try:
         yield leaving
     finally:
@@ -344,13 +344,13 @@ def _plan(recipe: Recipe, console: View, ranks: Ranks, *, resumed: bool, gpus: i
 
     module = objective_module(recipe.objective)
     recipe = module.complete(recipe, lambda text: console.event({"type": "warmup", "message": text}))
-    if not ranks.first:
-        ranks.wait()  # the first prepares, and the others find it done
-    PULSE.at(PREPARING)
+    if not ranks.is_main:
+        ranks.barrier()  # the first prepares, and the others find it done
+    HEARTBEAT.at(PREPARING)
     data = module.load_data(recipe, progress=_Preparing(console) if isinstance(console, Console) else None)
-    PULSE.at(STARTING)
-    if ranks.first:
-        ranks.wait()
+    HEARTBEAT.at(STARTING)
+    if ranks.is_main:
+        ranks.barrier()
     for line in getattr(data, "told", ()):  # what became of its rows
         console.event({"type": "warmup", "message": line})
     console.event({"type": "warmup", "message": "looking at the machine"})

@@ -24,7 +24,7 @@ from redline.runs.console import print_whole
 from redline.runs.events import read_events
 from redline.runs.report.compare import Row, compare_run
 from redline.runs.summary import EVENTS, LOCK, SWEEP, run_status
-from redline.training.signals import preempting
+from redline.training.signals import preemption_signals
 from redline.units import format_count, format_seconds
 
 COMPARISON = "comparison.json"
@@ -189,7 +189,7 @@ def _signals() -> Iterator[Callable[[list[str]], int]]:
                 return code if code >= 0 else EXIT_FAILED
         return EXIT_INTERRUPTED if asked[0] == signal.SIGINT else EXIT_PREEMPTED
 
-    numbers = (signal.SIGINT, *preempting())
+    numbers = (signal.SIGINT, *preemption_signals())
     previous = {number: signal.signal(number, forward) for number in numbers}
     try:
         yield run

@@ -34,7 +34,7 @@ from redline.runs.events import read_events
 from redline.runs.monitor import Monitor
 from redline.runs.summary import EVENTS, disk_bytes, is_locked, run_status
 from redline.training.run_directory import RunDirectory
-from redline.training.schedule import Pace
+from redline.training.schedule import StepTimer
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -44,7 +44,7 @@ _TEMPORARY = ".writing-"
 Tensors = dict[str, Tensor]
 
 
-class Damaged(Exception):  # noqa: N818
+class DamagedCheckpointError(Exception):
     """A checkpoint that is not what was committed."""
 
 
@@ -77,7 +77,7 @@ def commit(folder: Path, snapshot: Snapshot) -> Committed:
     """Write a checkpoint; when this returns it survives a power cut. OSError when the disk does not take it."""
     with committing(folder, snapshot.step) as writing:
         if not writing.done:
-            writing.bytes = size_of(_write(writing.temporary, snapshot))
+            writing.bytes = total_bytes(_write(writing.temporary, snapshot))
     return writing.committed()
 
 
@@ -106,7 +106,7 @@ def committing(folder: Path, step: int) -> Iterator[Writing]:
     final, temporary = folder / step_name(step), folder / f"{_TEMPORARY}{step_name(step)}-{os.getpid()}"
     writing = Writing(temporary, final, step)
     if _is_valid(final):
-        writing.bytes = size_of(read_manifest(final))
+        writing.bytes = total_bytes(read_manifest(final))
         sync(folder)  # that may be what failed the last time
         yield writing
         return
@@ -128,13 +128,13 @@ def _write(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
     for stem, tensors in snapshot.tensors.items():
         try:
             save_file(tensors, folder / f"{stem}.safetensors")
-            share(folder / f"{stem}.safetensors")
+            match_folder_permissions(folder / f"{stem}.safetensors")
         except SafetensorError as error:  # how safetensors says that the disk is full
             raise OSError(errno.EIO, str(error)) from None
     return seal(folder, snapshot)
 
 
-def share(path: Path) -> None:
+def match_folder_permissions(path: Path) -> None:
     """As readable as its folder: safetensors shuts out everyone but the owner, whatever the umask."""
     path.chmod(path.parent.stat().st_mode & 0o666)
 
@@ -161,7 +161,7 @@ def _entry(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
-def size_of(manifest: dict[str, Any]) -> int:
+def total_bytes(manifest: dict[str, Any]) -> int:
     return sum(entry["bytes"] for entry in manifest["files"].values())
 
 
@@ -197,22 +197,22 @@ def read_manifest(path: Path) -> dict[str, Any]:
         body = {key: value for key, value in manifest.items() if key != "digest"}
         genuine = manifest["digest"] == hashlib.sha256(canonical_json(body)).hexdigest()
         if not genuine or canonical_json(manifest) != raw or path.name != step_name(manifest["step"]):
-            raise Damaged(f"{path.name}/{MANIFEST} was changed")
+            raise DamagedCheckpointError(f"{path.name}/{MANIFEST} was changed")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{path.name}/{MANIFEST} cannot be read ({type(error).__name__})") from None
+        raise DamagedCheckpointError(f"{path.name}/{MANIFEST} cannot be read ({type(error).__name__})") from None
     return dict(manifest)
 
 
 def verify(path: Path) -> dict[str, Any]:
     """Check every byte of a checkpoint; Damaged when it is not whole, or cannot be read."""
     if path.is_symlink():
-        raise Damaged(f"{path.name} is a link")
+        raise DamagedCheckpointError(f"{path.name} is a link")
     manifest = read_manifest(path)
     try:
         _check_files(path, manifest["files"])
         _check_content(path, manifest)
     except (OSError, KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
-        raise Damaged(f"{path.name} cannot be read ({type(error).__name__})") from None
+        raise DamagedCheckpointError(f"{path.name} cannot be read ({type(error).__name__})") from None
     return manifest
 
 
@@ -227,24 +227,26 @@ def _check_content(path: Path, manifest: dict[str, Any]) -> None:
 
             check_index(path, name.removesuffix(".index.json"))
     if read_state(path)["step"] != manifest["step"]:
-        raise Damaged(f"{path.name}/{STATE} is of another step")
+        raise DamagedCheckpointError(f"{path.name}/{STATE} is of another step")
 
 
 def _check_files(path: Path, files: dict[str, dict[str, Any]]) -> None:
     present = {entry.name for entry in path.iterdir()}
     if present != {*files, MANIFEST}:
-        raise Damaged(f"{path.name} lacks or has additional files: {sorted(present ^ {*files, MANIFEST})}")
+        raise DamagedCheckpointError(
+            f"{path.name} lacks or has additional files: {sorted(present ^ {*files, MANIFEST})}"
+        )
     for name, entry in files.items():
         file = path / name
         whole = file.is_file() and not file.is_symlink() and file.stat().st_size == entry["bytes"]
         if not whole or file_digest(file) != entry["sha256"]:
-            raise Damaged(f"{path.name}/{name} is not what was written")
+            raise DamagedCheckpointError(f"{path.name}/{name} is not what was written")
 
 
 def _is_valid(path: Path) -> bool:
     try:
         return bool(verify(path))
-    except Damaged:
+    except DamagedCheckpointError:
         return False
 
 
@@ -262,7 +264,7 @@ def read_tensors(path: Path, stem: str, device: str = "cpu") -> Tensors:
     return read_whole(path, stem, device)
 
 
-def files_of(path: Path, stem: str) -> list[str]:
+def tensor_files(path: Path, stem: str) -> list[str]:
     """The files that hold these tensors: one, or one of each rank."""
     names = (entry.name for entry in path.glob(f"{stem}*.safetensors"))
     return sorted(n for n in names if n == f"{stem}.safetensors" or re.fullmatch(rf"{stem}-\d+-of-\d+\.safetensors", n))
@@ -285,7 +287,7 @@ def newest_valid(folder: Path, say: Callable[[str], None] = lambda _: None, *, b
         try:
             verify(path)
             return path
-        except Damaged as damage:
+        except DamagedCheckpointError as damage:
             say(f"checkpoint {path.name} is damaged ({damage}); looking for one before it")
     return None
 
@@ -301,7 +303,7 @@ def best_step(folder: Path) -> int | None:
     return None
 
 
-def pick(folder: Path, selector: int | str | None, say: Callable[[str], None] = lambda _: None) -> Path:
+def select_checkpoint(folder: Path, selector: int | str | None, say: Callable[[str], None] = lambda _: None) -> Path:
     """The checkpoint that `RUN[@selector]` names, verified."""
     if selector is None:
         found = newest_valid(folder, say)
@@ -318,22 +320,22 @@ def pick(folder: Path, selector: int | str | None, say: Callable[[str], None] = 
         raise UserError(f"no checkpoint @{selector}.", where=str(folder.parent), fix=f"There are: {known}.")
     try:
         verify(path)
-    except Damaged as damage:
+    except DamagedCheckpointError as damage:
         raise UserError(f"{damage}.", where=str(folder.parent), fix="Use another checkpoint (RUN@STEP).") from None
     return path
 
 
-def leftovers(folder: Path) -> list[Path]:
+def temporaries(folder: Path) -> list[Path]:
     """What an interrupted save left behind."""
     return [entry for entry in folder.iterdir() if entry.name.startswith(_TEMPORARY)] if folder.is_dir() else []
 
 
-def clean(folder: Path) -> None:
-    for entry in leftovers(folder):
+def remove_temporaries(folder: Path) -> None:
+    for entry in temporaries(folder):
         _discard(entry)
 
 
-def expendable(folder: Path, keep: int, also: Iterable[int] = (), fresh: int | None = None) -> list[int]:
+def steps_to_delete(folder: Path, keep: int, also: Iterable[int] = (), fresh: int | None = None) -> list[int]:
     """Steps that are older than the newest `keep` valid ones and not named.
 
     `fresh` was committed a moment ago and is not read again.
@@ -347,9 +349,9 @@ def expendable(folder: Path, keep: int, also: Iterable[int] = (), fresh: int | N
     return found
 
 
-def retain(folder: Path, keep: int, also: Iterable[int] = (), fresh: int | None = None) -> None:
+def apply_retention(folder: Path, keep: int, also: Iterable[int] = (), fresh: int | None = None) -> None:
     """Keep the newest `keep` valid ones and those named; what is older goes."""
-    for step in expendable(folder, keep, also, fresh):
+    for step in steps_to_delete(folder, keep, also, fresh):
         _remove(folder / step_name(step))
 
 
@@ -377,7 +379,7 @@ Clock = Callable[[], float]
 Commit = Callable[[Path, Snapshot], Committed]
 
 
-class Saver:
+class BackgroundSaver:
     """Commits snapshots in a background thread. `on_saved` runs after the rename, never before."""
 
     def __init__(
@@ -429,7 +431,7 @@ class Saver:
         if not self._retaining:
             return
         with suppress(OSError):  # what cannot be removed now is old enough to go after the next save
-            retain(self.folder, self.keep, protect, fresh=snapshot.step)
+            apply_retention(self.folder, self.keep, protect, fresh=snapshot.step)
 
 
 class HostCopy:
@@ -459,14 +461,14 @@ EXPECTED_DISK_SPEED = 0.5e9  # bytes/s, hashed and synced; 0.46 to 0.61 measured
 Places = dict[str, dict[str, Any]]
 
 
-class Keeper:
+class CheckpointManager:
     """The first rank keeps what all have alike; where each has its share, all keep it `together`."""
 
     def __init__(
         self,
         run: RunDirectory,
         monitor: Monitor,
-        pace: Pace,
+        pace: StepTimer,
         options: Checkpoint,
         *,
         first: bool = True,
@@ -479,7 +481,7 @@ class Keeper:
         self._host = HostCopy()
         self._measured = False
         self._stall = 0.0
-        self._saver = Saver(
+        self._saver = BackgroundSaver(
             run.checkpoints,
             keep=options.keep,
             on_saved=self._saved,
@@ -565,7 +567,7 @@ class Weights:
     def fingerprint(self) -> str:
         """SHA-256 of the file that holds them, or of those that do."""
         entries = read_manifest(self.checkpoint)["files"]
-        digests = [entries[name]["sha256"] for name in files_of(self.checkpoint, self._stem)]
+        digests = [entries[name]["sha256"] for name in tensor_files(self.checkpoint, self._stem)]
         return str(digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest())
 
     def tensors(self) -> Tensors:
@@ -595,8 +597,8 @@ def find_weights(
     say: Callable[[str], None] = lambda _: None,
 ) -> Weights:
     """Those of `RUN[@selector]`, verified: the moving average if there is one, unless `kind` says otherwise."""
-    checkpoint = pick(run / "checkpoints", selector, say)
-    averaged = bool(files_of(checkpoint, "ema"))
+    checkpoint = select_checkpoint(run / "checkpoints", selector, say)
+    averaged = bool(tensor_files(checkpoint, "ema"))
     if kind == "ema" and not averaged:
         raise UserError("this run kept no moving average.", where=str(checkpoint), fix="Use --weights raw.")
     return Weights(checkpoint, kind or ("ema" if averaged else "raw"), averaged, read_state(checkpoint))
@@ -610,7 +612,7 @@ Keep = str | int  # "best": the best and the newest; "last": the newest; N: the 
 
 
 @dataclass(frozen=True)
-class Pruned:
+class PruneResult:
     """What goes and what stays of one run; with a `reason`, all of it stays."""
 
     run: Path
@@ -628,17 +630,17 @@ class Pruned:
         return {**vars(self), "run": str(self.run), "removed": removed, "bytes": self.bytes}
 
 
-def plan_prune(run: Path, keep: Keep = "best") -> Pruned:
+def plan_prune(run: Path, keep: Keep = "best") -> PruneResult:
     """Decides; touches nothing. The newest valid checkpoint always stays, and damaged ones that are newer with it:
     a disk that cannot be read today may be readable tomorrow."""
     if is_locked(run):
-        return Pruned(run, reason="is running")
+        return PruneResult(run, reason="is running")
     if run_status(run, read_events(run / EVENTS)) == "failed":
-        return Pruned(run, reason="failed, and an earlier checkpoint may be what saves it")
+        return PruneResult(run, reason="failed, and an earlier checkpoint may be what saves it")
     return _decide(run, keep)
 
 
-def prune(run: Path, keep: Keep = "best") -> Pruned:
+def prune(run: Path, keep: Keep = "best") -> PruneResult:
     """Removes what `plan_prune` decides, while nobody can go on with the run; returns what was done."""
     plan = plan_prune(run, keep)
     if not plan.bytes:
@@ -646,23 +648,23 @@ def prune(run: Path, keep: Keep = "best") -> Pruned:
     try:
         with RunDirectory(run) as held:
             plan = _decide(run, keep)  # it may have gone on between the look and the lock
-            retain(held.checkpoints, *_rule(run, keep))
-            clean(held.checkpoints)
+            apply_retention(held.checkpoints, *_rule(run, keep))
+            remove_temporaries(held.checkpoints)
     except UserError as error:
-        return Pruned(run, reason=error.what.rstrip("."))
+        return PruneResult(run, reason=error.what.rstrip("."))
     except OSError as error:
         left = committed_steps(run / "checkpoints")
         removed = {step: size for step, size in plan.removed.items() if step not in left}
-        return Pruned(run, removed, left, reason=f"cannot be changed ({error.strerror})")
+        return PruneResult(run, removed, left, reason=f"cannot be changed ({error.strerror})")
     return plan
 
 
-def _decide(run: Path, keep: Keep) -> Pruned:
+def _decide(run: Path, keep: Keep) -> PruneResult:
     folder = run / "checkpoints"
-    going = expendable(folder, *_rule(run, keep))
+    going = steps_to_delete(folder, *_rule(run, keep))
     removed = {step: disk_bytes(folder / step_name(step)) for step in going}
     kept = [step for step in committed_steps(folder) if step not in removed]
-    return Pruned(run, removed, kept, sum(disk_bytes(path) for path in leftovers(folder)))
+    return PruneResult(run, removed, kept, sum(disk_bytes(path) for path in temporaries(folder)))
 
 
 def _rule(run: Path, keep: Keep) -> tuple[int, tuple[int, ...]]:

@@ -82,7 +82,7 @@ def graph_if_possible(step: Step, plan: BatchPlan, device: torch.device, monitor
         monitor.warn(f"train.graph is off: {reason}")
         return
     rows = to_device(objective.worst_batch(plan.micro), device)
-    with objective.rehearsing():
+    with objective.dry_run():
         use_graph(step, step_batch(objective, [rows] * plan.accumulation), monitor)
     step.clear()
 

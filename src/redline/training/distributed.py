@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from redline.errors import UsageError, UserError
-from redline.training.heartbeat import PULSE
+from redline.training.heartbeat import HEARTBEAT
 
 if TYPE_CHECKING:  # a process that is alone needs none of it, and torch takes seconds to import
     import torch.distributed as dist
@@ -154,7 +154,7 @@ _GRACE = 5.0  # seconds: a watch notices a hung rank before the others give up o
 _LOOK_EVERY_S = 0.02
 
 
-class LostRank(UserError):  # noqa: N818
+class LostRankError(UserError):
     """Another process of the run is gone, or does not answer."""
 
     why = "lost"
@@ -166,21 +166,21 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    local: int = 0  # among those of its node
+    local_rank: int = 0  # among those of its node
     nodes: int = 1
     joined: bool = False  # there is a process group, be it of one
     patient: Any = None  # the group in which one may wait for long
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """It alone writes the lock, the log and the screen."""
         return self.rank == 0
 
-    def highest(self, *numbers: float) -> list[float]:
+    def max(self, *numbers: float) -> list[float]:
         """Of each number the highest among all ranks."""
         return self._reduced(numbers, "MAX")
 
-    def sums(self, *numbers: float) -> list[float]:
+    def sum(self, *numbers: float) -> list[float]:
         return self._reduced(numbers, "SUM")
 
     def _reduced(self, numbers: Sequence[float], how: str) -> list[float]:
@@ -194,33 +194,33 @@ class Ranks:
             dist.all_reduce(tensor, getattr(dist.ReduceOp, how))
         return [float(number) for number in tensor.tolist()]
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What the first rank has, as JSON knows it; the others wait for it, however long it takes."""
         if self.size == 1:
             return value
         import torch
         import torch.distributed as dist
 
-        text = json.dumps(value).encode() if self.first else b""
+        text = json.dumps(value).encode() if self.is_main else b""
         size = torch.tensor([len(text)])
         with self._together():
             dist.broadcast(size, 0, group=self.patient)
             content = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0)
-            content = content if self.first else torch.empty(int(size), dtype=torch.uint8)
+            content = content if self.is_main else torch.empty(int(size), dtype=torch.uint8)
             dist.broadcast(content, 0, group=self.patient)
-        return value if self.first else json.loads(bytes(content.tolist()))
+        return value if self.is_main else json.loads(bytes(content.tolist()))
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until all are here."""
-        self.from_first(None)
-        self.highest(0.0)
+        self.broadcast(None)
+        self.max(0.0)
 
     # --- beside the steps: background threads must not mix their messages with those of the loop
 
     def post(self, key: str, value: Any) -> None:
         _store().set(key, json.dumps(value))
 
-    def posted(self, key: str) -> Any:
+    def peek(self, key: str) -> Any:
         """What was posted under the key; None if nothing was, or nobody can be asked any more."""
         if self.size == 1:
             return None
@@ -229,7 +229,7 @@ class Ranks:
         except RuntimeError:  # the store went with the process that hosted it
             return None
 
-    def fetch(self, key: str, timeout: float = PATIENCE.total_seconds()) -> Any:
+    def wait_for(self, key: str, timeout: float = PATIENCE.total_seconds()) -> Any:
         """What was posted under the key, as soon as it is."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -237,21 +237,21 @@ class Ranks:
                 if _store().check([key]):
                     return json.loads(_store().get(key))
             time.sleep(_LOOK_EVERY_S)
-        raise LostRank(f"rank {self.rank} waited {timeout:.0f} s for {key}.")
+        raise LostRankError(f"rank {self.rank} waited {timeout:.0f} s for {key}.")
 
-    def forget(self, *keys: str) -> None:
+    def delete(self, *keys: str) -> None:
         for key in keys:
             _store().delete_key(key)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
         try:
-            with PULSE.waiting():
+            with HEARTBEAT.waiting():
                 yield
         except RuntimeError as error:  # gloo's, and the store's
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             what = f"rank {self.rank} of {self.size} lost the others ({reason[:200]})."
-            raise LostRank(what, fix="`redline train --resume RUN` goes on from the last checkpoint.") from None
+            raise LostRankError(what, fix="`redline train --resume RUN` goes on from the last checkpoint.") from None
 
     def leave(self) -> None:
         if self.joined:
@@ -260,18 +260,18 @@ class Ranks:
             dist.destroy_process_group()
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 
 
-def started_together() -> bool:
+def launched_distributed() -> bool:
     """Whether this process is one of several, by its environment."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def join(device: str, timeout: float) -> Ranks:
     """Join the process group that the environment names; return ALONE where it names none."""
-    if not started_together():
-        return ALONE
+    if not launched_distributed():
+        return SINGLE_PROCESS
     rank, size = (_whole(name) for name in ("RANK", "WORLD_SIZE"))
     if rank >= size:
         what = f"RANK={rank} is not possible with WORLD_SIZE={size}: ranks count from 0 to WORLD_SIZE - 1."
@@ -302,7 +302,7 @@ def join(device: str, timeout: float) -> Ranks:
     except (RuntimeError, ValueError, TimeoutError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         what = f"rank {rank} of {size} did not find the others ({reason[:200]})."
-        raise LostRank(what, fix=_advice(str(error), interface)) from None
+        raise LostRankError(what, fix=_advice(str(error), interface)) from None
     nodes = 1 if here < 1 or size % here else size // here  # uneven ones are planned for as one
     return Ranks(rank, size, local, nodes, joined=True, patient=patient)
 

@@ -29,7 +29,7 @@ STACK = signal.SIGUSR2
 STARTING, PREPARING = "starting", "preparing data"  # the second takes as long as there is text
 
 
-class Pulse:
+class Heartbeat:
     """One for the process. Without a folder it is only remembered, and nothing is written."""
 
     def __init__(self) -> None:
@@ -99,10 +99,10 @@ class Pulse:
             return True
 
 
-PULSE = Pulse()
+HEARTBEAT = Heartbeat()
 
 
-def read_pulses(folder: Path) -> dict[int, dict[str, Any]]:
+def read_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
     """The last beat of each rank. A file that is being written just now may be missing."""
     found = {}
     for path in folder.glob("rank-*.json"):

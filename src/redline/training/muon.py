@@ -17,7 +17,7 @@ from redline.recipe.schema import Train
 from redline.training.low_bit import Gate
 
 if TYPE_CHECKING:
-    from redline.training.parallel import Shards
+    from redline.training.parallel import FSDP
 
 
 FIRST_MOMENTUM = 0.85  # where a warm-up of the momentum begins
@@ -101,7 +101,7 @@ class Muon:
         divisor, bad = gate
         gradients = [matrix.of(matrix.parameter.grad) for matrix in self.batches[shape]]
         total, squares = nesterov_(gradients, self.first[shape], divisor, bad, beta)
-        update = orthogonalise(total, squares, self.quintics)
+        update = orthogonalize(total, squares, self.quintics)
         return update, self._scales(shape, update, bad)
 
     def _descend(
@@ -147,7 +147,7 @@ def momentum_at(step: int, momentum: float, warmup: int) -> float:
     return FIRST_MOMENTUM + (momentum - FIRST_MOMENTUM) * step / warmup
 
 
-def orthogonalise(x_NRC: Tensor, squares_N: Tensor, quintics: Quintics = POLAR_EXPRESS[5]) -> Tensor:
+def orthogonalize(x_NRC: Tensor, squares_N: Tensor, quintics: Quintics = POLAR_EXPRESS[5]) -> Tensor:
     """U·Vᵀ of each matrix with that squared norm, roughly: by five, singular values from 1e-3 of it end in 1 ± 0.15.
 
     One quintic is x ← (a + b·G + c·G²)·x with the Gram matrix G of the smaller side. As c·(G + b/2c)² + (a − b²/4c) it
@@ -176,7 +176,7 @@ def first_row(rows: int, rank: int, size: int) -> int:
     return min(rows, rank * -(-rows // size))
 
 
-def owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+def assign_owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
     """The largest first, each to the rank that has least so far."""
     loads, found = [0] * ranks, {}
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
@@ -188,12 +188,12 @@ def owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 class ShardedMuon(Muon):
     """`groups` are of whole matrices, as the ranks hold them together."""
 
-    def __init__(self, groups: Sequence[ParamGroup], train: Train, parallel: Shards) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], train: Train, parallel: FSDP) -> None:
         self.parallel, ranks = parallel, parallel.ranks
         whole = {name: p for group in groups for name, p in group.parameters.items()}
         self.shapes = {name: p.shape for name, p in whole.items()}
         self.splits = {name: rows for group in groups for name, rows in group.splits.items()}
-        self.owner = owners({name: p.numel() for name, p in whole.items()}, ranks.size)
+        self.owner = assign_owners({name: p.numel() for name, p in whole.items()}, ranks.size)
         mine = [name for name in whole if self.owner[name] == ranks.rank]
         device = next(iter(parallel.parameters().values())).device
         # they have a shape and a gradient, and no values: those are everyone's rows

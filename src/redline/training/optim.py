@@ -63,7 +63,7 @@ class Adam:
             torch._foreach_sub_(steps, [bad] * len(steps))
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def dry_run(self) -> Iterator[None]:
         """A step is counted before it is taken, and that taken back after a bad one: a signal may come in between."""
         counts = [(one.step, one.step.clone()) for moments in self.alike.values() for one in moments]
         try:
@@ -112,9 +112,9 @@ class Optimizer:
         if self.adam:
             self.adam.step(factor, gate, momentum)
 
-    def rehearsing(self) -> AbstractContextManager[None]:
+    def dry_run(self) -> AbstractContextManager[None]:
         """Around a step that must leave nothing behind, however it ends."""
-        return self.adam.rehearsing() if self.adam else nullcontext()
+        return self.adam.dry_run() if self.adam else nullcontext()
 
     def tensors(self) -> dict[str, Tensor]:
         parts = [part.tensors() for part in (self.muon, self.low_bit, self.adam) if part]

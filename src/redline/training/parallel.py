@@ -23,7 +23,7 @@ from redline.jobs.objective import Objective, ParamGroup
 from redline.planning.communication import BUCKET
 from redline.recipe.schema import Train
 from redline.training.distributed import Ranks
-from redline.training.heartbeat import PULSE
+from redline.training.heartbeat import HEARTBEAT
 from redline.training.muon import Muon, ShardedMuon, first_row
 
 
@@ -44,14 +44,14 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardSpec:
     """Where a tensor lies in the whole that several ranks hold together: rows from `start` on, of `shape`."""
 
     shape: tuple[int, ...]
     start: int = 0
 
 
-class Parallel:
+class ParallelStrategy:
     """One process: nothing is shared."""
 
     sharded = False
@@ -98,8 +98,8 @@ class Parallel:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def places(self, tensors: Mapping[str, Tensor]) -> dict[str, Place]:
-        return {name: Place(tuple(tensor.shape)) for name, tensor in tensors.items()}
+    def places(self, tensors: Mapping[str, Tensor]) -> dict[str, ShardSpec]:
+        return {name: ShardSpec(tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 @dataclass
@@ -109,7 +109,7 @@ class _Bucket:
     waiting: int = 0  # gradients that are not there yet
 
 
-class Replicas(Parallel):
+class DDP(ParallelStrategy):
     """The whole model in each rank; gradients are all-reduced once a step."""
 
     def __init__(self, ranks: Ranks, objective: Objective) -> None:
@@ -154,7 +154,7 @@ class Replicas(Parallel):
         if self._armed:
             while self._next < len(self._buckets):  # what this batch did not touch
                 self._reduce()
-            with PULSE.waiting():
+            with HEARTBEAT.waiting():
                 for work in self._flying:
                     work.wait()
         self._flying.clear()
@@ -174,22 +174,22 @@ class Replicas(Parallel):
             self._apart = False
 
 
-def parallelise(mode: str, ranks: Ranks, objective: Objective) -> Parallel:
+def parallelize(mode: str, ranks: Ranks, objective: Objective) -> ParallelStrategy:
     """As asked for, once the objective has built its model."""
     if not ranks.joined:
-        return Parallel(ranks, objective)
+        return ParallelStrategy(ranks, objective)
     if mode == "fsdp":
-        return Shards(ranks, objective)
-    return Replicas(ranks, objective)
+        return FSDP(ranks, objective)
+    return DDP(ranks, objective)
 
 
-def build_alike(objective: Objective, device: torch.device, ranks: Ranks, *, decided: bool) -> None:
+def build_on_all_ranks(objective: Objective, device: torch.device, ranks: Ranks, *, decided: bool) -> None:
     """What the first rank chooses by measurement, the others take over; unless a checkpoint has decided for all."""
-    if ranks.first or decided:
+    if ranks.is_main or decided:
         objective.build(device)
     if not decided:
-        state = ranks.from_first(objective.state() if ranks.first else None)
-        if not ranks.first:
+        state = ranks.broadcast(objective.state() if ranks.is_main else None)
+        if not ranks.is_main:
             objective.load_state(state)
             objective.build(device)
 
@@ -215,7 +215,7 @@ def buckets(parameters: Sequence[nn.Parameter], size: int = BUCKET) -> list[_Buc
 # rows, so that AdamW, averages, checkpoints and the gate need not know of anything else.
 
 
-class Shards(Parallel):
+class FSDP(ParallelStrategy):
     sharded = True
 
     def __init__(self, ranks: Ranks, objective: Objective) -> None:
@@ -280,17 +280,17 @@ class Shards(Parallel):
         for parameter in (*self.whole.values(), *self._rows.values()):
             parameter.grad = None
 
-    def places(self, tensors: Mapping[str, Tensor]) -> dict[str, Place]:
+    def places(self, tensors: Mapping[str, Tensor]) -> dict[str, ShardSpec]:
         """Of what lies beside a parameter's rows, by the name it begins with; anything else is whole."""
         return {name: self._place(name, tensor) for name, tensor in tensors.items()}
 
-    def _place(self, name: str, tensor: Tensor) -> Place:
+    def _place(self, name: str, tensor: Tensor) -> ShardSpec:
         base = name if name in self._rows else name.rpartition(".")[0]
         rows = self._rows.get(base)
         if rows is None or tensor.shape != rows.shape:
-            return Place(tuple(tensor.shape))
+            return ShardSpec(tuple(tensor.shape))
         whole = self.whole[base]
-        return Place(tuple(whole.shape), first_row(whole.shape[0], self.ranks.rank, self.ranks.size))
+        return ShardSpec(tuple(whole.shape), first_row(whole.shape[0], self.ranks.rank, self.ranks.size))
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

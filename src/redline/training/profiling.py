@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from redline.errors import UserError
 from redline.runs.breakdown import UPDATE, MemoryHistory, Span, covered, memory_history
-from redline.training.step import Feed
+from redline.training.step import BatchLoader
 from redline.training.trainer import Trainer
 
 _HISTORY = 1_000_000  # events of the allocator
@@ -78,13 +78,13 @@ def profiled(
     )
     data = trainer.recipe.data
     work = (trainer.objective, trainer.batch, trainer.device, data.workers, 0)
-    with Feed(*work, depth=data.prefetch) as feed, profiler:
+    with BatchLoader(*work, depth=data.prefetch) as feed, profiler:
         for step in range(recording.steps):
             if step == recording.settling:
                 begin = time.perf_counter()
             with record_function(_STEP):
                 batch = feed.next(step)
-                trainer.step(step, batch, 1e-3)
+                trainer.train_step(step, batch, 1e-3)
             waited += batch.seconds if step >= recording.settling else 0.0
             if gpu and step + 1 in (recording.settling, recording.steps):
                 torch.cuda.synchronize()  # kernels that are still queued would run, and be recorded, in the next part

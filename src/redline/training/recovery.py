@@ -17,25 +17,25 @@ from typing import Any
 from redline.cache import make_folder, read_text
 from redline.errors import UserError
 from redline.planning.batch import BatchPlan
-from redline.training.run_directory import unlinked
+from redline.training.run_directory import open_no_follow
 
 FOLDER = "trouble"
 MEMORY, NONFINITE = "memory", "nonfinite"
 MOST_STORMS = 3  # of batches that are not finite; after that the data are not what is wrong
 
 
-class OutOfMemory(UserError):  # noqa: N818
+class OutOfMemoryError(UserError):
     why = "memory"
 
 
-class Storm(UserError):  # noqa: N818
+class NonFiniteError(UserError):
     """Many batches in a row that are not finite: the run is to go on from before them, without them."""
 
     why = "nonfinite"
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """How the run was going."""
 
     rank: int
@@ -46,39 +46,39 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Trouble(Facts):
+class Failure(RunFacts):
     kind: str = MEMORY
     batches: tuple[int, ...] = ()  # that were not finite, by the step whose data they were
     first: int = 0  # step at which that began
 
 
-def note(run: Path, trouble: Trouble) -> None:
+def record_failure(run: Path, trouble: Failure) -> None:
     folder = run / FOLDER
     make_folder(folder)
-    with open(folder / f"rank-{trouble.rank}.jsonl", "a", encoding="utf-8", opener=unlinked) as file:
+    with open(folder / f"rank-{trouble.rank}.jsonl", "a", encoding="utf-8", opener=open_no_follow) as file:
         file.write(json.dumps(asdict(trouble)) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
 
-def out_of_memory(run: Path, facts: Facts) -> UserError:
+def record_out_of_memory(run: Path, facts: RunFacts) -> UserError:
     """Noted; and what to say."""
-    note(run, Trouble(**vars(facts)))
+    record_failure(run, Failure(**vars(facts)))
     what = f"out of memory at step {facts.step}, with a micro-batch of {facts.micro} (rank {facts.rank})."
     how = "with less at once" if facts.micro > 1 else "with grad_checkpointing=full"
     place = "from the last checkpoint" if facts.step else "from the beginning"
-    return OutOfMemory(what, fix=f"`redline train --resume {shlex.quote(str(run))}` goes on {place} {how}.")
+    return OutOfMemoryError(what, fix=f"`redline train --resume {shlex.quote(str(run))}` goes on {place} {how}.")
 
 
-def note_storm(run: Path, facts: Facts, first: int, batches: Sequence[int]) -> bool:
+def record_nonfinite(run: Path, facts: RunFacts, first: int, batches: Sequence[int]) -> bool:
     """Whether the run may go on without these; not so when that was tried too often."""
-    if len(storms(noted(run))) >= MOST_STORMS:
+    if len(nonfinite_failures(read_failures(run))) >= MOST_STORMS:
         return False
-    note(run, Trouble(**vars(facts), kind=NONFINITE, batches=tuple(batches), first=first))
+    record_failure(run, Failure(**vars(facts), kind=NONFINITE, batches=tuple(batches), first=first))
     return True
 
 
-def noted(run: Path) -> list[Trouble]:
+def read_failures(run: Path) -> list[Failure]:
     """Of all ranks; a line that was torn is passed over."""
     found = []
     for path in sorted((run / FOLDER).glob("rank-*.jsonl")):
@@ -88,14 +88,14 @@ def noted(run: Path) -> list[Trouble]:
                 rank, step, micro, world = (int(facts[name]) for name in ("rank", "step", "micro", "world"))
                 batches = tuple(int(batch) for batch in facts["batches"])
                 words = (str(facts["checkpointing"]), str(facts["kind"]))
-                found.append(Trouble(rank, step, micro, world, *words, batches, int(facts["first"])))
+                found.append(Failure(rank, step, micro, world, *words, batches, int(facts["first"])))
             except (ValueError, TypeError, KeyError):
                 continue
     return found
 
 
-def smaller(
-    plan: BatchPlan, checkpointing: str, troubles: Iterable[Trouble], *, sharded: bool
+def reduce_memory(
+    plan: BatchPlan, checkpointing: str, troubles: Iterable[Failure], *, sharded: bool
 ) -> tuple[BatchPlan, str]:
     """Micro-batch and checkpointing below all that did not fit; the global batch stays what it is.
 
@@ -117,7 +117,7 @@ def smaller(
     return plan, checkpointing
 
 
-def change(before: tuple[BatchPlan, str], after: tuple[BatchPlan, str]) -> str | None:
+def describe_change(before: tuple[BatchPlan, str], after: tuple[BatchPlan, str]) -> str | None:
     """What `smaller` changed, in words."""
     (old, plain), (new, checkpointing) = before, after
     if before == after:
@@ -127,17 +127,17 @@ def change(before: tuple[BatchPlan, str], after: tuple[BatchPlan, str]) -> str |
     return f"out of memory: {', '.join(parts)}, the global batch stays {new.global_batch}"
 
 
-def storms(troubles: Iterable[Trouble]) -> list[Trouble]:
+def nonfinite_failures(troubles: Iterable[Failure]) -> list[Failure]:
     return [t for t in troubles if t.kind == NONFINITE and t.rank == 0]
 
 
-def belongs(state: dict[str, Any], found: Sequence[Trouble]) -> bool:
+def predates_failures(state: dict[str, Any], found: Sequence[Failure]) -> bool:
     """Whether a checkpoint is of before those batches, or of a run that left them out."""
     gone = {*state["decisions"].get("skipped", ())}
     return all(state["step"] <= storm.first or gone.issuperset(storm.batches) for storm in found)
 
 
-def skipped(state: dict[str, Any] | None, found: Sequence[Trouble], place: int) -> list[int]:
+def steps_to_skip(state: dict[str, Any] | None, found: Sequence[Failure], place: int) -> list[int]:
     """Data steps to leave out from here on: those decided before, and those that were not finite since; what lies
     before `place`, the next step's data, is past."""
     known = [] if state is None else [int(step) for step in state["decisions"].get("skipped", ())]

@@ -19,11 +19,11 @@ from redline.runs.summary import stop_request_path
 from redline.training.supervisor import RECOVERY
 
 LOCK_FILE = ".lock"
-ELSEWHERE = "Make it writable, or start a new run elsewhere with --run."  # said to who resumes one, too
+NOT_WRITABLE_FIX = "Make it writable, or start a new run elsewhere with --run."  # said to who resumes one, too
 _TRIES, _PAUSE_S = 6, 0.05
 
 
-def unlinked(path: str, flags: int) -> int:
+def open_no_follow(path: str, flags: int) -> int:
     """Open a regular file, but never through a link: what the link points to would be overwritten."""
     return regular(path, flags | os.O_NOFOLLOW)
 
@@ -79,11 +79,11 @@ class RunDirectory:
     def __enter__(self) -> RunDirectory:
         try:
             make_folder(self.path)
-            self._file = open(self.path / LOCK_FILE, "a+", encoding="utf-8", opener=unlinked)
+            self._file = open(self.path / LOCK_FILE, "a+", encoding="utf-8", opener=open_no_follow)
             self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             what = f"cannot be written ({error.strerror})."
-            raise UserError(what, where=str(self.path), fix=ELSEWHERE) from None
+            raise UserError(what, where=str(self.path), fix=NOT_WRITABLE_FIX) from None
         if not self._take(self._file):
             self._file.seek(0)
             holder = self._file.read().strip() or "another process"

@@ -152,7 +152,7 @@ RECENT = 32  # steps that tell what the next will take
 _OUTLIERS = 3  # of the slowest among them, at least: a new shape was compiled, a disk was busy
 
 
-class Pace:
+class StepTimer:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.clock = clock
         self._zero = clock()

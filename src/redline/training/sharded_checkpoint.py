@@ -22,14 +22,14 @@ from redline.cache import check_regular, read_bytes, sync
 from redline.training import checkpoint
 from redline.training.checkpoint import (
     Committed,
-    Damaged,
+    DamagedCheckpointError,
     Snapshot,
     Tensors,
     canonical_json,
-    files_of,
+    tensor_files,
 )
-from redline.training.distributed import LostRank, Ranks
-from redline.training.parallel import Place
+from redline.training.distributed import LostRankError, Ranks
+from redline.training.parallel import ShardSpec
 
 SCHEMA = 1
 
@@ -43,8 +43,8 @@ class SharedCommit:
     def __call__(self, folder: Path, snapshot: Snapshot) -> Committed:
         self.count += 1
         try:
-            return self._lead(folder, snapshot) if self.ranks.first else self._follow(folder, snapshot)
-        except LostRank as error:
+            return self._lead(folder, snapshot) if self.ranks.is_main else self._follow(folder, snapshot)
+        except LostRankError as error:
             raise OSError(errno.EIO, error.what) from None
 
     def _key(self, what: str | int, back: int = 0) -> str:
@@ -52,13 +52,13 @@ class SharedCommit:
 
     def _lead(self, folder: Path, snapshot: Snapshot) -> Committed:
         if self.count > 2:  # whoever began this save has ended the one before the last
-            self.ranks.forget(*(self._key(what, back=2) for what in ("folder", "done", *range(1, self.ranks.size))))
+            self.ranks.delete(*(self._key(what, back=2) for what in ("folder", "done", *range(1, self.ranks.size))))
         answer: dict[str, Any] = {}
         try:
             with checkpoint.committing(folder, snapshot.step) as writing:
                 self.ranks.post(self._key("folder"), None if writing.done else writing.temporary.name)
                 if not writing.done:
-                    writing.bytes = checkpoint.size_of(self._complete(writing.temporary, snapshot))
+                    writing.bytes = checkpoint.total_bytes(self._complete(writing.temporary, snapshot))
             answer = {"bytes": writing.bytes}
         except OSError as error:
             answer = {"error": str(error)}
@@ -69,7 +69,7 @@ class SharedCommit:
 
     def _complete(self, temporary: Path, snapshot: Snapshot) -> dict[str, Any]:
         own = _write_share(temporary, snapshot, self.ranks)
-        shares = [own, *(self.ranks.fetch(self._key(rank)) for rank in range(1, self.ranks.size))]
+        shares = [own, *(self.ranks.wait_for(self._key(rank)) for rank in range(1, self.ranks.size))]
         if failed := [share["error"] for share in shares if "error" in share]:
             raise OSError(errno.EIO, failed[0])
         for stem in snapshot.tensors:
@@ -79,14 +79,14 @@ class SharedCommit:
         return checkpoint.seal(temporary, snapshot, digests)
 
     def _follow(self, folder: Path, snapshot: Snapshot) -> Committed:
-        name = self.ranks.fetch(self._key("folder"))
+        name = self.ranks.wait_for(self._key("folder"))
         if name is not None:
             try:
                 share = _write_share(folder / name, snapshot, self.ranks)
             except OSError as error:
                 share = {"error": f"rank {self.ranks.rank}: {error}"}
             self.ranks.post(self._key(self.ranks.rank), share)
-        answer = self.ranks.fetch(self._key("done"))
+        answer = self.ranks.wait_for(self._key("done"))
         if "bytes" not in answer:
             raise OSError(errno.EIO, answer.get("error", "the first rank did not finish the save"))
         return Committed(folder / checkpoint.step_name(snapshot.step), snapshot.step, int(answer["bytes"]))
@@ -99,7 +99,7 @@ def _write_share(folder: Path, snapshot: Snapshot, ranks: Ranks) -> dict[str, An
         path = folder / f"{stem}-{ranks.rank + 1:05d}-of-{ranks.size:05d}.safetensors"
         try:
             save_file(tensors, path)
-            checkpoint.share(path)
+            checkpoint.match_folder_permissions(path)
         except SafetensorError as error:  # how safetensors says that the disk is full
             raise OSError(errno.EIO, str(error)) from None
         sync(path)
@@ -131,7 +131,7 @@ def read_whole(path: Path, stem: str, device: str = "cpu") -> Tensors:
     return _Reader(path, index).read(places, device)
 
 
-def read_rows(path: Path, stem: str, tensors: Mapping[str, Tensor], places: Mapping[str, Place]) -> Tensors:
+def read_rows(path: Path, stem: str, tensors: Mapping[str, Tensor], places: Mapping[str, ShardSpec]) -> Tensors:
     """What belongs into these tensors, at their places in the whole: of a checkpoint of however many ranks."""
     if (path / f"{stem}.safetensors").is_file():
         index = _single(path, stem)
@@ -148,14 +148,14 @@ def check_index(path: Path, stem: str) -> None:
     for name, entry in reader.index.items():
         reached = 0
         for file, start in sorted(entry["parts"], key=lambda part: part[1]):
-            if file not in files_of(path, stem):
-                raise Damaged(f"{path.name}/{index_name(stem)} names a file that is none of its own")
+            if file not in tensor_files(path, stem):
+                raise DamagedCheckpointError(f"{path.name}/{index_name(stem)} names a file that is none of its own")
             shape = reader.shape(file, name)
             if shape[1:] != entry["shape"][1:] or (shape and start != reached):
-                raise Damaged(f"{path.name}/{index_name(stem)} does not fit what {file} holds")
+                raise DamagedCheckpointError(f"{path.name}/{index_name(stem)} does not fit what {file} holds")
             reached += shape[0] if shape else 0
         if entry["shape"] and reached != entry["shape"][0]:
-            raise Damaged(f"{path.name}/{index_name(stem)} lacks rows of {name}")
+            raise DamagedCheckpointError(f"{path.name}/{index_name(stem)} lacks rows of {name}")
 
 
 def _index(path: Path, stem: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from redline.errors import EXIT_INTERRUPTED, UserError
 _SHOW_CURSOR = "\x1b[?25h"  # the live bar hides it, and nobody tidies up after `os._exit`
 
 
-def preempting() -> tuple[signal.Signals, ...]:
+def preemption_signals() -> tuple[signal.Signals, ...]:
     """Who asks for room: a scheduler; and a terminal that closes, unless `nohup` has said that it may."""
     closed = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGUSR1, *closed)
@@ -37,7 +37,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in (*preempting(), signal.SIGINT):
+            for number in (*preemption_signals(), signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 

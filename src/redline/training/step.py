@@ -14,9 +14,9 @@ from torch import Tensor
 from redline.data.loader import Prefetcher, pin
 from redline.jobs.objective import Batch, Objective
 from redline.planning.batch import BatchPlan
-from redline.training.distributed import ALONE, Ranks
+from redline.training.distributed import SINGLE_PROCESS, Ranks
 from redline.training.optim import Ema, Optimizer
-from redline.training.parallel import Parallel
+from redline.training.parallel import ParallelStrategy
 
 # ----------------------------------------------------------------------------------------------------
 # Loss scaling for fp16; in bf16 and fp32 the scale is one and stays.
@@ -69,7 +69,7 @@ class StepResult:
 Backward = Callable[[int, StepBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
-def seed_of(seed: int, step: int, micro: int) -> int:
+def micro_batch_seed(seed: int, step: int, micro: int) -> int:
     """Randomness is a function of these, never of what ran before."""
     return (seed * 1_000_003 + step) * 4099 + micro & 0x7FFF_FFFF_FFFF_FFFF
 
@@ -80,7 +80,7 @@ class Step:
         objective: Objective,
         optimizer: Optimizer,
         *,
-        parallel: Parallel,
+        parallel: ParallelStrategy,
         scale: LossScale,
         ema: Ema | None,
         clip: float | None,
@@ -106,7 +106,7 @@ class Step:
         for index, micro in enumerate(batch.micros):
             self.parallel.before(last=index == len(batch.micros) - 1)
             if not recording:  # where nothing random is
-                torch.manual_seed(seed_of(self.seed, step, batch.first + index))
+                torch.manual_seed(micro_batch_seed(self.seed, step, batch.first + index))
             found = self.objective.loss(micro)
             parts = {name: term.coefficient * term.sum / batch.weights[term.weight] for name, term in found.items()}
             loss = torch.stack(list(parts.values())).sum()
@@ -137,9 +137,9 @@ class Step:
         if self.ema is not None:
             self.ema.update(bad, step)
 
-    def rehearse(self, batch: StepBatch) -> None:
+    def dry_run(self, batch: StepBatch) -> None:
         """Everything a step does except to change anything: compiles, allocates, meets an OOM early."""
-        with self.parallel.apart(), self.optimizer.rehearsing():
+        with self.parallel.apart(), self.optimizer.dry_run():
             loss, _ = self.backward(0, batch)
             grad_norm, bad = self._measure(loss)
             self._update(0, 0.0, grad_norm, torch.ones_like(bad))
@@ -153,7 +153,7 @@ class Step:
 # From places in the global batch to a step's micro-batches on the device.
 
 
-class Feed:
+class BatchLoader:
     """Makes batches ahead of the steps. What a step gets depends on its number alone; a rank has its places of it."""
 
     def __init__(
@@ -165,14 +165,14 @@ class Feed:
         first: int,
         *,
         depth: int = 4,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
         skipped: Sequence[int] = (),
     ) -> None:
         self.objective, self.plan, self.device, self.workers = objective, plan, device, workers
         self.depth, self.ranks, self.skipped = depth, ranks, sorted(skipped)
         self._loader: Prefetcher[StepBatch] = Prefetcher(self._make, first, workers=workers, depth=depth)
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> BatchLoader:
         return self
 
     def __exit__(
@@ -190,12 +190,12 @@ class Feed:
         batch = self._loader.next(step)
         waited = time.perf_counter() - begin
         micros = [to_device(micro, self.device) for micro in batch.micros]
-        weights = dict(zip(batch.weights, self.ranks.sums(*map(float, batch.weights.values())), strict=True))
+        weights = dict(zip(batch.weights, self.ranks.sum(*map(float, batch.weights.values())), strict=True))
         return StepBatch(micros, weights, waited, self.ranks.rank * self.plan.accumulation)
 
     def _make(self, step: int) -> StepBatch:
         micro, share = self.plan.micro, self.plan.micro * self.plan.accumulation
-        first = unskipped(step, self.skipped) * self.plan.global_batch + self.ranks.rank * share
+        first = data_step(step, self.skipped) * self.plan.global_batch + self.ranks.rank * share
         starts = range(first, first + share, micro)
         batch = step_batch(self.objective, [self.objective.batch(np.arange(s, s + micro)) for s in starts])
         if self.device.type != "cuda":
@@ -203,7 +203,7 @@ class Feed:
         return replace(batch, micros=[pin(m) for m in batch.micros])
 
 
-def unskipped(step: int, skipped: Sequence[int]) -> int:
+def data_step(step: int, skipped: Sequence[int]) -> int:
     """The step whose data this one reads when those of the `skipped` ones, in order, are left out."""
     for gone in skipped:
         step += gone <= step

@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Any, Protocol
 
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USAGE
-from redline.training.heartbeat import EVERY_S, PREPARING, STACK, read_pulses
-from redline.training.signals import preempting
+from redline.training.heartbeat import EVERY_S, PREPARING, STACK, read_heartbeats
+from redline.training.signals import preemption_signals
 
 SUPERVISED = "REDLINE_SUPERVISED"  # set for a process that someone will begin again
 RECOVERY = "REDLINE_RECOVERY"  # and why it was, for its log
@@ -35,7 +35,7 @@ REFUSED = "refused"
 _LOOK_EVERY_S = 0.1
 
 
-class Job(Protocol):
+class Attempt(Protocol):
     """The processes of one attempt; their pulses are in `folder`."""
 
     folder: Path
@@ -48,7 +48,7 @@ class Job(Protocol):
 
 
 @dataclass(frozen=True)
-class Ending:
+class AttemptResult:
     code: int
     what: str = ""  # in words; empty where it has said so itself
     why: str = ""  # as the rank that failed put it
@@ -58,15 +58,15 @@ class Ending:
         return self.code not in FINAL and self.why != REFUSED
 
 
-class Asked:
+class SignalForwarder:
     """Signals that came to this process; they are passed on to the ranks."""
 
     def __init__(self) -> None:
         self.pending: list[int] = []
         self.code: int | None = None
 
-    def __enter__(self) -> Asked:
-        numbers = (*preempting(), signal.SIGINT)
+    def __enter__(self) -> SignalForwarder:
+        numbers = (*preemption_signals(), signal.SIGINT)
         self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
@@ -80,26 +80,26 @@ class Asked:
 
 
 @dataclass
-class Watch:
+class Watcher:
     """Over one attempt."""
 
-    job: Job
-    asked: Asked
+    job: Attempt
+    asked: SignalForwarder
     timeout: float  # seconds in which a rank must move
     lost_at: float | None = None
     seen: dict[int, dict[str, Any]] = field(default_factory=dict)
 
-    def run(self) -> Ending:
+    def run(self) -> AttemptResult:
         try:
             while (code := self.job.poll()) is None:
-                self.seen |= read_pulses(self.job.folder)
+                self.seen |= read_heartbeats(self.job.folder)
                 self._pass_on()
                 if hung := self._hung():
                     return self._show(hung)
                 if self._abandoned():
                     break
                 time.sleep(_LOOK_EVERY_S)
-            self.seen |= read_pulses(self.job.folder)
+            self.seen |= read_heartbeats(self.job.folder)
             return self._ending(code)
         finally:
             self.job.end(self._pids())
@@ -128,7 +128,7 @@ class Watch:
                 found.append(rank)
         return sorted(found)
 
-    def _show(self, hung: list[int]) -> Ending:
+    def _show(self, hung: list[int]) -> AttemptResult:
         """Each is made to print its stack, if it has to be woken for that; then all are ended. The others are held
         meanwhile: nothing goes on that was given up."""
         for rank in (*(set(self.seen) - set(hung)), *hung):
@@ -142,7 +142,7 @@ class Watch:
         time.sleep(STACK_S)
         places = [f"rank {rank} in {_place(self.seen[rank])}" for rank in hung]
         what = f"nothing moved for {self.timeout:g} s: {', '.join(places)}; the stack is in the log"
-        return Ending(EXIT_FAILED, what, "hung")
+        return AttemptResult(EXIT_FAILED, what, "hung")
 
     def _abandoned(self) -> bool:
         """Whether a rank is gone, and those that are left do not leave by themselves."""
@@ -153,50 +153,50 @@ class Watch:
         self.lost_at = self.lost_at or time.monotonic()
         return time.monotonic() - self.lost_at > GRACE_S
 
-    def _ending(self, code: int | None) -> Ending:
+    def _ending(self, code: int | None) -> AttemptResult:
         said = {rank: facts for rank, facts in self.seen.items() if "code" in facts}
         leader = min(self.seen, default=0)  # whoever watches one rank of a SLURM job sees no other
         if leader in said and said[leader]["code"] in FINAL:
-            return Ending(said[leader]["code"])
+            return AttemptResult(said[leader]["code"])
         gone = sorted(set(self.seen) - set(said))
         if gone:
             last = ", ".join(f"rank {rank} in {_place(self.seen[rank])}" for rank in gone)
-            return self._or_asked(Ending(EXIT_FAILED, f"lost {last}", "lost"))
+            return self._or_asked(AttemptResult(EXIT_FAILED, f"lost {last}", "lost"))
         # who lost another one is not where it began
         failed = [facts for facts in said.values() if facts["code"] not in FINAL]
         first = next((facts for facts in failed if facts["why"] != "lost"), failed[0] if failed else None)
         if first is None and code is not None and code < 0:  # by the kernel, say, for want of memory
-            return self._or_asked(Ending(EXIT_FAILED, f"killed by signal {-code} before it began", "lost"))
+            return self._or_asked(AttemptResult(EXIT_FAILED, f"killed by signal {-code} before it began", "lost"))
         if first is None and code == EXIT_DONE:  # a run that had finished before: no rank had anything to do
-            return Ending(EXIT_DONE)
+            return AttemptResult(EXIT_DONE)
         if first is None:
             what = f"the processes ended before training started (exit code {code})"
-            return self._or_asked(Ending(EXIT_FAILED, what, REFUSED))
+            return self._or_asked(AttemptResult(EXIT_FAILED, what, REFUSED))
         if first["rank"] == leader and first["why"] == REFUSED:
-            return Ending(EXIT_FAILED, why=REFUSED)  # in a sentence that is on the screen
+            return AttemptResult(EXIT_FAILED, why=REFUSED)  # in a sentence that is on the screen
         what = f"rank {first['rank']} failed in {_place(first)} ({first['why']})"
-        return self._or_asked(Ending(EXIT_FAILED, what, first["why"]))
+        return self._or_asked(AttemptResult(EXIT_FAILED, what, first["why"]))
 
-    def _or_asked(self, ending: Ending) -> Ending:
+    def _or_asked(self, ending: AttemptResult) -> AttemptResult:
         """Who was asked to leave while it could not answer has left."""
-        return ending if self.asked.code is None else Ending(self.asked.code, ending.what)
+        return ending if self.asked.code is None else AttemptResult(self.asked.code, ending.what)
 
 
 def supervise(
-    start: Callable[[str | None], Job],
+    start: Callable[[str | None], Attempt],
     *,
     timeout: float,
     again: bool,
     progress: Callable[[], int | None] = lambda: None,
     say: Callable[[str], None] = lambda _: None,
     pause: float = 1.0,
-) -> Ending:
+) -> AttemptResult:
     """Run it to its end; `again` and again if it fails. `start` is told what went wrong before, and `progress` is the
     last step that is committed."""
     recovery, failures, reached = None, 0, progress()
-    with Asked() as asked:
+    with SignalForwarder() as asked:
         while True:
-            ending = Watch(start(recovery), asked, timeout).run()
+            ending = Watcher(start(recovery), asked, timeout).run()
             if not ending.recoverable or not again:
                 if ending.what and ending.code not in (EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
                     say(ending.what)
@@ -212,7 +212,7 @@ def supervise(
             while time.monotonic() < deadline and asked.code is None:
                 time.sleep(_LOOK_EVERY_S)
             if asked.code is not None:
-                return Ending(asked.code)
+                return AttemptResult(asked.code)
             recovery = ending.what
 
 

@@ -143,7 +143,7 @@ def _steps(trainer: Trainer) -> Callable[[int, int], float]:
     def steps(first: int, count: int) -> float:
         begin = time.perf_counter()
         for step in range(first, first + count):
-            trainer.step(step, batch, 1e-3)
+            trainer.train_step(step, batch, 1e-3)
         if trainer.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - begin

@@ -10,12 +10,12 @@ import torch
 from redline.errors import UserError
 from redline.planning.batch import BatchPlan
 from redline.runs.monitor import Monitor
-from redline.training.distributed import ALONE, Ranks
+from redline.training.distributed import SINGLE_PROCESS, Ranks
 from redline.training.signals import StopRequested
 from redline.units import format_seconds
 
 
-class LeastTooLarge(torch.OutOfMemoryError):
+class SmallestBatchTooLargeError(torch.OutOfMemoryError):
     """One sequence at a time does not fit, with activations kept: whoever begins again computes them twice."""
 
     def __init__(self, plan: BatchPlan) -> None:
@@ -24,10 +24,10 @@ class LeastTooLarge(torch.OutOfMemoryError):
 
 
 def warm_up(
-    rehearse: Callable[[BatchPlan], None],
+    dry_run: Callable[[BatchPlan], None],
     plan: BatchPlan,
     monitor: Monitor,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
     *,
     compiled: bool,
     recomputed: bool,
@@ -38,10 +38,10 @@ def warm_up(
     begin = time.perf_counter()
     while True:
         try:
-            if not ranks.highest(float(_too_large(rehearse, plan)))[0]:
+            if not ranks.max(float(_too_large(dry_run, plan)))[0]:
                 break
             plan = _halved(plan, monitor, device, recomputed=recomputed)
-        except (StopRequested, UserError, LeastTooLarge):
+        except (StopRequested, UserError, SmallestBatchTooLargeError):
             raise
         except Exception as error:
             if not compiled:
@@ -53,15 +53,15 @@ def warm_up(
     return plan
 
 
-def as_decided(saved: BatchPlan, planned: BatchPlan) -> BatchPlan:
+def resumed_batch_plan(saved: BatchPlan, planned: BatchPlan) -> BatchPlan:
     """What a run found to fit, unless there are other ranks now, or still less is planned."""
     alike = saved.world == planned.world and saved.global_batch == planned.global_batch
     return saved if alike and saved.micro < planned.micro else planned
 
 
-def _too_large(rehearse: Callable[[BatchPlan], None], plan: BatchPlan) -> bool:
+def _too_large(dry_run: Callable[[BatchPlan], None], plan: BatchPlan) -> bool:
     try:
-        rehearse(plan)
+        dry_run(plan)
     except torch.OutOfMemoryError:
         return True
     return False
@@ -71,7 +71,7 @@ def _halved(plan: BatchPlan, monitor: Monitor, device: str, *, recomputed: bool)
     smaller = plan.halved()
     torch.cuda.empty_cache()
     if smaller is None and not recomputed:
-        raise LeastTooLarge(plan)
+        raise SmallestBatchTooLargeError(plan)
     if smaller is None:
         what = f"a micro-batch of {plan.micro} does not fit into {device}, even with grad_checkpointing=full."
         fix = "Use a shorter data.seq_len, a smaller model, parallel.mode=fsdp on several GPUs, or a larger card."

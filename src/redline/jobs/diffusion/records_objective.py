@@ -162,7 +162,7 @@ class RecordObjective(DiffusionObjective):
         if tokenizer is None or not prompt:
             return []
         if (length := len(tokenizer.encode(prompt))) > self._given:
-            self.tell(f"the question has {length:,} tokens, and the run reads {self._given:,}: the rest is left out")
+            self.log(f"the question has {length:,} tokens, and the run reads {self._given:,}: the rest is left out")
         row = self._open(row_of_question(prompt, self.layout, tokenizer))
         rows = torch.tensor([row] * how.count, device=self.device)
         made = self._denoised(rows, row_seeds(how.seed, range(how.count)), how)

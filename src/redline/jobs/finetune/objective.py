@@ -221,7 +221,7 @@ class Finetune(InFloat8):
         base = self.data.base
         if base is not None and len(start) + how.tokens > base.context:
             what = f"the prompt has {len(start):,} tokens and {how.tokens:,} are to follow"
-            self.tell(f"{what}: more than the {base.context:,} that {base.source} was made for")
+            self.log(f"{what}: more than the {base.context:,} that {base.source} was made for")
         self.model.eval()
         rows = generate(
             self.model,
@@ -262,7 +262,7 @@ class Finetune(InFloat8):
         for source in again.answers.report.sources if everything else ():
             if source.train_samples < source.rows:
                 rest = f"{source.overlong:,} are longer than the {base.context:,} tokens that the base reads"
-                self.tell(f"{source.source}: {source.rows:,} rows, {source.train_samples:,} can be asked; {rest}")
+                self.log(f"{source.source}: {source.rows:,} rows, {source.train_samples:,} can be asked; {rest}")
         return again.answers, again.held_out
 
     def questions(self) -> list[Asked]:

@@ -248,7 +248,7 @@ class LatentPrefix(Objective):
         ]
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def dry_run(self) -> Iterator[None]:
         self._teach()
         yield
 
@@ -258,10 +258,10 @@ class LatentPrefix(Objective):
         if pairs is None or not taught(self.options):
             return
         steps = self.resolved.horizon_steps
-        seen = None if steps is None else (steps + self.left_out) * self.resolved.batch.global_batch
+        seen = None if steps is None else (steps + self.skipped_steps) * self.resolved.batch.global_batch
         with self.uncompiled():
             for place, (name, one) in enumerate(self.frozen.items()):
-                self.teachers[name] = read_all(one, pairs, place, seen, self.options, self.dtype, self.tell)
+                self.teachers[name] = read_all(one, pairs, place, seen, self.options, self.dtype, self.log)
 
     # --- training
 
@@ -298,9 +298,9 @@ class LatentPrefix(Objective):
             batch["fade"] = np.ones(micro, dtype=np.float32)
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
-    def rehearsals(self, micro: int) -> list[tuple[int, Batch]]:
+    def warmup_batches(self, micro: int) -> list[tuple[int, Batch]]:
         """The run's first batch too: most are as long, and shorter than the longest; each length is compiled."""
-        found = super().rehearsals(micro)
+        found = super().warmup_batches(micro)
         usual = self.recipe.train.compile and self.data.pairs is not None
         return [*found, (micro, self.batch(np.arange(micro)))] if usual else found
 
@@ -423,9 +423,7 @@ class LatentPrefix(Objective):
         if not text or self.data.readers is None:
             return []
         if (size := len(text.encode("utf-8", "replace"))) > self.options.bytes:
-            self.tell(
-                f"the text has {size:,} bytes, and latents stand for {self.options.bytes:,}: the rest is left out"
-            )
+            self.log(f"the text has {size:,} bytes, and latents stand for {self.options.bytes:,}: the rest is left out")
         self.model.eval()
         with self.uncompiled():
             found = written(self, text if text.endswith("\n") else f"{text}\n", how)
