@@ -20,7 +20,7 @@ from torch.distributed.run import parse_args
 from redline.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from redline.launch.start import Target, read_target, restart_warning
 from redline.runs.events import read_events
-from redline.runs.summary import stop_request_path
+from redline.vocabulary import STOP_REQUEST_FILE
 from several import Fork, free_port, rank_environment, said
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text(encoding="utf-8")
@@ -215,7 +215,7 @@ def test_ranks_that_torchrun_restarts_resume_the_run(world: Any, tmp_path: Path)
         wait_for(lambda: any((run / "checkpoints").glob("step-*")), process, log)
         os.kill(rank_1(process.pid), signal.SIGKILL)
         wait_for(lambda: len(starts(run)) == 2, process, log)
-        stop_request_path(run).touch()
+        (run / STOP_REQUEST_FILE).touch()
         assert process.wait(90) == 0, log.read_text()
     finally:
         process.terminate()  # torchrun ends its ranks

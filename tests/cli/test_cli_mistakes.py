@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redline.recipe.lock import LOCK
+from redline.vocabulary import RECIPE_LOCK_FILE
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_data_that_cannot_be_trained_on(
     answer = inside("train", recipe, f"data.source={source}", "--run", "run")
     assert answer.code == 1
     assert says in answer.said
-    assert not (tmp_path / "run" / LOCK).exists(), "what never began is no run"
+    assert not (tmp_path / "run" / RECIPE_LOCK_FILE).exists(), "what never began is no run"
 
 
 def test_prepared_shards_of_another_tokenizer(recipe: str, inside: Any, corpus: Path, tmp_path: Path) -> None:
@@ -161,14 +161,14 @@ def test_a_run_that_began_meanwhile_is_not_overwritten(
 
     def slow(recipe: Any, **options: Any) -> Any:
         (tmp_path / "run").mkdir()
-        (tmp_path / "run" / LOCK).write_text("the other's")
+        (tmp_path / "run" / RECIPE_LOCK_FILE).write_text("the other's")
         return plain(recipe)
 
     monkeypatch.setattr(causal_lm, "load_data", slow)
     answer = inside("train", recipe, "--run", "run")
     assert answer.code == 2
     assert "holds a run" in answer.said
-    assert (tmp_path / "run" / LOCK).read_text() == "the other's"
+    assert (tmp_path / "run" / RECIPE_LOCK_FILE).read_text() == "the other's"
 
 
 def test_an_end_that_lies_behind_is_told_of(home: Path, inside: Any, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_what_cannot_be_built_leaves_no_run(recipe: str, inside: Any, tmp_path: 
     answer = inside("train", recipe, "model.attention=cudnn", "--run", "run")
     assert answer.code == 1
     assert "model.attention: cudnn needs a GPU." in answer.said
-    assert not (tmp_path / "run" / LOCK).exists()
+    assert not (tmp_path / "run" / RECIPE_LOCK_FILE).exists()
     assert inside("train", recipe, "train.steps=1", "--run", "run").code == 0, "the same directory can be used again"
 
 

@@ -17,8 +17,8 @@ import pytest
 from redline.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from redline.launch import sweep as sweeping
 from redline.launch.sweep import Sweep, parse_axes, run_sweep
-from redline.recipe.lock import LOCK
 from redline.runs.events import read_events
+from redline.vocabulary import RECIPE_LOCK_FILE
 
 
 def comparison(directory: Path) -> Any:
@@ -186,7 +186,7 @@ def test_a_member_that_was_begun_goes_on(tmp_path: Path) -> None:
     fresh = ["train", "toy", "train.steps=3", "train.lr=0.1", "--run", str(path)]
     assert sweeping._command(sweep, member, path)[3:] == fresh
     path.mkdir()
-    (path / LOCK).write_text("{}")
+    (path / RECIPE_LOCK_FILE).write_text("{}")
     assert sweeping._command(sweep, member, path)[3:] == ["train", "--resume", str(path)]
 
 
@@ -237,7 +237,7 @@ def test_ctrl_c_saves_the_member_and_ends_the_sweep(terminal: Any, recipe: str, 
     assert (stop["type"], stop["reason"]) == ("stop", "interrupted")
     assert (first / "checkpoints" / f"step-{stop['step']:08d}").is_dir()
     assert [row["status"] for row in comparison(tmp_path / "out")["members"]] == ["stopped", "waiting"]
-    assert not (tmp_path / "out/2-steps=3" / LOCK).exists()
+    assert not (tmp_path / "out/2-steps=3" / RECIPE_LOCK_FILE).exists()
 
 
 def test_a_member_hears_of_one_ctrl_c_once(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from redline.errors import EXIT_DONE, EXIT_USAGE
 from redline.runs.events import read_events
-from redline.runs.summary import stop_status
 from redline.training.checkpoint import committed_steps
 from redline.training.run_directory import RunDirectory
+from redline.vocabulary import status_of_stop
 from several import together
 
 FAR = ("train.steps=100", "checkpoint.every=100", "eval.every=100")
@@ -42,7 +42,7 @@ def test_a_moved_directory_stops_the_run_and_gets_its_last_state(world: Any, tmp
     assert committed_steps(after / "checkpoints") == [4]
     stop = read_events(after / "events.jsonl")[-1]
     assert (stop["type"], stop["reason"], stop["step"]) == ("stop", "moved", 4)
-    assert stop_status(stop) == "stopped"
+    assert status_of_stop(stop) == "stopped"
     resumed = world.run(after, "train.steps=6", resume=True)
     assert (resumed.outcome.reason, resumed.state.step) == ("steps", 6)
 

@@ -17,7 +17,7 @@ from power import ROOT, Bytes, Disk, Names, Object, Operation, Recorder, Recordi
 
 from redline.cache import sync as synced
 from redline.errors import UserError
-from redline.recipe.lock import LOCK, read_lock, write_lock
+from redline.recipe.lock import read_lock, write_lock
 from redline.recipe.schema import Checkpoint
 from redline.runs.events import EventLog, read_events
 from redline.runs.monitor import Monitor
@@ -36,6 +36,7 @@ from redline.training.checkpoint import (
 )
 from redline.training.run_directory import RunDirectory
 from redline.training.schedule import StepTimer
+from redline.vocabulary import RECIPE_LOCK_FILE
 
 KEEP = 2
 RUN = "runs/tiny"
@@ -82,7 +83,7 @@ def live(root: Path, recorder: Recorder, saves: int) -> None:
         Monitor(EventLog(run.path / "events.jsonl"), Witness(recorder)) as monitor,
     ):
         remove_temporaries(run.checkpoints)
-        if not (run.path / LOCK).exists():
+        if not (run.path / RECIPE_LOCK_FILE).exists():
             write_lock(run.path, LOCKED)
         newest = newest_valid(run.checkpoints)
         first = int(newest.name[5:]) + 1 if newest else 1

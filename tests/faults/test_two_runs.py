@@ -15,7 +15,8 @@ import pytest
 from redline.errors import UserError
 from redline.runs.events import read_events
 from redline.runs.summary import is_locked
-from redline.training.run_directory import LOCK_FILE, RunDirectory
+from redline.training.run_directory import RunDirectory
+from redline.vocabulary import PROCESS_LOCK_FILE
 
 REFUSED = 3
 
@@ -54,8 +55,8 @@ def test_a_killed_run_frees_its_directory(fork: Any, tmp_path: Path) -> None:
 
 def test_an_onlooker_is_no_run(tmp_path: Path) -> None:
     """Who asks whether a run is alive holds the lock for an instant."""
-    (tmp_path / LOCK_FILE).touch()
-    with open(tmp_path / LOCK_FILE) as onlooker:
+    (tmp_path / PROCESS_LOCK_FILE).touch()
+    with open(tmp_path / PROCESS_LOCK_FILE) as onlooker:
         fcntl.flock(onlooker, fcntl.LOCK_SH)
         leaves = threading.Timer(0.1, fcntl.flock, (onlooker, fcntl.LOCK_UN))
         leaves.start()
@@ -68,7 +69,7 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("all of it", encoding="utf-8")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / LOCK_FILE).symlink_to(precious)
+    (tmp_path / "run" / PROCESS_LOCK_FILE).symlink_to(precious)
     with pytest.raises(UserError, match="cannot be written"), RunDirectory(tmp_path / "run"):
         pass
     assert precious.read_text(encoding="utf-8") == "all of it"

@@ -12,8 +12,9 @@ from redline.errors import RecipeError, UsageError, UserError
 from redline.hardware.machine import Machine
 from redline.recipe.horizon import STOPS
 from redline.recipe.load import flatten, load
-from redline.recipe.lock import LOCK, locked_recipe, make_lock, read_lock, write_lock
+from redline.recipe.lock import locked_recipe, make_lock, read_lock, write_lock
 from redline.recipe.resolve import DataFacts, resolve
+from redline.vocabulary import RECIPE_LOCK_FILE
 
 MACHINE = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
 DATA = DataFacts(257, 100_000, 5_000, "data", "bytes", "tokenizer")
@@ -115,7 +116,7 @@ def test_both_spellings_are_refused_on_resume_too(lock: dict[str, Any], tmp_path
     "content", ["", "{}", "[]", '"x"', "{", '{"schema": 1}', '{"schema": 1, "recipe": 3}', '{"schema": 99}']
 )
 def test_a_damaged_lock_is_said(tmp_path: Path, content: str) -> None:
-    (tmp_path / LOCK).write_text(content)
+    (tmp_path / RECIPE_LOCK_FILE).write_text(content)
     with pytest.raises(UserError, match=r"lock\.json: (is damaged|was written in another form)") as caught:
         read_lock(tmp_path)
     assert caught.value.fix
@@ -127,5 +128,5 @@ def test_no_lock_at_all(tmp_path: Path) -> None:
 
 
 def test_the_file_is_plain_json(lock: dict[str, Any], tmp_path: Path) -> None:
-    assert json.loads((tmp_path / LOCK).read_text()) == lock
-    assert [path.name for path in tmp_path.iterdir()] == [LOCK], "no temporary file stays"
+    assert json.loads((tmp_path / RECIPE_LOCK_FILE).read_text()) == lock
+    assert [path.name for path in tmp_path.iterdir()] == [RECIPE_LOCK_FILE], "no temporary file stays"

@@ -12,7 +12,6 @@ from redline.runs.summary import (
     is_locked,
     resolve_run,
     run_status,
-    stop_request_path,
     summarise,
 )
 
@@ -47,22 +46,9 @@ def test_a_summary_tells_the_newest_of_everything(tmp_path):
     assert json.loads(json.dumps(summary.as_dict()))["path"] == str(run)
 
 
-@pytest.mark.parametrize(
-    ("reason", "status"),
-    [
-        ("reached 300 steps", "finished"),
-        ("hours", "finished"),
-        ("no improvement for 5 evaluations", "finished"),
-        ("preempted (SIGTERM)", "preempted"),
-        ("interrupted", "stopped"),
-        ("stop requested", "stopped"),
-        ("stop-requested", "stopped"),
-        ("failed: 10 non-finite steps in a row", "failed"),
-        ("error: disk full", "failed"),
-    ],
-)
-def test_the_reason_gives_the_status(tmp_path, reason, status):
-    assert summarise(make_run(tmp_path / "a", START, ("stop", {"reason": reason}))).status == status
+def test_the_status_comes_from_the_stop_event(tmp_path):
+    stop = ("stop", {"reason": "preempted (SIGTERM)"})
+    assert summarise(make_run(tmp_path / "a", START, stop)).status == "preempted"
 
 
 def test_a_run_that_never_said_stop_crashed(tmp_path):
@@ -208,10 +194,6 @@ def test_a_sweep_is_no_run(root):
 def test_without_any_run_the_advice_is_to_train(tmp_path, name):
     with pytest.raises(UserError, match="redline train"):
         resolve_run(name, tmp_path)
-
-
-def test_the_stop_request_lies_in_the_run(tmp_path):
-    assert stop_request_path(tmp_path) == tmp_path / "stop-requested"
 
 
 def test_who_could_not_save_has_not_finished(tmp_path):

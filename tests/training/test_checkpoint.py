@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from redline.errors import UserError
-from redline.runs.summary import stop_request_path
 from redline.training import checkpoint
 from redline.training import checkpoint as saving
 from redline.training.checkpoint import (
@@ -36,6 +35,7 @@ from redline.training.checkpoint import (
 from redline.training.run_directory import RunDirectory
 from redline.training.state import TrainState
 from redline.training.supervisor import RECOVERY
+from redline.vocabulary import STOP_REQUEST_FILE
 
 
 def snapshot(step: int, best: int | None = None) -> Snapshot:
@@ -283,7 +283,7 @@ def test_a_colleague_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
 
 def test_a_stop_that_came_too_late_is_not_for_the_next(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run"):
-        stop_request_path(tmp_path / "run").touch()
+        (tmp_path / "run" / STOP_REQUEST_FILE).touch()
     with RunDirectory(tmp_path / "run") as again:
         assert not again.stop_requested()
 
@@ -296,7 +296,7 @@ def test_a_stop_outlives_who_fails_only_under_a_watch(
 
     def fails() -> None:
         with RunDirectory(tmp_path / "run"):
-            stop_request_path(tmp_path / "run").touch()
+            (tmp_path / "run" / STOP_REQUEST_FILE).touch()
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from redline.training.run_directory import LOCK_FILE, RunDirectory
+from redline.training.run_directory import RunDirectory
 from redline.training.signals import StopRequested
+from redline.vocabulary import PROCESS_LOCK_FILE
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon", "normuon"])
@@ -33,8 +34,8 @@ def test_steps_keep_no_tensors(world: Any, tmp_path: Path, optimizer: str) -> No
 
 def test_a_free_directory_names_no_holder(tmp_path: Path) -> None:
     with RunDirectory(tmp_path):
-        assert (tmp_path / LOCK_FILE).read_bytes()
-    assert not (tmp_path / LOCK_FILE).read_bytes()
+        assert (tmp_path / PROCESS_LOCK_FILE).read_bytes()
+    assert not (tmp_path / PROCESS_LOCK_FILE).read_bytes()
 
 
 def test_a_signal_within_a_rehearsed_update_leaves_no_step_counted(world: Any, tmp_path: Path) -> None:

@@ -78,12 +78,13 @@ def _steps(newest: Newest | None) -> list[tuple[str, str]]:
 
 def newest_run(root: Path) -> Newest | None:
     from redline.runs.console import one_line
-    from redline.runs.summary import EVENTS, run_paths, run_status
+    from redline.runs.summary import run_paths, run_status
+    from redline.vocabulary import EVENTS_FILE
 
     paths = run_paths(root)
     if not paths:
         return None
-    status = run_status(paths[0], _last_events(paths[0] / EVENTS))
+    status = run_status(paths[0], _last_events(paths[0] / EVENTS_FILE))
     return Newest(shlex.quote(one_line(paths[0].relative_to(root).as_posix())), status, len(paths))
 
 

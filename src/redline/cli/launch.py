@@ -81,11 +81,11 @@ def launch(
 
 def _resumed(run: Path | None, name: str | None, overrides: list[str]) -> Loaded | None:
     """The recipe of a run that is there already, as it goes on; what it cannot go on with is refused."""
-    from redline.recipe.lock import LOCK
+    from redline.vocabulary import RECIPE_LOCK_FILE
 
     if run is not None:
         refuse_too_long(run)
-    if run is None or not (run / LOCK).is_file():
+    if run is None or not (run / RECIPE_LOCK_FILE).is_file():
         return None
     from redline.launch.start import due_in
 

@@ -161,13 +161,14 @@ def stop(run: RunArgument = "latest") -> None:
       redline stop runs/pretrain-350m-20261115-101500
     """
     from redline.errors import UserError
-    from redline.runs.summary import is_locked, stop_request_path
+    from redline.runs.summary import is_locked
+    from redline.vocabulary import STOP_REQUEST_FILE
 
     path = whole_run(run)
     if not is_locked(path):
         raise UserError("is not running.", where=str(path), fix="`redline runs` shows what is.")
     try:
-        stop_request_path(path).touch()
+        (path / STOP_REQUEST_FILE).touch()
     except OSError as error:
         fix = "Ask its owner to stop it."
         raise UserError(f"cannot be written ({error.strerror}).", where=str(path), fix=fix) from None

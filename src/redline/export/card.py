@@ -11,15 +11,16 @@ import yaml
 
 from redline.errors import cleaned
 from redline.runs.events import EventList, number, read_events, section
-from redline.runs.summary import EVENTS, last_number
+from redline.runs.summary import last_number
 from redline.units import format_count, format_seconds
+from redline.vocabulary import EVENTS_FILE
 
 CARD = "README.md"
 
 
 def model_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], *, tokenizer: bool) -> str:
     """README.md in Markdown, with the front matter that model hubs read. `exported` is what redline.json says."""
-    events = read_events(run / EVENTS)
+    events = read_events(run / EVENTS_FILE)
     front = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -150,7 +151,7 @@ _PROMPTS = {
 
 def tuned_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], *, template: bool) -> str:
     """README.md, with the front matter that model hubs read. `exported` is what redline.json says."""
-    events = read_events(run / EVENTS)
+    events = read_events(run / EVENTS_FILE)
     is_adapter = exported["form"] == "adapter"
     front = {
         "library_name": "peft" if is_adapter else "transformers",

@@ -22,11 +22,11 @@ from redline.launch.session import CONSOLE
 from redline.planning.batch import undivided
 from redline.recipe.checks import number
 from redline.recipe.schema import Recipe
-from redline.runs.summary import LOCK
 from redline.runs.trackers import require_packages
 from redline.training.heartbeat import FOLDER, PARENT
 from redline.training.run_directory import NOT_WRITABLE_FIX, open_no_follow
 from redline.training.supervisor import RECOVERY, SUPERVISED, supervise
+from redline.vocabulary import RECIPE_LOCK_FILE
 
 LOG = "ranks.log"  # in the run: what its ranks print, stacks and all
 _SHOWN = 30  # lines of it, when something failed
@@ -123,7 +123,7 @@ def train_supervised(recipe: Recipe, path: Path, words: Sequence[str], *, gpus: 
     )
     if ending.code == EXIT_FAILED and ending.what and log.is_file():
         _show_end(log, size)
-    if not (path / LOCK).exists():  # it never was a run
+    if not (path / RECIPE_LOCK_FILE).exists():  # it never was a run
         with suppress(OSError):
             log.unlink(missing_ok=True)
             path.rmdir()

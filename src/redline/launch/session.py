@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from redline.cache import read_bytes, sync
 from redline.errors import EXIT_PREEMPTED, UsageError, cleaned
 from redline.recipe.horizon import STOPS, remaining_fields
-from redline.recipe.lock import LOCK, make_lock, read_lock, write_lock
+from redline.recipe.lock import make_lock, read_lock, write_lock
 from redline.recipe.resolve import Choice, Resolved
 from redline.runs.events import SCHEMA, EventLog, NullEventLog, read_events
 from redline.runs.monitor import Monitor, View, paid_until, price_of
-from redline.runs.summary import EVENTS, LOCK_FILE, RUNS, SWEEP
+from redline.runs.summary import RUNS
 from redline.runs.trackers import sinks_for
 from redline.training.supervisor import RECOVERY, SUPERVISED
+from redline.vocabulary import EVENTS_FILE, PROCESS_LOCK_FILE, RECIPE_LOCK_FILE, SWEEP_FILE
 
 if TYPE_CHECKING:
     from redline.evaluate.init_from import Initial
@@ -223,7 +224,7 @@ def _look_back(run: RunDirectory, monitor: Monitor) -> dict[str, Any]:
     storms = trouble.nonfinite_failures(trouble.read_failures(run.path))
     newest = newest_valid(run.checkpoints, monitor.warn)
     if newest is None:
-        saved = any(event["type"] == "checkpoint" for event in read_events(run.path / EVENTS))
+        saved = any(event["type"] == "checkpoint" for event in read_events(run.path / EVENTS_FILE))
         if committed_steps(run.checkpoints) or saved:
             none = "is valid" if committed_steps(run.checkpoints) else "is left"
             monitor.warn(f"no checkpoint of this run {none}: it begins again at step 0")
@@ -247,7 +248,7 @@ def _look_back(run: RunDirectory, monitor: Monitor) -> dict[str, Any]:
 def _ended_after(run: Path, step: int) -> float:
     """Seconds. Texts are written after the last save, and were paid for, too: a clock that knows the save alone goes
     back."""
-    stops = [event for event in read_events(run / EVENTS) if event["type"] == "stop" and event.get("step") == step]
+    stops = [event for event in read_events(run / EVENTS_FILE) if event["type"] == "stop" and event.get("step") == step]
     return 3600 * (number(stops[-1], "hours") or 0.0) if stops else 0.0
 
 
@@ -339,7 +340,7 @@ class OneRun:
         try:
             yield
         except BaseException:
-            if self._founds and not (self.path / LOCK).exists():
+            if self._founds and not (self.path / RECIPE_LOCK_FILE).exists():
                 _leave_no_trace(self.path, theirs)
             raise
 
@@ -353,7 +354,7 @@ class OneRun:
             console.event({"type": "warning", "message": text})
 
         recipe, first = self.resolved.recipe, self.ranks.is_main
-        log = EventLog(self.path / EVENTS, on_error=warn) if first else NullEventLog()
+        log = EventLog(self.path / EVENTS_FILE, on_error=warn) if first else NullEventLog()
         sinks = sinks_for(recipe.monitor, self.path, cleaned(recipe.model_dump(mode="json")), warn) if first else []
         monitor = Monitor(log, console, price_per_hour=recipe.monitor.price_per_hour, sinks=sinks)
         monitor.price = monitor.price and monitor.price * self.ranks.size
@@ -386,7 +387,7 @@ class OneRun:
         trainer.build(begin.checkpoint, self.initial.tensors() if self.initial else None)
         trainer.state = replace(trainer.state, seconds=max(trainer.state.seconds, begin.seconds))
         if self.resumed and self.ranks.is_main:
-            monitor.paid = paid_until(read_events(self.path / EVENTS), trainer.state.seconds / 3600)
+            monitor.paid = paid_until(read_events(self.path / EVENTS_FILE), trainer.state.seconds / 3600)
         if not self._founds:
             return
         trainer.objective.save_tokenizer(self.path)
@@ -424,10 +425,10 @@ class OneRun:
 
 
 def refuse_run(path: Path) -> None:
-    if (path / LOCK).exists():
+    if (path / RECIPE_LOCK_FILE).exists():
         fix = f"Go on with it: redline train --resume {shlex.quote(str(path))}; or choose another --run."
         raise UsageError("this directory holds a run.", where=str(path), fix=fix)
-    if (path / SWEEP).exists():
+    if (path / SWEEP_FILE).exists():
         raise UsageError("this directory holds a sweep.", where=str(path), fix="Choose another --run.")
 
 
@@ -436,10 +437,10 @@ def _leave_no_trace(path: Path, theirs: set[str]) -> None:
     with suppress(OSError):
         if not read_bytes(path / "events.jsonl"):
             (path / "events.jsonl").unlink()
-        for made in (*path.glob("tokenizer.json"), *path.glob(f".{LOCK}.*")):
+        for made in (*path.glob("tokenizer.json"), *path.glob(f".{RECIPE_LOCK_FILE}.*")):
             if made.name not in theirs:
                 made.unlink()
-        (path / LOCK_FILE).unlink()
+        (path / PROCESS_LOCK_FILE).unlink()
         path.rmdir()
 
 

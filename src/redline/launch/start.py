@@ -22,19 +22,20 @@ from redline.errors import UsageError
 from redline.launch.session import Leaving, OneRun, Quiet, join_ranks, refuse_run, resolved_alike
 from redline.recipe.horizon import STOPS, remaining_fields, steps_of
 from redline.recipe.load import Loaded, load, validate
-from redline.recipe.lock import LOCK, locked_recipe, read_lock
+from redline.recipe.lock import locked_recipe, read_lock
 from redline.recipe.parallel import for_world
 from redline.recipe.resolve import Resolved, resolve
 from redline.recipe.schema import RESUMABLE, Recipe
 from redline.runs.console import Console
 from redline.runs.events import Event, number, read_events, section
 from redline.runs.monitor import View, price_notes, price_of
-from redline.runs.summary import EVENTS, RUNS, refuse_links, refuse_too_long, refuse_unreadable, resolve_run
+from redline.runs.summary import RUNS, refuse_links, refuse_too_long, refuse_unreadable, resolve_run
 from redline.runs.trackers import require_packages
 from redline.training.heartbeat import HEARTBEAT, PREPARING, STARTING
 from redline.training.signals import preemption_signals
 from redline.training.state import OWN_ENDS
 from redline.units import format_count
+from redline.vocabulary import EVENTS_FILE, RECIPE_LOCK_FILE
 
 if TYPE_CHECKING:
     from redline.data.read_stats import Progress
@@ -113,7 +114,7 @@ def due_in(path: Path, given: str | None, overrides: list[str]) -> Due:
     The same command is repeated at every restart, so overrides that the last such command had are not changes: the run
     has them already, or somebody has changed them since by `--resume`.
     """
-    if not os.path.isfile(path / LOCK):  # noqa: PTH113 - unlike Path.is_file, false for a name that is too long
+    if not os.path.isfile(path / RECIPE_LOCK_FILE):  # noqa: PTH113 - unlike Path.is_file, false for a name that is too long
         loaded = load(given or "quickstart", overrides)
         fresh_run(loaded, path)
         return Due(loaded, False, overrides)
@@ -151,7 +152,7 @@ def refuse_other_recipe(path: Path, given: str | None, name: str) -> None:
 def _last_command(run: Path) -> dict[str, str] | None:
     """Return the overrides of the last command that started the run or continued it, by key; None if the run's log does
     not have them, as when it was killed before its first event."""
-    starts = [event for event in read_events(run / EVENTS) if event["type"] == "start"]
+    starts = [event for event in read_events(run / EVENTS_FILE) if event["type"] == "start"]
     commands = [event.get("continued_with") or event.get("overrides") for event in starts[:1]]
     commands += [event["continued_with"] for event in starts[1:] if isinstance(event.get("continued_with"), list)]
     return _by_key([str(word) for word in commands[-1]]) if commands and isinstance(commands[-1], list) else None
@@ -187,7 +188,7 @@ def nothing_left(path: Path, recipe: Recipe, *, changed: bool) -> str | None:
     `train.hours` or `train.target_loss` may leave something to do, which the trainer finds out itself."""
     from redline.training.checkpoint import newest_valid, step_name
 
-    ends = [event for event in read_events(path / EVENTS) if event["type"] in ("start", "stop")]
+    ends = [event for event in read_events(path / EVENTS_FILE) if event["type"] in ("start", "stop")]
     last: Event = ends[-1] if ends else {}
     reason, step = str(last.get("reason")), number(last, "step")
     if reason not in OWN_ENDS or step is None:
@@ -237,7 +238,7 @@ def _changed_before(run: Path) -> list[list[str]]:
     override changed one of the three and left the others.
     """
     words: list[list[str]] = []
-    for event in read_events(run / EVENTS):
+    for event in read_events(run / EVENTS_FILE):
         given = event.get("overrides")
         if event["type"] != "start" or event.get("resumed_from") is None or not isinstance(given, list):
             continue

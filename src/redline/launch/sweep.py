@@ -23,9 +23,10 @@ from redline.recipe.load import load
 from redline.runs.console import print_whole
 from redline.runs.events import read_events
 from redline.runs.report.compare import Row, compare_run
-from redline.runs.summary import EVENTS, LOCK, SWEEP, run_status
+from redline.runs.summary import run_status
 from redline.training.signals import preemption_signals
 from redline.units import format_count, format_seconds
+from redline.vocabulary import EVENTS_FILE, RECIPE_LOCK_FILE, SWEEP_FILE
 
 COMPARISON = "comparison.json"
 _LEAVING = {EXIT_INTERRUPTED, EXIT_PREEMPTED}  # a member that was asked to leave takes the sweep with it
@@ -132,7 +133,7 @@ def run_sweep(sweep: Sweep, directory: Path, *, dry_run: bool = False) -> int:
 
 
 def _begin(directory: Path, description: dict[str, object]) -> None:
-    path = directory / SWEEP
+    path = directory / SWEEP_FILE
     if path.is_file():
         try:
             known = json.loads(read_text(path))
@@ -153,12 +154,12 @@ def _begin(directory: Path, description: dict[str, object]) -> None:
 
 
 def _finished(path: Path) -> bool:
-    return (path / LOCK).is_file() and run_status(path, read_events(path / EVENTS)) == "finished"
+    return (path / RECIPE_LOCK_FILE).is_file() and run_status(path, read_events(path / EVENTS_FILE)) == "finished"
 
 
 def _command(sweep: Sweep, member: Member, path: Path) -> list[str]:
     words = ["--resume", str(path)]
-    if not (path / LOCK).is_file():
+    if not (path / RECIPE_LOCK_FILE).is_file():
         words = [sweep.recipe, *sweep.overrides, *member.overrides, "--run", str(path)]
     return [sys.executable, "-m", "redline", "train", *words]
 
@@ -215,7 +216,7 @@ def _best(directory: Path, rows: list[Row]) -> tuple[Row | None, list[str]]:
     """By the fairest measure that they share, and what to beware of; none where they do not compare."""
     from redline.runs.report.compare import measure, read_sides
 
-    begun = [row for row in rows if (directory / row.name / EVENTS).is_file()]
+    begun = [row for row in rows if (directory / row.name / EVENTS_FILE).is_file()]
     found = measure(read_sides([directory / row.name for row in begun]))
     if isinstance(found, str):
         return None, [found]

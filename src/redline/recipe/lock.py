@@ -21,8 +21,8 @@ from redline.recipe.horizon import replace_stops
 from redline.recipe.load import Loaded, canonical_keys, flatten, known_keys, nest, parse_overrides, validate
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import RESUMABLE, Recipe
+from redline.vocabulary import RECIPE_LOCK_FILE
 
-LOCK = "lock.json"
 SCHEMA = 1
 # keys that may hold a path, and what is a name there, whatever lies in a folder
 _PATHS: dict[str, tuple[str, ...]] = {
@@ -112,21 +112,23 @@ def _in_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def write_lock(run: Path, lock: dict[str, Any]) -> None:
-    temporary = run / f".{LOCK}.{os.getpid()}"
+    temporary = run / f".{RECIPE_LOCK_FILE}.{os.getpid()}"
     text = json.dumps(lock, indent=1, ensure_ascii=False) + "\n"
     # A file's name may hold bytes that are no UTF-8; the escape that `backslashreplace` writes is valid JSON for them.
     temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
-    temporary.rename(run / LOCK)
+    temporary.rename(run / RECIPE_LOCK_FILE)
 
 
 def read_lock(run: Path) -> dict[str, Any]:
     try:
-        lock = json.loads(read_text(run / LOCK))
+        lock = json.loads(read_text(run / RECIPE_LOCK_FILE))
         if lock["schema"] != SCHEMA:
             fix = "Use the version that wrote it."
-            raise UserError(f"was written in another form (schema {lock['schema']}).", where=str(run / LOCK), fix=fix)
+            raise UserError(
+                f"was written in another form (schema {lock['schema']}).", where=str(run / RECIPE_LOCK_FILE), fix=fix
+            )
         if not isinstance(lock["recipe"], dict) or not lock["recipe_name"] or not lock["run_id"]:
             raise ValueError("not a lock")
         return dict(lock)
@@ -135,10 +137,12 @@ def read_lock(run: Path) -> dict[str, Any]:
         raise UserError("is not a run: it has no lock.json.", where=str(run), fix=fix) from None
     except OSError as error:
         fix = "Make the file readable, or copy the run to where it is."
-        raise UserError(f"cannot be read ({error.strerror or error}).", where=str(run / LOCK), fix=fix) from None
+        raise UserError(
+            f"cannot be read ({error.strerror or error}).", where=str(run / RECIPE_LOCK_FILE), fix=fix
+        ) from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         fix = "Restore it from a copy, or choose another run."
-        raise UserError(f"is damaged ({type(error).__name__}).", where=str(run / LOCK), fix=fix) from None
+        raise UserError(f"is damaged ({type(error).__name__}).", where=str(run / RECIPE_LOCK_FILE), fix=fix) from None
 
 
 def locked_recipe(

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from redline.runs.events import Event, finite, number, section
-from redline.runs.summary import stop_status
 from redline.units import format_bytes, format_count, format_seconds, format_usd
+from redline.vocabulary import status_of_stop
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -340,7 +340,7 @@ def _checkpoint_line(event: Event) -> str:
 
 def _stop_rows(event: Event, step: str) -> Iterator[tuple[str, str]]:
     parts = [one_line(event.get("reason")) or "no reason given", one_line(event.get("message"))]
-    yield stop_status(event), ": ".join(filter(None, parts))
+    yield status_of_stop(event), ": ".join(filter(None, parts))
     yield from _row(
         "after",
         [

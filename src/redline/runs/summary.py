@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,18 +13,17 @@ from typing import Any, Literal
 from redline.cache import regular
 from redline.errors import UsageError, UserError, did_you_mean
 from redline.runs.events import Event, number, read_events
-
-EVENTS, LOCK, LOCK_FILE, SWEEP = "events.jsonl", "lock.json", ".lock", "sweep.json"
-
-Status = Literal["running", "finished", "preempted", "stopped", "failed", "crashed"]
-Selector = int | Literal["best"]
-
-# What a `stop` event's reason may begin a word with, in order of precedence; any other reason is a goal reached.
-_STATUS_WORDS: tuple[tuple[Status, str], ...] = (
-    ("failed", r"\b(fail|error|exception|non-?finite|nan\b|diverg|oom\b|out of memory)"),
-    ("preempted", r"\b(preempt|sigterm|sigusr1)"),
-    ("stopped", r"\b(interrupt|sigint|ctrl-c|stopped|stop.?request|request|moved)"),
+from redline.vocabulary import (
+    EVENTS_FILE,
+    LATEST_LINK,
+    PROCESS_LOCK_FILE,
+    RECIPE_LOCK_FILE,
+    SWEEP_FILE,
+    Status,
+    status_of_stop,
 )
+
+Selector = int | Literal["best"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def find_runs(root: Path) -> list[RunSummary]:
 def summarise(run: Path, events: Sequence[Event] | None = None) -> RunSummary:
     """`events` are its log's, where somebody has read that already."""
     run = Path(run)
-    events = read_events(run / EVENTS) if events is None else events
+    events = read_events(run / EVENTS_FILE) if events is None else events
     steps = [e for e in events if e["type"] == "step"]
     counted = [e for e in events if e["type"] in ("step", "stop")]
     return RunSummary(
@@ -73,29 +71,21 @@ def summarise(run: Path, events: Sequence[Event] | None = None) -> RunSummary:
 
 
 def run_status(run: Path, events: Sequence[Event]) -> Status:
-    """Running while a process holds the lock; otherwise what the newest attempt said when it stopped."""
+    """Return `running` while a process holds the lock; otherwise how the newest attempt ended."""
     if is_locked(run):
-        return "running"
+        return Status.RUNNING
     for event in reversed(events):
         if event["type"] == "start":
             break
         if event["type"] == "stop":
-            return stop_status(event)
-    return "crashed"
-
-
-def stop_status(stop: Event) -> Status:
-    """How a run ended, from the reason in its `stop` event; if its last state is not on disk it has not finished."""
-    if stop.get("saved") is False:
-        return "failed"
-    reason = str(stop.get("reason", ""))
-    return next((status for status, words in _STATUS_WORDS if re.search(words, reason, re.IGNORECASE)), "finished")
+            return status_of_stop(event)
+    return Status.CRASHED
 
 
 def is_locked(run: Path) -> bool:
     """Whether a live process holds the run. Asks for a shared lock, so that two onlookers never see each other."""
     try:
-        descriptor = regular(Path(run) / LOCK_FILE, os.O_RDONLY)
+        descriptor = regular(Path(run) / PROCESS_LOCK_FILE, os.O_RDONLY)
     except OSError:
         return False
     try:
@@ -135,19 +125,14 @@ def refuse_links(run: Path) -> Path:
     return run
 
 
-def stop_request_path(run: Path) -> Path:
-    """The file that asks a run to save and stop."""
-    return Path(run) / "stop-requested"
-
-
 def _find(name: str, root: Path) -> Path | None:
-    if name == "latest":
+    if name == LATEST_LINK:
         return _latest(root)
     return next((path for path in (Path(name), root / name) if name and _is_run(path)), None)
 
 
 def _latest(root: Path) -> Path | None:
-    link = root / "latest"
+    link = root / LATEST_LINK
     if _is_run(link):
         target = link.resolve()
         return root / target.name if target.parent == root.resolve() else target
@@ -179,14 +164,14 @@ def _unknown(name: str, root: Path) -> UsageError:
 
 def is_sweep(path: Path) -> bool:
     try:
-        return (path / SWEEP).is_file()
+        return (path / SWEEP_FILE).is_file()
     except OSError:  # a name too long for any folder, or in one that may not be entered
         return False
 
 
 def _is_run(path: Path) -> bool:
     try:
-        return path.is_dir() and ((path / LOCK).is_file() or (path / EVENTS).is_file())
+        return path.is_dir() and ((path / RECIPE_LOCK_FILE).is_file() or (path / EVENTS_FILE).is_file())
     except OSError:
         return False
 
@@ -208,7 +193,7 @@ def _name(run: Path, root: Path) -> str:
 
 def _born(run: Path) -> float:
     """lock.json is written once, when the run begins; the log's own file changes with every event."""
-    source = run / LOCK if (run / LOCK).is_file() else run / EVENTS
+    source = run / RECIPE_LOCK_FILE if (run / RECIPE_LOCK_FILE).is_file() else run / EVENTS_FILE
     try:
         return source.stat().st_mtime
     except OSError:

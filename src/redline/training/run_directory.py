@@ -15,10 +15,9 @@ from typing import IO
 
 from redline.cache import make_folder, regular
 from redline.errors import UserError
-from redline.runs.summary import stop_request_path
 from redline.training.supervisor import RECOVERY
+from redline.vocabulary import PROCESS_LOCK_FILE, STOP_REQUEST_FILE
 
-LOCK_FILE = ".lock"
 NOT_WRITABLE_FIX = "Make it writable, or start a new run elsewhere with --run."  # said to who resumes one, too
 _TRIES, _PAUSE_S = 6, 0.05
 
@@ -71,7 +70,7 @@ class RunDirectory:
 
     def stop_requested(self) -> bool:
         """Whether `redline stop` has asked; asking consumes the request."""
-        path = stop_request_path(self.path)
+        path = self.path / STOP_REQUEST_FILE
         found = path.exists()
         path.unlink(missing_ok=True)
         return found
@@ -79,7 +78,7 @@ class RunDirectory:
     def __enter__(self) -> RunDirectory:
         try:
             make_folder(self.path)
-            self._file = open(self.path / LOCK_FILE, "a+", encoding="utf-8", opener=open_no_follow)
+            self._file = open(self.path / PROCESS_LOCK_FILE, "a+", encoding="utf-8", opener=open_no_follow)
             self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             what = f"cannot be written ({error.strerror})."
@@ -94,7 +93,7 @@ class RunDirectory:
         self._file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
         self._file.flush()
         if RECOVERY not in os.environ:  # whom that was asked is dead; but who is begun again by a watch, is asked still
-            stop_request_path(self.path).unlink(missing_ok=True)
+            (self.path / STOP_REQUEST_FILE).unlink(missing_ok=True)
         return self
 
     def __exit__(
@@ -104,7 +103,7 @@ class RunDirectory:
             with suppress(OSError):
                 self._file.truncate(0)  # it says who holds it: nobody now
                 if kind is None:  # who asked too late has not asked the next
-                    stop_request_path(self.path).unlink(missing_ok=True)
+                    (self.path / STOP_REQUEST_FILE).unlink(missing_ok=True)
         self._release()
 
     def _take(self, file: IO[str]) -> bool:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from redline.runs.console import one_line
 from redline.runs.events import computed_flops, number, section
 from redline.runs.state import RunState
-from redline.runs.summary import Status
 from redline.units import format_count, format_seconds, format_usd
+from redline.vocabulary import Status
 
 Mood = Literal["good", "careful", "bad", "over"]
 

@@ -19,15 +19,8 @@ from redline.runs.events import number, section
 from redline.runs.live.answers import answer, expected_usd, limits, recent, remaining_s
 from redline.runs.report.roofline import standing
 from redline.runs.state import RunState
-from redline.runs.summary import (
-    EVENTS,
-    LOCK,
-    Status,
-    is_locked,
-    resolve_run,
-    run_paths,
-    stop_status,
-)
+from redline.runs.summary import is_locked, resolve_run, run_paths
+from redline.vocabulary import EVENTS_FILE, RECIPE_LOCK_FILE, Status, status_of_stop
 
 # ----------------------------------------------------------------------------------------------------
 # The end of a growing log, read on from where one was: whole lines only, and all of them again when it was begun anew.
@@ -131,7 +124,7 @@ class Cursor:
 class WatchedRun:
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
-        self.state, self.tail = RunState(), Tail(path / EVENTS)
+        self.state, self.tail = RunState(), Tail(path / EVENTS_FILE)
         self._lock = threading.Lock()
         self._lock_json: Mapping[str, Any] = {}
         self._lock_time: float | None = None
@@ -202,8 +195,8 @@ class WatchedRun:
     def status(self) -> Status:
         """As `redline runs` has it, from what is read so far."""
         if is_locked(self.path):
-            return "running"
-        return stop_status(self.state.stop) if self.state.stop else "crashed"
+            return Status.RUNNING
+        return status_of_stop(self.state.stop) if self.state.stop else Status.CRASHED
 
     def _plan(self) -> dict[str, Any]:
         plan, memory = self.state.plan, section(self.state.plan, "memory_gib")
@@ -228,7 +221,7 @@ class WatchedRun:
         return self._held_back[1]
 
     def _read_lock(self) -> None:
-        path = self.path / LOCK
+        path = self.path / RECIPE_LOCK_FILE
         try:
             about = path.stat()
             if about.st_mtime != self._lock_time and about.st_size < _LARGEST_LOCK:

@@ -21,8 +21,9 @@ from redline.runs.report.html import render, write_page
 from redline.runs.report.page import as_it_ended, comparable_evals, read_run, run_data
 from redline.runs.report.timeline import time_unit
 from redline.runs.report.verdict import dollars
-from redline.runs.summary import EVENTS, last_number, run_status
+from redline.runs.summary import last_number, run_status
 from redline.units import format_count, format_seconds
+from redline.vocabulary import COMPARISON_FILE, EVENTS_FILE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,9 +53,9 @@ class Row:
 
 def compare_run(run: Path, values: dict[str, str], exit_code: int | None) -> Row:
     """The row of a run, or of what never became one."""
-    if not (run / EVENTS).is_file():
+    if not (run / EVENTS_FILE).is_file():
         return Row(run.name, values, "waiting" if exit_code is None else "failed", exit_code)
-    events = read_events(run / EVENTS)
+    events = read_events(run / EVENTS_FILE)
     steps = [e for e in events if e["type"] == "step"]
     counted = [e for e in events if e["type"] in ("step", "stop")]
     losses = [loss for e in events if e["type"] == "eval" and (loss := number(e, "loss")) is not None]
@@ -487,7 +488,7 @@ def write_comparison(runs: Sequence[Path], out: Path | None = None) -> Path:
     """Write the page (comparison.html beside the first run unless told otherwise) and return where it is."""
     sides = read_sides(runs)
     page = render("comparison.html.j2", _words(sides))
-    place = runs[0].parent / "comparison.html" if out is None else Path(out)
+    place = runs[0].parent / COMPARISON_FILE if out is None else Path(out)
     return write_page(place, page, named=out is not None)
 
 

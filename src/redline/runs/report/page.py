@@ -23,8 +23,9 @@ from redline.runs.report.html import format_date, render, write_page
 from redline.runs.report.roofline import Standing, draw_roofline, standing
 from redline.runs.report.timeline import draw_timeline, timeline
 from redline.runs.report.verdict import dollars, resume_line, verdict
-from redline.runs.summary import EVENTS, LOCK, RunSummary, summarise
+from redline.runs.summary import RunSummary, summarise
 from redline.units import format_count, format_seconds
+from redline.vocabulary import EVENTS_FILE, RECIPE_LOCK_FILE, REPORT_FILE
 
 # ----------------------------------------------------------------------------------------------------
 # The plan beside what was measured.
@@ -217,7 +218,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     run = Path(run)
     events, lock = read_run(run)
     page = _page(run_data(run, events, lock), events, lock)
-    return write_page(run / "report.html" if out is None else Path(out), page, named=out is not None)
+    return write_page(run / REPORT_FILE if out is None else Path(out), page, named=out is not None)
 
 
 def report_data(run: Path) -> dict[str, Any]:
@@ -226,14 +227,14 @@ def report_data(run: Path) -> dict[str, Any]:
 
 
 def read_run(run: Path) -> tuple[EventList, Mapping[str, Any]]:
-    if not (run / EVENTS).exists() and not (run / LOCK).exists():
+    if not (run / EVENTS_FILE).exists() and not (run / RECIPE_LOCK_FILE).exists():
         raise UserError("This holds no run.", where=str(run), fix="`redline runs` lists the runs there are.")
     try:
-        lock = json.loads(read_text(run / LOCK))
+        lock = json.loads(read_text(run / RECIPE_LOCK_FILE))
     except (OSError, ValueError, RecursionError):  # the events still tell most of it
         lock = {}
     # a lock of an older version may hold values of secret environment variables
-    return read_events(run / EVENTS), cleaned(lock) if isinstance(lock, dict) else {}
+    return read_events(run / EVENTS_FILE), cleaned(lock) if isinstance(lock, dict) else {}
 
 
 def run_data(run: Path, events: EventList, lock: Mapping[str, Any]) -> dict[str, Any]:
