@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from redline.bench.setting import TINY
-from redline.hardware.detect import detect
+from redline.hardware.probe import detect_machine
 from redline.jobs.causal_lm.objective import CausalData, CausalLM, load_data
 from redline.recipe.load import load
 from redline.recipe.lock import git_state, versions
@@ -49,7 +49,7 @@ Row = dict[str, Any]
 
 def objective(words: tuple[str, ...], data: CausalData) -> CausalLM:
     recipe = load("pretrain-350m", [*COMMON, *words]).recipe
-    return CausalLM(resolve(recipe, detect(recipe.train.device), data.facts), data)
+    return CausalLM(resolve(recipe, detect_machine(recipe.train.device), data.facts), data)
 
 
 def batches(job: CausalLM, step: int, micro: int) -> list[dict[str, Tensor]]:

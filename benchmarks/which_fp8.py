@@ -23,7 +23,7 @@ import torch
 
 from redline.bench.curve import median_step_ms
 from redline.bench.setting import UNDISTURBED
-from redline.hardware.measured import FLOAT8, keep
+from redline.hardware.measurements import FLOAT8, store_measurement
 from redline.kernels import float8_choice
 from redline.kernels.cross_entropy import chunk_tokens
 from redline.kernels.float8_choice import CAST, Shapes
@@ -78,7 +78,7 @@ def faster(times: Times) -> tuple[str, ...]:
 def real_step(recipe: str, model: Shapes, linears: Iterable[str], source: str) -> dict[str, Any]:
     """The real loop's step with just these in fp8: it recalls what is put into the cache, and measures nothing."""
     made_up = {name: (2.0, 1.0) if name in linears else (1.0, 2.0) for name in model}
-    keep(FLOAT8, float8_choice._key("native", model, True), {"ms": made_up})
+    store_measurement(FLOAT8, float8_choice._key("native", model, True), {"ms": made_up})
     run = trained([recipe, *UNDISTURBED, *STOP, f"data.source={source}"])
     chosen = [choice["value"] for choice in run.lock["choices"] if choice["key"] == "train.fp8"]
     memory = [event["memory_gib"] for event in run.of_type("step")]

@@ -18,7 +18,8 @@ sys.path.insert(0, str(ROOT / "src"))
 try:
     from redline.jobs.base import JOBS, options_of
     from redline.planning.shapes import TARGETS
-    from redline.recipe.load import ALIASES, known_keys
+    from redline.recipe.aliases import ALIASES
+    from redline.recipe.load import known_keys
     from redline.recipe.schema import RESUMABLE, Recipe, recipe_class
 except ModuleNotFoundError as error:
     sys.exit(f"{error.name} is not installed here: run `make setup`, then .venv/bin/python scripts/docs.py")

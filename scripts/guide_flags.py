@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 try:
     from redline.cli.main import main
-    from redline.recipe.load import canonical
+    from redline.recipe.aliases import canonical
 except ModuleNotFoundError as error:
     here = Path(sys.argv[0]).name
     sys.exit(f"{error.name} is not installed here: run `make setup`, then .venv/bin/python scripts/{here}")

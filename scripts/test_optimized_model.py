@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 try:
     import torch
 
-    from redline.hardware.detect import detect
+    from redline.hardware.probe import detect_machine
     from redline.jobs.base import objective_module
     from redline.recipe.load import load
     from redline.recipe.resolve import DataFacts, Resolved, resolve
@@ -123,7 +123,7 @@ CHECKS: dict[str, Callable[[Model, Resolved], Row]] = {
 
 
 def rows(skip_compile: bool) -> Iterator[tuple[str, bool | None, str]]:
-    machine = detect("auto")
+    machine = detect_machine("auto")
     full = resolve(load("pretrain-350m").recipe, machine, FULL)
     model = Model(resolve(load("pretrain-350m", TINY).recipe, machine, SMALL))
     yield "machine", True, f"{machine.name}, trains in {full.recipe.train.precision}"

@@ -14,7 +14,8 @@ from redline.planning.flops import decoder_flops
 from redline.planning.memory import moment_bytes
 from redline.planning.schedule import sqrt_scaled_lr
 from redline.planning.shapes import SIZES, DecoderShape, padded_vocab
-from redline.recipe.load import ALIASES, known_keys
+from redline.recipe.aliases import ALIASES
+from redline.recipe.load import known_keys
 from redline.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[1]

@@ -20,7 +20,8 @@ from typer.main import get_command
 from redline.cli.main import app
 from redline.errors import RecipeError, UserError
 from redline.jobs.base import JOBS, options_of
-from redline.recipe.load import ALIASES, known_keys, load, parse_yaml
+from redline.recipe.aliases import ALIASES
+from redline.recipe.load import known_keys, load, parse_yaml
 from redline.recipe.schema import RESUMABLE, Recipe
 
 ROOT = Path(__file__).parents[1]

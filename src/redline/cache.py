@@ -35,7 +35,7 @@ def cache_dir() -> Path:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """What fails while `path` is written is said in a sentence: in the cache, nobody has named that path."""
     try:
         yield
@@ -53,7 +53,7 @@ class IrregularFileError(OSError):
     """A FIFO, socket or device where a regular file is expected."""
 
 
-def regular(path: str | os.PathLike[str], flags: int) -> int:
+def open_regular(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file and refuse everything else: `open(path, opener=regular)`.
 
     A run directory or a prepared folder may come from someone else. Opening a FIFO in it would wait forever for the
@@ -78,12 +78,12 @@ def check_regular(path: Path) -> Path:
 
 
 def read_bytes(path: Path) -> bytes:
-    with open(path, "rb", opener=regular) as file:
+    with open(path, "rb", opener=open_regular) as file:
         return file.read()
 
 
 def read_text(path: Path, *, errors: str = "strict") -> str:
-    with open(path, encoding="utf-8", errors=errors, opener=regular) as file:
+    with open(path, encoding="utf-8", errors=errors, opener=open_regular) as file:
         return file.read()
 
 

@@ -76,7 +76,7 @@ class UsageError(UserError):
 
 
 @cache  # every text of every event asks for all variables
-def names_a_secret(variable: str) -> bool:
+def is_secret_name(variable: str) -> bool:
     """Return whether an environment variable of this name holds a token, a key or a password."""
     words = [word.rstrip("0123456789") for word in re.split(r"[^A-Z0-9]+", variable.upper())]
     by_word = not _SECRET.isdisjoint(words) or any(word.endswith(_SECRET_ENDS) for word in words)
@@ -85,11 +85,11 @@ def names_a_secret(variable: str) -> bool:
 
 def secret_variables() -> dict[str, str]:
     """Return the environment's secrets by name, the longest value first: one may contain another."""
-    named = {name: it for name, it in os.environ.items() if len(it) >= _SHORTEST_SECRET and names_a_secret(name)}
+    named = {name: it for name, it in os.environ.items() if len(it) >= _SHORTEST_SECRET and is_secret_name(name)}
     return dict(sorted(named.items(), key=lambda item: -len(item[1])))
 
 
-def without_secrets(text: str) -> str:
+def redact(text: str) -> str:
     """Return the text without the values of secret environment variables and without logins in addresses.
 
     Everything that is written to a file or printed goes through here: other libraries quote such values in their
@@ -100,14 +100,14 @@ def without_secrets(text: str) -> str:
     return _LOGIN.sub(r"\1***@", text)
 
 
-def cleaned(value: Any) -> Any:
+def redact_all(value: Any) -> Any:
     """Return plain data with every text in it passed through `without_secrets`."""
     if isinstance(value, str):
-        return without_secrets(value)
+        return redact(value)
     if isinstance(value, Mapping):
-        return {key: cleaned(item) for key, item in value.items()}
+        return {key: redact_all(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [cleaned(item) for item in value]
+        return [redact_all(item) for item in value]
     return value
 
 

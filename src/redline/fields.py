@@ -166,7 +166,7 @@ def _forms(rule: Rule) -> list[dict[str, Any]]:
 Count = Annotated[int, _count()]
 Whole = Annotated[int, _count(0)]
 Prefetch = Annotated[int, _count(1, 1024)]  # steps; each of their batches is held in memory
-Quintics = Annotated[int, _count(3, 5)]
+NsSteps = Annotated[int, _count(3, 5)]
 Workers = Annotated[int, _count(0, MOST_WORKERS)]
 Sequences = Annotated[int, _count(1, MOST_SEQUENCES)]
 Positive = Annotated[float, _real(0.0, above=True)]
@@ -192,3 +192,8 @@ AutoSequences = Annotated[Any, auto_or(_count(1, MOST_SEQUENCES))]
 AutoWhole = Annotated[Any, auto_or(_count(0))]
 AutoPositive = Annotated[Any, auto_or(_real(0.0, above=True))]
 AutoFlag = Annotated[Any, auto_or(FLAG)]
+
+
+def none_if_auto(value: Any) -> Any:
+    """The value, or None while it is still auto."""
+    return None if value == AUTO else value

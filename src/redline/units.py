@@ -82,7 +82,7 @@ def format_usd(dollars: float) -> str:
     return f"${dollars:.2f}" if dollars < 100 else f"${dollars:,.0f}"
 
 
-def wrong_price(value: str) -> str:
+def price_problem(value: str) -> str:
     """Why it is no price; nothing, where it is one."""
     try:
         price = float(value)

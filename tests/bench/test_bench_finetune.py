@@ -26,7 +26,7 @@ from redline.bench.finetune_steps import document_tokens, random_rows, time_step
 from redline.bench.markdown import lines, markdown
 from redline.cli.main import app
 from redline.errors import UsageError, UserError
-from redline.hardware.machine import card
+from redline.hardware.machine import named_gpu
 from redline.recipe.resolve import DataFacts, resolve
 
 CPU = "train.device=cpu"
@@ -165,7 +165,7 @@ def test_mfu_is_one_formula_for_every_row(monkeypatch: pytest.MonkeyPatch) -> No
         return FIGURES | {"tokens_per_s": 10_000.0, "document_tokens": length, "precision": precision}
 
     monkeypatch.setattr(finetune, "ask", ask)
-    setting = replace(choose("qlora-8b", [CPU]), overrides=(*finetune.DEFAULTS["cuda"],), machine=card("h200"))
+    setting = replace(choose("qlora-8b", [CPU]), overrides=(*finetune.DEFAULTS["cuda"],), machine=named_gpu("h200"))
     rows = list(run_finetune(setting))
     assert not [row for row in rows if "error" in row]
     base = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256

@@ -71,10 +71,10 @@ def test_a_running_run_can_be_watched(inside: Any, tmp_path: Path) -> None:
 def test_a_card_is_named(inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from redline.hardware import nvml
 
-    card = nvml.Card("NVIDIA H200", 150_109_880_320, (9, 0), "580")
-    monkeypatch.setattr(nvml, "first_card", lambda: card)
+    card = nvml.GpuInfo("NVIDIA H200", 150_109_880_320, (9, 0), "580")
+    monkeypatch.setattr(nvml, "first_gpu", lambda: card)
     assert "here   NVIDIA H200, 140 GiB" in inside().out
-    monkeypatch.setattr(nvml, "first_card", lambda: None)
+    monkeypatch.setattr(nvml, "first_gpu", lambda: None)
     assert "no NVIDIA GPU" in inside().out
 
 

@@ -71,7 +71,7 @@ def test_the_guides_figures_are_refused_with_the_arithmetic(words: tuple[str, ..
     assert done.returncode == 1
     assert "is impossible" in done.stderr
     assert limit in done.stderr
-    assert "2.253 GFLOP a token" in done.stderr
+    assert "2.253 GFLOP" in done.stderr
     assert "Traceback" not in done.stderr
     as_json = redline("pretrain-350m", "--gpu", "h100", *words, "--json")
     assert as_json.returncode == 1
@@ -89,10 +89,10 @@ def test_a_limit_that_the_data_may_raise_refuses_nothing_below_it() -> None:
     """Logits of answers alone, attention within documents: the limit of whole rows can be passed."""
     tuned = ("qlora-8b", "--gpu", "h100", "--target-tokens-per-s")
     limit = planned(*tuned, "1000")["ceiling"]["tokens_per_s"]
-    assert "it depends on the data" in planned(*tuned, str(limit + 1000))["warnings"][-1]
+    assert "depends on the data" in planned(*tuned, str(limit + 1000))["warnings"][-1]
     assert redline(*tuned, str(2 * limit)).returncode == 1
     packed = ("pretrain-125m", "--gpu", "h100", "data.seq_len=32768", "train.global_batch=8", "--target-tokens-per-s")
-    assert "it depends on the data" in planned(*packed, "400000", "data.pack=true")["warnings"][-1]
+    assert "depends on the data" in planned(*packed, "400000", "data.pack=true")["warnings"][-1]
     assert redline(*packed, "400000").returncode == 1
 
 

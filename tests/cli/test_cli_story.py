@@ -104,7 +104,7 @@ def test_a_directory_that_holds_a_run_is_refused_untouched(home: Path, recipe: s
 def test_going_on(recipe: str, inside: Any, redline: Any, tmp_path: Path) -> None:
     begun = inside("train", recipe, "train.steps=2", "train.micro_batch_size=2")
     assert begun.code == 0
-    assert "train.micro_batch_size is spelt train.micro_batch here" in begun.err
+    assert "train.micro_batch_size is an alias of train.micro_batch" in begun.err
     answer = redline("train", "--resume", "latest", "train.steps=4", cwd=tmp_path)
     assert answer.code == 0, answer.err
     events = read_events(tmp_path / "runs/latest/events.jsonl")

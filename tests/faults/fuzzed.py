@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from redline.jobs.base import JOBS
-from redline.recipe.load import ALIASES
+from redline.recipe.aliases import ALIASES
 from redline.recipe.schema import recipe_class
 
 SHAPE = {"model.layers": 4, "model.d_model": 128, "model.heads": 4}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from redline.errors import UserError, names_a_secret, without_secrets
+from redline.errors import UserError, is_secret_name, redact
 from redline.hardware.machine import Machine
 from redline.recipe.load import load
 from redline.recipe.lock import locked_recipe, make_lock
@@ -210,12 +210,12 @@ def test_what_counts_as_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false-or-true")
     monkeypatch.setenv("SHORT_KEY", "train")
     for name in ("DB_PASS", "GITHUB_PAT", "PGPASSWORD", "SSHPASS", "DB_PWD", "db_password2", "npm-token", "MYTOKEN"):
-        assert names_a_secret(name), name
+        assert is_secret_name(name), name
     for name in ("PATH", "LD_LIBRARY_PATH", "PWD", "OLDPWD", "COMPASS_HOME", "TOKENIZERS_PARALLELISM", "KEYBOARD"):
-        assert not names_a_secret(name), name
-    assert without_secrets("a canary-one, a canary-one-and-more") == "a ***, a ***"
-    assert without_secrets("false-or-true, train") == "false-or-true, train"
-    assert without_secrets("https://me:word@host/x me@host run@best") == "https://***@host/x me@host run@best"
+        assert not is_secret_name(name), name
+    assert redact("a canary-one, a canary-one-and-more") == "a ***, a ***"
+    assert redact("false-or-true, train") == "false-or-true, train"
+    assert redact("https://me:word@host/x me@host run@best") == "https://***@host/x me@host run@best"
     log = EventLog(tmp_path / "events.jsonl")
     written = log.emit("warning", message="canary-one", inner={"list": ["canary-one", Path("canary-one")]})
     log.close()
@@ -228,6 +228,6 @@ def test_planted_defects_are_caught(home: Home, monkeypatch: pytest.MonkeyPatch)
     """R18: were nothing taken out, the canaries would be in the log and in the crash."""
     for module in ("redline.cli.main", "redline.runs.events"):
         __import__(module)
-        monkeypatch.setattr(sys.modules[module], "without_secrets", lambda text: text)
+        monkeypatch.setattr(sys.modules[module], "redact", lambda text: text)
     assert home.redline("train", "toy.yaml", "--run", "runs/toy", before=crashing) == 1
     assert {place.partition(":")[0] for place in home.found()} == {"events.jsonl", "said-1.txt"}

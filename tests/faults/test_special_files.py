@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from redline.cache import IrregularFileError, read_bytes, regular
+from redline.cache import IrregularFileError, open_regular, read_bytes
 from redline.data.tokens import open_tokens
 from redline.errors import UserError
 from redline.runs.events import EventLog, read_events
@@ -49,18 +49,18 @@ def link_to_zeros(path: Path) -> None:
 def test_the_opener_refuses_what_is_no_regular_file(tmp_path: Path, place: Callable[[Path], None]) -> None:
     path = tmp_path / "file"
     place(path)
-    with pytest.raises(OSError), open(path, "rb", opener=regular):
+    with pytest.raises(OSError), open(path, "rb", opener=open_regular):
         pass
-    with pytest.raises(OSError), open(path, "ab", opener=regular):
+    with pytest.raises(OSError), open(path, "ab", opener=open_regular):
         pass
     with pytest.raises(IrregularFileError):
         read_bytes(path)
 
 
 def test_the_opener_reads_writes_and_creates_files(tmp_path: Path) -> None:
-    with open(tmp_path / "file", "wb", opener=regular) as file:
+    with open(tmp_path / "file", "wb", opener=open_regular) as file:
         file.write(b"one")
-    with open(tmp_path / "file", "ab", opener=regular) as file:
+    with open(tmp_path / "file", "ab", opener=open_regular) as file:
         file.write(b"two")
     assert read_bytes(tmp_path / "file") == b"onetwo"
     with pytest.raises(IsADirectoryError):

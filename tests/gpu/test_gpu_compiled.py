@@ -22,9 +22,9 @@ BLOCKS = ("objective=block_diffusion", "block_diffusion.block_size=16", "data.se
 
 @pytest.fixture
 def machine() -> Any:
-    from redline.hardware.detect import detect
+    from redline.hardware.probe import detect_machine
 
-    return detect("cuda")
+    return detect_machine("cuda")
 
 
 def losses(run: Path) -> list[float]:

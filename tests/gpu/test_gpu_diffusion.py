@@ -29,9 +29,9 @@ HDP = (
 
 @pytest.fixture
 def machine() -> Any:
-    from redline.hardware.detect import detect
+    from redline.hardware.probe import detect_machine
 
-    return detect("cuda")
+    return detect_machine("cuda")
 
 
 def losses(run: Path) -> list[float]:

@@ -63,9 +63,9 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture
 def machine() -> Any:
-    from redline.hardware.detect import detect
+    from redline.hardware.probe import detect_machine
 
-    return detect("cuda")
+    return detect_machine("cuda")
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -25,9 +25,9 @@ def tuning(world: Any, tiny_base: Path, answers: Path, tmp_path: Path) -> Tuning
 
 @pytest.fixture
 def machine() -> Any:
-    from redline.hardware.detect import detect
+    from redline.hardware.probe import detect_machine
 
-    return detect("cuda")
+    return detect_machine("cuda")
 
 
 def losses(run: Path) -> list[float]:

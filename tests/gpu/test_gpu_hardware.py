@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from redline.hardware.detect import detect
-from redline.hardware.machine import machine_here
+from redline.hardware.machine import local_machine
 from redline.hardware.nvml import Nvml
-from redline.hardware.probe import measure_and_keep
+from redline.hardware.probe import detect_machine, measure_and_store
 
 SOURCE = Path(__file__).parents[2] / "src"
 pytestmark = [
@@ -34,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("cache")
 def test_the_card_is_the_same_with_and_without_torch() -> None:
-    with_torch, without = detect("cuda"), machine_here()
+    with_torch, without = detect_machine("cuda"), local_machine()
     assert without is not None
     assert (without.device, without.name, without.capability) == ("cuda", with_torch.name, with_torch.capability)
     assert without.memory_bytes == pytest.approx(with_torch.memory_bytes, rel=0.01)
@@ -71,7 +70,7 @@ def test_every_reading_of_a_busy_card() -> None:
 def test_step_events_carry_the_readings(world: Any, tmp_path: Path) -> None:
     from redline.runs.events import read_events
 
-    world.run(tmp_path / "run", "train.device=cuda", "train.steps=3", machine=detect("cuda"))
+    world.run(tmp_path / "run", "train.device=cuda", "train.steps=3", machine=detect_machine("cuda"))
     step = [event for event in read_events(tmp_path / "run/events.jsonl") if event["type"] == "step"][-1]
     names = ("gpu_util", "gpu_memory_gib", "power_w", "sm_clock_mhz", "temperature_c", "throttle", "energy_j")
     assert all(step[name] is not None for name in names), step
@@ -79,14 +78,14 @@ def test_step_events_carry_the_readings(world: Any, tmp_path: Path) -> None:
 
 def test_the_probe_is_below_the_peak_and_is_found_again(cache: Path) -> None:
     begin = time.perf_counter()
-    rates = measure_and_keep("cuda")
+    rates = measure_and_store("cuda")
     seconds = time.perf_counter() - begin
     print({name: f"{rate:.4g}" for name, rate in rates.items()}, f"{seconds:.1f} s")
     assert seconds < 20
     assert {"fp32", "fp16", "copy", "to_device", "to_host"} <= {*rates}
-    machine = detect("cuda")
+    machine = detect_machine("cuda")
     assert machine.measured == rates
-    assert machine_here().measured == rates  # type: ignore[union-attr]
+    assert local_machine().measured == rates  # type: ignore[union-attr]
     if torch.cuda.get_device_capability() >= (8, 9):
         assert rates["fp8"] > 1.2 * rates["bf16"] > 1.2 * rates["tf32"] > 1.2 * rates["fp32"]
     if machine.spec:

@@ -20,9 +20,9 @@ PLAIN = ("model.qk_norm=false",)  # what fused blocks compute
 
 @pytest.fixture
 def machine() -> Any:
-    from redline.hardware.detect import detect
+    from redline.hardware.probe import detect_machine
 
-    return detect("cuda")
+    return detect_machine("cuda")
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from redline.errors import UserError
-from redline.hardware.detect import detect
 from redline.hardware.machine import Machine
+from redline.hardware.probe import detect_machine
 from redline.hardware.specs import SPECS, spec_of
 
 
@@ -74,7 +74,7 @@ def test_peaks_are_dense() -> None:
 
 
 def test_the_cpu() -> None:
-    machine = detect("cpu")
+    machine = detect_machine("cpu")
     assert machine.device == "cpu"
     assert machine.name
     assert machine.cores >= 1
@@ -90,9 +90,9 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert detect("auto").device == "cpu"
+    assert detect_machine("auto").device == "cpu"
     with pytest.raises(UserError, match=r"train\.device: no GPU .* use train\.device=cpu"):
-        detect("cuda")
+        detect_machine("cuda")
 
 
 def test_a_machine_finds_its_spec() -> None:

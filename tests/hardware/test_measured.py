@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from redline.hardware import machine as here
-from redline.hardware import measured, probe
-from redline.hardware.detect import detect
-from redline.hardware.machine import Machine, cpu_machine, gpu_machine, machine_here
+from redline.hardware import measurements as measured
+from redline.hardware import probe
+from redline.hardware.machine import Machine, cpu_machine, gpu_machine, local_machine
+from redline.hardware.probe import detect_machine
 
 RATES = {"fp32": 1e11, "bf16": 2e11, "copy": 1e10}
 
@@ -27,9 +28,9 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_cpu_is_measured_a_few_times(cache: Path, count: list[str]) -> None:
-    assert machine_here() is None
-    first = detect("cpu")
-    assert detect("cpu") == detect("cpu") == detect("cpu") == first == machine_here()
+    assert local_machine() is None
+    first = detect_machine("cpu")
+    assert detect_machine("cpu") == detect_machine("cpu") == detect_machine("cpu") == first == local_machine()
     assert count == ["cpu"] * 3, "the machine may have been busy once or twice"
     assert first.measured == RATES
     assert first.cpu_flops == 2e11
@@ -41,18 +42,18 @@ def test_another_number_of_threads_is_another_machine(
     cache: Path, count: list[str], monkeypatch: pytest.MonkeyPatch, threads: str
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    detect("cpu")
+    detect_machine("cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    assert machine_here() is None
-    detect("cpu")
+    assert local_machine() is None
+    detect_machine("cpu")
     assert len(count) == 2
     assert "7 threads" in measured.cpu_key()
 
 
 def test_another_torch_is_another_machine(cache: Path, count: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    detect("cpu")
-    monkeypatch.setattr(measured, "torch_version", lambda: "2.99.0+cpu")
-    assert machine_here() is None
+    detect_machine("cpu")
+    monkeypatch.setattr(measured, "installed_torch_version", lambda: "2.99.0+cpu")
+    assert local_machine() is None
 
 
 @pytest.mark.parametrize(
@@ -78,16 +79,16 @@ def test_a_damaged_cache_is_measured_anew(cache: Path, count: list[str], damage:
     cache.mkdir()
     now = str(measured.SCHEMA).encode()
     (cache / "machine.json").write_bytes(damage.replace(b"KEY", measured.cpu_key().encode()).replace(b"NOW", now))
-    assert machine_here() is None
-    assert detect("cpu").measured == RATES
-    assert machine_here() == detect("cpu")
-    assert measured.recall_rates(measured.cpu_key()) == RATES
+    assert local_machine() is None
+    assert detect_machine("cpu").measured == RATES
+    assert local_machine() == detect_machine("cpu")
+    assert measured.read_rates(measured.cpu_key()) == RATES
 
 
 def test_a_busy_minute_does_not_decide_for_later_runs(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = iter([1e11, 3e11, 2e11, 9e11])
     monkeypatch.setattr("redline.hardware.probe._measure_cpu", lambda: {"fp32": next(speeds)})
-    assert [detect("cpu").cpu_flops for _ in range(5)] == [1e11, 3e11, 3e11, 3e11, 3e11]
+    assert [detect_machine("cpu").cpu_flops for _ in range(5)] == [1e11, 3e11, 3e11, 3e11, 3e11]
 
 
 def test_a_cache_that_cannot_be_written_costs_no_run(
@@ -95,14 +96,14 @@ def test_a_cache_that_cannot_be_written_costs_no_run(
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "file/cache"))
-    assert detect("cpu").measured == RATES
+    assert detect_machine("cpu").measured == RATES
 
 
 def test_entries_live_side_by_side(cache: Path) -> None:
-    measured.keep_rates("one", {"fp32": 1.23456e11})
-    measured.keep_rates("two", {"fp32": 2e11})
-    assert measured.recall_rates("one") == {"fp32": 1.235e11}
-    assert measured.recall_rates("two") == {"fp32": 2e11}
+    measured.store_rates("one", {"fp32": 1.23456e11})
+    measured.store_rates("two", {"fp32": 2e11})
+    assert measured.read_rates("one") == {"fp32": 1.235e11}
+    assert measured.read_rates("two") == {"fp32": 2e11}
     assert [path.name for path in cache.iterdir()] == ["machine.json"], "nothing is left of the writing"
 
 
@@ -121,21 +122,21 @@ def test_a_matmul_counts_two_operations_per_term(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_gpu_is_known_without_torch(cache: Path, plug_in: Any, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(here, "torch_version", lambda: "2.11.0+cu130")
+    monkeypatch.setattr(here, "installed_torch_version", lambda: "2.11.0+cu130")
     plug_in(card(name="NVIDIA H300", capability=(11, 0), total=300 << 30, reserved=0))
-    machine = machine_here()
+    machine = local_machine()
     assert machine == Machine(
         "cuda", "NVIDIA H300", 300 << 30, machine.cores if machine else 0, (11, 0), fast_bf16=True
     )
     assert machine is not None
     assert machine.spec is None, "an unknown card has nobody's figures"
-    measured.keep_rates(measured.gpu_key("NVIDIA H300", "580.95.05"), {"bf16": 1.5e15})
-    again = machine_here()
+    measured.store_rates(measured.gpu_key("NVIDIA H300", "580.95.05"), {"bf16": 1.5e15})
+    again = local_machine()
     assert again is not None
     assert again.measured == {"bf16": 1.5e15}
     assert again.spec is None
     plug_in(card(name="NVIDIA H300"), driver="590.00")
-    other = machine_here()
+    other = local_machine()
     assert other is not None
     assert other.measured is None, "another driver is measured anew"
 
@@ -143,14 +144,14 @@ def test_a_gpu_is_known_without_torch(cache: Path, plug_in: Any, card: Any, monk
 def test_a_torch_for_cpus_and_a_hidden_card_mean_the_cpu(
     cache: Path, count: list[str], plug_in: Any, card: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cpu = detect("cpu")
+    cpu = detect_machine("cpu")
     plug_in(card())
-    monkeypatch.setattr(here, "torch_version", lambda: "2.11.0+cpu")
-    assert machine_here() == cpu
-    monkeypatch.setattr(here, "torch_version", lambda: "2.11.0+cu130")
-    assert machine_here().device == "cuda"  # type: ignore[union-attr]
+    monkeypatch.setattr(here, "installed_torch_version", lambda: "2.11.0+cpu")
+    assert local_machine() == cpu
+    monkeypatch.setattr(here, "installed_torch_version", lambda: "2.11.0+cu130")
+    assert local_machine().device == "cuda"  # type: ignore[union-attr]
     plug_in(card(), visible="")
-    assert machine_here() == cpu
+    assert local_machine() == cpu
 
 
 def test_facts_are_json_and_a_machine_can_be_a_key() -> None:
@@ -162,10 +163,10 @@ def test_facts_are_json_and_a_machine_can_be_a_key() -> None:
 
 
 def test_it_answers_at_once_and_without_torch(cache: Path) -> None:
-    measured.keep_rates(measured.cpu_key(), RATES)
+    measured.store_rates(measured.cpu_key(), RATES)
     program = (
         "import sys, time, redline.recipe.resolve; start = time.perf_counter();"
-        "from redline.hardware.machine import machine_here; machine = machine_here();"
+        "from redline.hardware.machine import local_machine; machine = local_machine();"
         "print(time.perf_counter() - start, 'torch' in sys.modules, machine.name)"
     )
     done = [

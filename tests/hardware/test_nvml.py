@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from redline.hardware.nvml import Nvml, Reading, ThrottleWatch, first_card, open_nvml, throttle_words, visible_handles
+from redline.hardware.nvml import Nvml, Reading, ThrottleWatch, first_gpu, open_nvml, throttle_names, visible_handles
 
 FIELDS = ("gpu_util", "gpu_memory_gib", "power_w", "sm_clock_mhz", "temperature_c", "throttle", "energy_j")
 
@@ -21,7 +21,7 @@ def test_readings_without_a_gpu_are_none(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(pynvml, "nvmlInit", refuse)
     assert Nvml().read() == Reading()
     assert Reading().fields() == dict.fromkeys(FIELDS)
-    assert first_card() is None
+    assert first_gpu() is None
 
 
 def test_a_reading(plug_in: Any, card: Any) -> None:
@@ -69,7 +69,7 @@ def test_what_cuda_shows(plug_in: Any, card: Any, visible: str | None, found: st
     cards = [card(uuid=f"GPU-{n}{n}{n}{n}-ffff", name=str(n)) for n in range(4)]
     plug_in(*cards, visible=visible)
     assert "".join(handle.name for handle in visible_handles(open_nvml())) == found
-    first = first_card()
+    first = first_gpu()
     assert (first.name if first else "") == found[:1]
     assert (Nvml().read() == Reading()) == (not found)
 
@@ -85,7 +85,7 @@ def test_slices_of_a_card(plug_in: Any, card: Any, visible: str | None, found: s
         for n in "ab"
     ]
     plug_in(card(mig=True, slices=slices), card(name="whole", mig=False), visible=visible)
-    first = first_card()
+    first = first_gpu()
     assert (first.name if first else None) == found
     if first is not None and found != "whole":
         assert first.capability == (9, 0)
@@ -98,10 +98,10 @@ def test_slices_of_a_card(plug_in: Any, card: Any, visible: str | None, found: s
 
 def test_the_memory_is_what_cuda_can_give(plug_in: Any, card: Any, monkeypatch: Any) -> None:
     fake = plug_in(card(total=143 << 30, reserved=1 << 30))
-    assert first_card().memory_bytes == 142 << 30  # type: ignore[union-attr]
+    assert first_gpu().memory_bytes == 142 << 30  # type: ignore[union-attr]
     plain = fake.nvmlDeviceGetMemoryInfo
     monkeypatch.setattr(fake, "nvmlDeviceGetMemoryInfo", lambda handle: plain(handle))  # an old library
-    assert first_card().memory_bytes == 143 << 30  # type: ignore[union-attr]
+    assert first_gpu().memory_bytes == 143 << 30  # type: ignore[union-attr]
 
 
 def test_every_known_reason_has_a_word() -> None:
@@ -109,12 +109,12 @@ def test_every_known_reason_has_a_word() -> None:
 
     names = [name for name in dir(pynvml) if name.startswith("nvmlClocksEventReason") and not name.endswith("All")]
     for bits in (getattr(pynvml, name) for name in names):
-        assert bool(throttle_words(bits)) == bool(bits)
-    assert throttle_words(pynvml.nvmlClocksEventReasonSwPowerCap) == "power_cap"
-    assert throttle_words(pynvml.nvmlClocksEventReasonSwThermalSlowdown) == "thermal"
-    assert throttle_words(pynvml.nvmlClocksEventReasonHwSlowdown) == "hw_slowdown"
-    assert throttle_words(pynvml.nvmlClocksEventReasonSyncBoost) == "sync_boost"
-    assert throttle_words(pynvml.nvmlClocksEventReasonGpuIdle) == "idle"
+        assert bool(throttle_names(bits)) == bool(bits)
+    assert throttle_names(pynvml.nvmlClocksEventReasonSwPowerCap) == "power_cap"
+    assert throttle_names(pynvml.nvmlClocksEventReasonSwThermalSlowdown) == "thermal"
+    assert throttle_names(pynvml.nvmlClocksEventReasonHwSlowdown) == "hw_slowdown"
+    assert throttle_names(pynvml.nvmlClocksEventReasonSyncBoost) == "sync_boost"
+    assert throttle_names(pynvml.nvmlClocksEventReasonGpuIdle) == "idle"
 
 
 def told(watch: ThrottleWatch, throttle: str | None, lines: int) -> list[str]:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redline.errors import RecipeError
-from redline.hardware.machine import card
+from redline.hardware.machine import named_gpu
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
 from redline.models.decoder import Decoder
@@ -129,7 +129,7 @@ def test_what_it_cannot_do_is_named() -> None:
     facts = DataFacts(50257, 10**10, 10**6, "", "gpt2", "")
     recipe = load("pretrain-350m", ["model.kernels=fused", "model.dropout=0.1"]).recipe
     with pytest.raises(RecipeError, match=r"model\.kernels: fused cannot be: model\.dropout is on"):
-        resolve(recipe, card("h100"), facts)
+        resolve(recipe, named_gpu("h100"), facts)
 
 
 @pytest.mark.parametrize("model", [("model.qk_norm=false",), ("model.qk_norm=true", "model.mlp=relu2")])

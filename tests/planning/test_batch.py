@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.errors import Problem
-from redline.planning.batch import BatchPlan, given_batch, largest_micro
+from redline.planning.batch import BatchPlan, largest_micro_batch, solve_batch
 
 some = st.integers(1, 512)
 
@@ -22,12 +22,12 @@ def test_any_two_give_the_third(micro: int, accumulation: int, world: int) -> No
         (None, micro, accumulation),
         (total, micro, accumulation),
     ):
-        assert given_batch(*given_values, world) == plan
+        assert solve_batch(*given_values, world) == plan
 
 
 @given(total=st.integers(1, 100_000), micro=some, accumulation=some, world=st.integers(1, 16))
 def test_three_must_agree(total: int, micro: int, accumulation: int, world: int) -> None:
-    got = given_batch(total, micro, accumulation, world)
+    got = solve_batch(total, micro, accumulation, world)
     agrees = micro * accumulation * world == total
     assert isinstance(got, BatchPlan if agrees else Problem)
     if isinstance(got, Problem):
@@ -39,8 +39,8 @@ def test_three_must_agree(total: int, micro: int, accumulation: int, world: int)
 @given(total=st.integers(1, 100_000), part=some, world=st.integers(1, 16))
 def test_a_part_must_divide(total: int, part: int, world: int) -> None:
     for name, got in (
-        ("train.micro_batch", given_batch(total, part, None, world)),
-        ("train.accumulation", given_batch(total, None, part, world)),
+        ("train.micro_batch", solve_batch(total, part, None, world)),
+        ("train.accumulation", solve_batch(total, None, part, world)),
     ):
         if total % (part * world):
             assert isinstance(got, Problem)
@@ -51,21 +51,21 @@ def test_a_part_must_divide(total: int, part: int, world: int) -> None:
 
 
 def test_the_plan_may_choose_when_too_little_is_given() -> None:
-    assert given_batch(None, None, None) is None
-    assert given_batch(64, None, None) is None
-    assert given_batch(None, 8, None) is None
+    assert solve_batch(None, None, None) is None
+    assert solve_batch(64, None, None) is None
+    assert solve_batch(None, 8, None) is None
 
 
 @given(total=st.integers(1, 5000), limit=st.integers(0, 6000), cap=st.none() | st.integers(1, 6000))
 def test_the_largest_divisor_that_fits(total: int, limit: int, cap: int | None) -> None:
-    plan = largest_micro(total, 1, lambda micro: micro <= limit, cap)
+    plan = largest_micro_batch(total, 1, lambda micro: micro <= limit, cap)
     assert plan.global_batch == total
     allowed = [m for m in range(1, total + 1) if total % m == 0 and m <= limit and (cap is None or m <= cap)]
     assert plan.micro == max(allowed, default=1)
 
 
 def test_a_huge_batch_is_divided_at_once() -> None:
-    assert largest_micro(1 << 31, 1, lambda micro: micro <= 100).micro == 64
+    assert largest_micro_batch(1 << 31, 1, lambda micro: micro <= 100).micro == 64
 
 
 @given(micro=some, accumulation=some, world=st.integers(1, 8))

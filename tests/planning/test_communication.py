@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.hardware.machine import Machine, card
+from redline.hardware.machine import Machine, named_gpu
 from redline.planning.communication import (
     BUCKET,
     HOP_SECONDS,
@@ -17,11 +17,11 @@ from redline.planning.communication import (
     Fabric,
     Volume,
     ddp_volume,
-    exposed,
+    exposed_seconds,
     fsdp_volume,
     padded_bytes,
 )
-from redline.recipe.forecast import Measured, forecast
+from redline.recipe.forecast import ProbeResult, forecast
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 from redline.recipe.scaling import Scaling, scaling, worlds
@@ -30,7 +30,7 @@ FACTS = DataFacts(50257, 10**10, 10**6, "", "gpt2", "")
 
 
 def planned(gpu: str, *overrides: str, gpus: int = 1, nodes: int = 1) -> Resolved:
-    return resolve(load("pretrain-350m", overrides).recipe, card(gpu), FACTS, gpus=gpus, nodes=nodes)
+    return resolve(load("pretrain-350m", overrides).recipe, named_gpu(gpu), FACTS, gpus=gpus, nodes=nodes)
 
 
 def scaled(gpu: str, *overrides: str, gpus: int, nodes: int = 1, **how: Any) -> Scaling:
@@ -78,14 +78,14 @@ def test_what_is_exposed_is_some_of_what_is_said(size: float, gpus: int, nodes: 
     sharded = {"blocks": size, "root": size / 9, "gradients": size, "layers": 5, "micros": micros}
     volumes = [ddp_volume(size), fsdp_volume(**sharded), fsdp_volume(**sharded, orthogonalised=size)]
     for volume in volumes:
-        total, left = fabric.seconds(volume), exposed(volume, fabric, micro)
+        total, left = fabric.seconds(volume), exposed_seconds(volume, fabric, micro)
         assert total is not None
         assert left is not None
         assert 0 <= left <= total * (1 + 1e-9)
-        nothing = exposed(volume, fabric, 0.0)
+        nothing = exposed_seconds(volume, fabric, 0.0)
         assert nothing == pytest.approx(total, rel=0.2), "with nothing to hide behind all of it shows"
         assert left <= nothing
-        assert exposed(volume, fabric, 2 * micro) <= left + 1e-12  # type: ignore[operator]
+        assert exposed_seconds(volume, fabric, 2 * micro) <= left + 1e-12  # type: ignore[operator]
 
 
 @given(rows=st.integers(1, 2000), columns=st.integers(1, 9), world=st.integers(1, 64))
@@ -160,7 +160,7 @@ def test_what_is_not_known_is_not_scaled() -> None:
 
 
 def test_a_measured_card_does_not_make_several_measured() -> None:
-    steps = Measured(tokens_per_s=100_000.0, memory_gib=60.0, step_ms=1310.0, compile_s=5.0)
+    steps = ProbeResult(tokens_per_s=100_000.0, memory_gib=60.0, step_ms=1310.0, compile_s=5.0)
     one, four = (forecast(planned("h100", gpus=count), measured=steps) for count in (1, 4))
     assert (one.source, one.tokens_per_s) == ("measured", pytest.approx(100_000))
     assert four.source == "measured on one card; between cards an estimate"

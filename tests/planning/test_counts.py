@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from redline.hardware.machine import Machine, card
+from redline.hardware.machine import Machine, named_gpu
 from redline.kernels.attention import Attention
 from redline.kernels.cross_entropy import linear_cross_entropy
 from redline.kernels.masks import MaskSpec
 from redline.models.decoder import Decoder
-from redline.planning.batch import share_of
 from redline.planning.flops import decoder_flops, mfu
-from redline.planning.memory import training_memory
+from redline.planning.memory import fsdp_rank_memory, training_memory
 from redline.planning.shapes import SIZES, DecoderShape, padded_vocab
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, resolve
@@ -186,7 +185,7 @@ def test_a_rank_of_fsdp_holds_whole_gradients_only_while_they_add_up() -> None:
     shape = DecoderShape(32, 4096, 32, 8, 128, 14336, 128_256, tied=False)
     how: dict[str, Any] = {"tokens": 8192, "bytes_per_value": 2, "optimizer": "adamw", "ema": False}
     parts = training_memory(shape, **how, checkpointing="full")
-    adding, once = (share_of(parts, shape, 8, accumulates=accumulates) for accumulates in (True, False))
+    adding, once = (fsdp_rank_memory(parts, shape, 8, accumulates=accumulates) for accumulates in (True, False))
     assert adding.gradients == 4 * shape.parameters
     under_way = 2 * shape.layer_matmul_parameters + shape.parameters - shape.layers * shape.layer_matmul_parameters
     assert once.gradients == 4 * (shape.parameters / 8 + under_way)
@@ -198,6 +197,6 @@ def test_the_ceiling_is_a_share_of_the_peak_named_beside_it(precision: str, shar
     facts = DataFacts(50257, 10**9, 10**6, "data", "gpt2", "tokenizer")
     recipe = load("pretrain-350m", [f"train.precision={precision}"]).recipe
     for gpus in (1, 8):
-        ceiling = resolve(recipe, card("h200"), facts, gpus=gpus).plan_event()["ceiling"]
+        ceiling = resolve(recipe, named_gpu("h200"), facts, gpus=gpus).plan_event()["ceiling"]
         assert ceiling["precision"] == precision
         assert ceiling["mfu"] == pytest.approx(share, abs=1e-3)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from redline.hardware.machine import Machine, card
+from redline.hardware.machine import Machine, named_gpu
 from redline.jobs.base import costs, job, objective_module
 from redline.planning.flops import decoder_flops, layout_flops
 from redline.planning.layout import Layout, Segment, uniform
@@ -28,7 +28,7 @@ RECIPES = ("gsm8k-bd3lm", "gsm8k-hdp", "owt-bd3lm")
 
 
 def planned(name: str, *overrides: str, gpu: str = "h200") -> Resolved:
-    return resolve(load(name, overrides).recipe, card(gpu), FACTS)
+    return resolve(load(name, overrides).recipe, named_gpu(gpu), FACTS)
 
 
 def memory(plan: Resolved, sequences: int, **how: Any) -> float:
@@ -66,7 +66,7 @@ def test_what_no_loss_is_of_is_not_counted() -> None:
     """On GSM8K 54 % of the positions after the question are content, or the padding that ends it: a plan without data
     says that it assumes all of them are."""
     recipe, facts = load("gsm8k-hdp").recipe, replace(FACTS, rows={"learnt": 0.54})
-    blind, read = (resolve(recipe, card("h200"), known) for known in (FACTS, facts))
+    blind, read = (resolve(recipe, named_gpu("h200"), known) for known in (FACTS, facts))
     assert blind.flops.assumed
     assert not read.flops.assumed
     scored = 6 * HEAD * 384 / 512 * 0.5005

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from redline.hardware.machine import Machine, card
+from redline.hardware.machine import Machine, named_gpu
 from redline.jobs.base import objective_module
 from redline.jobs.finetune.costs import Costs
 from redline.models.pretrained import adapted_linears
@@ -79,7 +79,7 @@ def test_flops_are_what_torch_counts(method: str) -> None:
 
 def test_the_published_count_for_eight_billion() -> None:
     """Rank 16 on all seven matrices of Llama-3.1-8B has 41,943,040 weights."""
-    plan = resolve(load("qlora-8b").recipe, card("h200"), DataFacts(128_256, 10**7, 10**5, "", "base", ""))
+    plan = resolve(load("qlora-8b").recipe, named_gpu("h200"), DataFacts(128_256, 10**7, 10**5, "", "base", ""))
     assert plan.shape.parameters == 8_030_261_248
     assert plan.parameters()["trainable"] == 41_943_040
     assert plan.memory.gib()["weights"] < 6.0, "half a byte each, and two matrices of the vocabulary in bf16"

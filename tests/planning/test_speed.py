@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.hardware.machine import Machine, card
+from redline.hardware.machine import Machine, named_gpu
 from redline.hardware.specs import SPECS
-from redline.planning.batch import divisible, largest_micro
+from redline.planning.batch import largest_micro_batch, round_to_divisible
 from redline.planning.memory import Kernels, training_memory
 from redline.planning.shapes import DecoderShape
 from redline.planning.speed import fp8_lost, matmul_share
-from redline.recipe.forecast import Measured, forecast
+from redline.recipe.forecast import ProbeResult, forecast
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def planned(gpu: str, *overrides: str, recipe: str = "pretrain-350m", **cards: int) -> Resolved:
-    return resolve(load(recipe, overrides).recipe, card(gpu), FACTS, **cards)
+    return resolve(load(recipe, overrides).recipe, named_gpu(gpu), FACTS, **cards)
 
 
 def test_the_limits_of_the_350m_model() -> None:
@@ -114,7 +114,7 @@ def test_an_unknown_card_that_was_measured_has_its_own_figures() -> None:
 
 def test_hours_and_dollars_follow_from_the_speed() -> None:
     plan = planned("h100", "train.tokens=1310720000")
-    measured = Measured(tokens_per_s=100_000.0, memory_gib=60.0, step_ms=1310.0, compile_s=5.0)
+    measured = ProbeResult(tokens_per_s=100_000.0, memory_gib=60.0, step_ms=1310.0, compile_s=5.0)
     ahead = forecast(plan, price=2.0, measured=measured)
     assert ahead.source == "measured"
     assert ahead.hours == pytest.approx(1_310_720_000 / 100_000 / 3600)
@@ -131,9 +131,9 @@ def test_more_cards_are_faster_but_not_more_than_so_many_times() -> None:
 
 @given(share=st.floats(0.01, 1e6), gpus=st.integers(1, 16))
 def test_a_batch_that_is_chosen_can_be_divided(share: float, gpus: int) -> None:
-    found = divisible(share)
+    found = round_to_divisible(share)
     assert found == pytest.approx(share, rel=0.07, abs=1)
-    assert largest_micro(found * gpus, gpus, lambda micro: micro <= 128).micro >= min(found, 8)
+    assert largest_micro_batch(found * gpus, gpus, lambda micro: micro <= 128).micro >= min(found, 8)
 
 
 def test_three_gpus_are_as_quick_as_two_each() -> None:
@@ -142,9 +142,9 @@ def test_three_gpus_are_as_quick_as_two_each() -> None:
 
 
 def test_a_slow_link_costs_time() -> None:
-    near = forecast(resolve(load("pretrain-350m", ["train.global_batch=32"]).recipe, card("h100"), FACTS, gpus=8))
+    near = forecast(resolve(load("pretrain-350m", ["train.global_batch=32"]).recipe, named_gpu("h100"), FACTS, gpus=8))
     far = forecast(
-        resolve(load("pretrain-350m", ["train.global_batch=32"]).recipe, card("h100"), FACTS, gpus=1, nodes=8)
+        resolve(load("pretrain-350m", ["train.global_batch=32"]).recipe, named_gpu("h100"), FACTS, gpus=1, nodes=8)
     )
     assert (far.tokens_per_s or 0) < (near.tokens_per_s or 0)
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from redline.errors import RecipeError
-from redline.recipe.load import ALIASES, known_keys, load
+from redline.recipe.aliases import ALIASES
+from redline.recipe.load import known_keys, load
 from redline.recipe.schema import Recipe
 
 # alias → what is written, what the canonical key then holds
@@ -73,7 +74,8 @@ def test_as_override(alias: str) -> None:
     text, value = SAID[alias]
     loaded = load(recipe_for(alias), [f"{alias}={text}"])
     assert get(loaded.recipe, ALIASES[alias]) == value
-    assert loaded.notes == [f"{alias} is spelt {ALIASES[alias]} here"]
+    (note,) = loaded.notes
+    assert {alias, ALIASES[alias]} <= {*note.split()}
 
 
 @pytest.mark.parametrize("alias", ALIASES)
@@ -95,7 +97,8 @@ def test_in_a_file(alias: str, tmp_path: Path) -> None:
     path.write_text("".join(f"{key}: {content}\n" for key, content in lines.items()))
     loaded = load(str(path))
     assert get(loaded.recipe, ALIASES[alias]) == value
-    assert loaded.notes == [f"{alias} is spelt {ALIASES[alias]} here"]
+    (note,) = loaded.notes
+    assert {alias, ALIASES[alias]} <= {*note.split()}
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,7 @@ def test_values_are_translated(override: str, key: str, value: str) -> None:
 @pytest.mark.parametrize("alias", ALIASES)
 def test_two_spellings_that_differ_are_refused_in_one_place(alias: str) -> None:
     text, _ = SAID[alias]
-    with pytest.raises(RecipeError, match=f"another spelling of {ALIASES[alias]} are both given in the command line"):
+    with pytest.raises(RecipeError, match=f"another spelling of {ALIASES[alias]} .* command line"):
         load("quickstart", [f"{alias}={text}", f"{ALIASES[alias]}=null"])
 
 

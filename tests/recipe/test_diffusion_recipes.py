@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from redline.cli.main import app
 from redline.errors import RecipeError, UserError
-from redline.hardware.machine import Machine, card
+from redline.hardware.machine import Machine, named_gpu
 from redline.jobs.base import job, options_of
 from redline.planning.layout import Layout
 from redline.recipe.load import known_keys, load, shipped
@@ -167,7 +167,7 @@ def test_ancestral_steps() -> None:
 )
 def test_the_guides_presets(name: str, preset: str | None, micro: int, total: int, lr: float) -> None:
     recipe = load(name, [f"train.preset={preset}"] if preset else []).recipe
-    plan = resolve(recipe, card("h200"), FACTS)
+    plan = resolve(recipe, named_gpu("h200"), FACTS)
     assert (plan.batch.micro, plan.batch.global_batch, plan.batch.accumulation) == (micro, total, 4)
     assert plan.recipe.train.lr == lr, "the guide's rule: 3e-4 at 128, by the square root"
     assert plan.memory.peak < plan.machine.memory_bytes
@@ -175,7 +175,7 @@ def test_the_guides_presets(name: str, preset: str | None, micro: int, total: in
 
 @pytest.mark.parametrize("name", ["gsm8k-bd3lm", "gsm8k-hdp"])
 def test_the_guides_model_and_schedule(name: str) -> None:
-    plan = resolve(load(name).recipe, card("h200"), FACTS)
+    plan = resolve(load(name).recipe, named_gpu("h200"), FACTS)
     model, train = plan.shape, plan.recipe.train
     assert (model.layers, model.d_model, model.heads, model.vocab) == (12, 768, 12, 50_304)
     assert (train.steps, train.warmup_steps, train.ema, train.betas) == (50_000, 5000, 0.9999, (0.9, 0.999))
@@ -184,7 +184,7 @@ def test_the_guides_model_and_schedule(name: str) -> None:
 
 
 def test_the_papers_numbers() -> None:
-    plan = resolve(load("owt-bd3lm").recipe, card("h200"), FACTS)
+    plan = resolve(load("owt-bd3lm").recipe, named_gpu("h200"), FACTS)
     train = plan.recipe.train
     assert (train.lr, train.global_batch, train.warmup_steps, train.ema) == (3e-4, 512, 2500, 0.9999)
     assert plan.recipe.data.source == load("owt-cs336").recipe.data.source
@@ -268,6 +268,6 @@ VALUES = [
     gpu=st.booleans(),
 )
 def test_whatever_is_typed_is_planned_or_refused(name: str, overrides: list[str], gpu: bool) -> None:
-    machine = card("h200") if gpu else Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
+    machine = named_gpu("h200") if gpu else Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
     with contextlib.suppress(UserError):
         resolve(load(name, overrides).recipe, machine, FACTS).plan_event()

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from redline.cli.main import app
 from redline.errors import RecipeError
-from redline.hardware.machine import card
+from redline.hardware.machine import named_gpu
 from redline.jobs.base import costs, options_of
 from redline.recipe.load import known_keys, load
 from redline.recipe.resolve import DataFacts, resolve
@@ -97,7 +97,7 @@ def test_costs_add_up() -> None:
     """Two models cost what they cost apart, and the encoder once."""
     both = load("latentwire-squad").recipe
     alone = load("latentwire-squad", [f"{NAME}.others=[]"]).recipe
-    shape = resolve(both, card("h100"), FACTS).shape
+    shape = resolve(both, named_gpu("h100"), FACTS).shape
     other = costs(both).shapes(shape)[1]
     flops = {name: costs(recipe).flops(shape, 80, "none").causal for name, recipe in (("both", both), ("one", alone))}
     second = costs(alone).flops(other, 80, "none").causal
@@ -105,7 +105,7 @@ def test_costs_add_up() -> None:
     full = costs(both).flops(shape, 80, "full")
     assert full.computed > full.executed == flops["both"] < full.useful
     nf4, bf16 = (
-        resolve(load("latentwire-squad", [f"model.quant={quant}"]).recipe, card("h100"), FACTS).memory.weights
+        resolve(load("latentwire-squad", [f"model.quant={quant}"]).recipe, named_gpu("h100"), FACTS).memory.weights
         for quant in ("nf4", "none")
     )
     assert bf16 - nf4 > 9e9
@@ -120,7 +120,7 @@ def test_every_key_is_documented() -> None:
 
 def test_what_no_texts_allow_is_prefix_and_one_token() -> None:
     """Batches are cut to their longest: only a speed beyond that is impossible for certain."""
-    resolved = resolve(load("latentwire-squad", ["data.seq_len=80"]).recipe, card("h200"), FACTS)
+    resolved = resolve(load("latentwire-squad", ["data.seq_len=80"]).recipe, named_gpu("h200"), FACTS)
     matmul, attention = costs(resolved.recipe).certain(resolved.shape)
     assert attention == 0.0
     slots = resolved.recipe.latent_prefix.slots

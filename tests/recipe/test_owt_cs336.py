@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from redline.data.origin import dataset_id
-from redline.hardware.machine import card
+from redline.hardware.machine import named_gpu
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, resolve
 from redline.runs.events import read_events
@@ -49,7 +49,7 @@ def test_a_local_copy_takes_the_place_of_the_dataset() -> None:
 
 
 def test_on_an_h100_it_is_the_model_that_is_described() -> None:
-    plan = resolve(load(NAME).recipe, card("h100"), FACTS)
+    plan = resolve(load(NAME).recipe, named_gpu("h100"), FACTS)
     shape = plan.shape
     assert (shape.layers, shape.d_model, shape.heads, shape.head_dim, shape.d_ff) == (16, 1024, 8, 128, 4096)
     assert (shape.mlp, shape.tied, shape.qk_norm, shape.vocab) == ("relu2", False, True, 32_000)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from redline.errors import RecipeError
-from redline.hardware.machine import card
+from redline.hardware.machine import named_gpu
 from redline.recipe.load import load
 from redline.recipe.lock import locked_recipe, make_lock
 from redline.recipe.resolve import DataFacts, resolve
@@ -22,7 +22,7 @@ FACTS = DataFacts(50257, 10**10, 10**6, "", "gpt2", "")
 def test_a_preset_sets_memory_and_batch(preset: str, fraction: float, batch: int) -> None:
     recipe = load("pretrain-350m", [f"train.preset={preset}"]).recipe
     assert (recipe.train.memory_fraction, recipe.train.global_batch) == (fraction, batch)
-    plan = resolve(recipe, card("h100"), FACTS)
+    plan = resolve(recipe, named_gpu("h100"), FACTS)
     assert plan.memory.peak <= fraction * plan.machine.memory_bytes
     assert plan.recipe.train.lr == pytest.approx(4e-4 * (batch / 128) ** 0.5, rel=1e-5), "the learning rate follows"
     assert ("train.preset", preset) in [(choice.key, choice.value) for choice in plan.choices]
@@ -69,16 +69,16 @@ def test_a_micro_batch_goes_with_the_global_one(
 def test_an_automatic_batch_is_scaled_too() -> None:
     def batch(*overrides: str) -> int:
         recipe = load("quickstart", ["train.steps=100", "train.epochs=null", "train.hours=null", *overrides]).recipe
-        return resolve(recipe, card("l4"), FACTS).batch.global_batch
+        return resolve(recipe, named_gpu("l4"), FACTS).batch.global_batch
 
     assert batch("train.preset=extreme") == 2 * batch()
 
 
 def test_it_is_not_applied_again_when_a_run_is_resumed(tmp_path: Path) -> None:
-    plan = resolve(load("pretrain-350m", ["train.preset=extreme"]).recipe, card("h200"), FACTS)
+    plan = resolve(load("pretrain-350m", ["train.preset=extreme"]).recipe, named_gpu("h200"), FACTS)
     again = locked_recipe(tmp_path, make_lock("pretrain-350m", "id", plan, FACTS)).recipe
     assert again.train.global_batch == 256
-    assert resolve(again, card("h200"), FACTS).batch == plan.batch
+    assert resolve(again, named_gpu("h200"), FACTS).batch == plan.batch
 
 
 def test_an_unknown_one_is_named() -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from redline.errors import RecipeError, UsageError, UserError
 from redline.hardware.machine import Machine
-from redline.recipe.load import ALIASES, known_keys, load, parse_yaml, shipped
+from redline.recipe.aliases import ALIASES
+from redline.recipe.load import known_keys, load, parse_yaml, shipped
 from redline.recipe.resolve import DataFacts, resolve
 from redline.recipe.schema import Recipe
 

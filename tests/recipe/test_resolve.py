@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from redline.errors import RecipeError
 from redline.fields import AUTO
 from redline.hardware.machine import Machine
-from redline.recipe.horizon import steps_of
+from redline.recipe.horizon import recipe_steps
 from redline.recipe.load import flatten, load, shipped
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 
@@ -219,4 +219,4 @@ def test_an_epoch_has_whole_sequences_alone(tokens: int, steps: int) -> None:
     """What is left over is no sequence, and no step more."""
     words = ("train.hours=null", "train.steps=null", "train.epochs=1", "data.seq_len=32", "train.global_batch=8")
     recipe = load("quickstart", list(words)).recipe
-    assert steps_of(recipe, tokens, tokens_per_step=256) == steps
+    assert recipe_steps(recipe, tokens, tokens_per_step=256) == steps

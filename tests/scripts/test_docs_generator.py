@@ -14,7 +14,8 @@ import pytest
 
 from redline.errors import RecipeError
 from redline.jobs.base import JOBS, options_of
-from redline.recipe.load import ALIASES, known_keys, load, read_recipe, shipped
+from redline.recipe.aliases import ALIASES
+from redline.recipe.load import known_keys, load, read_recipe, shipped
 from redline.recipe.schema import Recipe
 
 DOCS = Path(__file__).parents[2] / "docs"

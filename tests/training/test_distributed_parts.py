@@ -15,9 +15,9 @@ from test_distributed import TEXT
 
 from redline.errors import RecipeError
 from redline.hardware.machine import Machine
-from redline.planning.batch import BatchPlan, undivided
+from redline.planning.batch import BatchPlan, indivisible_batch
 from redline.recipe.load import load
-from redline.recipe.parallel import for_world
+from redline.recipe.parallel import adapt_to_world
 from redline.recipe.resolve import DataFacts, resolve
 from redline.runs.events import read_events
 from redline.training.checkpoint import (
@@ -182,7 +182,7 @@ def test_steps_read_all_data_but_those_left_out(skipped: set[int], steps: int) -
 
 @given(st.integers(1, 512), st.integers(1, 64))
 def test_the_nearest_choices_are_valid(total: int, world: int) -> None:
-    problem = undivided(total, world)
+    problem = indivisible_batch(total, world)
     assert (problem is None) == (total % world == 0)
     if problem is not None:
         batches, counts = problem.fix.removeprefix("Use train.global_batch=").removesuffix(" GPUs.").split(", or ")
@@ -255,5 +255,5 @@ def test_a_batch_that_cannot_be_shared_names_the_nearest() -> None:
 def test_other_ranks_share_the_same_batch() -> None:
     recipe = resolved("train.global_batch=96", "train.micro_batch=6", "train.accumulation=auto", gpus=4).recipe
     for world in (1, 2, 3, 8, 16):
-        batch = resolve(for_world(recipe, world), H200, FACTS, gpus=world).batch
+        batch = resolve(adapt_to_world(recipe, world), H200, FACTS, gpus=world).batch
         assert (batch.global_batch, batch.world) == (96, world)

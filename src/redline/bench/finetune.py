@@ -14,11 +14,10 @@ from redline.bench.fp8 import not_in_fp8
 from redline.bench.record import Row
 from redline.bench.setting import Setting, choose_setting
 from redline.errors import UsageError, UserError
-from redline.fields import AUTO
+from redline.fields import AUTO, none_if_auto
 from redline.jobs.base import costs, objective_module
-from redline.planning.batch import BatchPlan, given_batch
+from redline.planning.batch import BatchPlan, solve_batch
 from redline.planning.flops import mfu
-from redline.recipe.checks import number
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 from redline.recipe.schema import Recipe
@@ -114,7 +113,7 @@ def asked(contender: Contender, setting: Setting) -> tuple[Resolved, dict[str, A
     """What it is asked to do, by the plan and as a request."""
     words = [*setting.overrides, f"finetune.method={contender.method}", *contender.forced]
     recipe = _complete(load(setting.name, words).recipe)
-    facts = DataFacts(int(number(recipe.model.vocab) or 0), 10**9, 10**7, "", recipe.data.tokenizer, "")
+    facts = DataFacts(int(none_if_auto(recipe.model.vocab) or 0), 10**9, 10**7, "", recipe.data.tokenizer, "")
     resolved = resolve(recipe, setting.machine, facts)
     theirs = {} if contender.peer is None else {"micro_batch": _peers_batch(recipe, resolved).micro, **contender.peer}
     return resolved, {
@@ -158,7 +157,7 @@ def _sample_tokens(recipe: Recipe) -> int:
 def _peers_batch(recipe: Recipe, resolved: Resolved) -> BatchPlan:
     """The recipe's where it says, else all in one: what redline's plan needs is not what others need."""
     total = resolved.batch.global_batch
-    batch = given_batch(total, number(recipe.train.micro_batch), number(recipe.train.accumulation))
+    batch = solve_batch(total, none_if_auto(recipe.train.micro_batch), none_if_auto(recipe.train.accumulation))
     return batch if isinstance(batch, BatchPlan) else BatchPlan(total, 1)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from redline.bench.finetune_steps import Figures, document_tokens, installed, random_rows, time_steps
 from redline.bench.reply import has_room, reply
 from redline.errors import UserError
+from redline.fields import none_if_auto
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
 from redline.kernels.matmul import DTYPES
@@ -27,7 +28,6 @@ from redline.models.decoder import Decoder
 from redline.models.families import inexact, names, shape_of, to_config
 from redline.models.pretrained import random_tensors
 from redline.planning.batch import BatchPlan
-from redline.recipe.checks import number
 from redline.recipe.load import validate
 from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Model, Recipe, Train
@@ -157,7 +157,7 @@ def _use_liger(model: Any) -> None:
 def contend(request: dict[str, Any]) -> Figures:
     recipe, facts = validate(request["recipe"], where="bench"), DataFacts(**request["facts"])
     refuse_what_it_cannot(recipe, liger=request["liger"], sample_tokens=request["sample_tokens"])
-    length, batch = recipe.data.seq_len, number(recipe.train.global_batch) or 1
+    length, batch = recipe.data.seq_len, none_if_auto(recipe.train.global_batch) or 1
     rows = random_rows(facts.vocab_size, int(batch), length, None)
     begin = time.perf_counter()
     peer = Peer(recipe, liger=request["liger"], recompute=request["recompute"])

@@ -13,10 +13,9 @@ from redline.bench.child import ChildError, ask
 from redline.bench.record import Row
 from redline.bench.setting import Setting, choose_setting
 from redline.errors import UsageError, UserError
-from redline.fields import AUTO
+from redline.fields import AUTO, none_if_auto
 from redline.jobs.base import objective_module
-from redline.planning.batch import BatchPlan, given_batch
-from redline.recipe.checks import number
+from redline.planning.batch import BatchPlan, solve_batch
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 from redline.recipe.schema import Recipe
@@ -134,7 +133,7 @@ def _complete(recipe: Recipe) -> Recipe:
 def _peers_batch(recipe: Recipe, resolved: Resolved) -> BatchPlan:
     """The recipe's where it says, else all in one: what redline's plan needs is not what others need."""
     total = resolved.batch.global_batch
-    batch = given_batch(total, number(recipe.train.micro_batch), number(recipe.train.accumulation))
+    batch = solve_batch(total, none_if_auto(recipe.train.micro_batch), none_if_auto(recipe.train.accumulation))
     return batch if isinstance(batch, BatchPlan) else BatchPlan(total, 1)
 
 

@@ -18,8 +18,8 @@ import torch
 from redline.bench.readings import Reading, card_figures, data_wait_share, median
 from redline.bench.reply import has_room, reply
 from redline.errors import UserError
-from redline.hardware.detect import detect
 from redline.hardware.nvml import Nvml
+from redline.hardware.probe import detect_machine
 from redline.jobs.base import objective_module
 from redline.jobs.objective import Batch, Objective
 from redline.models.families import inexact, to_config
@@ -100,7 +100,7 @@ def contend(name: str, overrides: list[str]) -> dict[str, Any]:
     recipe = load(name, overrides).recipe
     module = objective_module(recipe.objective)
     data = module.load_data(recipe)
-    resolved = resolve(recipe, detect(recipe.train.device), data.facts)
+    resolved = resolve(recipe, detect_machine(recipe.train.device), data.facts)
     _refuse_what_it_cannot(resolved)
     objective = module.create(resolved, data)
     peer = Peer(resolved, objective)

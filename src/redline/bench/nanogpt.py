@@ -19,12 +19,13 @@ from redline.bench.gpt2 import Gpt2Job, adamw
 from redline.bench.reply import reply
 from redline.bench.setting import beneath
 from redline.errors import UserError
-from redline.hardware.detect import detect
+from redline.fields import none_if_auto
+from redline.hardware.probe import detect_machine
 from redline.jobs.causal_lm.objective import load_data
 from redline.jobs.objective import Batch
 from redline.planning.schedule import lr_factor
-from redline.recipe.checks import number
-from redline.recipe.load import canonical_keys, nest, parse_overrides, validate
+from redline.recipe.aliases import canonical_keys
+from redline.recipe.load import nest, parse_overrides, validate
 from redline.recipe.lock import git_state, versions
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 from redline.recipe.schema import Recipe
@@ -150,9 +151,9 @@ class Baseline:
 def contend(words: list[str], budget_s: float, known_step_ms: float | None = None) -> dict[str, Any]:
     recipe = recipe_of(words)
     data = load_data(recipe)
-    resolved = resolve(recipe, detect(recipe.train.device), data.facts)
+    resolved = resolve(recipe, detect_machine(recipe.train.device), data.facts)
     _refuse_what_it_cannot(resolved)
-    baseline = Baseline(resolved, Gpt2Job(resolved, data), number(recipe.train.warmup_steps))
+    baseline = Baseline(resolved, Gpt2Job(resolved, data), none_if_auto(recipe.train.warmup_steps))
     begin = time.perf_counter()
     baseline.rehearse()
     warmup_s = time.perf_counter() - begin

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from redline.jobs.base import job
-from redline.recipe.load import canonical_keys, load, parse_overrides
+from redline.recipe.aliases import canonical_keys
+from redline.recipe.load import load, parse_overrides
 
 if TYPE_CHECKING:
     from redline.hardware.machine import Machine
@@ -87,9 +88,9 @@ def choose_setting(
 ) -> Setting:
     """The recipe that was named, else `RECIPE`, on a CPU with `tiny`. What was asked for wins over the `defaults`."""
     asked = load(name or RECIPE, overrides).recipe  # a slip is answered before torch is imported
-    from redline.hardware.detect import detect
+    from redline.hardware.probe import detect_machine
 
-    machine = detect(asked.train.device)
+    machine = detect_machine(asked.train.device)
     smaller = tiny if name is None and machine.device == "cpu" else ()
     words = beneath(smaller, beneath(defaults[machine.device], overrides))
     return Setting(name or RECIPE, tuple(words), machine, load(name or RECIPE, words).recipe)

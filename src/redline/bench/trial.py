@@ -9,15 +9,15 @@ from dataclasses import asdict
 from typing import Any
 
 from redline.errors import UserError
-from redline.recipe.forecast import Measured
+from redline.recipe.forecast import ProbeResult
 from redline.recipe.resolve import DataFacts, Resolved
 
 LIMIT_S = 900
 
 
-def run_trial(resolved: Resolved, facts: DataFacts) -> Measured:
+def run_trial(resolved: Resolved, facts: DataFacts) -> ProbeResult:
     answer = ask_trial(resolved, facts)
-    return Measured(answer["tokens_per_s"], answer["memory_gib"], answer["step_ms"], answer["compile_s"])
+    return ProbeResult(answer["tokens_per_s"], answer["memory_gib"], answer["step_ms"], answer["compile_s"])
 
 
 def ask_trial(resolved: Resolved, facts: DataFacts, *, least_steps: int | None = None) -> dict[str, Any]:

@@ -162,9 +162,9 @@ def plan_accuracy(
 
     device = load(name or "pretrain-350m", overrides).recipe.train.device
     from redline.bench.plan_accuracy import cases, due, in_order, run_plan_accuracy
-    from redline.hardware.detect import detect
+    from redline.hardware.probe import detect_machine
 
-    machine = detect(device)
+    machine = detect_machine(device)
     out = file_for(out, "plan-accuracy", machine, goes_on=True)
     earlier = read_earlier(out, "plan-accuracy", machine)
     known = cases(name, overrides, machine.device)
@@ -242,9 +242,9 @@ def time_to_loss(
     if name is not None:
         raise UsageError(f"{name!r} is no key=value.", fix="Name an arm with --arm.")
     check_overrides(arms, overrides)
-    from redline.hardware.detect import detect
+    from redline.hardware.probe import detect_machine
 
-    machine = detect(device_of(overrides))
+    machine = detect_machine(device_of(overrides))
     check_data(overrides, machine)
     out = file_for(out, "time-to-loss", machine, goes_on=True)
     earlier = read_earlier(out, "time-to-loss", machine, KNOWN_BY)

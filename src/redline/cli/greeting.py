@@ -41,10 +41,10 @@ def greet() -> None:
 
 
 def _machine() -> str:
-    from redline.hardware.nvml import first_card
+    from redline.hardware.nvml import first_gpu
     from redline.units import GIB
 
-    card = first_card()
+    card = first_gpu()
     if card is not None:
         return f"{card.name}, {card.memory_bytes / GIB:.0f} GiB"
     return f"no NVIDIA GPU, {os.cpu_count()} CPU cores: the small recipes train here"
@@ -89,11 +89,11 @@ def newest_run(root: Path) -> Newest | None:
 
 
 def _last_events(path: Path) -> list[Event]:
-    from redline.cache import regular
+    from redline.cache import open_regular
     from redline.runs.events import parse_event
 
     try:
-        with open(path, "rb", opener=regular) as file:
+        with open(path, "rb", opener=open_regular) as file:
             file.seek(max(0, path.stat().st_size - _TAIL))
             lines = file.read().split(b"\n")
     except OSError:

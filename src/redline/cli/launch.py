@@ -95,12 +95,16 @@ def _resumed(run: Path | None, name: str | None, overrides: list[str]) -> Loaded
 def _check_batch(loaded: Loaded, world: int) -> None:
     """Whether so many ranks can share the batch, as far as the recipe has settled it."""
     from redline.errors import Problem, RecipeError
-    from redline.planning.batch import given_batch, undivided
-    from redline.recipe.checks import number
+    from redline.fields import none_if_auto
+    from redline.planning.batch import indivisible_batch, solve_batch
 
     train = loaded.recipe.train
-    total, micro, accumulation = number(train.global_batch), number(train.micro_batch), number(train.accumulation)
-    found = (undivided(total, world) if total else None) or given_batch(total, micro, accumulation, world)
+    total, micro, accumulation = (
+        none_if_auto(train.global_batch),
+        none_if_auto(train.micro_batch),
+        none_if_auto(train.accumulation),
+    )
+    found = (indivisible_batch(total, world) if total else None) or solve_batch(total, micro, accumulation, world)
     if isinstance(found, Problem):
         raise RecipeError(loaded.name, [found])
 

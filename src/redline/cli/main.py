@@ -42,7 +42,7 @@ from redline.cli import (
     runs as stop,
 )
 from redline.cli.suggestions import Verbs
-from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError, without_secrets
+from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError, redact
 
 _BY_DEFAULT = signal.default_int_handler
 
@@ -113,12 +113,12 @@ def run() -> int:
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     except UserError as error:
-        sys.stderr.write(without_secrets(f"redline: {error.message()}\n"))
+        sys.stderr.write(redact(f"redline: {error.message()}\n"))
         return error.exit_code
     except BrokenPipeError:
         return EXIT_FAILED
     except Exception as error:
-        sys.stderr.write(without_secrets(_refused(error) or traceback.format_exc()))
+        sys.stderr.write(redact(_refused(error) or traceback.format_exc()))
         return EXIT_FAILED
     return EXIT_DONE
 

@@ -12,7 +12,7 @@ from redline.cli.options import JsonOption, split_words
 
 if TYPE_CHECKING:
     from redline.hardware.machine import Machine
-    from redline.recipe.forecast import Measured
+    from redline.recipe.forecast import ProbeResult
     from redline.recipe.resolve import DataFacts, Resolved
     from redline.recipe.schema import Recipe
 from collections.abc import Mapping
@@ -64,19 +64,18 @@ def plan(
     """
     from redline.data.facts import expected_facts
     from redline.errors import UserError
+    from redline.fields import none_if_auto
     from redline.jobs.base import job
-    from redline.recipe.checks import number
-    from redline.recipe.forecast import forecast
+    from redline.recipe.forecast import check_target, forecast
     from redline.recipe.load import load
     from redline.recipe.resolve import resolve
     from redline.recipe.scaling import scaling
-    from redline.recipe.target import check_target
 
     check_figure(figure, gpus * nodes)
     name, overrides = split_words(recipe, "plan")
     loaded = load(name or "quickstart", overrides)
     loaded = replace(loaded, recipe=_complete(loaded.recipe))
-    facts = expected_facts(loaded.recipe.data, int(number(loaded.recipe.model.vocab) or 0))
+    facts = expected_facts(loaded.recipe.data, int(none_if_auto(loaded.recipe.model.vocab) or 0))
     facts = replace(facts, vocab_size=facts.vocab_size + job(loaded.recipe.objective).added_tokens(loaded.recipe))
     machine = _machine(gpu, loaded.recipe)
 
@@ -133,32 +132,32 @@ def _complete(recipe: Recipe) -> Recipe:
 def _machine(gpu: str, recipe: Recipe) -> Machine:
     """The card that is named, or the machine at hand."""
     if gpu not in ("auto", "cpu"):
-        from redline.hardware.machine import card
+        from redline.hardware.machine import named_gpu
 
-        return card(gpu)
-    from redline.hardware.machine import cpu_here, machine_here
+        return named_gpu(gpu)
+    from redline.hardware.machine import local_cpu, local_machine
 
     on_cpu = gpu == "cpu" or recipe.train.device == "cpu"
-    known = cpu_here() if on_cpu else machine_here()
+    known = local_cpu() if on_cpu else local_machine()
     if known is not None and (on_cpu or recipe.train.device in ("auto", known.device)):
         return known
     from redline.errors import UserError
-    from redline.hardware.detect import detect  # measures this CPU, once
+    from redline.hardware.probe import detect_machine  # measures this CPU, once
 
     try:
-        return detect("cpu" if on_cpu else recipe.train.device)
+        return detect_machine("cpu" if on_cpu else recipe.train.device)
     except UserError as error:
         fix = "Name the card to plan for, as --gpu h100; or use train.device=cpu."
         raise UserError(error.what, where="train.device", fix=fix) from None
 
 
-def _probe(resolved: Resolved, facts: Any, gpu: str) -> Measured:
+def _probe(resolved: Resolved, facts: Any, gpu: str) -> ProbeResult:
     """Real steps in a process of their own."""
     from redline.bench.trial import run_trial
     from redline.errors import UsageError
-    from redline.hardware.detect import detect
+    from redline.hardware.probe import detect_machine
 
-    here = detect(resolved.machine.device if gpu != "auto" else "auto")
+    here = detect_machine(resolved.machine.device if gpu != "auto" else "auto")
     planned = resolved.machine
     if (here.spec or here.name) != (planned.spec or planned.name):
         fix = "Leave --gpu out, or --probe."

@@ -70,10 +70,10 @@ def profile(
 @contextmanager
 def _made(folder: Path) -> Iterator[None]:
     """Before the work, which would be in vain where nothing can be written; what stays empty is taken away again."""
-    from redline.cache import writing
+    from redline.cache import explain_write_errors
 
     new = [path for path in (folder, *folder.parents) if not path.exists()]
-    with writing(folder):
+    with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()  # one that was there may be read-only
     try:
@@ -131,7 +131,7 @@ def _profile(loaded: Loaded, options: dict[str, Any], folder: Path) -> _Found:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notes of starting and stopping
     from redline.cache import write_atomically
     from redline.cli.progress import PreparationBar
-    from redline.hardware.detect import detect
+    from redline.hardware.probe import detect_machine
     from redline.jobs.base import objective_module
     from redline.recipe.resolve import resolve
     from redline.runs.breakdown import breakdown
@@ -148,7 +148,7 @@ def _profile(loaded: Loaded, options: dict[str, Any], folder: Path) -> _Found:
     recipe = module.complete(loaded.recipe, say)
     with PreparationBar() as bar:
         data = module.load_data(recipe, progress=bar)
-    resolved = resolve(recipe, detect(recipe.train.device), data.facts)
+    resolved = resolve(recipe, detect_machine(recipe.train.device), data.facts)
     resolved = replace(resolved, horizon_steps=recording.steps)  # no teacher reads for more
     objective = module.create(resolved, data)
     trace = folder / f"{loaded.name}.pt.trace.json.gz"
@@ -177,12 +177,12 @@ def _profile(loaded: Loaded, options: dict[str, Any], folder: Path) -> _Found:
 
 def _best(resolved: Resolved) -> dict[str, float]:
     """By the plan; of a CPU its matmul rate alone is known."""
-    from redline.recipe.forecast import work_of
+    from redline.recipe.forecast import step_work
     from redline.runs.breakdown import MATMUL, planned_best
 
     best = planned_best({"type": "plan", **resolved.plan_event()})
     if not best and resolved.machine.cpu_flops:
-        best[MATMUL] = 1e3 * resolved.tokens_per_step * work_of(resolved).matmul / resolved.machine.cpu_flops
+        best[MATMUL] = 1e3 * resolved.tokens_per_step * step_work(resolved).matmul / resolved.machine.cpu_flops
     return best
 
 

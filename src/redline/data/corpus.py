@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from redline.cache import discard_dir, read_bytes, read_text, temporary_sibling, write_atomically, writing
+from redline.cache import discard_dir, explain_write_errors, read_bytes, read_text, temporary_sibling, write_atomically
 from redline.data.encode import default_workers
 from redline.data.facts import expected_facts
 from redline.data.index import Index
@@ -107,7 +107,7 @@ def _open_parts(
 
 
 def _save(tokenizer: Tokenizer, path: Path) -> None:
-    with writing(path):
+    with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_sibling(path)
         tokenizer.save(temporary)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from redline.cache import atomic_dir, discard_dir, write_atomically, writing
+from redline.cache import atomic_dir, discard_dir, explain_write_errors, write_atomically
 from redline.data.encode import default_workers, encode_pieces
 from redline.data.origin import EMBEDDED, SCHEMA, Reading, holds_tokens, prepared_folder
 from redline.data.read_stats import Progress, ProgressCallback, Tally, nothing_to_train_on
@@ -48,7 +48,7 @@ def prepare(
     pieces = cut_pieces(split_documents(without_duplicates(documents, tally, drop=dedup), val_fraction))
     try:
         with ExitStack() as stack:
-            with writing(out):
+            with explain_write_errors(out):
                 temporary = stack.enter_context(atomic_dir(out))
             meta = _write_splits(pieces, tokenizer, temporary, shard_tokens, workers, tally, progress)
             tokenizer.save(temporary / "tokenizer.json")

@@ -21,7 +21,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from redline.cache import cache_dir, check_regular, regular
+from redline.cache import cache_dir, check_regular, open_regular
 from redline.errors import UserError
 
 MAGIC = b"redline1"
@@ -52,7 +52,7 @@ class Scan:
 
 def scan_tokens(path: Path, dtype: np.dtype[np.unsignedinteger], offset: int = 0) -> Scan:
     digest, max_id, max_odd = hashlib.sha256(), 0, 0
-    with open(path, "rb", opener=regular) as file:
+    with open(path, "rb", opener=open_regular) as file:
         file.seek(offset)
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
@@ -106,7 +106,7 @@ def check_shard(file: TokenFile, tokenizer_fingerprint: str) -> None:
     expected, actual = file.offset + file.tokens * file.dtype.itemsize, file.path.stat().st_size
     if actual != expected:
         raise damaged(file.path, f"the shard has {actual} bytes instead of {expected}")
-    with open(file.path, "rb", opener=regular) as opened:
+    with open(file.path, "rb", opener=open_regular) as opened:
         header = opened.read(HEADER_BYTES)
     if not header.startswith(MAGIC):
         raise damaged(file.path, "this is not a redline shard")
@@ -297,7 +297,7 @@ class BackgroundCheck:
     def _digest(self, file: TokenFile) -> str | None:
         """The SHA-256 of the tokens; None when the check was closed before the end."""
         found, chunk = hashlib.sha256(), memoryview(bytearray(_VERIFY_CHUNK_BYTES))
-        with open(file.path, "rb", buffering=0, opener=regular) as opened:
+        with open(file.path, "rb", buffering=0, opener=open_regular) as opened:
             opened.seek(file.offset)
             while not self._closed.is_set():
                 begin = time.perf_counter()

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from redline.cache import read_text, writing
+from redline.cache import explain_write_errors, read_text
 from redline.data.index import order_keys, permute
 from redline.data.shards import TokenFile, check_shard
 from redline.data.tokens import TokenSplit, shard_files
@@ -110,7 +110,7 @@ class TokenStream:
         with self._lock:
             if self._process is not None or read_state(self.folder).done:
                 return
-            with writing(self.folder):  # over there nothing could be said about it
+            with explain_write_errors(self.folder):  # over there nothing could be said about it
                 self.folder.mkdir(parents=True, exist_ok=True)
             command = [sys.executable, "-m", "redline.data.stream_writer"]
             pipe = subprocess.PIPE

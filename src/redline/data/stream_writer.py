@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from redline.cache import regular, write_atomically
+from redline.cache import open_regular, write_atomically
 from redline.data.encode import encode_pieces
 from redline.data.origin import Reading
 from redline.data.prepare import count_piece, description, training_texts
@@ -146,7 +146,7 @@ class StreamWriter:
 def run(job: dict[str, Any]) -> int:
     folder = Path(job["folder"])
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w", opener=regular) as lock:
+    with open(folder / "lock", "w", opener=open_regular) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another run may be preparing the same: then wait, and find it done
         if read_state(folder).done:
             return 0

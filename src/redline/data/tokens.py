@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from redline.cache import cache_dir, read_bytes, read_text, regular, write_atomically
+from redline.cache import cache_dir, open_regular, read_bytes, read_text, write_atomically
 from redline.data.origin import SCHEMA, held_out_of
 from redline.data.read_stats import left_out
 from redline.data.shards import (
@@ -57,7 +57,7 @@ def open_raw(path: Path) -> TokenFile:
     where = str(path)
     if not size:
         raise UserError("the file is empty.", where=where, fix="Write the tokens again.")
-    with open(path, "rb", opener=regular) as file:
+    with open(path, "rb", opener=open_regular) as file:
         start = file.read(_LOOK)
     if start.startswith(MAGIC):
         raise UserError("this is one shard of a prepared folder.", where=where, fix="Give the folder instead.")

@@ -23,7 +23,7 @@ from redline.jobs.finetune.costs import adapter_of
 from redline.models.families import from_llama, shape_of
 from redline.models.pretrained import Entry, entries, open_base, read
 from redline.planning.shapes import SHAPE_KEYS, Adapter
-from redline.recipe.lock import check_model, locked_recipe, read_lock
+from redline.recipe.lock import check_model_identity, locked_recipe, read_lock
 from redline.recipe.schema import Model, Recipe
 from redline.runs.summary import resolve_run
 from redline.training.checkpoint import Tensors, file_digest, find_weights
@@ -125,7 +125,7 @@ def open_initial(spec: str, root: Path, say: Callable[[str], None] = lambda _: N
     lock = read_lock(path)
     chosen = find_weights(path, selector, say=say)
     recipe = locked_recipe(path, lock).recipe
-    check_model(chosen.state["identity"], recipe, path)
+    check_model_identity(chosen.state["identity"], recipe, path)
     return Initial(
         source=f"{path.resolve()}@{chosen.step}",
         run_id=str(lock["run_id"]),

@@ -21,15 +21,15 @@ from redline.data.shards import OtherTokenizerError
 from redline.errors import UsageError, UserError
 from redline.export.adapter import ADAPTER, ADAPTER_CONFIG, from_peft
 from redline.export.folder import ORIGIN
-from redline.hardware.detect import detect
+from redline.hardware.probe import detect_machine
 from redline.jobs.base import job, objective_module
 from redline.jobs.finetune import objective as finetune
 from redline.jobs.objective import Objective
 from redline.models.pretrained import Base, open_base
 from redline.planning.shapes import TARGETS
 from redline.recipe.load import parse_overrides, validate
-from redline.recipe.lock import check_model, locked_recipe, read_lock
-from redline.recipe.parallel import for_world
+from redline.recipe.lock import check_model_identity, locked_recipe, read_lock
+from redline.recipe.parallel import adapt_to_world
 from redline.recipe.resolve import DataFacts, resolve
 from redline.recipe.schema import Recipe
 from redline.training.checkpoint import copy_weights, find_weights
@@ -81,7 +81,7 @@ def open_trained(
         raise UsageError(what, where=str(run), fix="Leave out --answers for its loss; `redline sample` lets it write.")
     recipe = _with_settings(_with_base(recipe, base, run), settings)
     own = recipe if source is not None and not writes_only else None
-    machine = detect(device, "--device ")
+    machine = detect_machine(device, "--device ")
     precision = _precision(recipe.train.precision, machine.device)
     recipe = recipe.model_copy(
         update={
@@ -94,7 +94,7 @@ def open_trained(
         }
     )
     chosen = find_weights(run, selector, weights, say)
-    check_model(chosen.state["identity"], recipe, run)
+    check_model_identity(chosen.state["identity"], recipe, run)
     if writes_only:
         facts = DataFacts(**lock["data"])
         data = module.tokenizer_alone(facts, run, recipe)
@@ -108,7 +108,7 @@ def open_trained(
             say("the data are not what the run was trained on any more: what is held out now, it may have learnt from")
     if chosen.state["identity"]["tokenizer"] != facts.tokenizer_fingerprint:
         raise _other_tokenizer(run)
-    resolved = resolve(for_world(recipe, 1), machine, facts)  # whoever trained it, one process reads it
+    resolved = resolve(adapt_to_world(recipe, 1), machine, facts)  # whoever trained it, one process reads it
     objective: Objective = module.create(resolved, data)
     objective.log = say
     if source and not writes_only and not (answers and objective.rereads):
@@ -336,7 +336,7 @@ def open_folder(
         what = "has no rows of its own to be evaluated on."
         raise UsageError(what, where=spec, fix="Name some: --data FILE.")
     found = open_base(spec, say) if adapter is None else _base_of(adapter, base, say)
-    machine = detect(device, "--device ")
+    machine = detect_machine(device, "--device ")
     recipe = finetune.complete(_recipe(found, adapter, source, sequences, machine.device), lambda _: None)
     if writes_only:
         data = finetune.FinetuneData(_facts(found, adapter), found)

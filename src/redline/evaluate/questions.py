@@ -31,8 +31,8 @@ from redline.data.facts import expected_facts
 from redline.data.problems import is_problems
 from redline.data.rows import is_clean
 from redline.data.sources import source_bytes
+from redline.fields import none_if_auto
 from redline.jobs.base import objective_module
-from redline.recipe.checks import number
 from redline.recipe.resolve import FEW_ROWS
 from redline.recipe.schema import Recipe
 
@@ -246,7 +246,7 @@ def _training_keys(recipe: Recipe, *, text: bool) -> Keys | None:
     try:
         if recipe.data.stream or not all(_here(source) for source in sources):
             return None
-        if text and expected_facts(recipe.data, int(number(recipe.model.vocab) or 0)).estimated:
+        if text and expected_facts(recipe.data, int(none_if_auto(recipe.model.vocab) or 0)).estimated:
             return None  # it would have to be prepared again
         if not text and sum(0 if is_problems(one) else source_bytes(one) or 0 for one in sources) > _MOST_BYTES:
             return None

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from redline.errors import cleaned
+from redline.errors import redact_all
 from redline.runs.events import EventList, number, read_events, section
 from redline.runs.summary import last_number
 from redline.units import format_count, format_seconds
@@ -130,7 +130,7 @@ def making(events: EventList, lock: Mapping[str, Any], exported: Mapping[str, An
 
 
 def resolved_recipe(lock: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(cleaned(section(lock, "recipe")), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(redact_all(section(lock, "recipe")), sort_keys=False, allow_unicode=True)
 
 
 def bullets(facts: Mapping[str, Any]) -> str:

@@ -39,7 +39,7 @@ from redline.jobs.objective import OnBase, PublicForm
 from redline.kernels.matmul import DTYPES
 from redline.models.families import FAMILIES, names, read_config
 from redline.models.pretrained import Base, entries, open_base
-from redline.recipe.lock import check_model, locked_recipe, read_lock
+from redline.recipe.lock import check_model_identity, locked_recipe, read_lock
 from redline.recipe.schema import Recipe
 from redline.training.checkpoint import Weights, find_weights
 
@@ -159,7 +159,7 @@ def export_run(
     refuse_content(out)
     lock = read_lock(run)
     trained = Trained(run, lock, locked_recipe(run, lock).recipe, find_weights(run, selector, weights, say))
-    check_model(trained.weights.state["identity"], trained.recipe, run)
+    check_model_identity(trained.weights.state["identity"], trained.recipe, run)
     contents = _contents(trained, How(dtype, merged, onto, base), say)
     about: dict[str, Any] = {}
 

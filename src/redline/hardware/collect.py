@@ -19,7 +19,7 @@ from typing import Any
 
 from redline.cache import cache_dir
 from redline.hardware import host, nvml
-from redline.hardware.measured import Measured
+from redline.hardware.measurements import Rates
 
 # ----------------------------------------------------------------------------------------------------
 # What `redline doctor` looks at, as plain data: gathered in one place, judged in another.
@@ -117,7 +117,7 @@ class Facts:
     packages: tuple[Package, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)  # secrets are replaced by the word "set"
     device_name: str = ""  # what was probed
-    measured: Measured | None = None
+    measured: Rates | None = None
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -221,16 +221,16 @@ def gather(runs: Path, *, probe: bool = False) -> Facts:
         gpus=gpus,
         visible=visible,
         driver=nvml.driver_version(),
-        driver_cuda=nvml.attempt(lambda: _version(library.nvmlSystemGetCudaDriverVersion())),
+        driver_cuda=nvml.none_on_error(lambda: _version(library.nvmlSystemGetCudaDriverVersion())),
         card_on_the_bus=card_on_the_bus(),
         trials={name: _trial(answers[name]) for name in (*TRIED, "probe") if name in answers},
-        compiler=host.compiler(),
+        compiler=host.cpp_compiler(),
         physical_memory=host.physical_memory_bytes(),
         memory=host.host_memory_bytes(),
         memory_free=free_memory(),
         machine_cores=os.cpu_count() or 1,
         cores=host.available_cores(),
-        shared_memory=nvml.attempt(lambda: shutil.disk_usage("/dev/shm").total),
+        shared_memory=nvml.none_on_error(lambda: shutil.disk_usage("/dev/shm").total),
         places=(look_at("cache", cache_dir()), look_at("runs", runs)),
         packages=packages(),
         environment=environment(),
@@ -272,15 +272,15 @@ def _gpus() -> tuple[tuple[GpuFacts, ...], int]:
     library = nvml.open_nvml()
     if library is None:
         return (), 0
-    count = nvml.attempt(library.nvmlDeviceGetCount) or 0
-    handles = [nvml.attempt(partial(library.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
+    count = nvml.none_on_error(library.nvmlDeviceGetCount) or 0
+    handles = [nvml.none_on_error(partial(library.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
     cards = [_gpu(library, index, handle) for index, handle in enumerate(handles) if handle is not None]
-    return tuple(cards), len(nvml.attempt(lambda: nvml.visible_handles(library)) or [])
+    return tuple(cards), len(nvml.none_on_error(lambda: nvml.visible_handles(library)) or [])
 
 
 def _gpu(library: Any, index: int, handle: Any) -> GpuFacts:
     def ask(question: Callable[[], Any]) -> Any:
-        return nvml.attempt(question)
+        return nvml.none_on_error(question)
 
     memory = ask(lambda: library.nvmlDeviceGetMemoryInfo(handle))
     return GpuFacts(
@@ -293,7 +293,7 @@ def _gpu(library: Any, index: int, handle: Any) -> GpuFacts:
         ecc=ask(lambda: bool(library.nvmlDeviceGetEccMode(handle)[0])),
         persistence=ask(lambda: bool(library.nvmlDeviceGetPersistenceMode(handle))),
         mig=ask(lambda: bool(library.nvmlDeviceGetMigMode(handle)[0])),
-        throttle=ask(lambda: nvml.throttle_words(nvml.throttle_bits(library, handle))) or "",
+        throttle=ask(lambda: nvml.throttle_names(nvml.throttle_bits(library, handle))) or "",
     )
 
 
@@ -342,7 +342,7 @@ def look_at(purpose: str, path: Path) -> Place:
     path = path.absolute()
     places = (path, *path.parents)
     existing = next(folder for folder in places if folder.is_dir())
-    free = nvml.attempt(lambda: shutil.disk_usage(existing).free)
+    free = nvml.none_on_error(lambda: shutil.disk_usage(existing).free)
     barred = any(os.path.lexists(place) for place in places[: places.index(existing)])  # by a file, or a dead link
     return Place(purpose, str(path), free, ("write",) if barred else tuple(_lacks(existing)))
 

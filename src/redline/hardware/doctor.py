@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from redline.errors import install_hint
 from redline.hardware.collect import Check, Facts, GpuFacts, Package, Place
-from redline.hardware.nvml import HEAT
+from redline.hardware.nvml import SLOWDOWNS
 from redline.hardware.specs import spec_of
-from redline.units import GIB, wrong_price
+from redline.units import GIB, price_problem
 
 # ----------------------------------------------------------------------------------------------------
 # Judging the NVIDIA side of a machine: driver, cards, and what really worked on them. Pure, as in checks.py.
@@ -114,7 +114,7 @@ def one_gpu(card: GpuFacts) -> list[Check]:
     if card.mig:
         wishes.append("A slice has a part of the card's speed: nvidia-smi -mig 0 gives the whole card.")
     lines.append(Check(f"{name} modes", "warn" if wishes else "ok", said or "unknown", " ".join(wishes)))
-    slow = [word for word in card.throttle.split("+") if word in HEAT]
+    slow = [word for word in card.throttle.split("+") if word in SLOWDOWNS]
     if slow:
         fix = "Look at its cooling and its power supply; until then it is slower than planned."
         lines.append(Check(f"{name} clock", "warn", f"held back now: {', '.join(slow)}", fix))
@@ -328,7 +328,7 @@ def environment(variables: dict[str, str]) -> list[Check]:
     )
     lines.append(Check("HF_HUB_OFFLINE", "ok", said))
     for name, value in variables.items():
-        if name == "REDLINE_PRICE" and (wrong := wrong_price(value)):
+        if name == "REDLINE_PRICE" and (wrong := price_problem(value)):
             fix = "Write dollars per hour as a number: REDLINE_PRICE=2.5."
             lines.append(Check(name, "warn", f"{value!r} is {wrong}, so no cost is shown", fix))
         elif name.startswith("REDLINE_"):

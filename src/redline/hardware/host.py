@@ -51,7 +51,7 @@ def host_memory_bytes(root: Path = ROOT) -> int:
     return min(physical_memory_bytes() or 8 << 30, cgroup_memory_bytes(root) or 1 << 62)
 
 
-def compiler() -> str | None:
+def cpp_compiler() -> str | None:
     """A C++ compiler, which torch.compile needs on a CPU."""
     names = (os.environ.get("CXX", "g++"), "g++", "clang++")
     return next((name for name in names if shutil.which(name)), None)
@@ -110,7 +110,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _LARGEST = 1 << 30
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory_mapped() -> None:
     """A CPU step allocates the same hundred megabytes each time; glibc would return them and fault them in again
     (measured: 25,000 page faults a step, docs/decisions/0003-cpu-threads.md). Other C libraries are left alone."""
     if sys.platform != "linux":

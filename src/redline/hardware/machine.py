@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from redline.errors import UsageError, did_you_mean
-from redline.hardware.host import available_cores, compiler, cpu_name, host_memory_bytes
-from redline.hardware.measured import Measured, cpu_key, gpu_key, recall_rates, torch_version
-from redline.hardware.nvml import first_card
+from redline.hardware.host import available_cores, cpp_compiler, cpu_name, host_memory_bytes
+from redline.hardware.measurements import Rates, cpu_key, gpu_key, installed_torch_version, read_rates
+from redline.hardware.nvml import first_gpu
 from redline.hardware.specs import SPECS, GpuSpec, spec_of
 from redline.units import GIB
 
@@ -23,7 +23,7 @@ class Machine:
     cpu_flops: float | None = None  # measured: no table knows every CPU
     fast_bf16: bool = False
     compiler: bool = True  # a C++ compiler, which torch.compile needs on a CPU
-    measured: Measured | None = field(default=None, hash=False)  # by `probe`, on this very machine
+    measured: Rates | None = field(default=None, hash=False)  # by `probe`, on this very machine
 
     @property
     def spec(self) -> GpuSpec | None:
@@ -42,7 +42,7 @@ class Machine:
         return {**asdict(self), "memory_gib": round(self.memory_bytes / (1 << 30), 1)}
 
 
-def cpu_machine(measured: Measured) -> Machine:
+def cpu_machine(measured: Rates) -> Machine:
     bf16, fp32 = measured.get("bf16", 0.0), measured.get("fp32", 0.0)
     return Machine(
         "cpu",
@@ -51,12 +51,12 @@ def cpu_machine(measured: Measured) -> Machine:
         available_cores(),
         cpu_flops=max(bf16, fp32),
         fast_bf16=bf16 > 1.5 * fp32,  # AMX or AVX512-BF16; elsewhere bf16 is emulated and slower
-        compiler=compiler() is not None,
+        compiler=cpp_compiler() is not None,
         measured=measured,
     )
 
 
-def gpu_machine(name: str, memory_bytes: int, capability: tuple[int, int], measured: Measured | None) -> Machine:
+def gpu_machine(name: str, memory_bytes: int, capability: tuple[int, int], measured: Rates | None) -> Machine:
     return Machine(
         "cuda",
         name,
@@ -72,17 +72,17 @@ def gpu_machine(name: str, memory_bytes: int, capability: tuple[int, int], measu
 # The machine at hand, asked without torch: for what must answer at once.
 
 
-def machine_here() -> Machine | None:
+def local_machine() -> Machine | None:
     """The first visible GPU, else the CPU as it was measured; None when it was not yet: `detect` measures it."""
-    card = None if torch_version().endswith("+cpu") else first_card()  # a torch for CPUs sees no GPU
+    card = None if installed_torch_version().endswith("+cpu") else first_gpu()  # a torch for CPUs sees no GPU
     if card is not None:
-        measured = recall_rates(gpu_key(card.name, card.driver))
+        measured = read_rates(gpu_key(card.name, card.driver))
         return gpu_machine(card.name, card.memory_bytes, card.capability, measured)
-    return cpu_here()
+    return local_cpu()
 
 
-def cpu_here() -> Machine | None:
-    measured = recall_rates(cpu_key())
+def local_cpu() -> Machine | None:
+    measured = read_rates(cpu_key())
     return cpu_machine(measured) if measured else None
 
 
@@ -93,7 +93,7 @@ def cpu_here() -> Machine | None:
 _CORES = 16  # of the machine around it; the plan uses it for nothing but loader threads
 
 
-def card(name: str) -> Machine:
+def named_gpu(name: str) -> Machine:
     """The machine that a card of the table makes."""
     spec = SPECS.get(name.lower())
     if spec is None:

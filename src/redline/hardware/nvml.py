@@ -48,7 +48,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuInfo:
     name: str
     memory_bytes: int
     capability: tuple[int, int]
@@ -60,7 +60,7 @@ class Nvml:
 
     def __init__(self) -> None:
         self._nvml = open_nvml()
-        handles = attempt(lambda: visible_handles(self._nvml)) if self._nvml else None
+        handles = none_on_error(lambda: visible_handles(self._nvml)) if self._nvml else None
         self._handle: Any = handles[0] if handles else None
         # a slice of a card has memory and processes of its own; power, clocks and heat are the whole card's
         self._whole: Any = whole_card(self._nvml, self._handle) if handles else None
@@ -71,24 +71,24 @@ class Nvml:
         if self._handle is None:
             return Reading()
         nvml, handle = self._nvml, self._handle
-        bits = attempt(lambda: throttle_bits(nvml, self._whole))
+        bits = none_on_error(lambda: throttle_bits(nvml, self._whole))
         return Reading(
-            gpu_util=attempt(lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
-            gpu_memory_gib=attempt(lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB, 3)),
+            gpu_util=none_on_error(lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
+            gpu_memory_gib=none_on_error(lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB, 3)),
             power_w=self._ask("nvmlDeviceGetPowerUsage", scale=1e-3),
             power_limit_w=self._limit,
             sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _SM_CLOCK),
             sm_clock_max_mhz=self._max_clock,
             memory_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _MEMORY_CLOCK),
             temperature_c=self._ask("nvmlDeviceGetTemperature", _ON_THE_CHIP),
-            throttle=None if bits is None else throttle_words(bits),
+            throttle=None if bits is None else throttle_names(bits),
             energy_j=self._ask("nvmlDeviceGetTotalEnergyConsumption", scale=1e-3),
         )
 
     def _ask(self, question: str, *about: int, scale: float = 1.0) -> float | None:
         if self._whole is None:
             return None
-        return attempt(lambda: round(getattr(self._nvml, question)(self._whole, *about) * scale, 3))
+        return none_on_error(lambda: round(getattr(self._nvml, question)(self._whole, *about) * scale, 3))
 
 
 _SM_CLOCK, _MEMORY_CLOCK, _ON_THE_CHIP = 1, 2, 0  # NVML's own numbers
@@ -103,10 +103,10 @@ def open_nvml() -> Any:
         pynvml.nvmlInit()
         return pynvml
 
-    return attempt(start)
+    return none_on_error(start)
 
 
-def attempt(question: Callable[[], T]) -> T | None:
+def none_on_error(question: Callable[[], T]) -> T | None:
     """NVML raises its own zoo of errors, and a card may refuse one reading and give the others."""
     try:
         return question()
@@ -138,7 +138,7 @@ def _named(nvml: Any, cards: list[Any], word: str) -> Any:
         return next(iter(_parts(nvml, cards[int(word)])), None) if int(word) < len(cards) else None
     if not word.startswith(("GPU-", "MIG-")):
         return None
-    exact = attempt(lambda: nvml.nvmlDeviceGetHandleByUUID(word))
+    exact = none_on_error(lambda: nvml.nvmlDeviceGetHandleByUUID(word))
     if exact is not None:
         return exact
     everything = [*cards, *(part for card in cards for part in _parts(nvml, card))]
@@ -147,17 +147,17 @@ def _named(nvml: Any, cards: list[Any], word: str) -> Any:
 
 def _parts(nvml: Any, card: Any) -> list[Any]:
     """The card itself, or in MIG mode its slices."""
-    mode = attempt(lambda: nvml.nvmlDeviceGetMigMode(card)[0])
+    mode = none_on_error(lambda: nvml.nvmlDeviceGetMigMode(card)[0])
     if not mode:
         return [card]
-    count = attempt(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(card)) or 0
-    slices = [attempt(partial(nvml.nvmlDeviceGetMigDeviceHandleByIndex, card, index)) for index in range(count)]
+    count = none_on_error(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(card)) or 0
+    slices = [none_on_error(partial(nvml.nvmlDeviceGetMigDeviceHandleByIndex, card, index)) for index in range(count)]
     return [handle for handle in slices if handle is not None]
 
 
 def whole_card(nvml: Any, handle: Any) -> Any:
-    is_slice = attempt(lambda: bool(nvml.nvmlDeviceIsMigDeviceHandle(handle)))
-    return attempt(lambda: nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)) if is_slice else handle
+    is_slice = none_on_error(lambda: bool(nvml.nvmlDeviceIsMigDeviceHandle(handle)))
+    return none_on_error(lambda: nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)) if is_slice else handle
 
 
 def throttle_bits(nvml: Any, handle: Any) -> int:
@@ -166,12 +166,12 @@ def throttle_bits(nvml: Any, handle: Any) -> int:
     return int(getattr(nvml, old if hasattr(nvml, old) else new)(handle))
 
 
-def throttle_words(bits: int) -> str:
+def throttle_names(bits: int) -> str:
     return "+".join(word for bit, word in _REASONS.items() if bits & bit)
 
 
 def uuid_of(nvml: Any, handle: Any) -> str | None:
-    return attempt(lambda: text(nvml.nvmlDeviceGetUUID(handle)))
+    return none_on_error(lambda: text(nvml.nvmlDeviceGetUUID(handle)))
 
 
 def text(value: str | bytes) -> str:
@@ -180,25 +180,25 @@ def text(value: str | bytes) -> str:
 
 def driver_version() -> str | None:
     nvml = open_nvml()
-    return attempt(lambda: text(nvml.nvmlSystemGetDriverVersion())) if nvml else None
+    return none_on_error(lambda: text(nvml.nvmlSystemGetDriverVersion())) if nvml else None
 
 
-def first_card() -> Card | None:
+def first_gpu() -> GpuInfo | None:
     """The card that a run would use."""
     nvml = open_nvml()
-    handles = attempt(lambda: visible_handles(nvml)) if nvml else None
-    return attempt(lambda: _card(nvml, handles[0])) if handles else None
+    handles = none_on_error(lambda: visible_handles(nvml)) if nvml else None
+    return none_on_error(lambda: _card(nvml, handles[0])) if handles else None
 
 
-def _card(nvml: Any, handle: Any) -> Card:
+def _card(nvml: Any, handle: Any) -> GpuInfo:
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(whole_card(nvml, handle))
-    driver = attempt(lambda: text(nvml.nvmlSystemGetDriverVersion()))
-    return Card(text(nvml.nvmlDeviceGetName(handle)), usable_memory(nvml, handle), (major, minor), driver)
+    driver = none_on_error(lambda: text(nvml.nvmlSystemGetDriverVersion()))
+    return GpuInfo(text(nvml.nvmlDeviceGetName(handle)), usable_memory(nvml, handle), (major, minor), driver)
 
 
 def usable_memory(nvml: Any, handle: Any) -> int:
     """What CUDA can give: the card's memory without the driver's own part of it."""
-    whole = attempt(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2))
+    whole = none_on_error(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2))
     if whole is not None:
         return int(whole.total - whole.reserved)
     return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
@@ -211,7 +211,7 @@ def usable_memory(nvml: Any, handle: Any) -> int:
 # A card that trains well touches its power limit often; only one that never leaves it is worth a sentence. Heat and
 # brakes are worth one as soon as they are not a blip.
 _POWER_LINES, _HEAT_LINES = 20, 3
-HEAT = {
+SLOWDOWNS = {
     "thermal": "it is too hot",
     "hw_thermal": "it is too hot",
     "hw_slowdown": "its hardware slows it down",
@@ -229,7 +229,7 @@ class ThrottleWatch:
     def note(self, reading: Reading) -> str | None:
         """The warning that is due now, once for heat and once for power in the life of a run."""
         words = (reading.throttle or "").split("+")
-        heat = next((HEAT[word] for word in words if word in HEAT), None)
+        heat = next((SLOWDOWNS[word] for word in words if word in SLOWDOWNS), None)
         self._hot_lines = self._hot_lines + 1 if heat else 0
         self._capped_lines = self._capped_lines + 1 if "power_cap" in words else 0
         if heat and self._hot_lines == _HEAT_LINES and self._first("heat"):

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from redline.hardware.measured import Measured, cpu_key, gpu_key, keep_rates, recall_rates
+from redline.errors import UserError
+from redline.hardware.machine import Machine, cpu_machine, gpu_machine
+from redline.hardware.measurements import Rates, cpu_key, gpu_key, measurement_count, read_rates, store_rates
 from redline.hardware.nvml import driver_version
 
 Work = Callable[[], object]
@@ -20,24 +22,24 @@ _GPU_SIZE = 8192  # square: large enough that a card of today reaches its rate
 _CPU_COPY, _GPU_COPY, _HOST_COPY = 64 << 20, 1 << 30, 256 << 20  # bytes
 
 
-def measure(device: str = "cpu") -> Measured:
+def measure(device: str = "cpu") -> Rates:
     """FLOP/s by precision and bytes/s by way. What this device cannot do is left out."""
     return _measure_gpu() if device == "cuda" else _measure_cpu()
 
 
-def measure_and_keep(device: str = "cpu") -> Measured:
+def measure_and_store(device: str = "cpu") -> Rates:
     """A GPU's rates as they are now, at its power limit of today; a CPU's fastest so far: it may have been busy."""
     rates = measure(device)
     if device == "cuda":
-        return keep_rates(gpu_key(torch.cuda.get_device_properties(0).name, driver_version()), rates)
-    before = recall_rates(cpu_key()) or {}
-    return keep_rates(cpu_key(), {name: max(rate, before.get(name, 0.0)) for name, rate in rates.items()})
+        return store_rates(gpu_key(torch.cuda.get_device_properties(0).name, driver_version()), rates)
+    before = read_rates(cpu_key()) or {}
+    return store_rates(cpu_key(), {name: max(rate, before.get(name, 0.0)) for name, rate in rates.items()})
 
 
 # --- CPU
 
 
-def _measure_cpu() -> Measured:
+def _measure_cpu() -> Rates:
     rows, inner, columns = _CPU_SHAPE
     work: dict[str, Work] = {}
     for name in ("fp32", "bf16"):  # fp16 is emulated on most CPUs, and no run uses it there
@@ -71,7 +73,7 @@ def _fastest(work: dict[str, Work], seconds: float = 0.9) -> dict[str, float]:
 # --- GPU
 
 
-def _measure_gpu() -> Measured:
+def _measure_gpu() -> Rates:
     rates = {}
     for name, work in {**_matmuls(), "fp8": _fp8_matmul}.items():
         with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):  # a card may lack a precision
@@ -118,7 +120,7 @@ def _fp8_matmul() -> Work:
     return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def _copies() -> Measured:
+def _copies() -> Rates:
     source = torch.ones(_GPU_COPY, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     host = torch.ones(_HOST_COPY, dtype=torch.uint8).pin_memory()
@@ -147,3 +149,28 @@ def _timed(work: Work, count: int) -> list[float]:
         mark.record()
     torch.cuda.synchronize()
     return [before.elapsed_time(after) / 1000.0 for before, after in itertools.pairwise(marks)]
+
+
+_CPU_MEASUREMENTS = 3  # a CPU may have been busy with something else
+
+
+def detect_machine(device: str = "auto", asked_by: str = "train.device=") -> Machine:
+    """What this process can train on. A CPU is measured a few times, a GPU when `redline doctor --probe` is asked.
+
+    `asked_by` is what stood before the device, for who must change it.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        known = read_rates(cpu_key()) if measurement_count(cpu_key()) >= _CPU_MEASUREMENTS else None
+        return cpu_machine(known or measure_and_store("cpu"))
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+        raise UserError(
+            f"no GPU that torch {torch.__version__}, {built}, can use.",
+            where=asked_by.rstrip("= "),
+            fix=f"`redline doctor` says why; or use {asked_by}cpu.",
+        )
+    card = torch.cuda.get_device_properties(0)
+    measured = read_rates(gpu_key(card.name, driver_version()))
+    return gpu_machine(card.name, card.total_memory, (card.major, card.minor), measured)

@@ -77,10 +77,10 @@ def compile_() -> None:
 
 
 def probe() -> dict[str, Any]:
-    from redline.hardware.probe import measure_and_keep
+    from redline.hardware.probe import measure_and_store
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return {"device": device, "rates": measure_and_keep(device)}
+    return {"device": device, "rates": measure_and_store(device)}
 
 
 TRIALS: dict[str, Callable[[], dict[str, Any] | None]] = {

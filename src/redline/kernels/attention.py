@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from redline.errors import UserError
-from redline.hardware.measured import ATTENTION, gpu_key, keep, recall
+from redline.hardware.measurements import ATTENTION, gpu_key, read_measurement, store_measurement
 from redline.hardware.nvml import driver_version
 from redline.kernels.masks import MaskSpec, sees_block
 from redline.kernels.timing import kernel_ms
@@ -390,13 +390,13 @@ def _measure_ranking(names: list[str], spec: MaskSpec, dtype: torch.dtype, shape
             lasting &= not isinstance(error, torch.OutOfMemoryError)  # another time there may be room
     if times and lasting:
         ms = {name: round(value, 4) for name, value in times.items()}
-        keep(ATTENTION, _ranking_key(spec, dtype, shape), {"ms": ms, "failed": failed})
+        store_measurement(ATTENTION, _ranking_key(spec, dtype, shape), {"ms": ms, "failed": failed})
     return Ranking(times, failed)
 
 
 def _recall_ranking(names: list[str], spec: MaskSpec, dtype: torch.dtype, shape: Shape) -> Ranking | None:
     """What an earlier start measured on this machine, if it looked at the same back-ends."""
-    kept = recall(ATTENTION, _ranking_key(spec, dtype, shape)) or {}
+    kept = read_measurement(ATTENTION, _ranking_key(spec, dtype, shape)) or {}
     ms, failed = kept.get("ms"), kept.get("failed")
     if not isinstance(ms, dict) or not isinstance(failed, dict) or {*ms, *failed} != {*names} or not ms:
         return None

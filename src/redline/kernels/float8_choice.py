@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from redline.errors import UserError, install_hint
-from redline.hardware.measured import FLOAT8, gpu_key, keep, recall
+from redline.hardware.measurements import FLOAT8, gpu_key, read_measurement, store_measurement
 from redline.hardware.nvml import driver_version
 from redline.kernels.float8 import (
     MULTIPLE,
@@ -101,7 +101,7 @@ def choose(asked: str, shapes: Shapes, *, fused: bool, learns: bool = True) -> F
             except Exception as error:
                 errors[name] = _first_line(error)
         if not errors:  # the next run tries again what failed
-            keep(FLOAT8, key, {"ms": times})
+            store_measurement(FLOAT8, key, {"ms": times})
         torch.cuda.empty_cache()  # the model wants the room in other pieces
     else:
         date = ", as measured before"
@@ -176,7 +176,7 @@ def _torchao(x: Tensor, grad: Tensor, weight: Tensor) -> Callable[[], Any]:
 
 
 def _recall(key: str, shapes: Shapes) -> dict[str, tuple[float, float]] | None:
-    kept = (recall(FLOAT8, key) or {}).get("ms")
+    kept = (read_measurement(FLOAT8, key) or {}).get("ms")
     if not isinstance(kept, dict) or set(kept) != set(shapes):
         return None
     pairs = {name: tuple(pair) for name, pair in kept.items() if isinstance(pair, list) and len(pair) == 2}

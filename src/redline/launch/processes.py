@@ -14,13 +14,13 @@ from pathlib import Path
 
 import typer
 
-from redline.cache import make_folder, regular
+from redline.cache import make_folder, open_regular
 from redline.errors import EXIT_FAILED, RecipeError, UsageError, UserError
+from redline.fields import none_if_auto
 from redline.hardware.host import available_cores
 from redline.hardware.nvml import open_nvml, visible_handles
 from redline.launch.session import CONSOLE
-from redline.planning.batch import undivided
-from redline.recipe.checks import number
+from redline.planning.batch import indivisible_batch
 from redline.recipe.schema import Recipe
 from redline.runs.trackers import require_packages
 from redline.training.heartbeat import FOLDER, PARENT
@@ -34,8 +34,8 @@ _SHOWN = 30  # lines of it, when something failed
 
 def check_world(recipe: Recipe, gpus: int) -> None:
     """What can be known before anything is started."""
-    total = number(recipe.train.global_batch)
-    if total and (problem := undivided(total, gpus)):
+    total = none_if_auto(recipe.train.global_batch)
+    if total and (problem := indivisible_batch(total, gpus)):
         raise RecipeError("recipe", [problem])
     cards = 0 if recipe.train.device == "cpu" else _cards()
     if cards and gpus > cards:
@@ -136,7 +136,7 @@ def last_commit(folder: Path) -> int | None:
 
 
 def _show_end(log: Path, start: int) -> None:
-    with open(log, "rb", opener=regular) as file:
+    with open(log, "rb", opener=open_regular) as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
     if lines:

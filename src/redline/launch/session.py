@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.cache import read_bytes, sync
-from redline.errors import EXIT_PREEMPTED, UsageError, cleaned
+from redline.errors import EXIT_PREEMPTED, UsageError, redact_all
 from redline.recipe.horizon import STOPS, remaining_fields
 from redline.recipe.lock import make_lock, read_lock, write_lock
 from redline.recipe.resolve import Choice, Resolved
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from redline.errors import UserError, without_secrets
+from redline.errors import UserError, redact
 from redline.jobs.base import job
 from redline.recipe.schema import Recipe
 
@@ -44,7 +44,7 @@ from collections.abc import Callable
 
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from redline.recipe.load import validate
-from redline.recipe.parallel import for_world
+from redline.recipe.parallel import adapt_to_world
 from redline.recipe.resolve import DataFacts, resolve
 from redline.runs.events import Event, number
 from redline.training import recovery as trouble
@@ -94,7 +94,7 @@ def _next_commands(path: Path, recipe: Recipe, reason: str) -> list[str]:
     module = objective_module(recipe.objective)
     answers = f" --answers {answers_kind(recipe)}" if module.can_answer(recipe) else ""
     python = recipe.data.source == "embedded"
-    prompt = without_secrets(recipe.eval.prompt or "") or ("a question" if answers else "import " if python else "")
+    prompt = redact(recipe.eval.prompt or "") or ("a question" if answers else "import " if python else "")
     run, best, model = (shlex.quote(str(word)) for word in (path, _best(path), f"{path.resolve().name}-model"))
     begin = f" --prompt {shlex.quote(prompt)}" if prompt else ""
     if reason == "patience":  # the run went on after its best step to see that it was the best
@@ -132,7 +132,7 @@ CONSOLE = "REDLINE_CONSOLE"  # set where standard output is the screen, and stan
 
 def join_ranks(recipe: Recipe) -> Ranks:
     """What the environment says; the screen is the first rank's."""
-    from redline.hardware.detect import detect
+    from redline.hardware.probe import detect_machine
     from redline.training.distributed import SINGLE_PROCESS, join, launched_distributed
 
     if not launched_distributed():
@@ -141,7 +141,7 @@ def join_ranks(recipe: Recipe) -> Ranks:
     if os.environ.get("RANK") == "0" and CONSOLE in os.environ:
         os.dup2(1, 2)
     HEARTBEAT.start(int(os.environ["RANK"]) if os.environ["RANK"].isdigit() else 0)
-    return join(detect(recipe.train.device).device, recipe.parallel.timeout)
+    return join(detect_machine(recipe.train.device).device, recipe.parallel.timeout)
 
 
 class Quiet:
@@ -149,7 +149,7 @@ class Quiet:
 
     def event(self, event: Event) -> None:
         if event["type"] == "warning":
-            sys.stderr.write(without_secrets(f"rank {os.environ.get('RANK')}: {event['message']}\n"))
+            sys.stderr.write(redact(f"rank {os.environ.get('RANK')}: {event['message']}\n"))
 
     def tick(self, step: int, progress: float | None = None, eta_s: float | None = None) -> None:
         return
@@ -161,7 +161,7 @@ class Quiet:
 def resolved_alike(recipe: Recipe, machine: Machine, facts: DataFacts, ranks: Ranks, *, resumed: bool) -> Resolved:
     """The first rank decides, and the others have its recipe: their cards may be a little smaller, or busy."""
     several = {"gpus": ranks.size // ranks.nodes, "nodes": ranks.nodes}
-    first = resolve(for_world(recipe, ranks.size) if resumed else recipe, machine, facts, **several)
+    first = resolve(adapt_to_world(recipe, ranks.size) if resumed else recipe, machine, facts, **several)
     tree = ranks.broadcast(first.recipe.model_dump(mode="json"))
     return first if ranks.is_main else resolve(validate(tree, where="the first rank"), machine, facts, **several)
 
@@ -273,11 +273,11 @@ def ended(work: Callable[[], int]) -> int:
         code = leave.code if isinstance(leave.code, int) else EXIT_FAILED
     except UserError as error:
         code, why = error.exit_code, getattr(error, "why", REFUSED)
-        sys.stderr.write(without_secrets(f"redline: {error.message()}\n"))
+        sys.stderr.write(redact(f"redline: {error.message()}\n"))
     except Exception as error:
         lost = _lost_another(error)
         code, why = EXIT_FAILED, "lost" if lost else type(error).__name__
-        sys.stderr.write(without_secrets(f"redline: {lost}\n" if lost else traceback.format_exc()))
+        sys.stderr.write(redact(f"redline: {lost}\n" if lost else traceback.format_exc()))
     HEARTBEAT.end(code, why)
     if code not in LEFT and "RANK" in os.environ:
         sys.stderr.flush()
@@ -355,7 +355,7 @@ class OneRun:
 
         recipe, first = self.resolved.recipe, self.ranks.is_main
         log = EventLog(self.path / EVENTS_FILE, on_error=warn) if first else NullEventLog()
-        sinks = sinks_for(recipe.monitor, self.path, cleaned(recipe.model_dump(mode="json")), warn) if first else []
+        sinks = sinks_for(recipe.monitor, self.path, redact_all(recipe.model_dump(mode="json")), warn) if first else []
         monitor = Monitor(log, console, price_per_hour=recipe.monitor.price_per_hour, sinks=sinks)
         monitor.price = monitor.price and monitor.price * self.ranks.size
         return monitor

@@ -20,10 +20,10 @@ import typer
 
 from redline.errors import UsageError
 from redline.launch.session import Leaving, OneRun, Quiet, join_ranks, refuse_run, resolved_alike
-from redline.recipe.horizon import STOPS, remaining_fields, steps_of
+from redline.recipe.horizon import STOPS, recipe_steps, remaining_fields
 from redline.recipe.load import Loaded, load, validate
 from redline.recipe.lock import locked_recipe, read_lock
-from redline.recipe.parallel import for_world
+from redline.recipe.parallel import adapt_to_world
 from redline.recipe.resolve import Resolved, resolve
 from redline.recipe.schema import RESUMABLE, Recipe
 from redline.runs.console import Console
@@ -225,7 +225,7 @@ def _reached(path: Path, recipe: Recipe, step: int) -> bool:
     """Whether the recipe's counted end is behind the step."""
     lock = read_lock(path)
     try:
-        end = steps_of(recipe, int(lock["data"]["train_tokens"]), int(lock["batch"]["tokens_per_step"]))
+        end = recipe_steps(recipe, int(lock["data"]["train_tokens"]), int(lock["batch"]["tokens_per_step"]))
     except (KeyError, TypeError, ValueError):
         return False  # an older lock: whoever goes on says so
     return end is not None and end <= step
@@ -340,7 +340,7 @@ def fresh_name(recipe: str, suffix: str = "") -> Path:
 
 def _plan(recipe: Recipe, console: View, ranks: Ranks, *, resumed: bool, gpus: int) -> tuple[Resolved, Any]:
     console.event({"type": "warmup", "message": "preparing data"})
-    from redline.hardware.detect import detect
+    from redline.hardware.probe import detect_machine
     from redline.jobs.base import objective_module
 
     module = objective_module(recipe.objective)
@@ -355,9 +355,9 @@ def _plan(recipe: Recipe, console: View, ranks: Ranks, *, resumed: bool, gpus: i
     for line in getattr(data, "told", ()):  # what became of its rows
         console.event({"type": "warmup", "message": line})
     console.event({"type": "warmup", "message": "looking at the machine"})
-    machine = detect(recipe.train.device)
+    machine = detect_machine(recipe.train.device)
     if gpus > 1 and not ranks.joined:  # a dry run of several
-        return resolve(for_world(recipe, gpus) if resumed else recipe, machine, data.facts, gpus=gpus), data
+        return resolve(adapt_to_world(recipe, gpus) if resumed else recipe, machine, data.facts, gpus=gpus), data
     return resolved_alike(recipe, machine, data.facts, ranks, resumed=resumed), data
 
 
@@ -381,11 +381,11 @@ class _Preparing:
 def environment(recipe: Recipe) -> None:
     """What must be set before torch starts."""
     from redline.cache import cache_dir
-    from redline.hardware.host import keep_freed_memory
+    from redline.hardware.host import keep_freed_memory_mapped
 
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "compile"))
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    keep_freed_memory()
+    keep_freed_memory_mapped()
     if recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from redline.cache import atomic_dir, cache_dir, check_regular, read_text, regular, writing
+from redline.cache import atomic_dir, cache_dir, check_regular, explain_write_errors, open_regular, read_text
 from redline.errors import UsageError, UserError
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
@@ -99,7 +99,7 @@ def _header(path: Path) -> dict[str, Entry]:
     try:
         with safe_open(check_regular(path), "pt"):  # refuses what is no header, or has not all the bytes it speaks of
             pass
-        with open(path, "rb", opener=regular) as file:
+        with open(path, "rb", opener=open_regular) as file:
             length = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(length))
     except (OSError, SafetensorError, ValueError) as error:
@@ -160,7 +160,7 @@ def fingerprint(found: Mapping[str, Entry], about: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name, entry in sorted(found.items()):
         digest.update(f"\n{name} {entry.dtype} {entry.shape} ".encode())
-        with open(entry.path, "rb", opener=regular) as file:
+        with open(entry.path, "rb", opener=open_regular) as file:
             sample(digest, file, entry.begin, entry.end)
     return digest.hexdigest()
 
@@ -212,14 +212,14 @@ def unpacked(path: Path, say: Callable[[str], None]) -> Path:
             _unpack(path, temporary)
     except OSError:
         if not folder.is_dir():  # else another process was faster
-            with writing(folder):
+            with explain_write_errors(folder):
                 raise
     return folder
 
 
 def _digest(path: Path) -> str:
     try:
-        with open(path, "rb", opener=regular) as file:
+        with open(path, "rb", opener=open_regular) as file:
             if file.read(4) != b"GGUF":
                 raise UserError("is not a GGUF file.", where=str(path), fix="Download or copy it again.")
             size = path.stat().st_size
@@ -274,7 +274,7 @@ def _unpack(path: Path, folder: Path) -> None:
 
 def _refuse_hollow(path: Path, layers: int) -> None:
     """Readers take defaults for what a file leaves out, even for its weights."""
-    with open(path, "rb", opener=regular) as file:
+    with open(path, "rb", opener=open_regular) as file:
         count = int.from_bytes(file.read(16)[8:], "little")
     if count < 9 * layers + 2:
         what = f"holds {count} tensors; a model of {layers} layers has more."

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from redline.errors import Problem
-from redline.planning.memory import MemoryParts
-from redline.planning.shapes import DecoderShape
 
 # ----------------------------------------------------------------------------------------------------
 # One batch and one model among several GPUs: which numbers of them divide it, and what each has to hold.
 
 
-GATHERED_BLOCKS = 2  # at once: the one that runs, and the one that is fetched meanwhile
-
-
-def undivided(total: int, world: int) -> Problem | None:
+def indivisible_batch(total: int, world: int) -> Problem | None:
     """What to do about a global batch that so many ranks cannot share; None when they can."""
     if total % world == 0:
         return None
@@ -27,24 +22,6 @@ def undivided(total: int, world: int) -> Problem | None:
     counts = [str(number) for number in (fewer, more) if number is not None]
     fix = f"Use train.global_batch={' or '.join(map(str, batches))}, or {' or '.join(counts)} GPUs."
     return Problem("train.global_batch", f"{total} sequences cannot be shared by {world} GPUs.", fix)
-
-
-def share_of(parts: MemoryParts, shape: DecoderShape, world: int, *, accumulates: bool = True) -> MemoryParts:
-    """What one of `world` ranks holds under fsdp, where `parts` are those of a model that is not shared, with all
-    gradients: its rows of weights, averages and moments, and what is gathered while it is used.
-
-    Micro-batches that accumulate add up whole gradients until the last of a step. With one micro-batch a step, each
-    block's gradient is scattered when its backward ends: a rank holds its rows, and the whole of what is under way.
-    """
-    block = 4.0 * shape.layer_matmul_parameters
-    root = 4.0 * (shape.parameters - shape.layers * shape.layer_matmul_parameters)
-    gathered = min(GATHERED_BLOCKS * block, shape.layers * block) + root
-    return replace(
-        parts,
-        weights=parts.weights / world + gathered,
-        gradients=parts.gradients if accumulates else parts.gradients / world + gathered,
-        optimizer=parts.optimizer / world,
-    )
 
 
 # name → (share of the memory, factor on the global batch), as in the H200 guide
@@ -74,7 +51,7 @@ class BatchPlan:
         return BatchPlan(self.micro // parts, self.accumulation * parts, self.world)
 
 
-def given_batch(
+def solve_batch(
     global_batch: int | None, micro: int | None, accumulation: int | None, world: int = 1
 ) -> BatchPlan | Problem | None:
     """The batch when the recipe settles it, what is wrong when it contradicts itself, None when the plan may choose."""
@@ -89,7 +66,7 @@ def given_batch(
         return BatchPlan(micro, accumulation, world)
     part = micro or accumulation
     if global_batch and part and global_batch % world:
-        return undivided(global_batch, world)
+        return indivisible_batch(global_batch, world)
     if global_batch and part:
         if global_batch % (part * world):
             name = "micro_batch" if micro else "accumulation"
@@ -109,13 +86,15 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)}, reverse=True)
 
 
-def divisible(share: float) -> int:
+def round_to_divisible(share: float) -> int:
     """A whole number near it that has divisors of many sizes: no more than four of its bits count."""
     unit = 1 << max(0, math.floor(math.log2(max(1.0, share))) - 3)
     return max(1, round(share / unit)) * unit
 
 
-def largest_micro(global_batch: int, world: int, fits: Callable[[int], bool], cap: int | None = None) -> BatchPlan:
+def largest_micro_batch(
+    global_batch: int, world: int, fits: Callable[[int], bool], cap: int | None = None
+) -> BatchPlan:
     """The largest divisor of a rank's share that fits; 1 when nothing does (the warm-up then says what happens)."""
     share = global_batch // world
     micro = next((m for m in _divisors(share) if (cap is None or m <= cap) and fits(m)), 1)

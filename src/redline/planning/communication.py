@@ -106,7 +106,7 @@ class Fabric:
         return volume.sent(self.world) / (WIRE_SHARE * bandwidth) + volume.calls * hops * HOP_SECONDS
 
 
-def exposed(volume: Volume, fabric: Fabric, micro: float) -> float | None:
+def exposed_seconds(volume: Volume, fabric: Fabric, micro: float) -> float | None:
     """What the messages add to a step whose micro-batches take `micro` seconds each.
 
     All-reduces hide behind the last backward, gathers behind the blocks before them; the last message of a backward,

@@ -18,8 +18,8 @@ from redline.planning.shapes import DecoderShape
 FORMULA = "6·N_matmul + 12·L·d·T"
 FORMULA_CAUSAL = "6·N_matmul + 6·L·d·T"
 FORMULA_RECOMPUTED = "2·(N_layers − N_down) + 2·L·d·T"
-LEARNT_ALL = "every position that can be hidden is content or padding that is learnt"
-WHOLE_ROWS = "every token sees its whole row"
+ASSUMES_FULL_LOSS = "every position that can be hidden is content or padding that is learnt"
+ASSUMES_FULL_ROWS = "every token sees its whole row"
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ def decoder_flops(
     attention = shape.layers * shape.d_attention * seq_len
     matmuls = 6.0 * (shape.layers * shape.layer_matmul_parameters + scored * shape.head_parameters)
     useful, executed = matmuls + 12.0 * attention, matmuls + 6.0 * attention
-    palm, masked = (head_apart(form, "N_matmul", scored) for form in (FORMULA, FORMULA_CAUSAL))
+    palm, masked = (with_scored_head(form, "N_matmul", scored) for form in (FORMULA, FORMULA_CAUSAL))
     if checkpointing != "full":
         return FlopsPerToken(useful, executed, 0.0, palm, masked, assumed=assumed)
     again = 2.0 * shape.layers * shape.layer_recomputed_parameters + 2.0 * attention
     return FlopsPerToken(useful, executed, again, palm, masked, FORMULA_RECOMPUTED, assumed)
 
 
-def head_apart(formula: str, every: str, scored: float) -> str:
+def with_scored_head(formula: str, every: str, scored: float) -> str:
     """The formula with the head counted apart where it does not run at every position."""
     return formula if scored == 1.0 else formula.replace(every, f"(N_layers + {scored:.3g}·N_head)")
 
@@ -102,14 +102,14 @@ def layout_flops(
     if checkpointing == "full":
         again += 2.0 * passes.read * shape.layers * shape.layer_recomputed_parameters
         formulas.append(f"{2 * passes.read:.3g}·(N_trunk − N_down)")
-    if attends_again(checkpointing, passes.mask):
+    if recomputes_attention(checkpointing, passes.mask):
         again += 4.0 * passes.seen * attention
         formulas.append(f"4·L·d·{passes.seen:.5g}")
     formula = _formula(passes)
     return FlopsPerToken(counted, counted, again, formula, formula, " + ".join(formulas), assumed)
 
 
-def attends_again(checkpointing: str, mask: str) -> bool:
+def recomputes_attention(checkpointing: str, mask: str) -> bool:
     """Whether the backward runs attention's forward once more: `selective` keeps what it makes where that is one
     operation of torch, as it is under a causal mask."""
     return checkpointing == "full" or (checkpointing == "selective" and mask == "blocks")

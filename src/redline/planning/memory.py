@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from redline.planning.shapes import DecoderShape
 from redline.units import GIB
@@ -146,7 +146,7 @@ def training_memory(
 
     The parts as they are when most is held. Gradients are all there only when micro-batches are added up.
     """
-    activations, logits = passing_memory(
+    activations, logits = activation_memory(
         shape,
         tokens=tokens,
         bytes_per_value=bytes_per_value,
@@ -170,7 +170,7 @@ def training_memory(
     )
 
 
-def passing_memory(
+def activation_memory(
     shape: DecoderShape,
     *,
     tokens: int,
@@ -222,3 +222,24 @@ def _cast_weights(shape: DecoderShape, bytes_per_value: int, kernels: Kernels, c
     if checkpointing != "none":
         return 2.0 * (shape.layer_matmul_parameters + shape.head_parameters)
     return float((1 if kernels.fused and kernels.fp8 else 2) * shape.matmul_parameters)
+
+
+GATHERED_BLOCKS = 2  # at once: the one that runs, and the one that is fetched meanwhile
+
+
+def fsdp_rank_memory(parts: MemoryParts, shape: DecoderShape, world: int, *, accumulates: bool = True) -> MemoryParts:
+    """What one of `world` ranks holds under fsdp, where `parts` are those of a model that is not shared, with all
+    gradients: its rows of weights, averages and moments, and what is gathered while it is used.
+
+    Micro-batches that accumulate add up whole gradients until the last of a step. With one micro-batch a step, each
+    block's gradient is scattered when its backward ends: a rank holds its rows, and the whole of what is under way.
+    """
+    block = 4.0 * shape.layer_matmul_parameters
+    root = 4.0 * (shape.parameters - shape.layers * shape.layer_matmul_parameters)
+    gathered = min(GATHERED_BLOCKS * block, shape.layers * block) + root
+    return replace(
+        parts,
+        weights=parts.weights / world + gathered,
+        gradients=parts.gradients if accumulates else parts.gradients / world + gathered,
+        optimizer=parts.optimizer / world,
+    )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 
-from redline.planning.communication import Fabric, Volume, exposed
-from redline.planning.flops import Passes, attends_again, causal_passes
+from redline.planning.communication import Fabric, Volume, exposed_seconds
+from redline.planning.flops import Passes, causal_passes, recomputes_attention
 from redline.planning.memory import LOW_BIT, MUON, Kernels, activation_bytes_per_token
 from redline.planning.shapes import DecoderShape
 
@@ -135,7 +135,7 @@ def decoder_work(
         matmul=layer_matmul + 6.0 * passes.scored * shape.head_parameters,
         attention=attention,
         recomputed=2.0 * passes.read * layers * shape.layer_recomputed_parameters if again else 0.0,
-        attention_again=attention / 3 if attends_again(checkpointing, passes.mask) else 0.0,
+        attention_again=attention / 3 if recomputes_attention(checkpointing, passes.mask) else 0.0,
         touched=float(passes.read * layers * shape.d_attention * bytes_per_value),
         moved_least=_least_traffic(shape, bytes_per_value, passes),
         moved=traffic * kept + recompute_traffic + beside if fused is None else fused,
@@ -263,12 +263,12 @@ def limits(work: Work, peaks: Peaks, tokens: float) -> list[Limit]:
     ]
 
 
-def physical(parts: list[Limit]) -> float:
+def seconds_at_peak(parts: list[Limit]) -> float:
     """Seconds of a step at the dense peaks, all of the time: nothing can be faster."""
     return sum(part.at_peak or 0.0 for part in parts)
 
 
-def reachable(parts: list[Limit]) -> float:
+def seconds_at_best_rates(parts: list[Limit]) -> float:
     """Seconds at the rates of the best kernels, if the memory-bound work hid entirely behind them."""
     return sum(part.at_best for part in parts if part.at_peak is not None)
 
@@ -287,7 +287,7 @@ class StepTime:
         return None if self.exposed is None else self.compute + self.update + self.exposed
 
 
-def expected(work: Work, peaks: Peaks, *, micro_tokens: int, accumulation: int, shards: int = 1) -> StepTime:
+def expected_step_time(work: Work, peaks: Peaks, *, micro_tokens: int, accumulation: int, shards: int = 1) -> StepTime:
     """Of one card as redline runs it today, by prior; `shards` is how many share the update."""
     matmul, plain = _seconds_per_flop(work.width, peaks, micro_tokens)
     rate, bandwidth = attention_rate(work.head_dim, work.mask), COPY_SHARE * peaks.bandwidth
@@ -310,7 +310,7 @@ def _seconds_per_flop(width: int, peaks: Peaks, micro_tokens: int) -> tuple[floa
     return quick + fp8_lost(micro_tokens, width) * max(0.0, plain - quick), plain
 
 
-def among(time: StepTime, volume: Volume, fabric: Fabric, accumulation: int) -> StepTime:
+def add_communication(time: StepTime, volume: Volume, fabric: Fabric, accumulation: int) -> StepTime:
     """The same step as one of a world of cards."""
     spoken = fabric.seconds(volume)
-    return replace(time, communication=spoken, exposed=exposed(volume, fabric, time.compute / accumulation))
+    return replace(time, communication=spoken, exposed=exposed_seconds(volume, fabric, time.compute / accumulation))

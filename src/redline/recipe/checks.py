@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from redline.errors import Problem
-from redline.fields import AUTO
+from redline.fields import AUTO, none_if_auto
 from redline.jobs.base import job
-from redline.planning.batch import given_batch
+from redline.planning.batch import solve_batch
 from redline.planning.memory import MUON
 from redline.planning.schedule import ONE_CYCLE
 from redline.planning.shapes import SIZES
@@ -16,11 +14,6 @@ from redline.recipe.schema import Model, Recipe, Train
 MOST_LAYERS = 10_000  # plans and models go through them one by one
 # What follows from a width still is a 64-bit integer; d_ff follows from d_model.
 _WIDEST = {**dict.fromkeys(("d_model", "heads", "kv_heads", "head_dim", "vocab"), 1 << 40), "d_ff": 1 << 42}
-
-
-def number(value: Any) -> Any:
-    """The value, or None while it is still auto."""
-    return None if value == AUTO else value
 
 
 def contradictions(recipe: Recipe) -> list[Problem]:
@@ -92,8 +85,11 @@ def _addresses(recipe: Recipe) -> list[Problem]:
 def _model(model: Model) -> list[Problem]:
     problems = []
     sized = dict(zip(("layers", "d_model", "heads", "d_ff"), SIZES.get(model.size or "", ()), strict=False))
-    d_model, heads = number(model.d_model) or sized.get("d_model"), number(model.heads) or sized.get("heads")
-    kv_heads, head_dim = number(model.kv_heads), number(model.head_dim)
+    d_model, heads = (
+        none_if_auto(model.d_model) or sized.get("d_model"),
+        none_if_auto(model.heads) or sized.get("heads"),
+    )
+    kv_heads, head_dim = none_if_auto(model.kv_heads), none_if_auto(model.head_dim)
     if model.size is None and model.base is None:
         missing = [k for k in ("layers", "d_model", "heads") if getattr(model, k) == AUTO]
         problems += [Problem(f"model.{key}", "is missing.", "Give it, or model.size: auto.") for key in missing]
@@ -107,15 +103,15 @@ def _model(model: Model) -> list[Problem]:
         problems.append(Problem("model.heads", f"{heads} does not divide model.d_model {d_model}."))
     elif (width := head_dim or (d_model // heads if d_model and heads else 0)) % 2:
         problems.append(Problem("model.head_dim", f"{width} is odd; rotary embeddings need pairs."))
-    layers = number(model.layers) or sized.get("layers") or min(size[0] for size in SIZES.values())
+    layers = none_if_auto(model.layers) or sized.get("layers") or min(size[0] for size in SIZES.values())
     if model.base is not None:
         parts = {"model.value_embeddings": model.value_embeddings > 0, "model.skips": model.skips != "none"}
         problems += [Problem(key, "is nothing that a base has.", "Leave it out.") for key, on in parts.items() if on]
     if layers > MOST_LAYERS:
         problems.append(Problem("model.layers", f"are too many; {MOST_LAYERS:,} is the most."))
-    wide = {key: most for key, most in _WIDEST.items() if (number(getattr(model, key)) or 0) > most}
+    wide = {key: most for key, most in _WIDEST.items() if (none_if_auto(getattr(model, key)) or 0) > most}
     problems += [Problem(f"model.{key}", f"is too large; {most:,} is the most.") for key, most in wide.items()]
-    if model.skips != "none" and number(model.layers) == 1:
+    if model.skips != "none" and none_if_auto(model.layers) == 1:
         fix = "Leave it out, or use more model.layers."
         problems.append(Problem("model.skips", f"{model.skips} does nothing to one layer.", fix))
     if 2 * model.value_embeddings > layers:
@@ -134,11 +130,11 @@ def _stops(train: Train) -> list[Problem]:
 
 
 def _batch(train: Train) -> list[Problem]:
-    given = (number(train.global_batch), number(train.micro_batch), number(train.accumulation))
+    given = (none_if_auto(train.global_batch), none_if_auto(train.micro_batch), none_if_auto(train.accumulation))
     total, micro, accumulation = given
     if total and micro and accumulation and total % (micro * accumulation) == 0:
         return []  # right for some number of GPUs; the plan knows which
-    batch = given_batch(*given)
+    batch = solve_batch(*given)
     return [batch] if isinstance(batch, Problem) else []
 
 
@@ -155,7 +151,7 @@ def _optimizer(recipe: Recipe) -> list[Problem]:
         fix = "Take it away, or give train.weight_decay."
         problems.append(Problem("train.cautious", "is about weight decay, and train.weight_decay is 0.", fix))
     own = recipe.model.base is None  # whether a base's head is its embedding is for the base to say
-    if own and recipe.model.tied and number(train.head_lr) not in (None, train.embedding_lr):
+    if own and recipe.model.tied and none_if_auto(train.head_lr) not in (None, train.embedding_lr):
         fix = "Use train.embedding_lr, or model.tied=false."
         problems.append(Problem("train.head_lr", "does nothing while model.tied=true: the head is the embedding.", fix))
     return problems

@@ -1,11 +1,16 @@
-"""Before the run: how fast, how long, how dear, and how far from what the hardware allows."""
+"""Predict a run's speed, duration and cost, and the ceiling that the hardware sets.
+
+`forecast` takes a resolved recipe and combines what a step has to compute (`planning.speed.Work`), the card's peaks and
+the communication between cards (`recipe.parallel`). `check_target` compares a requested speed with the ceiling.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from redline.errors import Problem, RecipeError
+from redline.errors import Problem, RecipeError, UserError
 from redline.hardware.machine import Machine
 from redline.jobs.base import costs
 from redline.planning.communication import Fabric, Volume
@@ -18,24 +23,25 @@ from redline.planning.speed import (
     Peaks,
     StepTime,
     Work,
-    among,
-    expected,
+    add_communication,
+    expected_step_time,
     limits,
-    physical,
-    reachable,
+    seconds_at_best_rates,
+    seconds_at_peak,
 )
-from redline.recipe.parallel import fabric_of, mode_of, volume_of
+from redline.recipe.parallel import communication_volume, parallel_mode, planned_fabric
 from redline.recipe.schema import Recipe
+from redline.units import format_count
 
 if TYPE_CHECKING:
     from redline.recipe.resolve import Resolved
 
-CPU_SHARE = 0.28  # of a CPU's measured matmul rate, that a training step of a small model reaches
+CPU_SHARE = 0.28  # share of a CPU's measured matmul rate that a training step of a small model reaches
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a few real steps showed."""
+class ProbeResult:
+    """What `plan --probe` measured with a few real steps on one card."""
 
     tokens_per_s: float
     memory_gib: float | None
@@ -45,12 +51,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Forecast:
+    """The expected speed of a run beside its ceilings. None means unknown."""
+
     tokens_per_s: float | None
-    source: str
-    flops: tuple[float, float]  # PaLM and causal, per token
+    source: str  # where `tokens_per_s` comes from: a prior or a measurement
+    flops: tuple[float, float]  # per token: PaLM form, mask-exact form
     peak: float | None  # dense bf16 peak of all cards together
-    physical: float | None  # tokens/s that no run can pass
-    reachable: float | None  # tokens/s at the best kernels' rates, memory-bound work hidden
+    physical: float | None  # tokens/s at 100 % of the dense peak: no run can be faster
+    reachable: float | None  # tokens/s at the best kernels' rates if all memory-bound work is hidden
     parts: list[Limit]
     peaks: Peaks | None
     hours: float | None
@@ -58,21 +66,22 @@ class Forecast:
     mode: str
     volume: Volume
     fabric: Fabric
-    time: StepTime | None  # of a step, where it can be foretold
+    time: StepTime | None
 
     def event(self) -> dict[str, Any]:
+        """Return the forecast's fields of the plan event."""
         palm, causal = self.flops
         return {
             "throughput": {
                 "tokens_per_s": _rounded(self.tokens_per_s),
-                "mfu": self._share(self.tokens_per_s, palm),
-                "mfu_causal": self._share(self.tokens_per_s, causal),
-                "precision": "bf16",  # whose peak the shares are of, whatever is trained in
+                "mfu": self._mfu(self.tokens_per_s, palm),
+                "mfu_causal": self._mfu(self.tokens_per_s, causal),
+                "precision": "bf16",  # MFU is relative to the bf16 peak whatever precision the run trains in
                 "source": self.source,
             },
             "ceiling": {
                 "tokens_per_s": _rounded(self.physical),
-                "mfu": self._share_of_own_peak(causal),
+                "mfu": self._ceiling_mfu(causal),
                 "precision": None if self.peaks is None else self.peaks.precision,
                 "best_kernels_tokens_per_s": _rounded(self.reachable),
                 "limits": [
@@ -89,6 +98,13 @@ class Forecast:
             "cost_usd": None if self.cost_usd is None else round(self.cost_usd, 2),
         }
 
+    def tokens_by_clock(self, hours: float | None, counted: int | None) -> int | None:
+        """Return the tokens that fit into `hours`, or None if the counted limit (in tokens) ends the run first."""
+        if hours is None or self.tokens_per_s is None:
+            return None
+        tokens = round(hours * 3600 * self.tokens_per_s)
+        return None if counted is not None and counted <= tokens else tokens
+
     def _communication(self) -> dict[str, Any]:
         time, volume = self.time or StepTime(0.0, 0.0, None, None), self.volume
         return {
@@ -96,29 +112,22 @@ class Forecast:
             "all_reduced_bytes": round(volume.reduced),
             "all_gathered_bytes": round(volume.gathered),
             "reduce_scattered_bytes": round(volume.scattered),
-            "exchanged_bytes": round(volume.exchanged),  # Muon's, by all cards together
+            "exchanged_bytes": round(volume.exchanged),  # Muon's matrices, summed over all cards
             "sent_bytes": round(volume.sent(self.fabric.world)),  # by each card
             "ms_per_step": _milliseconds(time.communication),
             "exposed_ms": _milliseconds(time.exposed),
             "estimate": True,
         }
 
-    def tokens_by_clock(self, hours: float | None, counted: int | None) -> int | None:
-        """What the clock leaves time for, when it stops the run before the counted limits do."""
-        if hours is None or self.tokens_per_s is None:
-            return None
-        tokens = round(hours * 3600 * self.tokens_per_s)
-        return None if counted is not None and counted <= tokens else tokens
+    def _mfu(self, tokens_per_s: float | None, flops: float) -> float | None:
+        share = None if tokens_per_s is None else mfu(tokens_per_s, flops, self.peak)
+        return None if share is None else round(share, 4)
 
-    def _share_of_own_peak(self, flops: float) -> float | None:
-        """Of the ceiling: 1 where all is computed at the peak of `precision`; less in fp8, as attention is in bf16."""
+    def _ceiling_mfu(self, flops: float) -> float | None:
+        """Return the MFU of the ceiling: 1, except in fp8, where attention still runs at the bf16 peak."""
         if self.peaks is None or self.physical is None:
             return None
         share = mfu(self.physical, flops, self.peaks.matmul * self.fabric.world)
-        return None if share is None else round(share, 4)
-
-    def _share(self, rate: float | None, flops: float) -> float | None:
-        share = None if rate is None else mfu(rate, flops, self.peak)
         return None if share is None else round(share, 4)
 
 
@@ -130,21 +139,23 @@ def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else round(1e3 * seconds, 3)
 
 
-def forecast(resolved: Resolved, *, price: float | None = None, measured: Measured | None = None) -> Forecast:
-    """`price` is for one card an hour; `measured` replaces the prior."""
+def forecast(resolved: Resolved, *, price: float | None = None, measured: ProbeResult | None = None) -> Forecast:
+    """Forecast a resolved recipe. `price` is USD per card and hour; `measured` replaces the prior for the speed."""
     machine, batch, flops = resolved.machine, resolved.batch, resolved.flops
     world, tokens = batch.world, resolved.tokens_per_step
     peaks, known = _peaks(machine, resolved.recipe.train.precision)
-    work, volume, fabric = work_of(resolved), volume_of(resolved), fabric_of(resolved)
-    counted = work if resolved.rows is None else work_of(resolved, of_data=True)
+    work, volume, fabric = step_work(resolved), communication_volume(resolved), planned_fabric(resolved)
+    # The prior is calibrated with full rows; the ceiling counts what the rows of the data really need.
+    counted = work if resolved.rows is None else step_work(resolved, use_data=True)
     parts = limits(counted, peaks, tokens / world) if peaks else []
     if measured is None:
-        time, source = _expected(resolved, work, peaks, known)
+        time, source = _prior(resolved, work, peaks, known)
     else:
-        each = "" if world == 1 else " on one card"
-        time, source = StepTime(tokens / world / measured.tokens_per_s, 0.0), f"measured{each}"
+        source = "measured" if world == 1 else "measured on one card"
+        time = StepTime(tokens / world / measured.tokens_per_s, 0.0)
     if time is not None and world > 1:
-        time, source = among(time, volume, fabric, batch.accumulation), source + _between_cards(fabric)
+        time = add_communication(time, volume, fabric, batch.accumulation)
+        source += "; between cards " + ("unknown" if fabric.bandwidth is None else "an estimate")
     rate = tokens / time.total if time and time.total else None
     hours = _hours(resolved, rate)
     bf16_peak = machine.peak("bf16")
@@ -153,34 +164,35 @@ def forecast(resolved: Resolved, *, price: float | None = None, measured: Measur
         source=source,
         flops=(flops.useful, flops.executed),
         peak=bf16_peak * world if bf16_peak else None,
-        physical=tokens / physical(parts) if parts and known else None,
-        reachable=tokens / reachable(parts) if parts else None,
+        physical=tokens / seconds_at_peak(parts) if parts and known else None,
+        reachable=tokens / seconds_at_best_rates(parts) if parts else None,
         parts=parts,
         peaks=peaks if known else None,
         hours=hours,
         cost_usd=None if hours is None or price is None else hours * price * world,
-        mode=mode_of(resolved),
+        mode=parallel_mode(resolved),
         volume=volume,
         fabric=fabric,
         time=time,
     )
 
 
-def _between_cards(fabric: Fabric) -> str:
-    if fabric.bandwidth is None:
-        return "; between cards unknown"
-    return "; between cards an estimate"
-
-
-def kernels_of(recipe: Recipe, device: str, *, precision: str, compiled: bool, fused: bool) -> Kernels:
+def planned_kernels(recipe: Recipe, device: str, *, precision: str, compiled: bool, fused: bool) -> Kernels:
+    """Return how a step is computed, as far as memory and traffic depend on it."""
     gpu = device == "cuda"
-    scores = recipe.data.seq_len if recipe.model.attention == "dense" else 0
-    return Kernels(gpu, compiled, fused, fused and precision == "fp8", gpu and recipe.data.pack, scores)
+    return Kernels(
+        gpu=gpu,
+        compiled=compiled,
+        fused=fused,
+        fp8=fused and precision == "fp8",
+        packed=gpu and recipe.data.pack,
+        scores=recipe.data.seq_len if recipe.model.attention == "dense" else 0,
+    )
 
 
-def work_of(resolved: Resolved, *, of_data: bool = False) -> Work:
-    """What a step has to do: with whole rows, as expected speeds are calibrated; or, for ceilings, `of_data`."""
-    train, rows = resolved.recipe.train, resolved.rows if of_data else None
+def step_work(resolved: Resolved, *, use_data: bool = False) -> Work:
+    """Return what a step has to compute: for full rows, or with `use_data` for the average row of the data."""
+    train, rows = resolved.recipe.train, resolved.rows if use_data else None
     work: Work = costs(resolved.recipe, rows, resolved.batch.micro).work(
         resolved.shape,
         resolved.recipe.data.seq_len,
@@ -189,7 +201,7 @@ def work_of(resolved: Resolved, *, of_data: bool = False) -> Work:
         optimizer=train.optimizer,
         ema=train.ema is not None,
         muon_steps=train.muon_steps,
-        kernels=kernels_of(
+        kernels=planned_kernels(
             resolved.recipe,
             resolved.machine.device,
             precision=train.precision,
@@ -201,31 +213,26 @@ def work_of(resolved: Resolved, *, of_data: bool = False) -> Work:
 
 
 def _peaks(machine: Machine, precision: str) -> tuple[Peaks | None, bool]:
-    """The card's peaks, and whether they are a known card's; a measured card's are worked back from its rates."""
+    """Return the card's peaks and whether they are from the table of cards.
+
+    For a card that is not in the table, estimate them from its measured rates: such peaks give a prior, not a ceiling.
+    """
     spec, measured = machine.spec, machine.measured or {}
-    attention = "fp32" if precision == "fp32" else "bf16"
+    attention = "fp32" if precision == "fp32" else "bf16"  # attention never runs in fp8
     if spec is not None:
         matmul, other = spec.peak(precision), spec.peak(attention)
         if matmul is None or other is None:
-            fix = "Use train.precision=bf16."
-            raise RecipeError("recipe", [Problem("train.precision", f"the {spec.name} has no {precision} units.", fix)])
+            what = f"the {spec.name} has no {precision} tensor cores."
+            raise RecipeError("recipe", [Problem("train.precision", what, "Use train.precision=bf16.")])
         return Peaks(matmul, other, spec.bandwidth, precision), True
     if machine.device == "cuda" and {precision, attention, "copy"} <= set(measured):
-        share = BEST_MATMUL_SHARE
-        return (
-            Peaks(
-                measured[precision] / share[precision],
-                measured[attention] / share[attention],
-                measured["copy"] / COPY_SHARE,
-                precision,
-            ),
-            False,
-        )
+        matmul, other = (measured[name] / BEST_MATMUL_SHARE[name] for name in (precision, attention))
+        return Peaks(matmul, other, measured["copy"] / COPY_SHARE, precision), False
     return None, False
 
 
-def _expected(resolved: Resolved, work: Work, peaks: Peaks | None, known: bool) -> tuple[StepTime | None, str]:
-    """One card's share of a step."""
+def _prior(resolved: Resolved, work: Work, peaks: Peaks | None, known: bool) -> tuple[StepTime | None, str]:
+    """Return the expected step time of one card without communication, and what the expectation rests on."""
     machine, batch = resolved.machine, resolved.batch
     micro_tokens = batch.micro * resolved.recipe.data.seq_len
     if machine.device == "cpu":
@@ -235,18 +242,98 @@ def _expected(resolved: Resolved, work: Work, peaks: Peaks | None, known: bool) 
         return StepTime(micro_tokens * batch.accumulation / rate, 0.0), "prior: this CPU's measured matmul rate"
     if peaks is None:
         return None, "unknown"
-    shards = batch.world if mode_of(resolved) == "fsdp" else 1
-    time = expected(work, peaks, micro_tokens=micro_tokens, accumulation=batch.accumulation, shards=shards)
-    spec = machine.spec
-    own = spec is not None and spec.name == "h200"
+    shards = batch.world if parallel_mode(resolved) == "fsdp" else 1
+    time = expected_step_time(work, peaks, micro_tokens=micro_tokens, accumulation=batch.accumulation, shards=shards)
     if not known:
         source = "prior: this card's measured rates"
+    elif machine.spec is not None and machine.spec.name == "h200":
+        source = "prior: H200 kernel rates"
     else:
-        source = "prior: H200 kernel rates" + ("" if own else ", scaled to this card")
+        source = "prior: H200 kernel rates, scaled to this card"
     return time, source + costs(resolved.recipe).assumed
 
 
-def _hours(resolved: Resolved, rate: float | None) -> float | None:
+def _hours(resolved: Resolved, tokens_per_s: float | None) -> float | None:
+    """Return the duration of the run: train.hours, or the counted horizon at the expected speed if that is shorter."""
     limit, steps = resolved.recipe.train.hours, resolved.horizon_steps
-    by_tokens = steps * resolved.tokens_per_step / rate / 3600 if steps and rate else None
+    by_tokens = steps * resolved.tokens_per_step / tokens_per_s / 3600 if steps and tokens_per_s else None
     return min((hours for hours in (limit, by_tokens) if hours), default=None)
+
+
+def check_target(target: float, resolved: Resolved, forecast: Forecast) -> str | None:
+    """Compare a requested speed (tokens/s) with the ceiling.
+
+    Raise a UserError with the arithmetic if no data could make it possible. Return a warning if it is above what the
+    best measured kernels reach or depends on the data, and None if it is plausible.
+    """
+    limit, name = forecast.physical, resolved.machine.name
+    if limit is None:
+        return f"cannot check the target of {target:,.0f} tokens/s: the peak of {name} is not known"
+    if target > limit and target <= (most := _limit_for_any_data(limit, resolved, forecast)):
+        return (
+            f"the target of {target:,.0f} tokens/s is above {limit:,.0f}, the limit for rows in which every token "
+            f"attends to the whole row and has a loss. Short documents and long prompts raise the limit, to at most "
+            f"{most:,.0f}: whether the target is possible depends on the data"
+        )
+    if target > limit:
+        raise UserError(
+            f"{target:,.0f} tokens/s is impossible.\n{_arithmetic(target, limit, resolved, forecast)}",
+            where="--target-tokens-per-s",
+            fix=_alternatives(target, limit, resolved),
+        )
+    if forecast.reachable is not None and target > forecast.reachable:
+        return (
+            f"the target of {target:,.0f} tokens/s is below the physical limit of {limit:,.0f}, but above "
+            f"{forecast.reachable:,.0f}, which the best measured kernels reach if all memory-bound work is hidden"
+        )
+    return None
+
+
+def _limit_for_any_data(limit: float, resolved: Resolved, forecast: Forecast) -> float:
+    """Return the tokens/s that no data can exceed: count only the work that every row needs."""
+    matmul, attention = costs(resolved.recipe).certain(resolved.shape)
+    at_peak = {part.part: part.at_peak or 0.0 for part in forecast.parts}
+    return limit * seconds_at_peak(forecast.parts) / (matmul * at_peak["matmul"] + attention * at_peak["attention"])
+
+
+def _arithmetic(target: float, limit: float, resolved: Resolved, forecast: Forecast) -> str:
+    """Return a small table: the FLOP/s that the target needs, what the cards have, and the resulting limit."""
+    flops, world, peaks = resolved.flops.executed, resolved.batch.world, forecast.peaks
+    assert peaks is not None  # a physical limit is known, so the peaks are too
+    cards = f"one {resolved.machine.name}" if world == 1 else f"{world} × {resolved.machine.name}"
+    per_second = f"{target:,.0f}/s = {flops * target / 1e12:,.0f} TFLOP/s"
+    if peaks.precision == "fp8":
+        # Matmuls run at the fp8 peak, attention at the bf16 peak.
+        matmul = (forecast.parts[0].at_peak or 0.0) / seconds_at_peak(forecast.parts)
+        available = (
+            f"{peaks.matmul / 1e12:,.0f} TFLOP/s in fp8 for matmuls, {peaks.attention / 1e12:,.0f} in bf16 for "
+            f"attention: the dense peaks of {cards}"
+        )
+        bound = (
+            f"{limit:,.0f} tokens/s ({matmul:.0%} of the time in matmuls, {1 - matmul:.0%} in attention); "
+            f"{world * peaks.matmul / flops:,.0f} if attention ran in fp8 too"
+        )
+    else:
+        available = (
+            f"{world * peaks.matmul / 1e12:,.0f} TFLOP/s: the dense {peaks.precision} peak of {cards} "
+            "(data sheets often print twice that, for 2:4 sparsity, which training does not use)"
+        )
+        bound = f"{limit:,.0f} tokens/s at 100 % of the peak"
+    expected = [f"best kernels {format_count(forecast.reachable)}"] if forecast.reachable else []
+    if forecast.tokens_per_s:
+        expected.append(f"this plan {format_count(forecast.tokens_per_s)} ({forecast.source})")
+    rows = {
+        "needed": f"{flops / 1e9:.3f} GFLOP per token ({resolved.flops.formula_executed}) × {per_second}",
+        "available": available,
+        "limit": bound,
+        "expected": ", ".join(expected),
+        "instead": "",  # followed by the fix, which the error appends
+    }
+    return "\n".join(f"  {label:<11}{text}" for label, text in rows.items()).rstrip(" ") + " "
+
+
+def _alternatives(target: float, limit: float, resolved: Resolved) -> str:
+    cards = math.ceil(resolved.batch.world * target / limit)
+    parameters = format_count(resolved.shape.matmul_parameters * limit / target)
+    more = f"--gpus {cards} or more" if resolved.nodes == 1 else f"{cards} cards or more in total"
+    return f"lower the target, plan with {more}, or use a model with fewer than {parameters} parameters."

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from redline.planning.batch import BatchPlan, given_batch
+from redline.fields import none_if_auto
+from redline.planning.batch import BatchPlan, solve_batch
 from redline.planning.schedule import horizon_steps
-from redline.recipe.checks import number
 from redline.recipe.schema import Recipe
 
 STOPS = ("train.steps", "train.tokens", "train.epochs")  # counted stop conditions; train.hours is a budget beside them
@@ -16,7 +16,7 @@ FEW_STEPS = 20
 FEW_EPOCHS, MANY_EPOCHS = 0.1, 10.0
 
 
-def replace_stops(base: Mapping[str, Any], typed: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def replace_stop_conditions(base: Mapping[str, Any], typed: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return `base` without the counted stop conditions that typed ones replace, and a note for each of those.
 
     Otherwise `train.steps=40` on a recipe of three epochs would end after three epochs, which may be a single step.
@@ -34,7 +34,7 @@ def epoch_tokens(recipe: Recipe, train_tokens: int) -> int:
     return max(length, train_tokens - train_tokens % length) if train_tokens else 0
 
 
-def steps_of(recipe: Recipe, train_tokens: int, tokens_per_step: int) -> int | None:
+def recipe_steps(recipe: Recipe, train_tokens: int, tokens_per_step: int) -> int | None:
     train, epoch = recipe.train, epoch_tokens(recipe, train_tokens)
     return horizon_steps(
         steps=train.steps,
@@ -111,14 +111,35 @@ def token_limit(recipe: Recipe, train_tokens: int, world: int) -> float:
     if train.tokens:
         limits.append(train.tokens)
     if train.steps:
-        asked = asked_batch(recipe)
-        given = given_batch(*asked, world)
+        asked = requested_batch(recipe)
+        given = solve_batch(*asked, world)
         batch = given.global_batch if isinstance(given, BatchPlan) else asked[0] or train.batch_base
         limits.append(train.steps * batch * recipe.data.seq_len)
     return min(limits)
 
 
-def asked_batch(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
+def requested_batch(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
     """Global, of a micro-batch, and how many of those; None is for the plan to choose."""
     train = recipe.train
-    return number(train.global_batch), number(train.micro_batch), number(train.accumulation)
+    return none_if_auto(train.global_batch), none_if_auto(train.micro_batch), none_if_auto(train.accumulation)
+
+
+UNKNOWN_WARMUP = 100
+
+
+def default_warmup(expected_steps: float) -> tuple[int, str]:
+    """Steps, and why so many."""
+    if math.isinf(expected_steps):
+        return UNKNOWN_WARMUP, "the length of the run is not known yet"
+    value = min(1000, max(min(5, expected_steps // 2), expected_steps // 50, 1))
+    least = ", at least 5" if 10 <= expected_steps < 250 else ""
+    return int(value), f"about 2 % of an expected {expected_steps:.0f} steps{least}"
+
+
+def warmup_warnings(asked: int, expected_steps: float) -> list[str]:
+    """What is to be said of a warm-up that was asked for, in a run of so many steps."""
+    if asked <= expected_steps / 2:
+        return []
+    what = f"train.warmup_steps={asked} is more than half of an expected {expected_steps:.0f} steps"
+    tenth = f"{max(1, expected_steps // 10):.0f} would be a tenth."
+    return [f"{what}: the learning rate hardly reaches its peak. {tenth}"]

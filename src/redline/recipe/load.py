@@ -15,81 +15,13 @@ from pydantic import BaseModel, ValidationError
 from redline.errors import Problem, RecipeError, UsageError, did_you_mean
 from redline.jobs.base import JOBS, job
 from redline.planning.batch import PRESETS
+from redline.recipe.aliases import ALIASES, canonical_keys
 from redline.recipe.checks import contradictions, idle
-from redline.recipe.horizon import replace_stops
+from redline.recipe.horizon import replace_stop_conditions
 from redline.recipe.schema import Recipe, recipe_class
 
 # ----------------------------------------------------------------------------------------------------
 # Other spellings of recipe keys, each mapped to the one name that locks and docs use.
-
-
-ALIASES: dict[str, str] = {
-    "train.micro_batch_size": "train.micro_batch",
-    "batch_size": "train.micro_batch",
-    "train.gradient_accumulation": "train.accumulation",
-    "train.gradient_accumulation_steps": "train.accumulation",
-    "gradient_accumulation": "train.accumulation",
-    "gradient_accumulation_steps": "train.accumulation",
-    "early_stopping_patience": "eval.patience",
-    "max_batch_memory_gb": "train.memory_gb",
-    "train.learning_rate": "train.lr",
-    "learning_rate": "train.lr",
-    "train.max_hours": "train.hours",
-    "max_hours": "train.hours",
-    "model.attn_backend": "model.attention",
-    "attn_implementation": "model.attention",
-    "use_flash_attn": "model.attention",
-    "use_flash_attention": "model.attention",
-    "model.gradient_checkpointing": "train.grad_checkpointing",
-    "trainer.compile": "train.compile",
-    "compile_model": "train.compile",
-    "trainer.precision": "train.precision",
-    "mixed_precision": "train.precision",
-    "train.bf16": "train.precision",
-    "loader.num_workers": "data.workers",
-    "data.num_workers": "data.workers",
-    "num_workers": "data.workers",
-    "max_seq_len": "data.seq_len",
-    "pack": "data.pack",
-    **{f"lora.{key}": f"model.lora.{key}" for key in ("r", "alpha", "dropout", "target_modules", "rslora")},
-    "bnb_4bit.quant_type": "model.quant",
-    "bnb_4bit.use_double_quant": "model.quant_double",
-    "bnb_4bit.compute_dtype": "train.precision",
-}
-_PRECISION = {
-    "bf16-mixed": "bf16",
-    "bf16-true": "bf16",
-    "16-mixed": "fp16",
-    "32-true": "fp32",
-    "32": "fp32",
-    "no": "fp32",
-    "False": "fp32",  # how YAML reads `no`
-}
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_ATTENTION = {"flash_attn": "flash", "flash_attention": "flash", "flash_attention_2": "flash", "sdpa": "auto"}
-# the key of the diffusion jobs, whose mask no flash attention takes: the fastest that does is meant
-_BLOCK_ATTENTION = {**_ATTENTION, "flash_attn": "auto"}
-_SWITCHES = {
-    "train.bf16": {True: "bf16", False: "auto"},
-    # the guides fall back where flash attention is missing: that is auto, which takes the fastest that is there
-    "use_flash_attn": {True: "auto", False: "dense"},
-    "use_flash_attention": {True: "auto", False: "dense"},
-}
-_WORDS = {
-    "trainer.precision": _PRECISION,
-    "mixed_precision": _PRECISION,
-    "bnb_4bit.compute_dtype": _DTYPES,
-    "model.attn_backend": _BLOCK_ATTENTION,
-    "attn_implementation": _ATTENTION,
-}
-
-
-def canonical(key: str, value: Any) -> tuple[str, Any]:
-    """The canonical key, and the value in its language."""
-    name = ALIASES.get(key, key)
-    if key in _SWITCHES and isinstance(value, bool):
-        return name, _SWITCHES[key][value]
-    return name, _WORDS.get(key, {}).get(str(value), value)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -312,20 +244,6 @@ def nest(flat: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     return tree, problems
 
 
-def canonical_keys(flat: dict[str, Any], origin: str) -> tuple[dict[str, Any], list[str], list[Problem]]:
-    """The keys by their one name, a note for each that had another, and what was given under two at once."""
-    renamed: dict[str, Any] = {}
-    notes, problems = [], []
-    for key, value in flat.items():
-        name, value = canonical(key, value)
-        if name in renamed and renamed[name] != value:
-            problems.append(Problem(key, f"and another spelling of {name} are both given in the {origin}."))
-        if name != key:
-            notes.append(f"{key} is spelt {name} here")
-        renamed[name] = value
-    return renamed, notes, problems
-
-
 def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, info in schema.model_fields.items():
         inner = info.annotation
@@ -367,7 +285,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     path = find_recipe(name)
     base, notes, problems = canonical_keys(dict(flatten(read_recipe(path))), "file")
     extra, more_notes, more = canonical_keys(parse_overrides(overrides), "command line")
-    base, replaced = replace_stops(base, extra)
+    base, replaced = replace_stop_conditions(base, extra)
     objective = extra.get("objective", base.get("objective"))
     if extra.get("model.base") is not None and base.get("model.base") not in (None, extra["model.base"]):
         base = {key: value for key, value in base.items() if not key.startswith(_OF_THE_BASE)}

@@ -14,11 +14,12 @@ from typing import Any
 
 from redline import __version__
 from redline.cache import read_text
-from redline.errors import UsageError, UserError, cleaned, did_you_mean, names_a_secret, secret_variables
+from redline.errors import UsageError, UserError, did_you_mean, is_secret_name, redact_all, secret_variables
 from redline.jobs.base import JOBS, options_of
 from redline.planning.schedule import COSINE_CYCLE, ONE_CYCLE
-from redline.recipe.horizon import replace_stops
-from redline.recipe.load import Loaded, canonical_keys, flatten, known_keys, nest, parse_overrides, validate
+from redline.recipe.aliases import canonical_keys
+from redline.recipe.horizon import replace_stop_conditions
+from redline.recipe.load import Loaded, flatten, known_keys, nest, parse_overrides, validate
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import RESUMABLE, Recipe
 from redline.vocabulary import RECIPE_LOCK_FILE
@@ -64,7 +65,7 @@ def make_lock(
         "versions": versions(),
         "git": git_state(),
     }
-    return {key: cleaned(value) for key, value in lock.items()}
+    return {key: redact_all(value) for key, value in lock.items()}
 
 
 def _without_values(recipe: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -93,7 +94,7 @@ def _missing_values(withheld: Any) -> list[str]:
 def _with_values(recipe: dict[str, Any], withheld: Any) -> dict[str, Any]:
     """Put back what `_without_values` took out, as far as the environment still has it."""
     names = [name for name in withheld if isinstance(name, str)] if isinstance(withheld, list) else []
-    values = {f"${{{name}}}": os.environ[name] for name in names if names_a_secret(name) and name in os.environ}
+    values = {f"${{{name}}}": os.environ[name] for name in names if is_secret_name(name) and name in os.environ}
 
     def restored(text: str) -> str:
         for name, value in values.items():
@@ -154,12 +155,12 @@ def locked_recipe(
     train.tokens or train.epochs replaces all three.
     """
     written = dict(flatten(_with_values(lock["recipe"], lock.get(WITHHELD))))
-    base = found_again(_in_todays_terms(written, lock), lock.get("began_in"))
+    base = resolve_paths(_in_todays_terms(written, lock), lock.get("began_in"))
     for words in before:
         flat, _, _ = canonical_keys(parse_overrides(words), "log")
         base |= {key: value for key, value in flat.items() if key.startswith(RESUMABLE)}
     changes, notes, problems = canonical_keys(parse_overrides(overrides or []), "command line")
-    base, replaced = replace_stops(base, changes)
+    base, replaced = replace_stop_conditions(base, changes)
     frozen = [k for k, v in changes.items() if not k.startswith(RESUMABLE) and base.get(k) != v]
     if frozen:
         lines = []
@@ -211,7 +212,7 @@ def _with_older_meanings(flat: dict[str, Any]) -> dict[str, Any]:
     return {f"{name}.{key}": value for key, value in older.items()} | flat
 
 
-def found_again(flat: dict[str, Any], began_in: Any) -> dict[str, Any]:
+def resolve_paths(flat: dict[str, Any], began_in: Any) -> dict[str, Any]:
     """Paths as the folder means them that the run was begun in: who goes on with it may stand in another."""
     if not isinstance(began_in, str) or began_in == str(Path.cwd()):
         return flat
@@ -283,7 +284,7 @@ def model_identity(recipe: Recipe) -> dict[str, Any]:
     return found | {f"{recipe.objective}.{key}": own[key] for key in options.model_keys}
 
 
-def check_model(recorded: dict[str, Any], recipe: Recipe, run: Path) -> None:
+def check_model_identity(recorded: dict[str, Any], recipe: Recipe, run: Path) -> None:
     """Compare a checkpoint's recorded `identity` with the recipe in lock.json; a UserError names the keys that differ.
 
     Checkpoints of older releases record no model, and ones of other releases may lack a key: what is not recorded is

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from redline.errors import Problem, RecipeError
-from redline.fields import AUTO
+from redline.fields import AUTO, none_if_auto
 from redline.planning.memory import LOW_BIT
-from redline.recipe.checks import number
 from redline.units import GIB
 
 if TYPE_CHECKING:
@@ -60,10 +59,10 @@ def _not_sharded(recipe: Recipe, frozen: bool) -> str:
     return ""
 
 
-def for_world(recipe: Recipe, world: int) -> Recipe:
+def adapt_to_world(recipe: Recipe, world: int) -> Recipe:
     """A resolved recipe as so many ranks would go on with it: the global batch stays, and its parts follow from it."""
     train = recipe.train
-    total, micro, accumulation = (number(x) for x in (train.global_batch, train.micro_batch, train.accumulation))
+    total, micro, accumulation = (none_if_auto(x) for x in (train.global_batch, train.micro_batch, train.accumulation))
     if not total or not micro or micro * (accumulation or 0) * world == total:
         return recipe
     keeps = total % (micro * world) == 0
@@ -75,25 +74,25 @@ def for_world(recipe: Recipe, world: int) -> Recipe:
 # How a resolved recipe's cards share the work, what they tell each other, and over which wires.
 
 
-def mode_of(resolved: Resolved) -> str:
+def parallel_mode(resolved: Resolved) -> str:
     """fsdp where each card holds a share of the model, else ddp."""
     return "fsdp" if resolved.recipe.parallel.mode == "fsdp" else "ddp"
 
 
-def fabric_of(resolved: Resolved) -> Fabric:
+def planned_fabric(resolved: Resolved) -> Fabric:
     """Links from the table of cards, the network from the recipe or assumed."""
     gpus, spec = resolved.batch.world // resolved.nodes, resolved.machine.spec
     gbps = resolved.recipe.parallel.network_gbps or NETWORK_GBPS_PER_CARD * gpus
     return Fabric(gpus, resolved.nodes, spec.link if spec else None, gbps * GIGABIT)
 
 
-def volume_of(resolved: Resolved) -> Volume:
+def communication_volume(resolved: Resolved) -> Volume:
     """Nothing, for one card."""
     shape, batch = resolved.shape, resolved.batch
     counted = costs(resolved.recipe).parameters(shape)
     if batch.world == 1:
         return Volume()
-    if mode_of(resolved) == "ddp":
+    if parallel_mode(resolved) == "ddp":
         return ddp_volume(4.0 * counted["trainable"])
     blocks = shape.layers * padded_bytes(block_tensors(shape), batch.world)
     root = padded_bytes(root_tensors(shape), batch.world)

@@ -8,20 +8,28 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from redline.errors import Problem, RecipeError
-from redline.fields import AUTO
+from redline.fields import AUTO, none_if_auto
 from redline.hardware.machine import Machine
 from redline.jobs.base import costs
-from redline.planning.batch import BatchPlan, divisible, given_batch, largest_micro, share_of, undivided
+from redline.planning.batch import BatchPlan, indivisible_batch, largest_micro_batch, round_to_divisible, solve_batch
 from redline.planning.flops import FlopsPerToken
-from redline.planning.memory import MemoryParts
+from redline.planning.memory import MemoryParts, fsdp_rank_memory
 from redline.planning.schedule import ONE_CYCLE, PCT_START, sqrt_scaled_lr
 from redline.planning.shapes import SHAPE_KEYS, SIZES, DecoderShape, padded_vocab
-from redline.recipe.checks import number
-from redline.recipe.forecast import CPU_SHARE, Measured, forecast, kernels_of
-from redline.recipe.horizon import asked_batch, epoch_tokens, horizon_fields, horizon_warnings, steps_of, token_limit
+from redline.recipe.forecast import CPU_SHARE, ProbeResult, forecast, planned_kernels
+from redline.recipe.horizon import (
+    UNKNOWN_WARMUP,
+    default_warmup,
+    epoch_tokens,
+    horizon_fields,
+    horizon_warnings,
+    recipe_steps,
+    requested_batch,
+    token_limit,
+    warmup_warnings,
+)
 from redline.recipe.load import preset_factor, preset_text
 from redline.recipe.parallel import FSDP, choose_mode
-from redline.recipe.rates import UNKNOWN_WARMUP, long_warmup, resolved_rates, usual_warmup
 from redline.recipe.schema import Data, Recipe
 from redline.units import GIB, format_count
 
@@ -170,7 +178,7 @@ class Resolved:
     def tokens_per_step(self) -> int:
         return self.batch.global_batch * int(self.recipe.data.seq_len)
 
-    def plan_event(self, *, price: float | None = None, measured: Measured | None = None) -> dict[str, Any]:
+    def plan_event(self, *, price: float | None = None, measured: ProbeResult | None = None) -> dict[str, Any]:
         """The plan as programs and the console read it; `measured` is what a few real steps showed."""
         train, ahead = self.recipe.train, forecast(self, price=price, measured=measured)
         counted = self.horizon_steps * self.tokens_per_step if self.horizon_steps else None
@@ -228,7 +236,7 @@ class _Resolver:
     # --- model
 
     def vocab(self) -> int:
-        given, needed = number(self.recipe.model.vocab), self.data.vocab_size
+        given, needed = none_if_auto(self.recipe.model.vocab), self.data.vocab_size
         if given is None:
             # a tokenizer that is still to be trained finds as many pieces as its text has
             most = "at most " if self.data.estimated and self.data.tokenizer.startswith("train:") else ""
@@ -336,7 +344,7 @@ class _Resolver:
                 ema=train.ema is not None,
                 checkpointing=checkpointing,
                 accumulates=accumulates,
-                kernels=kernels_of(
+                kernels=planned_kernels(
                     self.recipe,
                     self.machine.device,
                     precision=precision,
@@ -355,7 +363,7 @@ class _Resolver:
 
         def memory_of_a_rank(micro: int, checkpointing: str, accumulates: bool = True) -> MemoryParts:
             if sharded:
-                return share_of(memory(micro, checkpointing), shape, self.world, accumulates=accumulates)
+                return fsdp_rank_memory(memory(micro, checkpointing), shape, self.world, accumulates=accumulates)
             return memory(micro, checkpointing, accumulates)
 
         needs = memory_of_a_rank
@@ -365,7 +373,7 @@ class _Resolver:
             reason = "one sequence fits without recomputation" if checkpointing == "none" else "less would not fit"
             self.choose("train.grad_checkpointing", checkpointing, reason if fits else "nothing fits by estimate")
 
-        batch = given_batch(*asked_batch(self.recipe), self.world)
+        batch = solve_batch(*requested_batch(self.recipe), self.world)
         if isinstance(batch, Problem):
             raise RecipeError("recipe", [batch])
         if batch is None:
@@ -411,7 +419,7 @@ class _Resolver:
         expected = self.expected_tokens(shape)
         wanted = base if math.isinf(expected) else max(base, expected / (ENOUGH_STEPS * seq_len))
         total = preset_factor(self.recipe.train.preset) * base * 2 ** min(6, round(math.log2(wanted / base)))
-        total = divisible(total / multiple) * multiple
+        total = round_to_divisible(total / multiple) * multiple
         if math.isinf(expected):
             return int(self.choose("train.global_batch", total, "the batch that lr_base was tuned for"))
         reason = f"leaves about {expected / (total * seq_len):.0f} steps of an expected {format_count(expected)} tokens"
@@ -419,17 +427,17 @@ class _Resolver:
 
     def _choose_batch(self, shape: DecoderShape, fits: Callable[[int], bool], room: float) -> BatchPlan:
         train = self.recipe.train
-        micro, accumulation = number(train.micro_batch), number(train.accumulation)
+        micro, accumulation = none_if_auto(train.micro_batch), none_if_auto(train.accumulation)
         multiple = (micro or accumulation or 1) * self.world
-        total = number(train.global_batch) or self._choose_global_batch(shape, multiple)
-        settled = given_batch(total, micro, accumulation, self.world)
+        total = none_if_auto(train.global_batch) or self._choose_global_batch(shape, multiple)
+        settled = solve_batch(total, micro, accumulation, self.world)
         if isinstance(settled, BatchPlan):
             return settled
         # on a CPU large micro-batches fall out of the cache and gain nothing
         cap = max(1, CPU_MICRO_TOKENS // self.recipe.data.seq_len) if self.machine.device == "cpu" else None
-        if problem := undivided(total, self.world):
+        if problem := indivisible_batch(total, self.world):
             raise RecipeError("recipe", [problem])
-        batch = largest_micro(total, self.world, fits, cap)
+        batch = largest_micro_batch(total, self.world, fits, cap)
         where = f"the largest divisor of {total // self.world} that fits {room / GIB:.0f} GiB by estimate"
         if not fits(batch.micro):
             where = f"nothing fits {room / GIB:.1f} GiB by estimate"
@@ -459,9 +467,9 @@ class _Resolver:
             return int(self.choose("train.warmup_steps", steps_up, f"train.pct_start={share:g} of the run"))
         if self.recipe.train.warmup_steps != AUTO:
             asked = int(self.recipe.train.warmup_steps)
-            self.warnings += long_warmup(asked, expected)
+            self.warnings += warmup_warnings(asked, expected)
             return asked
-        return int(self.choose("train.warmup_steps", *usual_warmup(expected)))
+        return int(self.choose("train.warmup_steps", *default_warmup(expected)))
 
     def pct_start(self) -> float | None:
         """Return the share of the run in which one_cycle rises; None if train.warmup_steps says how long it does."""
@@ -469,6 +477,15 @@ class _Resolver:
         if train.schedule != ONE_CYCLE or train.pct_start is not None or train.warmup_steps != AUTO:
             return train.pct_start
         return PCT_START
+
+
+def _learning_rates(recipe: Recipe, lr: float) -> dict[str, float]:
+    """Every rate as a number, where `lr` is the one for all. A tied head has the embedding's."""
+    train = recipe.train.model_copy(update={"lr": lr})
+    rates = {role: train.role_lr(role) for role in ("embedding", "head", "scalar")}
+    if recipe.model.tied:
+        rates["head"] = rates["embedding"]
+    return {"lr": lr, **{f"{role}_lr": rate for role, rate in rates.items()}}
 
 
 def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1, nodes: int = 1) -> Resolved:
@@ -484,12 +501,12 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
     r.kernels(shape, precision, checkpointing)
     flops: FlopsPerToken = costs(recipe, data.rows, batch.micro).flops(shape, recipe.data.seq_len, checkpointing)
     tokens_per_step = batch.global_batch * recipe.data.seq_len
-    steps = steps_of(recipe, data.train_tokens, tokens_per_step)
+    steps = recipe_steps(recipe, data.train_tokens, tokens_per_step)
     r.values["train"] |= {
         "precision": precision,
         "compile": compiled,
         "grad_checkpointing": checkpointing,
-        **resolved_rates(recipe, r.lr(batch.global_batch)),
+        **_learning_rates(recipe, r.lr(batch.global_batch)),
         "warmup_steps": r.warmup(steps, flops, tokens_per_step),
         "pct_start": r.pct_start(),
     }

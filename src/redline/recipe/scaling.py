@@ -12,7 +12,7 @@ from typing import Any
 
 from redline.errors import RecipeError
 from redline.planning.communication import HOP_SECONDS, NETWORK_GBPS_PER_CARD, WIRE_SHARE
-from redline.recipe.forecast import Measured, forecast
+from redline.recipe.forecast import ProbeResult, forecast
 from redline.recipe.resolve import Resolved
 
 WORTHWHILE = 0.5  # of a card's speed alone, that an added one must bring
@@ -123,7 +123,7 @@ def scaling(
     nodes: int,
     *,
     price: float | None = None,
-    measured: Measured | None = None,
+    measured: ProbeResult | None = None,
 ) -> Scaling:
     """`resolve_for` makes the plan of so many cards in so many nodes; a world that cannot share the batch is named."""
     rows: list[Row] = []
@@ -139,7 +139,7 @@ def scaling(
     return Scaling(rows, left_out, _assumptions(resolve_for(gpus, nodes)))
 
 
-def _row(resolved: Resolved, alone: float | None, *, price: float | None, measured: Measured | None) -> Row:
+def _row(resolved: Resolved, alone: float | None, *, price: float | None, measured: ProbeResult | None) -> Row:
     ahead, batch, world = forecast(resolved, price=price, measured=measured), resolved.batch, resolved.batch.world
     time, rate = ahead.time, ahead.tokens_per_s
     fits = resolved.memory.peak <= resolved.machine.memory_bytes

@@ -27,10 +27,10 @@ from redline.fields import (
     MaybeText,
     MaybeWords,
     NonNegative,
+    NsSteps,
     Positive,
     Prefetch,
     Probability,
-    Quintics,
     Rule,
     Section,
     Sequences,
@@ -235,7 +235,7 @@ class Train(Section):
     muon_momentum: Probability = 0.95
     muon_momentum_warmup: Whole = 0  # steps in which it rises from 0.85
     muon_beta2: Probability = 0.95  # normuon: of the rows' second moments
-    muon_steps: Quintics = 5  # of orthogonalisation: fewer are cheaper, and coarser
+    muon_steps: NsSteps = 5  # of orthogonalisation: fewer are cheaper, and coarser
     betas: Annotated[tuple[float, float], BeforeValidator(_pair)] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.1  # on matrices only
@@ -261,6 +261,11 @@ class Train(Section):
     max_nonfinite: Count = 20  # this many bad steps in a row stop the run
     seed: Whole = 1337
     deterministic: Flag = False
+
+    def role_lr(self, role: str) -> float:
+        """Return AdamW's peak learning rate for a parameter role (embedding, head, scalar or any other)."""
+        own = {"embedding": self.embedding_lr, "head": self.head_lr, "scalar": self.scalar_lr}.get(role, AUTO)
+        return float(self.lr if own == AUTO else own)
 
 
 class Eval(Section):

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from redline.cache import regular
-from redline.errors import without_secrets
+from redline.cache import open_regular
+from redline.errors import redact
 
 SCHEMA = 1
 
@@ -44,7 +44,7 @@ class EventLog:
         self._error_told = False
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._torn = _ends_torn(self.path)
-        opener = None if self.path.parent == Path("/dev") else regular  # a device that the caller names is meant
+        opener = None if self.path.parent == Path("/dev") else open_regular  # a device that the caller names is meant
         self._file = open(self.path, "ab", buffering=0, opener=opener)  # noqa: SIM115 — open for as long as the run
         if self._torn:
             self._append(b"")
@@ -111,7 +111,7 @@ def read_events(path: Path) -> EventList:
     if not Path(path).is_file():
         return events
     stretch, longest = list[Event](), 3 * -(-_lines(path) // MOST_EVENTS)
-    with open(path, "rb", opener=regular) as file:
+    with open(path, "rb", opener=open_regular) as file:
         for line in file:
             event = parse_event(line)
             if event is None:
@@ -129,7 +129,7 @@ def read_events(path: Path) -> EventList:
 
 
 def _lines(path: Path) -> int:
-    with open(path, "rb", opener=regular) as file:
+    with open(path, "rb", opener=open_regular) as file:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
 
 
@@ -181,7 +181,7 @@ def computed_flops(plan: Event) -> float | None:
 def _ends_torn(path: Path) -> bool:
     if not path.exists() or path.stat().st_size == 0:
         return False
-    with open(path, "rb", opener=regular) as file:
+    with open(path, "rb", opener=open_regular) as file:
         file.seek(-1, 2)
         return file.read(1) != b"\n"
 
@@ -190,11 +190,11 @@ def _plain(value: Any) -> Any:
     """Strict JSON has no NaN or infinity: they become null; and a log is no place for secrets. Anything that is not
     plain data is left to fail."""
     if isinstance(value, str):
-        return without_secrets(value)
+        return redact(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Path):
-        return without_secrets(str(value))
+        return redact(str(value))
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from redline.runs.events import Event, EventLog, number
-from redline.units import wrong_price
+from redline.units import price_problem
 
 
 class View(Protocol):
@@ -95,7 +95,7 @@ def paid_until(events: Sequence[Event], hours: float) -> tuple[float, float]:
 def price_notes(given: float | None) -> list[str]:
     """That $REDLINE_PRICE is no price, where it is what counts."""
     value = os.environ.get("REDLINE_PRICE", "")
-    wrong = wrong_price(value) if value and given is None else ""
+    wrong = price_problem(value) if value and given is None else ""
     return [f"REDLINE_PRICE={value!r} is {wrong}, so no cost is shown; write dollars per hour"] if wrong else []
 
 

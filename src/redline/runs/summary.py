@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from redline.cache import regular
+from redline.cache import open_regular
 from redline.errors import UsageError, UserError, did_you_mean
 from redline.runs.events import Event, number, read_events
 from redline.vocabulary import (
@@ -85,7 +85,7 @@ def run_status(run: Path, events: Sequence[Event]) -> Status:
 def is_locked(run: Path) -> bool:
     """Whether a live process holds the run. Asks for a shared lock, so that two onlookers never see each other."""
     try:
-        descriptor = regular(Path(run) / PROCESS_LOCK_FILE, os.O_RDONLY)
+        descriptor = open_regular(Path(run) / PROCESS_LOCK_FILE, os.O_RDONLY)
     except OSError:
         return False
     try:

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from redline.cache import check_regular, read_bytes, regular, sync
+from redline.cache import check_regular, open_regular, read_bytes, sync
 from redline.errors import UserError
 from redline.recipe.schema import Checkpoint
 from redline.runs.events import read_events
@@ -167,7 +167,7 @@ def total_bytes(manifest: dict[str, Any]) -> int:
 
 
 def file_digest(path: Path) -> str:
-    with open(path, "rb", opener=regular) as file:
+    with open(path, "rb", opener=open_regular) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from redline.errors import UserError, install_hint
 from redline.jobs.objective import ParamGroup
 from redline.planning.memory import LOW_BIT_BLOCK, LOW_BIT_FROM
-from redline.recipe.rates import role_rate
 from redline.recipe.schema import Train
 
 Gate = tuple[Tensor, Tensor]  # what gradients are divided by; 1.0 when the step must not happen
@@ -46,7 +45,7 @@ class Adam8bit:
         self.betas, self.eps = train.betas, train.eps
         alike: dict[tuple[float, float, torch.dtype], dict[str, nn.Parameter]] = {}
         for group in groups:
-            rate, decay = role_rate(train, group.role), 0.0 if group.role == "scalar" else train.weight_decay
+            rate, decay = train.role_lr(group.role), 0.0 if group.role == "scalar" else train.weight_decay
             for name, parameter in group.parameters.items():
                 alike.setdefault((rate, decay, parameter.dtype), {})[name] = parameter
         device = next(parameter.device for group in groups for parameter in group.parameters.values())

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from redline.jobs.objective import ParamGroup
 from redline.planning.memory import LOW_BIT, MUON
-from redline.recipe.rates import role_rate
 from redline.recipe.schema import Train
 from redline.training.low_bit import Adam8bit, Gate, is_large
 from redline.training.muon import Muon
@@ -30,7 +29,7 @@ class Adam:
         self.betas, self.eps = train.betas, train.eps
         self.alike: dict[tuple[float, float, torch.dtype], list[_Moments]] = defaultdict(list)  # by rate and decay
         for group in groups:
-            rate, decay = role_rate(train, group.role), 0.0 if group.role == "scalar" else train.weight_decay
+            rate, decay = train.role_lr(group.role), 0.0 if group.role == "scalar" else train.weight_decay
             for name, parameter in group.parameters.items():
                 self.alike[rate, decay, parameter.dtype].append(_Moments(name, parameter))
 

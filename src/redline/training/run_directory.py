@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from redline.cache import make_folder, regular
+from redline.cache import make_folder, open_regular
 from redline.errors import UserError
 from redline.training.supervisor import RECOVERY
 from redline.vocabulary import PROCESS_LOCK_FILE, STOP_REQUEST_FILE
@@ -24,7 +24,7 @@ _TRIES, _PAUSE_S = 6, 0.05
 
 def open_no_follow(path: str, flags: int) -> int:
     """Open a regular file, but never through a link: what the link points to would be overwritten."""
-    return regular(path, flags | os.O_NOFOLLOW)
+    return open_regular(path, flags | os.O_NOFOLLOW)
 
 
 class RunDirectory:

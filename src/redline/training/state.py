@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USAGE, UserError
-from redline.recipe.lock import check_model
+from redline.recipe.lock import check_model_identity
 from redline.recipe.schema import Recipe
 
 
@@ -61,7 +61,7 @@ class TrainState:
 
 def check_identity(recorded: dict[str, Any], identity: dict[str, Any], recipe: Recipe, run: Path) -> None:
     """Refuse to resume a checkpoint with another model, other data or another tokenizer than it was trained with."""
-    check_model(recorded, recipe, run)
+    check_model_identity(recorded, recipe, run)
     known = {key: value for key, value in identity.items() if key != "model"}
     changed = [key for key, value in known.items() if recorded.get(key, value) != value]
     if changed:

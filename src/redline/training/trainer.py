@@ -15,8 +15,8 @@ from redline.data.shards import BackgroundCheck, DamagedDataError
 from redline.jobs.objective import Objective, Sampling
 from redline.planning.batch import BatchPlan
 from redline.planning.schedule import cycled_momentum, lr_factor
+from redline.recipe.horizon import warmup_warnings
 from redline.recipe.lock import model_identity
-from redline.recipe.rates import long_warmup
 from redline.recipe.resolve import Resolved
 from redline.recipe.schema import Eval
 from redline.runs.monitor import Monitor
@@ -338,7 +338,7 @@ class Trainer:
             message = f"{1000 * per_step:.0f} ms a step: the schedule ends at step {end}"
             self.monitor.emit("replan", step=self.state.step, end=end, seconds_per_step=per_step, message=message)
             rises_by_steps = self.train.pct_start is None
-            if rises_by_steps and not self._warmup_told and (told := long_warmup(self.train.warmup_steps, end)):
+            if rises_by_steps and not self._warmup_told and (told := warmup_warnings(self.train.warmup_steps, end)):
                 self._warmup_told = True
                 self.monitor.warn(told[0])
 

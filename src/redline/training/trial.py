@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from redline.errors import UserError
-from redline.hardware.detect import detect
+from redline.hardware.probe import detect_machine
 from redline.jobs.base import objective_module
 from redline.recipe.load import validate
 from redline.recipe.resolve import DataFacts, Resolved, resolve
@@ -80,7 +80,7 @@ class Ready:
 def ready(tree: dict[str, Any], facts: DataFacts, *, where: str) -> Iterator[Ready]:
     """Of a resolved recipe and the facts of its data."""
     recipe = validate(tree, where=where)
-    resolved = resolve(recipe, detect(recipe.train.device), facts)
+    resolved = resolve(recipe, detect_machine(recipe.train.device), facts)
     module = objective_module(recipe.objective)
     objective = module.create(resolved, module.random_data(facts))
     heard = Heard()

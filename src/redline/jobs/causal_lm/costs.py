@@ -7,13 +7,7 @@ from typing import Any
 
 from redline.errors import Problem
 from redline.fields import Section
-from redline.planning.flops import (
-    WHOLE_ROWS,
-    FlopsPerToken,
-    Passes,
-    causal_passes,
-    decoder_flops,
-)
+from redline.planning.flops import ASSUMES_FULL_ROWS, FlopsPerToken, Passes, causal_passes, decoder_flops
 from redline.planning.memory import MemoryParts, training_memory
 from redline.planning.shapes import DecoderShape
 from redline.planning.speed import Work, decoder_work
@@ -74,7 +68,7 @@ class Costs:
         }
 
     def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
-        assumed = WHOLE_ROWS if self.recipe.data.pack and not self.rows else ""
+        assumed = ASSUMES_FULL_ROWS if self.recipe.data.pack and not self.rows else ""
         return decoder_flops(shape, self.document(seq_len), checkpointing, scored=self.scored, assumed=assumed)
 
     def document(self, seq_len: int) -> float:

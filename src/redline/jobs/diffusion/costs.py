@@ -10,13 +10,7 @@ from typing import Annotated, Any, ClassVar
 from redline.errors import Problem
 from redline.fields import Flag, MaybeCount, Section, Share, one_of
 from redline.jobs.causal_lm import costs as causal_lm
-from redline.planning.flops import (
-    LEARNT_ALL,
-    FlopsPerToken,
-    Passes,
-    layout_flops,
-    layout_passes,
-)
+from redline.planning.flops import ASSUMES_FULL_LOSS, FlopsPerToken, Passes, layout_flops, layout_passes
 from redline.planning.layout import Layout
 from redline.planning.memory import MemoryParts, training_memory
 from redline.planning.shapes import DecoderShape
@@ -84,7 +78,7 @@ class DiffusionCosts(causal_lm.Costs):
 
     def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
         records = any(segment.given for segment in self.layout.segments)
-        assumed = LEARNT_ALL if records and not self.rows else ""
+        assumed = ASSUMES_FULL_LOSS if records and not self.rows else ""
         return layout_flops(shape, self.layout, self.hidden, checkpointing, assumed)
 
     def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:

@@ -9,14 +9,8 @@ from typing import Annotated, Any, ClassVar
 from redline.errors import Problem
 from redline.fields import AUTO, MaybeText, Section, one_of
 from redline.jobs.causal_lm.costs import Costs as DecoderCosts
-from redline.planning.flops import FlopsPerToken, head_apart
-from redline.planning.memory import (
-    MemoryParts,
-    adapter_moments,
-    passing_memory,
-    training_memory,
-    workspace,
-)
+from redline.planning.flops import FlopsPerToken, with_scored_head
+from redline.planning.memory import MemoryParts, activation_memory, adapter_moments, training_memory, workspace
 from redline.planning.shapes import TARGETS, Adapter, DecoderShape, matrix_sides
 from redline.planning.speed import Work, decoder_work
 
@@ -109,7 +103,7 @@ class Costs(DecoderCosts):
         document, matmuls = self.document(seq_len), self._matmuls(shape)
         attention = shape.layers * shape.d_attention * document
         useful, executed = matmuls + 12.0 * attention, matmuls + 6.0 * attention - sum(self._unasked(shape, document))
-        palm, masked = (head_apart(form, "N_base", self.scored) for form in (FORMULA, FORMULA_CAUSAL))
+        palm, masked = (with_scored_head(form, "N_base", self.scored) for form in (FORMULA, FORMULA_CAUSAL))
         if checkpointing != "full":
             return FlopsPerToken(useful, executed, 0.0, palm, masked, assumed=assumed)
         run_again = shape.layers * shape.layer_recomputed_parameters + self.adapter.parameters(shape)
@@ -156,7 +150,7 @@ class Costs(DecoderCosts):
             return training_memory(shape, **how)
         adapter, wide, tokens, kernels = self.adapter, how["bytes_per_value"], how["tokens"], how["kernels"]
         passing = {key: how[key] for key in ("tokens", "bytes_per_value", "checkpointing", "kernels")}
-        activations, logits = passing_memory(shape, **passing, head_learns=False)
+        activations, logits = activation_memory(shape, **passing, head_learns=False)
         added = adapter.parameters(shape)
         kept = 0.0 if how["checkpointing"] == "full" else adapter.kept_values() * shape.layers
         # one matrix at a time, as it is multiplied; a cast of the adapters

@@ -19,7 +19,15 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from redline.cache import atomic_dir, cache_dir, check_regular, discard_dir, read_text, regular, writing
+from redline.cache import (
+    atomic_dir,
+    cache_dir,
+    check_regular,
+    discard_dir,
+    explain_write_errors,
+    open_regular,
+    read_text,
+)
 from redline.data.chat import EMPTY, Conversation, RowTally, read_conversations
 from redline.data.chat_template import KEY, ChatTokenizer, Coded, Rendered, TemplateRefusalError, load_chat_tokenizer
 from redline.data.index import order_keys, permute
@@ -87,7 +95,7 @@ def open_store(
             return _read(folder)
         except (OSError, ValueError, KeyError, TypeError):
             discard_dir(folder)
-    with writing(folder):
+    with explain_write_errors(folder):
         try:
             with atomic_dir(folder) as temporary:
                 _write(temporary, source, tokenizer, learn, progress)
@@ -112,7 +120,7 @@ def _read(folder: Path) -> AnswerStore:
 def _digests(folder: Path) -> dict[str, str]:
     found = {}
     for name in _DTYPES:
-        with open(folder / f"{name}.npy", "rb", opener=regular) as file:
+        with open(folder / f"{name}.npy", "rb", opener=open_regular) as file:
             found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 

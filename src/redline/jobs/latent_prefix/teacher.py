@@ -18,7 +18,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from redline.cache import cache_dir, check_regular, read_text, sync, temporary_sibling, write_atomically, writing
+from redline.cache import (
+    cache_dir,
+    check_regular,
+    explain_write_errors,
+    read_text,
+    sync,
+    temporary_sibling,
+    write_atomically,
+)
 from redline.data.tokens import digest_of
 from redline.errors import UserError
 from redline.jobs.latent_prefix.data import PairData, Rows
@@ -114,7 +122,7 @@ class TeacherStates:
 
     def _write(self, rows: Int64s, states: Tensor) -> None:
         """The rows' file last: what has none does not exist."""
-        with writing(self.folder):
+        with explain_write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / _ABOUT).exists():
             write_atomically(self.folder / _ABOUT, json.dumps(self.about, indent=1))

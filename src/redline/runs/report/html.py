@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from redline.cache import check_regular, regular
+from redline.cache import check_regular, open_regular
 from redline.errors import UserError
 from redline.runs.console import clean
 from redline.units import format_bytes, format_seconds
@@ -70,7 +70,7 @@ def _is_stream(path: Path) -> bool:
 def _refuse_other(place: Path, asked: Path) -> None:
     if not place.is_file() or not place.stat().st_size:
         return
-    with open(place, "rb", opener=regular) as file:
+    with open(place, "rb", opener=open_regular) as file:
         begin = file.read(256).lstrip().lower()
     if not begin.startswith((b"<!doctype html", b"<html")):
         what = "The report cannot be written: a file that is no HTML page is there."

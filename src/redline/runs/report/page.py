@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.cache import read_text
-from redline.errors import UserError, cleaned
+from redline.errors import UserError, redact_all
 from redline.fields import AUTO
 from redline.recipe.load import flatten, load, shipped
 from redline.recipe.lock import locked_recipe
@@ -183,7 +183,7 @@ def as_it_ended(run: Path, lock: Mapping[str, Any], events: Sequence[Event]) -> 
         recipe = locked_recipe(run, {**lock, "began_in": None}, before=before).recipe
     except (UserError, KeyError, TypeError, ValueError):
         return lock
-    return {**lock, "recipe": cleaned(recipe.model_dump(mode="json"))}
+    return {**lock, "recipe": redact_all(recipe.model_dump(mode="json"))}
 
 
 def comparable_evals(events: Sequence[Event]) -> list[Event]:
@@ -234,7 +234,7 @@ def read_run(run: Path) -> tuple[EventList, Mapping[str, Any]]:
     except (OSError, ValueError, RecursionError):  # the events still tell most of it
         lock = {}
     # a lock of an older version may hold values of secret environment variables
-    return read_events(run / EVENTS_FILE), cleaned(lock) if isinstance(lock, dict) else {}
+    return read_events(run / EVENTS_FILE), redact_all(lock) if isinstance(lock, dict) else {}
 
 
 def run_data(run: Path, events: EventList, lock: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,10 +20,10 @@ FLOAT8 = "float8.json"
 
 # FLOP/s of a matmul under fp32, tf32, bf16, fp16, fp8; bytes/s under copy, to_device, to_host. What could not be
 # measured is not there.
-Measured = dict[str, float]
+Rates = dict[str, float]
 
 
-def torch_version() -> str:
+def installed_torch_version() -> str:
     """Without importing it."""
     from importlib import metadata  # costs more than all the rest of a plan
 
@@ -34,20 +34,20 @@ def torch_version() -> str:
 
 
 def cpu_key() -> str:
-    return f"{cpu_name()}, {cpu_threads()} threads, torch {torch_version()}"
+    return f"{cpu_name()}, {cpu_threads()} threads, torch {installed_torch_version()}"
 
 
 def gpu_key(name: str, driver: str | None) -> str:
-    return f"{name}, driver {driver or 'unknown'}, torch {torch_version()}"
+    return f"{name}, driver {driver or 'unknown'}, torch {installed_torch_version()}"
 
 
-def recall(file: str, key: str) -> dict[str, Any] | None:
+def read_measurement(file: str, key: str) -> dict[str, Any] | None:
     """What was kept under a key, with the date it was measured on."""
     entry = _entries(file).get(key)
     return entry if isinstance(entry, dict) and isinstance(entry.get("date"), str) else None
 
 
-def keep(file: str, key: str, entry: dict[str, Any]) -> dict[str, Any]:
+def store_measurement(file: str, key: str, entry: dict[str, Any]) -> dict[str, Any]:
     """Keep an entry, dated today; a cache that cannot be written costs time later, never the run."""
     dated = {"date": time.strftime("%Y-%m-%d"), **entry}
     content = {"schema": SCHEMA, "entries": {**_entries(file), key: dated}}
@@ -56,8 +56,8 @@ def keep(file: str, key: str, entry: dict[str, Any]) -> dict[str, Any]:
     return dated
 
 
-def recall_rates(key: str) -> Measured | None:
-    entry = recall(RATES, key)
+def read_rates(key: str) -> Rates | None:
+    entry = read_measurement(RATES, key)
     rates = entry.get("rates") if entry else None
     if not isinstance(rates, dict) or not rates:
         return None
@@ -66,15 +66,15 @@ def recall_rates(key: str) -> Measured | None:
     return {str(name): float(rate) for name, rate in rates.items()}
 
 
-def keep_rates(key: str, rates: Measured) -> Measured:
+def store_rates(key: str, rates: Rates) -> Rates:
     """Keep them, and give them back as they will be recalled."""
     rounded = {name: float(f"{rate:.4g}") for name, rate in rates.items()}
-    keep(RATES, key, {"rates": rounded, "times": times_measured(key) + 1})
+    store_measurement(RATES, key, {"rates": rounded, "times": measurement_count(key) + 1})
     return rounded
 
 
-def times_measured(key: str) -> int:
-    entry = recall(RATES, key) or {}
+def measurement_count(key: str) -> int:
+    entry = read_measurement(RATES, key) or {}
     times = entry.get("times", 1 if entry else 0)
     return times if isinstance(times, int) else 0
 
