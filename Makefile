@@ -41,8 +41,8 @@ lint: tools ## ruff, mypy, and the import rules
 soak: tools ## the fault tests at their long size [ARGS=…]
 	HYPOTHESIS_PROFILE=default $(PYTEST) -m soak $(ARGS)
 
-bench: setup ## measure this machine [ARGS="throughput, plan-accuracy or startup, key=value …"]
-	.venv/bin/redline bench $(or $(ARGS),throughput)
+bench: setup ## compare with other programs [ARGS="throughput, finetune, latent, plan-accuracy or time-to-loss …"]
+	.venv/bin/python -m benchmarks $(or $(ARGS),throughput)
 
 # In an environment of its own: none of what it brings is needed here.
 audit: ## known vulnerabilities of the pinned versions; asks public databases

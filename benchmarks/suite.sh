@@ -39,7 +39,7 @@ redline() { python3 -m redline "$@"; }
 export -f redline
 bench() { # NAME SECONDS WORDS …
     local name=$1 limit=$2; shift 2
-    limited "$name" "$limit" python3 -m redline bench "$@" --out "$out/$name.json"
+    limited "$name" "$limit" python3 -m benchmarks "$@" --out "$out/$name.json"
     tail -n 8 "$out/$name.log" | cut -c1-200
 }
 NORMUON=(train.optimizer=normuon train.muon_lr=0.02 train.lr=2e-3 train.schedule=wsd train.min_lr_ratio=0.0)
@@ -55,8 +55,8 @@ for part in "$@"; do
         grep -E "FAILED|ERROR|passed|failed" "$out/tests.log" | sort -u | cut -c1-160
         ;;
     startup)
-        bench startup 90 startup
-        bench startup-fp8 110 startup train.precision=fp8
+        limited startup 90 python3 -m redline bench startup --out "$out/startup.json"
+        limited startup-fp8 110 python3 -m redline bench startup train.precision=fp8 --out "$out/startup-fp8.json"
         ;;
     diffusion)
         bench diffusion-fused 160 throughput owt-bd3lm train.steps=20 train.global_batch=128 model.kernels=fused --only redline
@@ -68,14 +68,13 @@ for part in "$@"; do
         bench plans 220 throughput "${words[@]}"
         ;;
     band)
-        export PYTHONPATH="benchmarks:${PYTHONPATH:-}"
-        limited gradients 150 python3 benchmarks/gradients.py "$out/gradients.json" "${TOKENS:?a folder of tokens}"
+        limited gradients 150 python3 -m benchmarks.studies.gradients "$out/gradients.json" "${TOKENS:?a folder of tokens}"
         for way in "compiled, cuDNN" "compiled, flash" fused; do
-            limited "seeds-${way//[ ,]/}" 280 python3 benchmarks/seeds.py "$out/seeds" "$TOKENS" "$way" &
+            limited "seeds-${way//[ ,]/}" 280 python3 -m benchmarks.studies.seeds "$out/seeds" "$TOKENS" "$way" &
         done
         wait
         cat "$out/gradients.log"
-        python3 benchmarks/seeds.py "$out/seeds"
+        python3 -m benchmarks.studies.seeds "$out/seeds"
         ;;
     memory)
         for micro in 64 128 192 256; do
@@ -121,7 +120,7 @@ for part in "$@"; do
         grep -hE "^after|exact_match|forwards_per|  loss" "$out"/gsm8k*.log
         ;;
     squad)
-        limited squad 420 python3 benchmarks/latent_squad.py "$out/squad.json" "${SQUAD:?a squad.json}" "${BASE:?a model.gguf}" "${NORMUON[@]}"
+        limited squad 420 python3 -m benchmarks.studies.latent_squad "$out/squad.json" "${SQUAD:?a squad.json}" "${BASE:?a model.gguf}" "${NORMUON[@]}"
         tail -n 8 "$out/squad.log"
         ;;
     wire)
@@ -129,17 +128,17 @@ for part in "$@"; do
             redline eval $out/wire@best --answers f1 --data problems:easy:400@test --questions 300"
         tail -n 18 "$out/wire.log"
         ;;
-    muon) limited muon 60 python3 benchmarks/muon.py "$out/muon.json"; tail -n 20 "$out/muon.log" ;;
+    muon) limited muon 60 python3 -m benchmarks.studies.muon "$out/muon.json"; tail -n 20 "$out/muon.log" ;;
     bounds)
-        limited bounds 500 python3 benchmarks/bounds.py "$out/bounds.json" "${TOKENS:?a folder of tokens}" --at-once 4
+        limited bounds 500 python3 -m benchmarks.studies.bounds "$out/bounds.json" "${TOKENS:?a folder of tokens}" --at-once 4
         tail -n 8 "$out/bounds.log"
         ;;
     tune)
-        limited tune "${LIMIT:-560}" python3 benchmarks/tune_race.py "$out/tune.json" "${TOKENS:?a folder of tokens}" --at-once 3
+        limited tune "${LIMIT:-560}" python3 -m benchmarks.studies.tune_race "$out/tune.json" "${TOKENS:?a folder of tokens}" --at-once 3
         cat "$out/tune.log"
         ;;
     parts)
-        limited parts "${LIMIT:-560}" python3 benchmarks/tune_race.py "$out/parts.json" "${TOKENS:?a folder of tokens}" --parts --at-once 3
+        limited parts "${LIMIT:-560}" python3 -m benchmarks.studies.tune_race "$out/parts.json" "${TOKENS:?a folder of tokens}" --parts --at-once 3
         cat "$out/parts.log"
         ;;
     race)

@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.bench.curve import Looks, curve_of, figures, fitted_steps, median_step_ms, seconds_to
+from benchmarks.time_to_loss import (
+    Looks,
+    curve_of,
+    figures,
+    fitted_steps,
+    median_step_ms,
+    seconds_to,
+)
 from redline.jobs.causal_lm.objective import CausalLM
 from redline.runs.events import read_events
 

@@ -19,12 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from redline.bench import finetune, finetune_steps, hf_qlora
+from benchmarks import finetune, finetune_steps
+from benchmarks.__main__ import app
+from benchmarks.finetune import CONTENDERS, PLAIN, add_ratios, choose, run_finetune
+from benchmarks.finetune_steps import document_tokens, random_rows, time_steps
+from benchmarks.pages import lines, markdown
+from benchmarks.peers import hf_qlora
 from redline.bench.child import ChildError
-from redline.bench.finetune import CONTENDERS, PLAIN, choose, run_finetune, with_ratios
-from redline.bench.finetune_steps import document_tokens, random_rows, time_steps
-from redline.bench.markdown import lines, markdown
-from redline.cli.main import app
 from redline.errors import UsageError, UserError
 from redline.hardware.machine import named_gpu
 from redline.recipe.resolve import DataFacts, resolve
@@ -66,7 +67,7 @@ def request_for(*overrides: str, **more: Any) -> dict[str, Any]:
 def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of one real call."""
     folder = tmp_path_factory.mktemp("finetune")
-    command = [sys.executable, "-m", "redline", "bench", "finetune", CPU, "--out", str(folder / "f.json")]
+    command = [sys.executable, "-m", "benchmarks", "finetune", CPU, "--out", str(folder / "f.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     (folder / "out.txt").write_text(done.stdout)
@@ -109,7 +110,7 @@ def test_a_peer_that_cannot_run_says_so_on_the_page_too(there: Path) -> None:
     for name in (f"{PLAIN}+liger", f"{PLAIN}+liger, nothing recomputed", f"{PLAIN}+liger, row by row"):
         assert why in rows[name]["error"]
         assert f"- {name}: no figure. {rows[name]['error']}" in page
-        assert f"no figure: {rows[name]['error']}" in told
+        assert f"failed: {rows[name]['error']}" in told
     assert "| redline qlora: NF4 base, each row one document | fp32, not compiled | none | 4 | 64 |" in page
     assert f"- {PLAIN}: the best of the usual stack." in page
     assert f"- {PLAIN}: with torch {torch.__version__}" in page
@@ -296,14 +297,14 @@ def test_ratios_are_to_the_plain_peer_and_to_the_best_of_those_that_ran(found: l
         for one, rate in zip(CONTENDERS, found, strict=True)
     ]
     theirs = [rate for rate in found[5:] if rate is not None]
-    for before, after, rate in zip(rows, with_ratios(rows), found, strict=True):
+    for before, after, rate in zip(rows, add_ratios(rows), found, strict=True):
         if rate is None:
             assert after == before
             continue
         assert after["times_plain"] == (None if found[5] is None else rate / found[5])
         assert after["times_best"] == (rate / max(theirs) if theirs else None)
         assert not after["best_of_theirs"] or rate == max(theirs)
-    assert sum(row.get("best_of_theirs", False) for row in with_ratios(rows)) == bool(theirs)
+    assert sum(row.get("best_of_theirs", False) for row in add_ratios(rows)) == bool(theirs)
 
 
 @pytest.mark.parametrize(("failing", "code"), [("finetune_steps", 1), ("hf_qlora", 0)])
@@ -314,11 +315,11 @@ def test_who_fails_says_why_and_the_others_go_on(failing: str, code: int, monkey
         return FIGURES
 
     monkeypatch.setattr(finetune, "ask", ask)
-    answer = CliRunner().invoke(app, ["bench", "finetune", CPU])
+    answer = CliRunner().invoke(app, ["finetune", CPU])
     assert answer.exit_code == code, "a peer may be missing, redline itself may not"
     ours, theirs = len(OURS), len(CONTENDERS) - len(OURS) - len(EIGHTS)  # a CPU has no fp8, and is not asked
     failed = ours if failing == "finetune_steps" else theirs
-    assert answer.stdout.count("no figure: CUDA out of memory.") == failed
+    assert answer.stdout.count("failed: CUDA out of memory.") == failed
     assert answer.stdout.count("1,000") == ours + theirs - failed
 
 
@@ -327,7 +328,7 @@ def test_the_table_stands_in_columns() -> None:
     rows += [{"name": PLAIN, "what": "y", "error": "no\nroom"}]
     told = lines({"benchmark": "finetune", "rows": rows})
     assert told[0].index("tok/s") + len("tok/s") == told[1].index("1,000") + len("1,000")
-    assert told[2] == f"{PLAIN}  no figure: no room"
+    assert told[2] == f"{PLAIN}  failed: no room"
     machine = {"name": "a CPU", "memory_gib": 8, "cores": 2}
     result = {"benchmark": "finetune", "date": "", "machine": machine, "versions": {}, "git": {}, "rows": rows}
     assert "| 1,000 | – | 256.0 | 0.5 | 0.4 | – | – | – | 6.2000 |" in markdown(result)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from redline.bench import nanogpt
-from redline.bench.anchor import time_anchor
-from redline.bench.arms import words_for
-from redline.bench.gpt2 import MEDIUM, STD, Gpt2, Gpt2Job, Gpt2Shape, adamw
-from redline.bench.nanogpt import Baseline, contend, recipe_of
+from benchmarks.peers import nanogpt
+from benchmarks.peers.anchor import time_anchor
+from benchmarks.peers.gpt2 import MEDIUM, STD, Gpt2, Gpt2Job, Gpt2Shape, adamw
+from benchmarks.peers.nanogpt import Baseline, contend, recipe_of
+from benchmarks.time_to_loss import words_for
 from redline.errors import RecipeError, UserError
 from redline.hardware.machine import Machine
 from redline.jobs.causal_lm.objective import CausalLM, load_data

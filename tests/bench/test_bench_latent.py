@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from redline.bench import hf_qlora, latent, latent_steps, latent_textbook
+from benchmarks import latent, latent_steps
+from benchmarks.__main__ import app
+from benchmarks.latent import CONTENDERS, TEXTBOOK, add_ratios, choose
+from benchmarks.latent_steps import timed_rows
+from benchmarks.peers import hf_qlora, latent_textbook
 from redline.bench.child import ChildError
-from redline.bench.latent import CONTENDERS, TEXTBOOK, choose, with_ratios
-from redline.bench.latent_rows import timed_rows
-from redline.cli.main import app
 from redline.errors import UsageError, UserError
 from redline.jobs.latent_prefix import frozen as latent_models
 from redline.kernels.softmax_loss import IGNORE
@@ -155,7 +156,7 @@ def test_the_table_and_who_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         return FIGURES if module.endswith("textbook") else {**FIGURES, "step_ms": 20.0, "teacher_ms": 5.0}
 
     monkeypatch.setattr(latent, "ask", ask)
-    answer = CliRunner().invoke(app, ["bench", "latent", CPU, "train.steps=7", "--json"])
+    answer = CliRunner().invoke(app, ["latent", CPU, "train.steps=7", "--json"])
     assert answer.exit_code == 0, answer.output
     rows = json.loads(answer.stdout.splitlines()[-1])["rows"]
     assert [row["name"] for row in rows] == [one.name for one in CONTENDERS]
@@ -169,7 +170,7 @@ def test_the_table_and_who_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ChildError("no")
 
     monkeypatch.setattr(latent, "ask", broken)
-    assert CliRunner().invoke(app, ["bench", "latent", CPU]).exit_code == 1
+    assert CliRunner().invoke(app, ["latent", CPU]).exit_code == 1
 
 
 @given(st.floats(0.1, 1e4), st.floats(0.1, 1e4), st.floats(-1.0, 1.0))
@@ -180,13 +181,13 @@ def test_ratios_are_to_the_textbook(ours: float, theirs: float, apart: float) ->
         {"name": TEXTBOOK, **FIGURES, "step_ms": theirs},
         {"name": "other", "error": "no"},
     ]
-    first, second, third = with_ratios(rows)
+    first, second, third = add_ratios(rows)
     assert first["times_textbook"] == pytest.approx(theirs / ours)
     assert first["times_textbook_one_epoch"] == pytest.approx(theirs / ours / 2)
     assert first["terms_apart"] == pytest.approx(abs(apart) / 10.0)
     assert (second["times_textbook"], second["terms_apart"]) == (1.0, 0.0)
     assert third == rows[2]
-    assert with_ratios(rows[:1]) == rows[:1], "nothing to compare with"
+    assert add_ratios(rows[:1]) == rows[:1], "nothing to compare with"
 
 
 def test_other_jobs_are_refused_and_a_recipe_that_is_named_stays_as_it_is() -> None:

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from redline.bench.arms import Trial
-from redline.bench.loss_page import lines
-from redline.bench.markdown import markdown
-from redline.bench.passing import best_entries, compare
-from redline.bench.pictures import draw
-from redline.bench.time_to_loss import known_step_ms
+from benchmarks.pages import markdown, time_to_loss_lines
+from benchmarks.pictures import draw
+from benchmarks.time_to_loss import Trial, best_entries, compare, known_step_ms
 from redline.hardware.machine import Machine
 
 H200 = Machine("cuda", "NVIDIA H200", 150 << 30, 16, (9, 0), fast_bf16=True)
@@ -195,7 +192,7 @@ def test_a_smaller_model_in_the_baselines_loop_is_a_control() -> None:
     assert table["baseline"]["overrides"] == ["train.lr=1e-3"]
     assert table["trials"]["nanogpt"] == {"120": 2}
     assert "not at its best" not in markdown(found)
-    (line,) = [line for line in lines(found) if line.endswith("model.layers=8") and "4.0000" in line]
+    (line,) = [line for line in time_to_loss_lines(found) if line.endswith("model.layers=8") and "4.0000" in line]
     assert "passes that loss after 29.4 s, 0.245 of its time" in line
     assert compare([row("nanogpt", "model.layers=8", losses=[10.0, 4.0, 3.0])]), "alone it is the race's"
 
@@ -240,7 +237,7 @@ def test_the_page_and_the_console_tell_the_same() -> None:
     failed = {"name": "speedrun-350m · 120 s · seed 1", "arm": "speedrun-350m", "overrides": [], "budget_s": 120.0}
     failed |= {"seed": 1, "error": "no room"}
     page = markdown(result([*ROWS, repeated, failed]), "l.svg")
-    assert page.startswith("# redline bench time-to-loss: NVIDIA H200, 2026-11-15\n\n![validation loss over seconds")
+    assert page.startswith("# bench time-to-loss: NVIDIA H200, 2026-11-15\n\n![validation loss over seconds")
     assert "same 256 sequences of 1,024 tokens" in page
     assert "Overrides tried: nanogpt 2 at 120 s; pretrain-350m 3 at 120 s." in page
     assert "| **nanogpt `train.lr=1e-3`** | 5.1000 ± 0.1000 |  | 120.0 s | 1 |  | 2 | 200,000 |" in page
@@ -250,7 +247,7 @@ def test_the_page_and_the_console_tell_the_same() -> None:
     for block in page.split("\n\n"):
         table = [line for line in block.splitlines() if line.startswith("|")]
         assert len({line.count("|") for line in table}) <= 1, block
-    console = "\n".join(lines(result(ROWS)))
+    console = "\n".join(time_to_loss_lines(result(ROWS)))
     assert "passes that loss after 66.9 ± 8.1 s, 0.558 of its time (corrected 0.558)" in console
     assert "in 120.0 s: the baseline  train.lr=1e-3" in console
     assert "warm-up 40.0 s is not counted" in console

@@ -17,13 +17,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.pages import markdown
+from benchmarks.pictures import draw
 from redline.bench import throughput
 from redline.bench.child import ChildError, TrainedRun
-from redline.bench.fp8 import not_in_fp8
-from redline.bench.markdown import markdown
-from redline.bench.pictures import draw
-from redline.bench.place import file_for
-from redline.bench.readings import card_figures
+from redline.bench.record import file_for
+from redline.bench.throughput import card_figures, why_not_fp8
 from redline.hardware.machine import Machine
 from redline.runs.breakdown import covered
 from redline.training import profiling as kernels
@@ -115,13 +114,13 @@ def test_a_cpu_has_no_kernels_to_time() -> None:
         ("fp8", "native: qkv, up", None),
         ("fp8", None, None),
         ("fp8", "none", "none of its matmuls runs in fp8: all are slower."),
-        ("bf16", None, "here it is in bf16, not in fp8 (fp8 is off: no units)."),
+        ("bf16", None, "this run computes in bf16, not in fp8 (fp8 is off: no units)."),
     ],
 )
 def test_fp8_is_what_ran_in_it(used: str, value: str | None, said: str | None) -> None:
     choices = [{"key": "model.kernels", "value": "fused", "reason": ""}]
     choices += [{"key": "train.fp8", "value": value, "reason": "all are slower"}] if value else []
-    assert not_in_fp8(used, choices, ["little data", "fp8 is off: no units"]) == said
+    assert why_not_fp8(used, choices, ["little data", "fp8 is off: no units"]) == said
 
 
 def a_run(precision: str, chosen: str) -> TrainedRun:
@@ -151,7 +150,7 @@ def test_a_row_on_a_gpu_has_energy_clock_and_kernels(monkeypatch: pytest.MonkeyP
         return {"tokens_per_s": 1.0, "kernel_ms": 590.0, "kernel_share": 0.98}
 
     monkeypatch.setattr(throughput, "ask", ask)
-    row = throughput._ours(throughput.CONTENDERS[1], a_run("fp8", "native: qkv"))
+    row = throughput._measure(throughput.CONTENDERS[1], a_run("fp8", "native: qkv"))
     assert throughput._figures(a_run("bf16", "none"))["kernels"] == "fused", "not what torch compiled"
     assert (row["joules_per_step"], row["sm_clock_mhz"], row["kernel_share"]) == (pytest.approx(400), 1500, 0.98)
     assert row["data_wait_share"] == pytest.approx(0.0005)
@@ -165,7 +164,7 @@ def test_a_row_on_a_gpu_has_energy_clock_and_kernels(monkeypatch: pytest.MonkeyP
         raise ChildError("no room.")
 
     monkeypatch.setattr(throughput, "ask", fail)
-    row = throughput._ours(throughput.CONTENDERS[0], a_run("bf16", "none"))
+    row = throughput._measure(throughput.CONTENDERS[0], a_run("bf16", "none"))
     assert (row["profile_error"], row["tokens_per_s"]) == ("no room.", 1e5), "what was timed is kept"
 
 
@@ -175,7 +174,7 @@ def test_no_bf16_figure_stands_under_the_name_of_fp8(
 ) -> None:
     monkeypatch.setattr(throughput, "ask", lambda *_: {})
     with pytest.raises(ChildError, match="fp8"):
-        throughput._ours(throughput.CONTENDERS[1], a_run(precision, chosen))
+        throughput._measure(throughput.CONTENDERS[1], a_run(precision, chosen))
 
 
 def result(**fields: Any) -> dict[str, Any]:
@@ -201,7 +200,7 @@ def result(**fields: Any) -> dict[str, Any]:
 
 def test_a_page_has_the_table_and_what_it_was_measured_with() -> None:
     page = markdown(result(), "t.svg")
-    assert page.startswith("# redline bench throughput: NVIDIA H200, 2026-11-15\n\n![tokens per second](t.svg)")
+    assert page.startswith("# bench throughput: NVIDIA H200, 2026-11-15\n\n![tokens per second](t.svg)")
     assert "| plain: a loop | bf16, compiled | 203,000 | 59.6% | 535.0 | – | 690 | 369.0 | 2.800 |" in page
     assert "- redline-fp8: no figure. no units" in page
     assert "- plain: going on uncompiled." in page
@@ -248,7 +247,7 @@ def test_a_folder_gets_a_file_by_benchmark_card_and_day(tmp_path: Path) -> None:
 
 
 def picture(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks/picture.py"), *words]
+    command = [sys.executable, str(ROOT / "benchmarks/studies/picture.py"), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -283,6 +282,6 @@ def test_a_race_is_drawn_on_one_text_and_alone(tmp_path: Path) -> None:
 def test_without_redline_among_them_nobody_is_compared_with_it() -> None:
     """`--only plain` begins with another row."""
     rows: list[Any] = [{"name": "plain", "tokens_per_s": 2.0}, {"name": "transformers", "tokens_per_s": 1.0}]
-    assert throughput.with_ratios(rows) == rows
+    assert throughput.add_ratios(rows) == rows
     ours = {"name": "redline", "tokens_per_s": 3.0}
-    assert [row["redline_is"] for row in throughput.with_ratios([*rows, ours])] == [1.5, 3.0, 1.0]
+    assert [row["redline_is"] for row in throughput.add_ratios([*rows, ours])] == [1.5, 3.0, 1.0]

@@ -1,4 +1,4 @@
-"""A process of its own for each contender: its memory, its compiler and its failures are no one else's."""
+"""Child processes of a benchmark: each contender gets its own memory, compiler state and failures."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")  # as a tra
 
 
 class ChildError(Exception):
-    """It did not do what it was started for; the text says why."""
+    """The child failed; the text says why."""
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    begun: float  # by the clock that events carry
+    begun: float  # wall-clock seconds, as in the events' `time`
     events: list[Event]
     lock: dict[str, Any]
 
@@ -33,17 +33,17 @@ class TrainedRun:
 
 
 class DivergedError(ChildError):
-    """A run that ended because there was nothing left to learn with."""
+    """A run that stopped because its loss or gradient was not finite."""
 
     def __init__(self, run: TrainedRun) -> None:
-        super().__init__("it diverged: its loss or its gradient was no longer finite")
+        super().__init__("it diverged: its loss or gradient was not finite")
         self.run = run
 
 
 def train(
     words: list[str], run: Path, environment: dict[str, str] | None = None, limit_s: float = LIMIT_S
 ) -> TrainedRun:
-    """`redline train …` as it is typed."""
+    """Run `redline train WORDS` and return its events and lock."""
     command = [sys.executable, "-m", "redline", "train", *words, "--run", str(run)]
     begun = time.time()
     try:
@@ -51,24 +51,24 @@ def train(
     except ChildError:
         stops = [event.get("reason") for event in read_events(run / "events.jsonl") if event["type"] == "stop"]
         if "nonfinite" in stops:
-            raise DivergedError(_left_by(run, begun)) from None
+            raise DivergedError(_read_run(run, begun)) from None
         raise
-    return _left_by(run, begun)
+    return _read_run(run, begun)
 
 
-def _left_by(run: Path, begun: float) -> TrainedRun:
+def _read_run(run: Path, begun: float) -> TrainedRun:
     lock = json.loads((run / "lock.json").read_text())
-    lock.pop("began_in", None)  # a folder of this machine says nothing in a result
+    lock.pop("began_in", None)  # results are committed: no path of this machine in them
     return TrainedRun(begun, list(read_events(run / "events.jsonl")), lock)
 
 
 def ask(module: str, request: dict[str, Any], limit_s: float = LIMIT_S) -> dict[str, Any]:
-    """What `python -m module` answers to a request, in one line of JSON."""
+    """Send `python -m MODULE` a request on stdin; return its answer, the last line of stdout, as JSON."""
     output = _run([sys.executable, "-m", module], json.dumps(request), limit_s=limit_s)
     try:
         answer = json.loads(output.splitlines()[-1])
     except (IndexError, ValueError):
-        raise ChildError(f"{module} gave no answer") from None
+        raise ChildError(f"{module} printed no answer") from None
     if "error" in answer:
         raise ChildError(str(answer["error"]))
     return dict(answer)
@@ -86,15 +86,15 @@ def _run(command: list[str], given: str, environment: dict[str, str] | None = No
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ChildError(f"not done within {limit_s:.0f} s") from None
+        raise ChildError(f"it did not finish within {limit_s:.0f} s") from None
     if done.returncode:
         raise ChildError(_reason(done.stderr) or f"exit status {done.returncode}")
     return done.stdout
 
 
-def _reason(said: str) -> str:
-    """What it died of: the line that names an exception, after which there may be advice, or else the last one."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()] or [""]
+def _reason(stderr: str) -> str:
+    """Return the line that names the exception (advice may follow it), or else the last line."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()] or [""]
     named = [line for line in lines if _EXCEPTION.match(line)]
     last = lines[-1] if lines[-1].startswith("redline: ") or not named else named[-1]
     return last.removeprefix("redline: ")[:300]

@@ -1,4 +1,4 @@
-"""What a benchmark runs: the recipe it is about and its data, or something tiny where there is no GPU."""
+"""What a benchmark trains: a recipe with overrides and data, or a tiny model on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from redline.jobs.base import job
-from redline.recipe.aliases import canonical_keys
-from redline.recipe.load import load, parse_overrides
+from redline.recipe.load import canonical_keys, load, parse_overrides
 
 if TYPE_CHECKING:
     from redline.hardware.machine import Machine
     from redline.recipe.schema import Recipe
 
 RECIPE = "pretrain-350m"
-# On a CPU the benchmarks show that they work, within a minute: the vocabulary is the recipe's, the model is not.
+# On a CPU a benchmark only shows, within a minute, that it works: the recipe's vocabulary on a tiny model.
 TINY = (
     "model.layers=2",
     "model.d_model=64",
@@ -27,7 +26,7 @@ TINY = (
     "train.precision=fp32",
     "eval.sequences=4",
 )
-# Only training is timed: no look at the data, and no checkpoint, in between.
+# Only training is timed: no evaluation and no checkpoint in between.
 UNDISTURBED = (
     "eval.every=1000000000",
     "eval.sequences=8",
@@ -39,7 +38,7 @@ UNDISTURBED = (
 
 @dataclass(frozen=True)
 class Setting:
-    """A recipe with everything that was asked for; the words are those of `redline train`."""
+    """A recipe with its overrides; `words` are the arguments of `redline train`."""
 
     name: str
     overrides: tuple[str, ...]
@@ -51,10 +50,10 @@ class Setting:
         return [self.name, *self.overrides]
 
     def with_tokens(self, folder: Path, count: int) -> Setting:
-        """With random tokens, unless other data were asked for: a speed does not depend on what they say."""
+        """Return the setting with random tokens, unless the user named data: speed does not depend on the text."""
         data = self.recipe.data
         asked = any(word.startswith("data.source=") and word != "data.source=embedded" for word in self.overrides)
-        if asked or data.tokenizer != "gpt2" or _asks(self.recipe):
+        if asked or data.tokenizer != "gpt2" or _has_answers(self.recipe):
             return self
         from redline.data.facts import vocabulary
 
@@ -63,21 +62,21 @@ class Setting:
         return Setting(self.name, overrides, self.machine, load(self.name, list(overrides)).recipe)
 
 
-def _asks(recipe: Recipe) -> bool:
-    """Its data are questions with their answers, which random tokens are not."""
+def _has_answers(recipe: Recipe) -> bool:
+    """Return whether the recipe's data are questions with answers, for which random tokens cannot stand in."""
     module = job(recipe.objective)
     given = hasattr(module, "layout") and any(segment.given for segment in module.layout(recipe).segments)
     return recipe.objective == "finetune" or given
 
 
 def key_of(word: str) -> str:
-    """Its one name, whatever spelling was typed."""
+    """Return the canonical key of `key=value`, whatever alias was typed."""
     flat, _, _ = canonical_keys(parse_overrides([word]), "command line")
     return next(iter(flat))
 
 
-def beneath(defaults: Iterable[str], asked: Iterable[str]) -> list[str]:
-    """The defaults of keys that were not asked for, in any spelling, and then what was."""
+def with_defaults(defaults: Iterable[str], asked: Iterable[str]) -> list[str]:
+    """Return the user's overrides preceded by the defaults of keys that the user did not set, under any alias."""
     asked = list(asked)
     given = {key_of(word) for word in asked}
     return [*(word for word in defaults if key_of(word) not in given), *asked]
@@ -86,18 +85,18 @@ def beneath(defaults: Iterable[str], asked: Iterable[str]) -> list[str]:
 def choose_setting(
     name: str | None, overrides: list[str], defaults: Mapping[str, tuple[str, ...]], tiny: tuple[str, ...] = TINY
 ) -> Setting:
-    """The recipe that was named, else `RECIPE`, on a CPU with `tiny`. What was asked for wins over the `defaults`."""
-    asked = load(name or RECIPE, overrides).recipe  # a slip is answered before torch is imported
+    """Return the named recipe, or RECIPE (on a CPU shrunk by `tiny`). The user's overrides win over `defaults`."""
+    asked = load(name or RECIPE, overrides).recipe  # report a mistake before torch is imported
     from redline.hardware.probe import detect_machine
 
     machine = detect_machine(asked.train.device)
     smaller = tiny if name is None and machine.device == "cpu" else ()
-    words = beneath(smaller, beneath(defaults[machine.device], overrides))
+    words = with_defaults(smaller, with_defaults(defaults[machine.device], overrides))
     return Setting(name or RECIPE, tuple(words), machine, load(name or RECIPE, words).recipe)
 
 
 def write_random_tokens(folder: Path, vocabulary: int, count: int) -> None:
-    """train.bin and val.bin, as nanoGPT writes them."""
+    """Write train.bin and val.bin in nanoGPT's format (uint16 ids)."""
     import numpy as np
 
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""From the command to the first step: with nothing in the caches, and again with what the first start left there."""
+"""Seconds from the command to the first step: once with empty caches, once with the caches of the first start."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from redline.bench.record import Row
 from redline.bench.setting import TINY, Setting
 
 DEFAULTS = dict.fromkeys(("cuda", "cpu"), ("train.steps=1", "monitor.log_every=1"))
-COMPILED_TINY = (*TINY, "train.compile=true")  # compiling is what a start mostly waits for
+COMPILED_TINY = (*TINY, "train.compile=true")  # most of a cold start is compilation
 
 
 def run_startup(setting: Setting) -> Iterator[Row]:
-    """A row for the cold and one for the warm start, each a process of its own with the same caches."""
+    """Yield a row for the cold and one for the warm start; both processes use the same cache folders."""
     with tempfile.TemporaryDirectory(prefix="redline-bench-") as name:
         folder = Path(name)
         setting = setting.with_tokens(folder / "tokens", 1_000_000)
@@ -32,7 +32,7 @@ def run_startup(setting: Setting) -> Iterator[Row]:
 
 
 def _seconds(run: TrainedRun) -> dict[str, float]:
-    """The whole, and its three parts."""
+    """Return the total and its three parts."""
     built = run.of_type("start")[0]["time"]
     first = run.of_type("step")[0]["time"]
     warmup = sum(event.get("seconds", 0.0) for event in run.of_type("warmup"))

@@ -1,4 +1,4 @@
-"""Asking the trial process for a few real steps."""
+"""Run a few real steps of a planned recipe in a subprocess (`redline.training.trial`) and return what they measured."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ LIMIT_S = 900
 
 
 def run_trial(resolved: Resolved, facts: DataFacts) -> ProbeResult:
+    """Return the measured speed and memory that `redline plan --probe` shows."""
     answer = ask_trial(resolved, facts)
     return ProbeResult(answer["tokens_per_s"], answer["memory_gib"], answer["step_ms"], answer["compile_s"])
 
 
 def ask_trial(resolved: Resolved, facts: DataFacts, *, least_steps: int | None = None) -> dict[str, Any]:
-    """All that it answers. `least_steps` are timed however long they take, up to ten seconds."""
+    """Return the whole answer of the trial process. At least `least_steps` steps are timed, for up to ten seconds."""
     request: dict[str, Any] = {"recipe": resolved.recipe.model_dump(mode="json"), "facts": asdict(facts)}
     if least_steps is not None:
         request["least_steps"] = least_steps
@@ -30,11 +31,13 @@ def ask_trial(resolved: Resolved, facts: DataFacts, *, least_steps: int | None =
         done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         fix = "Plan without --probe."
-        raise UserError(f"the steps did not end within {LIMIT_S} s.", where="--probe", fix=fix) from None
+        raise UserError(f"the trial steps did not finish within {LIMIT_S} s.", where="--probe", fix=fix) from None
     answer = _answer(done.stdout)
     if answer is None:
         said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise UserError(f"the steps failed: {said}.", where="--probe", fix="Plan without --probe, or `redline doctor`.")
+        raise UserError(
+            f"the trial steps failed: {said}.", where="--probe", fix="Plan without --probe, or `redline doctor`."
+        )
     if "error" in answer:
         raise UserError(str(answer["error"]), where="--probe")
     return answer

@@ -98,8 +98,8 @@ def main() -> None:
     exit_process(run())
 
 
-def run() -> int:
-    """Run the command line and return its exit code."""
+def run(command: typer.Typer | None = None) -> int:
+    """Run the command line (redline's, unless another app is given) and return its exit code."""
     _open_streams()
     # Threads that wait should spin for a moment, not for ever: see docs/decisions/0003-cpu-threads.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -109,7 +109,7 @@ def run() -> int:
     _settle_streams_and_interrupts()
     try:
         _refuse_nowhere()
-        app()
+        (command or app)()
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     except UserError as error:

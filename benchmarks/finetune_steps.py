@@ -1,0 +1,139 @@
+"""Timed steps of fine-tuning on random rows: redline's rows of `python -m benchmarks finetune`, and the shared timing.
+
+    python -m benchmarks.finetune_steps < request.json
+
+The request holds a resolved recipe, the facts of its data, how many `steps` to time, and `sample_tokens` where a row is
+to hold several samples; the answer is one JSON line. The base is random: nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import metadata
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.reply import reply
+from redline.bench.throughput import why_not_fp8
+from redline.data.packing import cu_seqlens
+from redline.errors import UserError
+from redline.recipe.resolve import DataFacts
+from redline.training.step import step_batch, to_device
+from redline.training.step_log import peak_memory_gib
+from redline.training.trial import Ready, ready
+
+SETTLE_STEPS = 3  # before the timed ones
+PACKAGES = ("torch", "triton", "bitsandbytes")
+
+Figures = dict[str, Any]
+
+
+def random_rows(vocab: int, rows: int, length: int, sample_tokens: int | None) -> tuple[np.ndarray, ...]:
+    """Inputs, targets and documents [rows, length]: the same for everyone who asks for the same."""
+    chance = np.random.default_rng(0)
+    inputs, targets = chance.integers(0, vocab, (2, rows, length), dtype=np.int64)
+    documents = np.zeros((rows, length), dtype=np.int32)
+    if sample_tokens is not None:
+        for row in documents:
+            most = 2 * length // max(1, sample_tokens // 2) + 1
+            lengths = chance.integers(max(1, sample_tokens // 2), sample_tokens * 3 // 2 + 1, most)
+            row[:] = np.repeat(np.arange(most, dtype=np.int32), lengths)[:length]
+    return inputs, targets, documents
+
+
+def document_tokens(documents: np.ndarray) -> float:
+    """The length of the document that a token lies in, on average over tokens."""
+    lengths = np.diff(cu_seqlens(documents)).astype(np.float64)
+    return float((lengths**2).sum() / lengths.sum())
+
+
+def time_steps(step: Callable[[int], Tensor], *, steps: int, tokens: int, device: torch.device) -> Figures:
+    """The median of so many steps, after some that are not timed; the first loss is the base's own."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    losses = [step(number) for number in range(SETTLE_STEPS)]
+    marks = [_mark(device)]
+    for number in range(SETTLE_STEPS, SETTLE_STEPS + steps):
+        losses.append(step(number))
+        marks.append(_mark(device))
+    seconds = statistics.median(_seconds(marks))
+    first, last = losses[0].item(), losses[-1].item()
+    if not math.isfinite(first) or not math.isfinite(last):
+        raise UserError(f"its loss is not finite ({first:g}, then {last:g}).")
+    return {
+        "tokens_per_s": tokens / seconds,
+        "step_ms": 1e3 * seconds,
+        "memory_gib": peak_memory_gib(device),
+        "first_loss": first,
+        "last_loss": last,
+        "steps": steps,
+        "tokens_per_step": tokens,
+    }
+
+
+def _mark(device: torch.device) -> Any:
+    """Now, by the device's clock: the host need not wait."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(marks: list[Any]) -> list[float]:
+    if isinstance(marks[0], float):
+        return [after - before for before, after in pairwise(marks)]
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """The versions of those that are there."""
+    found = {}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def contend(request: dict[str, Any]) -> Figures:
+    with ready(request["recipe"], DataFacts(**request["facts"]), where="bench") as own:
+        if own.resolved.recipe.train.precision == "fp8":  # a figure in that name is to be one
+            told = [{"key": key, "value": value, "reason": why} for key, value, why in own.objective.choices()]
+            if why_not := why_not_fp8("fp8", told, ()):
+                raise UserError(why_not)
+        batch, documents = step_of(own, request["sample_tokens"])
+        figures = time_steps(
+            lambda number: own.trainer.train_step(number, batch, 1.0).loss,
+            steps=request["steps"],
+            tokens=own.resolved.tokens_per_step,
+            device=own.trainer.device,
+        )
+    return {
+        **figures,
+        **own.said(),
+        "document_tokens": document_tokens(documents),
+        "recomputed": own.resolved.recipe.train.grad_checkpointing,
+        "versions": installed(*PACKAGES),
+    }
+
+
+def step_of(own: Ready, sample_tokens: int | None) -> tuple[Any, np.ndarray]:
+    """One step's batch of random rows, on the device, and which document each token belongs to."""
+    micro, total = own.trainer.batch.micro, own.trainer.batch.global_batch
+    rows = random_rows(own.facts.vocab_size, total, own.resolved.recipe.data.seq_len, sample_tokens)
+    parts = [tuple(part[first : first + micro] for part in rows) for first in range(0, total, micro)]
+    micros = [to_device(own.objective.laid_out(*part), own.trainer.device) for part in parts]
+    return step_batch(own.objective, micros), rows[2]
+
+
+if __name__ == "__main__":
+    reply(contend)

@@ -1,0 +1,166 @@
+"""A latent prefix by redline and by the textbook loop: the same models, texts and terms, in the same call.
+
+Each row is a process of its own: `benchmarks.latent_steps` for ours, `benchmarks.peers.latent_textbook` for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from redline.bench.child import ChildError, ask
+from redline.bench.record import Row
+from redline.bench.setting import Setting, choose_setting
+from redline.errors import UsageError, UserError
+from redline.fields import AUTO, none_if_auto
+from redline.jobs.base import objective_module
+from redline.planning.batch import BatchPlan, solve_batch
+from redline.recipe.load import load
+from redline.recipe.resolve import DataFacts, Resolved, resolve
+from redline.recipe.schema import Recipe
+
+RECIPE, OBJECTIVE = "latentwire-squad", "latent_prefix"
+COUNTED = ("train.epochs=null", "train.hours=null", "train.micro_batch=auto")
+# The guide's two families at a size that is built within seconds; nothing of them is fetched but the names.
+ONE_BILLION = (
+    "model.base=meta-llama/Llama-3.2-1B-Instruct",
+    "model.quant=none",
+    "model.layers=16",
+    "model.d_model=2048",
+    "model.heads=32",
+    "model.kv_heads=8",
+    "model.d_ff=8192",
+    "model.tied=true",
+    "latent_prefix.others=[{base: Qwen/Qwen2.5-1.5B-Instruct, shape: {layers: 28, d_model: 1536, heads: 12,"
+    " kv_heads: 2, d_ff: 8960, vocab: 151936, tied: true, qkv_bias: true}}]",
+)
+# On a CPU it only shows that it works, within seconds.
+TINY = (
+    "model.base=tiny",
+    "model.quant=none",
+    "model.layers=2",
+    "model.d_model=64",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.d_ff=128",
+    "model.vocab=512",
+    "model.tied=true",
+    "latent_prefix.others=[{base: tinier, shape: {layers: 1, d_model: 48, heads: 4, d_ff: 96, vocab: 300,"
+    " qkv_bias: true}}]",
+    "latent_prefix.d_z=32",
+    "latent_prefix.slots=8",
+    "latent_prefix.layers=1",
+    "latent_prefix.heads=2",
+    "latent_prefix.bytes=256",
+    "data.seq_len=32",
+    "train.precision=fp32",
+)
+DEFAULTS = {
+    "cuda": (*COUNTED, "train.global_batch=64", "train.steps=20"),
+    "cpu": (*COUNTED, "train.global_batch=4", "train.steps=3"),
+}
+SMALLER = {"cuda": ONE_BILLION, "cpu": TINY}
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    what: str
+    peer: dict[str, Any] | None = None  # how the textbook loop is to do it; None: redline
+
+
+TEXTBOOK = "textbook"
+CONTENDERS = (
+    Contender("redline", "one pass for all terms, the teacher's states from disk"),
+    Contender(
+        TEXTBOOK,
+        "transformers, a forward for the answer, its first token and each of its first K; the teacher in each step",
+        {"one_pass": False},
+    ),
+    Contender(
+        f"{TEXTBOOK}, one pass",
+        "the same with one forward for all of these, and logits only where they are needed",
+        {"one_pass": True},
+    ),
+)
+
+
+def choose(name: str | None, overrides: list[str]) -> Setting:
+    """The recipe that was named, else `RECIPE` with smaller models, on a CPU with tiny ones."""
+    objective = load(name or RECIPE, overrides).recipe.objective
+    if objective != OBJECTIVE:
+        fix = f"Use {RECIPE}, or another {OBJECTIVE}."
+        raise UsageError(f"is a recipe for {objective}.", where=name or RECIPE, fix=fix)
+    smaller = SMALLER if name is None else dict.fromkeys(SMALLER, ())
+    defaults = {device: (*smaller[device], *words) for device, words in DEFAULTS.items()}
+    return choose_setting(name or RECIPE, overrides, defaults, tiny=())
+
+
+def run_latent(setting: Setting, contenders: Sequence[Contender] = CONTENDERS) -> Iterator[Row]:
+    """A row for each contender, one after the other; who cannot run says why in `error`."""
+    recipe = _complete(setting.recipe)
+    facts = DataFacts(257, 10**9, 10**7, "", "bytes", "")
+    resolved = resolve(recipe, setting.machine, facts)
+    request = {
+        "recipe": resolved.recipe.model_dump(mode="json"),
+        "facts": asdict(facts),
+        "steps": recipe.train.steps or 1,
+    }
+    for contender in contenders:
+        row: Row = {"name": contender.name, "what": contender.what}
+        try:
+            if contender.peer is None:
+                yield row | ask("benchmarks.latent_steps", request)
+            else:
+                more = {"micro_batch": _peers_batch(recipe, resolved).micro, **contender.peer}
+                yield row | ask("benchmarks.peers.latent_textbook", {**request, **more})
+        except ChildError as error:
+            yield row | {"error": str(error)}
+        except UserError as error:
+            yield row | {"error": error.message()}
+
+
+def _complete(recipe: Recipe) -> Recipe:
+    """With its models' shapes, where it leaves these to the models."""
+    others = recipe.latent_prefix.others  # type: ignore[attr-defined]
+    if AUTO not in (recipe.model.layers, recipe.model.vocab) and all(one.shape for one in others):
+        return recipe
+    completed: Recipe = objective_module(OBJECTIVE).complete(recipe, lambda _: None)
+    return completed
+
+
+def _peers_batch(recipe: Recipe, resolved: Resolved) -> BatchPlan:
+    """The recipe's where it says, else all in one: what redline's plan needs is not what others need."""
+    total = resolved.batch.global_batch
+    batch = solve_batch(total, none_if_auto(recipe.train.micro_batch), none_if_auto(recipe.train.accumulation))
+    return batch if isinstance(batch, BatchPlan) else BatchPlan(total, 1)
+
+
+def add_ratios(rows: list[Row]) -> list[Row]:
+    """How many times as fast each is as the textbook loop, and by how much its first terms are apart from that's.
+
+    Of one epoch, every text is read by the teacher once: redline's steps then cost that on top.
+    """
+    textbook = next((row for row in rows if row["name"] == TEXTBOOK and "step_ms" in row), None)
+    if textbook is None:
+        return rows
+    found = []
+    for row in rows:
+        if "step_ms" in row:
+            whole = row["step_ms"] + row.get("teacher_ms", 0.0)
+            row = row | {
+                "times_textbook": textbook["step_ms"] / row["step_ms"],
+                "times_textbook_one_epoch": textbook["step_ms"] / whole,
+                "terms_apart": _apart(row, textbook),
+            }
+        found.append(row)
+    return found
+
+
+def _apart(row: Row, other: Row) -> float | None:
+    """The largest difference of a term, as a share of the loss; None where they have not the same terms."""
+    terms, others = row["first_terms"], other["first_terms"]
+    if terms.keys() != others.keys():
+        return None
+    return max(abs(terms[name] - value) for name, value in others.items()) / float(other["first_loss"])

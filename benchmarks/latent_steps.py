@@ -1,0 +1,139 @@
+"""Steps of a latent prefix on random texts, timed: redline's own row of `python -m benchmarks latent`.
+
+    python -m benchmarks.latent_steps < request.json
+
+The request holds a resolved recipe, the facts of its data and how many `steps` to time; the answer is one JSON line.
+The frozen models are random: nothing is fetched. Their teachers read the texts before the first step, as in training,
+and `teacher_ms` is what that takes for the texts of one step.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.finetune_steps import PACKAGES, Figures, installed, time_steps
+from benchmarks.reply import reply
+from redline.jobs.latent_prefix.costs import slots_read, taught
+from redline.jobs.latent_prefix.data import Lengths, Rows, options_of
+from redline.jobs.latent_prefix.pairs import Pair
+from redline.jobs.objective import Batch
+from redline.recipe.resolve import DataFacts
+from redline.recipe.schema import Recipe
+from redline.training.step import step_batch, to_device
+from redline.training.trial import ready
+
+BEGIN, ANCHOR = [0], [0, 0]  # what a random model reads before a text, and between it and the answer
+TEXT_BYTES, SPREAD = 800, 0.4  # the median, and of its logarithm; 40 articles of SQuAD: 784, 867 on average
+BYTES_PER_TOKEN = 4.8
+ENDS = 0.25  # the chance that an answer ends with a token: four on average, and its end
+_LETTERS = 6  # of a word
+
+Lists = dict[str, list[list[int]]]  # of tokens, by model and row
+
+
+@dataclass(frozen=True)
+class TimedRows:
+    batch: Batch  # bytes, each model's targets, words: what any loop learns from
+    prompts: Lists  # what a teacher reads before the answer
+    answers: Lists
+
+    def micros(self, size: int) -> list[TimedRows]:
+        return [self._part(slice(first, first + size)) for first in range(0, len(self.batch["bytes"]), size)]
+
+    def _part(self, some: slice) -> TimedRows:
+        prompts, answers = (
+            {name: rows[some] for name, rows in lists.items()} for lists in (self.prompts, self.answers)
+        )
+        return TimedRows({key: tensor[some] for key, tensor in self.batch.items()}, prompts, answers)
+
+    @property
+    def prompt_tokens(self) -> float:
+        return float(np.mean([len(prompt) for prompts in self.prompts.values() for prompt in prompts]))
+
+
+def timed_rows(recipe: Recipe, vocabularies: dict[str, int], count: int) -> TimedRows:
+    """So many, with the answers of models of these vocabularies, laid out as in training."""
+    options, chance = options_of(recipe), np.random.default_rng(0)
+    room = recipe.data.seq_len - slots_read(options) - len(BEGIN) - len(ANCHOR) + 1
+    sizes = np.clip(np.exp(chance.normal(np.log(TEXT_BYTES), SPREAD, count)), 2, options.bytes).astype(int)
+    lengths = np.minimum(chance.geometric(ENDS, count) + 1, room)
+    texts = [_text(chance, size) for size in sizes.tolist()]
+    answers, prompts = {}, {}
+    for name, vocabulary in vocabularies.items():
+        answers[name] = [chance.integers(0, vocabulary, length).tolist() for length in lengths.tolist()]
+        told = [chance.integers(0, vocabulary, max(1, round(size / BYTES_PER_TOKEN))).tolist() for size in sizes]
+        prompts[name] = [[*BEGIN, *tokens, *ANCHOR] for tokens in told]
+    limits = Lengths(options.bytes, options.patch, (room,) * len(vocabularies), options.words_weight > 0)
+    rows = Rows([Pair(text, "", (), "") for text in texts], list(answers.values()), limits)
+    names = {f"targets.{place}": f"targets.{name}" for place, name in enumerate(vocabularies)}
+    taken = rows.take(np.arange(count))
+    return TimedRows({names.get(key, key): torch.from_numpy(array) for key, array in taken.items()}, prompts, answers)
+
+
+def _text(chance: np.random.Generator, size: int) -> str:
+    letters = chance.integers(ord("a"), ord("z") + 1, size, dtype=np.uint8)
+    letters[_LETTERS :: _LETTERS + 1] = ord(" ")
+    return letters.tobytes().decode()
+
+
+def contend(request: dict[str, Any]) -> Figures:
+    with ready(request["recipe"], DataFacts(**request["facts"]), where="bench") as own:
+        trainer, objective = own.trainer, own.objective
+        vocabularies = {name: one.decoder.shape.vocab for name, one in objective.frozen.items()}
+        rows = timed_rows(own.resolved.recipe, vocabularies, trainer.batch.global_batch)
+        teacher_ms = 0.0
+        for _ in range(2):  # the first look is slower
+            states, teacher_ms = _taught(objective, rows)
+        micros = TimedRows(rows.batch | states, rows.prompts, rows.answers).micros(trainer.batch.micro)
+        batch = step_batch(objective, [to_device(one.batch, trainer.device) for one in micros])
+        terms: list[dict[str, Tensor]] = []
+
+        def step(number: int) -> Tensor:
+            result = trainer.train_step(number, batch, 1.0)
+            terms.append(result.terms)
+            return result.loss
+
+        total = trainer.batch.global_batch
+        figures = time_steps(step, steps=request["steps"], tokens=total, device=trainer.device)
+    return {
+        **texts_a_second(figures),
+        **own.said(),
+        "first_terms": {name: term.item() for name, term in terms[0].items()},
+        "teacher_ms": teacher_ms,
+        "prompt_tokens": rows.prompt_tokens,
+        "versions": installed(*PACKAGES),
+    }
+
+
+def texts_a_second(figures: Figures) -> Figures:
+    """What is counted here are texts."""
+    return {key.replace("tokens", "texts"): value for key, value in figures.items()}
+
+
+@torch.no_grad()
+def _taught(objective: Any, rows: TimedRows) -> tuple[dict[str, Tensor], float]:
+    """What each teacher leaves on disk of a step's texts, and the milliseconds that reading them took."""
+    options, device, found = objective.options, objective.device, {}
+    if not taught(options):
+        return {}, 0.0
+    begin = time.perf_counter()
+    with objective.uncompiled():
+        for name, one in objective.frozen.items():
+            size = (len(rows.prompts[name]), options.first_tokens, one.decoder.shape.d_model)
+            states = found[f"teacher.{name}"] = torch.zeros(size, dtype=objective.dtype)
+            said = [answer[: options.first_tokens] for answer in rows.answers[name]]
+            for place, hidden in one.text_states(rows.prompts[name], said):
+                states[place, : len(hidden)] = hidden.to("cpu", objective.dtype)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return found, 1e3 * (time.perf_counter() - begin)
+
+
+if __name__ == "__main__":
+    reply(contend)

@@ -1,0 +1,203 @@
+"""GPT-2 trained in nanoGPT's style: the baseline of `python -m benchmarks time-to-loss`.
+
+    python -m benchmarks.peers.nanogpt < request.json
+
+The request holds `key=value` words, the budget in seconds, and the milliseconds of a step where they are known already;
+the answer is one JSON line. Fused AdamW (0.9, 0.95), decay on matrices, gradients clipped at 1, a cosine to a tenth of
+the learning rate that is fitted to the budget, bf16 autocast, the whole model compiled, micro-batches accumulated.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.peers.gpt2 import Gpt2Job, adamw
+from benchmarks.reply import reply
+from benchmarks.time_to_loss import Looks, Point, figures, fitted_steps, point
+from redline.bench.setting import with_defaults
+from redline.errors import UserError
+from redline.fields import none_if_auto
+from redline.hardware.probe import detect_machine
+from redline.jobs.causal_lm.objective import load_data
+from redline.jobs.objective import Batch
+from redline.planning.schedule import lr_factor
+from redline.recipe.aliases import canonical_keys
+from redline.recipe.load import nest, parse_overrides, validate
+from redline.recipe.lock import git_state, versions
+from redline.recipe.resolve import DataFacts, Resolved, resolve
+from redline.recipe.schema import Recipe
+from redline.training.step import BatchLoader, StepBatch, step_batch, to_device
+from redline.training.step_log import peak_memory_gib
+
+NAME = "nanogpt"
+MICRO = 32  # sequences
+LEAST_MICRO = 8  # a smaller one that nobody asked for would be unfair
+WARMUP_SHARE = 0.05
+CLIP = 1.0
+SETTLE_STEPS = 4
+ANCHOR_STEPS = {"cuda": 20, "cpu": 5}
+MOST_LOGITS = 1 << 31  # compiled kernels index in 32 bits
+DEFAULTS = (
+    "model.layers=24",
+    "model.d_model=1024",
+    "model.heads=16",
+    "model.d_ff=4096",
+    "data.tokenizer=gpt2",
+    "data.seq_len=1024",
+    "train.steps=1",  # until the step time is known
+    "train.global_batch=128",
+    "train.lr=6e-4",
+    "train.weight_decay=0.1",
+    "train.min_lr_ratio=0.1",
+    "train.grad_checkpointing=none",
+)
+
+
+def recipe_of(words: list[str]) -> Recipe:
+    """No shipped recipe: what those become must not change what they are measured against."""
+    flat, _, problems = canonical_keys(parse_overrides(with_defaults(DEFAULTS, words)), "command line")
+    batch = flat["train.global_batch"]
+    if isinstance(batch, int) and batch > 0 and "train.micro_batch" not in flat:
+        flat["train.micro_batch"] = micro = max(n for n in range(1, MICRO + 1) if batch % n == 0)
+        if micro < LEAST_MICRO <= batch:
+            what = f"{batch} has no divisor from {LEAST_MICRO} to {MICRO}: its micro-batch would be {micro}, and slow."
+            raise UserError(what, where="train.global_batch", fix="Use a power of two, or say train.micro_batch, too.")
+    tree, clashes = nest(flat)
+    return validate(tree, where=NAME, problems=[*problems, *clashes])
+
+
+class Baseline:
+    """The model and its loop."""
+
+    def __init__(self, resolved: Resolved, job: Gpt2Job, warmup_steps: int | None) -> None:
+        self.resolved, self.job, self.options = resolved, job, resolved.recipe.train
+        self.warmup_steps = warmup_steps  # None: a share of all
+        self.device = torch.device(self.options.device)
+        torch.set_float32_matmul_precision("high")
+        job.build(self.device)
+        if self.options.compile:
+            job.compile()
+        self.optimizer = self._optimizer()
+
+    def _optimizer(self) -> torch.optim.AdamW:
+        return adamw(self.job.model, lr=float(self.options.lr), weight_decay=self.options.weight_decay)
+
+    def rehearse(self) -> None:
+        """Compiles and allocates, and changes no weight."""
+        micro: Batch = to_device(self.job.worst_batch(self.resolved.batch.micro), self.device)
+        self.step(step_batch(self.job, [micro]), 0.0)
+        self.optimizer = self._optimizer()
+        self.synchronise()
+
+    def step(self, batch: StepBatch, factor: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = float(self.options.lr) * factor
+        for micro in batch.micros:
+            (self.job.loss(micro)["cross_entropy"].sum / batch.weights["tokens"]).backward()
+        torch.nn.utils.clip_grad_norm_(self.job.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step_ms(self, steps: int) -> float:
+        """A few steps of real data at a learning rate of zero: afterwards all is as before."""
+        with self._feed() as feed:
+            for step in range(SETTLE_STEPS):
+                self.step(feed.next(step), 0.0)
+            self.synchronise()
+            begin = time.perf_counter()
+            for step in range(SETTLE_STEPS, SETTLE_STEPS + steps):
+                self.step(feed.next(step), 0.0)
+            self.synchronise()
+            seconds = time.perf_counter() - begin
+        self.optimizer = self._optimizer()
+        return 1e3 * seconds / steps
+
+    def train(self, steps: int) -> list[Point]:
+        """The curve. The clock stands still while the loss is looked at."""
+        looks, per_step, seconds = Looks.over(steps), self.resolved.tokens_per_step, 0.0
+        curve = [point(0, 0, 0.0, self._look())]
+        with self._feed() as feed:
+            begin = time.perf_counter()
+            for step in range(steps):
+                self.step(feed.next(step), self._lr_factor(step, steps))
+                if looks.at(step + 1):
+                    self.synchronise()
+                    seconds += time.perf_counter() - begin
+                    curve.append(point(step + 1, (step + 1) * per_step, seconds, self._look()))
+                    begin = time.perf_counter()
+        return curve
+
+    def _feed(self) -> BatchLoader:
+        return BatchLoader(self.job, self.resolved.batch, self.device, self.resolved.recipe.data.workers, 0)
+
+    def _look(self) -> float | None:
+        return self.job.evaluate(self.resolved.batch.micro)["loss"]
+
+    def _lr_factor(self, step: int, steps: int) -> float:
+        floor = self.options.min_lr_ratio
+        return lr_factor("cosine", step=step, warmup=self.warmup(steps), progress=step / steps, floor=floor)
+
+    def warmup(self, steps: int) -> int:
+        return max(1, round(WARMUP_SHARE * steps)) if self.warmup_steps is None else self.warmup_steps
+
+    def synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def contend(words: list[str], budget_s: float, known_step_ms: float | None = None) -> dict[str, Any]:
+    recipe = recipe_of(words)
+    data = load_data(recipe)
+    resolved = resolve(recipe, detect_machine(recipe.train.device), data.facts)
+    _refuse_what_it_cannot(resolved)
+    baseline = Baseline(resolved, Gpt2Job(resolved, data), none_if_auto(recipe.train.warmup_steps))
+    begin = time.perf_counter()
+    baseline.rehearse()
+    warmup_s = time.perf_counter() - begin
+    step_ms = known_step_ms or baseline.step_ms(ANCHOR_STEPS[baseline.device.type])
+    if baseline.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    steps = fitted_steps(budget_s, step_ms)
+    return {
+        **figures(baseline.train(steps), data.facts.train_tokens),
+        "anchor_step_ms": step_ms,
+        "warmup_s": warmup_s,
+        "memory_gib": peak_memory_gib(baseline.device),
+        "lock": _lock(baseline, data.facts, steps),
+        "warnings": [],
+    }
+
+
+def _lock(baseline: Baseline, facts: DataFacts, steps: int) -> dict[str, Any]:
+    """What was asked for and decided, as far as this loop reads it, and where it ran."""
+    resolved = baseline.resolved
+    decided = {"steps": steps, "warmup_steps": baseline.warmup(steps)}
+    recipe = resolved.recipe.model_copy(update={"train": resolved.recipe.train.model_copy(update=decided)})
+    return {
+        "recipe": recipe.model_dump(mode="json"),
+        "parameters": baseline.job.model.counts(),
+        "batch": {"micro": resolved.batch.micro, "global": resolved.batch.global_batch},
+        "data": vars(facts),
+        "machine": resolved.machine.facts(),
+        "versions": versions(),
+        "git": git_state(),
+    }
+
+
+def _refuse_what_it_cannot(resolved: Resolved) -> None:
+    recipe = resolved.recipe
+    if resolved.batch.micro * recipe.data.seq_len * resolved.shape.vocab >= MOST_LOGITS:
+        fix = f"Use train.micro_batch={MICRO} or less."
+        raise UserError("makes more logits than compiled kernels can count.", where="train.micro_batch", fix=fix)
+    if recipe.train.precision not in ("bf16", "fp32"):
+        raise UserError(f"its loop is written for bf16 and fp32, not {recipe.train.precision}.", where=NAME)
+
+
+if __name__ == "__main__":
+    reply(
+        lambda request: contend(request["words"], request["budget_s"], request.get("step_ms")),
+        too_large=f"{NAME}: its micro-batch does not fit into memory. Use a smaller train.micro_batch.",
+    )

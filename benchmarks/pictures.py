@@ -1,0 +1,264 @@
+"""Results as pictures: SVG with its letters drawn as paths, so that it looks the same everywhere."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from redline.units import format_count
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+from benchmarks.time_to_loss import BASELINE, best_entries
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+INK, FAINT, GRID, ACCENT, SECOND, CARD = "#1d1b1a", "#6d6763", "#e7e3df", "#c8281f", "#8fa6bd", "#ffffff"
+RC: Any = {
+    "svg.fonttype": "path",
+    "svg.hashsalt": "redline",  # the same result, the same file
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "xtick.color": FAINT,
+    "ytick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+}
+
+
+def headed(canvas: Figure, result: dict[str, Any], title: str) -> None:
+    """What it is above, and what it was measured with below."""
+    git, versions = result.get("git") or {}, result.get("versions") or {}
+    commit = str(git.get("commit") or "")[:7]
+    told = [result.get("date"), f"torch {versions['torch']}" if "torch" in versions else "", f"commit {commit}"]
+    canvas.suptitle(title, x=0.02, ha="left", size=13.5, weight="bold")
+    foot = " · ".join(str(word) for word in told[: 3 if commit else 2] if word)
+    canvas.supxlabel(foot, x=0.985, ha="right", size=8.5, color=FAINT)
+
+
+_COLOURS = {BASELINE: SECOND, "pretrain-350m": INK, "speedrun-350m": ACCENT}
+_ABOVE = 2.2  # of the way from the target to the lowest loss of all, or of a nat: what is shown of the steep beginning
+
+
+def draw_time_to_loss(canvas: Figure, result: dict[str, Any]) -> None:
+    """A panel for each table, with every arm at its best overrides; without a baseline all curves in one."""
+    rows = {row["name"]: row for row in result["rows"]}
+    tables = result["comparison"]
+    canvas.set_size_inches(max(9.0, 6.2 * len(tables)), 4.6)
+    panels = canvas.subplots(1, max(1, len(tables)), squeeze=False)[0]
+    several = len({table["data"]["fingerprint"] for table in tables}) > 1
+    for ax, table in zip(panels, tables, strict=False):
+        text = f", text of {format_count(table['data']['train_tokens'])} tokens" if several else ""
+        _draw_table(ax, table, rows, f"{table['budget_s']:g} s{text}")
+    if not tables:
+        for row in rows.values():
+            _draw_curve(panels[0], row, _colour(row["arm"]), row["arm"])
+    for ax in panels:
+        ax.set_xlabel("seconds of training")
+        ax.set_ylabel("validation loss")
+        ax.grid(visible=True)
+        ax.set_xlim(left=0)
+        ax.legend(frameon=False, loc="upper right", fontsize=9)
+    headed(canvas, result, f"Time to loss on one {result['machine']['name']}")
+
+
+def _draw_table(ax: Axes, table: dict[str, Any], rows: dict[str, Row], budget: str) -> None:
+    target, lowest = table["baseline"]["final_loss"], table["baseline"]["final_loss"]
+    for entry in best_entries(table):
+        colour, lowest = _colour(entry["arm"]), min(lowest, entry["final_loss"])
+        for number, name in enumerate(entry["names"]):
+            _draw_curve(ax, rows[name], colour, None if number else _label(entry))
+        if entry["passes_s"] is not None and entry["arm"] != BASELINE:
+            ax.plot(entry["passes_s"], target, "o", color=colour, markersize=7, zorder=5)
+            ax.annotate(
+                f"{entry['passes_s']:.0f} s",
+                (entry["passes_s"], target),
+                xytext=(4, 6),
+                textcoords="offset points",
+                color=colour,
+                weight="bold",
+            )
+    ax.axhline(target, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+    ax.set_ylim(lowest - 0.1, target + max(1.0, _ABOVE * (target - lowest)))
+    ax.set_title(f"{budget}: {BASELINE} ends at {target:.3f}", loc="left", size=10.5, weight="bold")
+
+
+def _draw_curve(ax: Axes, row: Row, colour: str, label: str | None) -> None:
+    known = [point for point in row["evaluations"] if point["loss"] is not None]
+    seconds, losses = ([point[key] for point in known] for key in ("seconds", "loss"))
+    ax.plot(seconds, losses, "-o", color=colour, linewidth=1.6, markersize=2.8, label=label)
+
+
+def _label(entry: dict[str, Any]) -> str:
+    ratio = entry["ratio"]
+    if entry["arm"] == BASELINE:
+        return f"{entry['arm']}: {entry['seconds']:.0f} s"
+    return f"{entry['arm']}: " + ("does not pass" if ratio is None else f"{ratio:.2f} of its time")
+
+
+def _colour(arm: str) -> str:
+    return _COLOURS.get(arm, FAINT)
+
+
+Row = dict[str, Any]
+
+_BANDS = ((0.10, "#f3f1ee"), (0.05, "#e4ebe4"))  # wide one first: the other lies upon it
+_LABEL = 48  # letters beside a row
+_REACH = 0.14  # of the axis of errors
+_NAMES = {
+    "redline": "redline",
+    "redline-fp8": "redline, fp8",
+    "plain": "torch.compile alone",
+    "transformers": "transformers' Llama",
+    "hf+peft+bitsandbytes": "HF + PEFT + bitsandbytes",
+    "hf+peft+bitsandbytes+liger": "the same + Liger",
+    "hf+peft+bitsandbytes+liger, nothing recomputed": "+ Liger, nothing recomputed",
+    "hf+peft+bitsandbytes+liger, row by row": "+ Liger, row by row",
+}
+
+
+def draw(result: dict[str, Any]) -> str | None:
+    """The picture of a result; None for a benchmark that has none, or without any figure."""
+    drawn: Callable[[Figure, dict[str, Any]], None] | None = _PICTURES.get(str(result["benchmark"]))
+    rows = [row for row in result["rows"] if "error" not in row]
+    if drawn is None or not rows:
+        return None
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    with matplotlib.rc_context(RC):
+        canvas = Figure(layout=ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.1), facecolor=CARD)
+        drawn(canvas, {**result, "rows": rows})
+        out = io.StringIO()
+        canvas.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
+def _draw_throughput(canvas: Figure, result: dict[str, Any]) -> None:
+    rows: list[Row] = result["rows"]
+    canvas.set_size_inches(9.0, 1.5 + 0.6 * len(rows))
+    ax = canvas.subplots()
+    most = max(row["tokens_per_s"] for row in rows)
+    for place, row in enumerate(rows):
+        ours = str(row["name"]).startswith("redline")
+        ax.barh(place, row["tokens_per_s"], height=0.62, color=ACCENT if ours else SECOND)
+        ax.text(
+            row["tokens_per_s"] + 0.012 * most,
+            place,
+            _beside(row),
+            va="center",
+            color=ACCENT if ours else INK,
+            weight="bold" if ours else "normal",
+        )
+    reach = _draw_limits(ax, rows, most)
+    ax.set_yticks(range(len(rows)), [_NAMES.get(str(row["name"]), str(row["name"])) for row in rows])
+    ax.set_ylim(len(rows) - 0.45, -0.55)
+    room = 1.85 if any("times_plain" in row for row in rows) else 1.42  # for what stands beside the longest
+    ax.set_xlim(0, max(room * most, 1.02 * reach))
+    ax.xaxis.set_major_formatter(lambda value, _: format_count(value))
+    ax.grid(visible=True, axis="x")
+    ax.spines["left"].set_visible(False)
+    ax.set_xlabel("tokens per second")
+    headed(canvas, result, f"{result.get('recipe', 'training')} on one {result['machine']['name']}")
+
+
+def _beside(row: Row) -> str:
+    share = "" if row.get("mfu") is None else f"  ·  {row['mfu']:.1%} MFU"
+    ratio = row.get("redline_is")
+    slower = "" if not ratio or str(row["name"]).startswith("redline") else f"  ·  redline is {ratio:.2f}×"
+    times = f"  ·  {row['times_plain']:.2f}× plain" if row.get("times_plain") else ""
+    return f"{row['tokens_per_s']:,.0f}{share}{slower}{times}"
+
+
+def _draw_limits(ax: Axes, rows: Sequence[Row], most: float) -> float:
+    """What no run can pass, by precision, as far as it lies near; gives the furthest that was drawn."""
+    limits = {str(row["precision"]): row["ceiling_tokens_per_s"] for row in rows if row.get("ceiling_tokens_per_s")}
+    near = {precision: limit for precision, limit in limits.items() if limit < 2.3 * most}
+    for precision, limit in near.items():
+        ax.axvline(limit, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
+        ax.text(
+            limit - 0.01 * most,
+            len(rows) - 0.5,
+            f"the {precision} limit: {format_count(round(limit, -3))} ",
+            ha="right",
+            va="bottom",
+            color=FAINT,
+            size=9,
+        )
+    return max(near.values(), default=0.0)
+
+
+def _draw_plan_accuracy(canvas: Figure, result: dict[str, Any]) -> None:
+    rows: list[Row] = result["rows"]
+    canvas.set_size_inches(10.8, 1.8 + 0.3 * len(rows))
+    left, right = canvas.subplots(1, 2, sharey=True)
+    _draw_errors(left, rows, "memory_gib", 0.05, "{:.1f}".format)
+    _draw_errors(right, rows, "tokens_per_s", 0.10, lambda rate: f"{rate / 1e3:,.4g}k")
+    for ax, title in ((left, "memory, GiB"), (right, "tokens/s")):
+        ax.set_title(title, loc="left", size=10.5, weight="bold")
+        ax.set_title("planned → measured", loc="right", size=9, color=FAINT)
+        ax.set_xlabel("planned ÷ measured − 1", loc="left")
+    left.set_yticks(range(len(rows)), [_short(row) for row in rows])
+    left.set_ylim(len(rows) - 0.4, -0.6)
+    headed(canvas, result, f"The plan against real steps on one {result['machine']['name']}")
+
+
+def _draw_errors(ax: Axes, rows: Sequence[Row], key: str, most: float, show: Callable[[float], str]) -> None:
+    """A dot for each case by how far its plan is off, red beyond `most`, and both figures at the right."""
+    for width, colour in _BANDS:
+        ax.axvspan(-width, width, color=colour, zorder=0, linewidth=0)
+    ax.axvline(0, color=FAINT, linewidth=0.8)
+    for place, row in enumerate(rows):
+        if (error := _error(row, key)) is not None:
+            _draw_error(ax, place, error, ACCENT if abs(error) > most else INK)
+        told = " → ".join(
+            "–" if row[side].get(key) is None else show(row[side][key]) for side in ("planned", "measured")
+        )
+        ax.text(_REACH + 0.19, place, told, ha="right", va="center", size=8.5, color=FAINT)
+    ax.set_xlim(-_REACH - 0.01, _REACH + 0.19)
+    ax.set_xticks([-0.1, -0.05, 0, 0.05, 0.1], ["−10", "−5", "0", "+5", "+10 %"])
+    ax.spines["left"].set_visible(False)
+    ax.spines["bottom"].set_visible(False)
+
+
+def _draw_error(ax: Axes, place: int, error: float, colour: str) -> None:
+    """What is further off than the axis reaches stands at its end, with its figure."""
+    if abs(error) <= _REACH:
+        ax.plot(error, place, "o", color=colour, markersize=5.5, markeredgewidth=0)
+        return
+    ax.plot(_REACH if error > 0 else -_REACH, place, ">" if error > 0 else "<", color=colour, markersize=6)
+    side = "right" if error > 0 else "left"
+    near = (_REACH - 0.008) * (1 if error > 0 else -1)
+    ax.text(near, place, f"{error:+.0%}", ha=side, va="center", size=8.5, color=colour)
+
+
+def _error(row: Row, key: str) -> float | None:
+    """As the row has it; older results only have both figures."""
+    planned, measured = row["planned"].get(key), row["measured"].get(key)
+    return planned / measured - 1 if planned and measured else None
+
+
+def _short(row: Row) -> str:
+    text = str(row.get("name") or row["case"])
+    for section in ("pretrain-", "train.", "data.", "model."):
+        text = text.replace(section, "")
+    return text if len(text) <= _LABEL else text[: _LABEL - 1] + "…"
+
+
+_PICTURES = {
+    "throughput": _draw_throughput,
+    "finetune": _draw_throughput,
+    "plan-accuracy": _draw_plan_accuracy,
+    "time-to-loss": draw_time_to_loss,
+}

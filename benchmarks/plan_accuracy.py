@@ -1,0 +1,120 @@
+"""The plan against real steps: peak memory and tokens/s, planned and measured, configuration by configuration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from redline.bench.record import Row
+from redline.bench.throughput import why_not_fp8
+from redline.bench.trial import ask_trial
+from redline.data.facts import vocabulary
+from redline.errors import UsageError, UserError, did_you_mean
+from redline.recipe.load import load
+from redline.recipe.resolve import DataFacts, resolve
+
+if TYPE_CHECKING:
+    from redline.hardware.machine import Machine
+    from redline.recipe.schema import Recipe
+
+Cases = dict[str, str]  # name → the words of `redline train`
+
+_760M = "pretrain-350m model.d_model=1536 model.d_ff=4096"
+_1300M = "pretrain-350m model.d_model=2048 model.d_ff=5504"
+# Of each kind some. On an H200 a step takes 0.1 to 0.4 s, so that the timed ones take some five seconds a case.
+CASES: dict[str, Cases] = {
+    "cuda": {
+        "125m": "pretrain-125m train.global_batch=64",
+        "125m-t512": "pretrain-125m data.seq_len=512 train.global_batch=256",
+        "125m-t4096-fp8": "pretrain-125m data.seq_len=4096 train.global_batch=16 train.precision=fp8",
+        "350m": "pretrain-350m train.global_batch=64",
+        "350m-micro-96": "pretrain-350m train.global_batch=96 train.micro_batch=96",
+        "350m-micro-16": "pretrain-350m train.global_batch=48 train.micro_batch=16",
+        "350m-t2048-fused": "pretrain-350m data.seq_len=2048 train.global_batch=24 model.kernels=fused",
+        "350m-t4096": "pretrain-350m data.seq_len=4096 train.global_batch=8",
+        "350m-torch": "pretrain-350m train.global_batch=48 model.kernels=torch",
+        "350m-selective": "pretrain-350m train.global_batch=48 train.grad_checkpointing=selective",
+        "350m-full": "pretrain-350m train.global_batch=48 train.grad_checkpointing=full",
+        "350m-fp8": "pretrain-350m train.global_batch=64 train.precision=fp8",
+        "350m-muon": "pretrain-350m train.global_batch=48 train.optimizer=muon",
+        "760m": f"{_760M} train.global_batch=24",
+        "1.3b": f"{_1300M} train.global_batch=16",
+        "1.3b-fp8": f"{_1300M} train.global_batch=16 train.precision=fp8",
+    },
+    "cpu": {
+        "5m": "quickstart model.size=5m",
+        "5m-t512": "quickstart model.size=5m data.seq_len=512",
+        "2-layers": "quickstart model.layers=2 model.d_model=128 model.heads=2",
+    },
+}
+LEAST_STEPS = {"cuda": 15, "cpu": 3}  # timed, after those that settle
+
+
+def cases(name: str | None, overrides: list[str], device: str) -> Cases:
+    """The recipe that was named, else all for this device, each with the overrides."""
+    if name is not None:
+        words = " ".join([name, *overrides])
+        return {words: words}
+    return {case: " ".join([words, *overrides]) for case, words in CASES[device].items()}
+
+
+def due(known: Cases, only: str | None, earlier: list[Row]) -> Cases:
+    """What was asked for by name, else all that has no figure yet."""
+    if only is None:
+        done = {(row["name"], row.get("case")) for row in earlier if "error" not in row}
+        return {name: words for name, words in known.items() if (name, words) not in done}
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"There are {', '.join(known)}."
+            raise UsageError(f"{name!r} is none of the configurations.", where="--only", fix=hint)
+    return {name: known[name] for name in dict.fromkeys(names)}
+
+
+def in_order(rows: list[Row], known: Cases) -> list[Row]:
+    """As the list has them; what it does not have comes last."""
+    order = list(known)
+    return sorted(rows, key=lambda row: order.index(row["name"]) if row["name"] in known else len(order))
+
+
+def run_plan_accuracy(chosen: Cases, machine: Machine) -> Iterator[Row]:
+    """A row for each; one that cannot be planned or run says why in `error`, and the others go on."""
+    for name, case in chosen.items():
+        recipe, *overrides = case.split()
+        begin = time.perf_counter()
+        found = _compared(recipe, overrides, machine)
+        yield {"name": name, "case": case, **found, "seconds": round(time.perf_counter() - begin, 1)}
+
+
+def _compared(name: str, overrides: list[str], machine: Machine) -> Row:
+    planned: Row = {}
+    try:
+        recipe = load(name, overrides).recipe
+        # as if there were enough data for any size of model
+        facts = DataFacts(vocabulary(recipe.data.tokenizer), 3_700_000, 190_000, "", recipe.data.tokenizer, "")
+        resolved = resolve(recipe, machine, facts)
+        plan, used = resolved.plan_event(), resolved.recipe.train.precision
+        planned |= {
+            "memory_gib": plan["memory_gib"]["peak"],
+            "tokens_per_s": plan["throughput"]["tokens_per_s"],
+            "micro": plan["batch"]["micro"],
+        }
+        _refuse_another(recipe, used, [], plan["warnings"])
+        measured = ask_trial(resolved, facts, least_steps=LEAST_STEPS[machine.device])
+        _refuse_another(recipe, used, measured["choices"], [])
+    except UserError as error:
+        # the trial speaks of `plan --probe`, which is not what was typed here
+        return {"planned": planned, "error": error.what if error.where == "--probe" else error.message()}
+    errors = {f"{key}_error": _error(planned[key], measured[key]) for key in ("memory_gib", "tokens_per_s")}
+    return {"planned": planned, "measured": measured, **errors}
+
+
+def _refuse_another(recipe: Recipe, used: str, choices: list[Row], warnings: list[str]) -> None:
+    """No figure under a name that is not its own."""
+    if recipe.train.precision == "fp8" and (why := why_not_fp8(used, choices, warnings)):
+        raise UserError(why)
+
+
+def _error(planned: float | None, measured: float | None) -> float | None:
+    return planned / measured - 1 if planned and measured else None

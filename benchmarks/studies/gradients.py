@@ -1,0 +1,131 @@
+"""How far a model's gradients lie from float32's, by the way its blocks are computed.
+
+    python -m benchmarks.studies.gradients OUT.json TOKENS_DIR [key=value …]
+
+One `pretrain-350m` is trained; at some of its steps every way gets its weights and the same batch. Of each kind of
+weight: the length of the error beside the gradient's, and how much of the gradient's own length is missing or too much
+(`along`, signed: what a way does wrong always the same way would show here). Without a GPU the model is tiny.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.studies.runs import said
+from redline.bench.setting import TINY
+from redline.hardware.probe import detect_machine
+from redline.jobs.causal_lm.objective import CausalData, CausalLM, load_data
+from redline.recipe.load import load
+from redline.recipe.lock import git_state, versions
+from redline.recipe.resolve import resolve
+from redline.training.step import step_batch, to_device
+from redline.training.trial import Silent, trainer_alone
+from runs import said
+
+BATCH, WARMUP = 16, 50  # sequences a step; steps
+LOOKS = (0, 45, 150)  # steps before which the ways are compared
+COMPILED = ("model.kernels=torch", "train.compile=true")
+WAYS = {
+    "float32": ("train.precision=fp32", "model.kernels=torch", "train.compile=false"),
+    "compiled, cuDNN": (*COMPILED, "model.attention=cudnn"),
+    "compiled, flash": (*COMPILED, "model.attention=flash"),
+    "fused": ("model.kernels=fused",),
+}
+ON_A_CPU = {"float32": ("train.compile=false",), "compiled": ("train.compile=true",)}
+COMMON = ("train.tokens=null", "train.steps=200", f"train.global_batch={BATCH}", "train.lr=1e-4")
+Gradients = dict[str, Tensor]
+Ways = dict[str, tuple[str, ...]]
+Row = dict[str, Any]
+
+
+def objective(words: tuple[str, ...], data: CausalData) -> CausalLM:
+    recipe = load("pretrain-350m", [*COMMON, *words]).recipe
+    return CausalLM(resolve(recipe, detect_machine(recipe.train.device), data.facts), data)
+
+
+def batches(job: CausalLM, step: int, micro: int) -> list[dict[str, Tensor]]:
+    samples = np.arange(step * BATCH, (step + 1) * BATCH)
+    return [to_device(job.batch(part), job.device) for part in np.split(samples, BATCH // micro)]
+
+
+def gradients(words: tuple[str, ...], data: CausalData, weights: Gradients, step: int) -> tuple[float, Gradients]:
+    job = objective((*words, "train.micro_batch=4"), data)
+    job.build(torch.device(job.recipe.train.device))
+    with torch.no_grad():
+        for name, parameter in job.model.named_parameters():
+            parameter.copy_(weights[name])
+    if job.recipe.train.compile:
+        job.compile()
+    total = 0.0
+    for micro in batches(job, step, 4):
+        loss = job.loss(micro)["cross_entropy"].sum / (BATCH * job.seq_len)
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad.cpu() for name, p in job.model.named_parameters() if p.grad is not None}
+
+
+def apart(found: Gradients, exact: Gradients) -> dict[str, dict[str, float]]:
+    """By kind of weight: a layer's number is not part of it."""
+    sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
+    for name, gradient in exact.items():
+        one, other = gradient.double(), found[name].double()
+        figures = torch.stack([(other - one).square().sum(), ((other - one) * one).sum(), one.square().sum()])
+        for kind in (re.sub(r"\d+", "*", name), "all"):
+            sums[kind] += figures
+    return {
+        kind: {"error": (error / square).sqrt().item(), "along": (along / square).item()}
+        for kind, (error, along, square) in sums.items()
+    }
+
+
+def compared(ways: Ways, common: tuple[str, ...], data: CausalData, weights: Gradients, step: int) -> list[Row]:
+    """Every way's gradients on these weights beside float32's."""
+    found = {way: gradients((*common, *words), data, weights, step) for way, words in ways.items()}
+    exact = found["float32"][1]
+    rows = [{"step": step, "way": way, "loss": loss, "kinds": apart(of, exact)} for way, (loss, of) in found.items()]
+    for row in rows:
+        off = "  ".join(f"{name} {figure:+.5f}" for name, figure in row["kinds"]["all"].items())
+        print(f"step {step:4d}  {row['way']:16s} loss {row['loss']:.5f}  {off}", flush=True)
+    return rows
+
+
+def trained(ways: Ways, looks: tuple[int, ...], common: tuple[str, ...]) -> Iterator[list[Row]]:
+    """The rows so far, after every look."""
+    data = load_data(load("pretrain-350m", list(common)).recipe)
+    job = objective(common, data)
+    rows: list[Row] = []
+    with trainer_alone(job.resolved, job, Silent()) as trainer:
+        trainer.build()
+        for step in range(max(looks) + 1):
+            if step in looks:
+                weights = {name: p.detach().clone() for name, p in job.model.named_parameters()}
+                rows += compared(ways, common, data, weights, step)
+                yield rows
+            batch = step_batch(job, batches(job, step, job.resolved.batch.micro))
+            trainer.train_step(step, batch, min(1.0, (step + 1) / WARMUP))
+
+
+def main() -> None:
+    if len(sys.argv) < 3:
+        sys.exit("usage: python -m benchmarks.studies.gradients OUT.json TOKENS_DIR [key=value …]")
+    out, source, *given = sys.argv[1:]
+    gpu = torch.cuda.is_available()
+    common = (*(() if gpu else (*TINY, f"train.global_batch={BATCH}")), f"data.source={source}", *given)
+    device = torch.cuda.get_device_name() if gpu else "cpu"
+    found: Row = {"words": list(common), "device": device, "versions": versions(), "git": git_state()}
+    for rows in trained(WAYS, LOOKS, common) if gpu else trained(ON_A_CPU, (0, 4), common):
+        Path(out).write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    said(main)

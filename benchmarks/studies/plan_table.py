@@ -1,0 +1,56 @@
+"""Measured steps against the plan as it is computed today: a table on stdout, and a picture.
+
+    python -m benchmarks.studies.plan_table OUT.svg RESULT.json[:key=value] …
+
+A result is one of `python -m benchmarks plan-accuracy --out` on an H200; `:key=value` names a choice it did not record.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pictures import draw
+from redline.hardware.machine import Machine
+from redline.recipe.load import load
+from redline.recipe.resolve import DataFacts, resolve
+
+H200 = Machine("cuda", "NVIDIA H200", 150_109_880_320, 16, (9, 0), fast_bf16=True)
+
+
+def planned_again(row: dict[str, Any], more: list[str]) -> dict[str, Any]:
+    name, *overrides = str(row["case"]).split()
+    recipe = load(name, [*overrides, *more]).recipe
+    facts = DataFacts(50257 if recipe.data.tokenizer == "gpt2" else 4096, 3_700_000, 190_000, "", "", "")
+    plan = resolve(recipe, H200, facts).plan_event()
+    planned = {"memory_gib": plan["memory_gib"]["peak"], "tokens_per_s": plan["throughput"]["tokens_per_s"]}
+    errors = {f"{key}_error": value / row["measured"][key] - 1 for key, value in planned.items()}
+    compiled = {"name": f"{row['case']} (compiled)"} if "model.kernels=torch" in more else {}
+    return {**row, **compiled, "planned": planned, **errors}
+
+
+def line(row: dict[str, Any]) -> str:
+    planned, measured = row["planned"], row["measured"]
+    memory = f"{planned['memory_gib']:.1f} → {measured['memory_gib']:.1f} GiB ({row['memory_gib_error']:+.1%})"
+    speed = f"{planned['tokens_per_s'] / 1e3:.0f}k → {measured['tokens_per_s'] / 1e3:.0f}k"
+    return f"| `{row['case']}` | {memory} | {speed} ({row['tokens_per_s_error']:+.1%}) |"
+
+
+def main() -> None:
+    if len(sys.argv) < 3:
+        sys.exit("usage: python -m benchmarks.studies.plan_table OUT.svg RESULT.json[:key=value] …")
+    rows, last = [], {}
+    for word in sys.argv[2:]:
+        name, _, more = word.partition(":")
+        last = json.loads(Path(name).read_text(encoding="utf-8"))
+        rows += [planned_again(row, more.split() if more else []) for row in last["rows"] if "measured" in row]
+    print("\n".join(map(line, rows)))
+    picture = draw({**last, "benchmark": "plan-accuracy", "rows": rows})
+    assert picture is not None, "no row was measured"
+    Path(sys.argv[1]).write_text(picture, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,603 @@
+"""Each arm trained for the same seconds on the same tokens: a row is a curve of the validation loss over time."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from redline.bench.child import ChildError, DivergedError, TrainedRun, ask, train
+from redline.bench.record import Row
+from redline.bench.setting import UNDISTURBED, key_of
+from redline.errors import UsageError
+from redline.fields import AUTO
+from redline.recipe.load import load
+from redline.recipe.lock import git_state
+from redline.units import format_count, parse_hours
+
+if TYPE_CHECKING:
+    from redline.hardware.machine import Machine
+import math
+import statistics
+from collections.abc import Iterable
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+from redline.bench.setting import TINY, with_defaults
+from redline.errors import did_you_mean
+from redline.recipe.load import parse_overrides, shipped
+from redline.runs.events import Event, number
+
+BASELINE = "nanogpt"
+ARMS = (BASELINE, "pretrain-350m", "speedrun-350m")  # all but the first are recipes
+# what the baseline's loop reads; anything else it would pass over in silence
+BASELINE_READS = {
+    *(f"data.{key}" for key in ("source", "tokenizer", "seq_len", "shuffle", "workers", "val_fraction", "text_key")),
+    *(f"model.{key}" for key in ("layers", "d_model", "heads")),
+    *(f"train.{key}" for key in ("lr", "global_batch", "micro_batch", "warmup_steps", "weight_decay", "min_lr_ratio")),
+    *(f"train.{key}" for key in ("device", "precision", "compile")),
+    "eval.sequences",
+}
+# what follows from the budget, the seed and the rule that only training is timed
+OWN = {
+    "train.seed": "Use --seed.",
+    **dict.fromkeys(
+        ("train.steps", "train.tokens", "train.epochs", "train.hours", "train.target_loss", "eval.patience"),
+        "Use --budget.",
+    ),
+    **dict.fromkeys(("eval.every", "eval.samples", "monitor.log_every"), "Leave it out."),
+    **dict.fromkeys(("checkpoint.every", "checkpoint.best", "checkpoint.keep"), "Leave it out."),
+}
+# neither makes a step slower or faster: trials that differ in these alone share a step time
+SAME_SPEED = {
+    *(f"train.{key}" for key in ("lr", "lr_base", "batch_base", "embedding_lr", "head_lr", "scalar_lr", "muon_lr")),
+    *(f"train.{key}" for key in ("muon_momentum", "muon_momentum_warmup", "muon_beta2", "betas", "eps")),
+    *(f"train.{key}" for key in ("weight_decay", "schedule", "warmup_steps", "decay_fraction", "min_lr_ratio")),
+    *(f"train.{key}" for key in ("pct_start", "cycle_momentum")),
+    "model.init",
+    "model.embedding_std",
+    "data.source",
+}
+SAME_FOR_ALL = {
+    "cuda": ("eval.sequences=256",),
+    "cpu": (*TINY, "train.compile=false", "eval.sequences=16"),
+}
+OF_THE_TEXT = {f"data.{key}" for key in ("source", "tokenizer", "val_fraction", "text_key", "dedup")}
+TINY_TEXT = ("data.source=embedded", "data.tokenizer=bytes")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a row is known by."""
+
+    arm: str
+    overrides: tuple[str, ...]
+    budget_s: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.arm, *self.overrides, f"· {self.budget_s:g} s · seed {self.seed}"])
+
+    @property
+    def speed(self) -> tuple[str, ...]:
+        """Trials in which this is equal take the same time for a step."""
+        return (self.arm, *(word for word in self.overrides if key_of(word) not in SAME_SPEED))
+
+
+def in_order(overrides: Iterable[str]) -> tuple[str, ...]:
+    """The same words in another order or spelling are the same trial; of two values for a key the last counts."""
+    values: dict[str, str] = {}
+    for word in overrides:
+        key, typed = key_of(word), word.partition("=")[2]
+        (value,) = parse_overrides([word]).values()
+        values[key] = f"{value:g}" if isinstance(value, float) else typed
+    return tuple(f"{key}={value}" for key, value in sorted(values.items()))
+
+
+def is_control(arm: str, overrides: Iterable[str]) -> bool:
+    """The baseline's loop with a model of another shape: it tells what size is worth, and is no baseline."""
+    return arm == BASELINE and any(key_of(word).startswith("model.") for word in overrides)
+
+
+def choose_arms(asked: str | None) -> list[str]:
+    """Those that were named, else all that this version has a recipe for."""
+    known = shipped()
+    if asked is None:
+        return [arm for arm in ARMS if arm == BASELINE or arm in known]
+    names = list(dict.fromkeys(name.strip() for name in asked.split(",") if name.strip()))
+    if not names:
+        raise UsageError("names no arm.", where="--arm", fix=f"There are {', '.join(ARMS)}.")
+    for name in names:
+        if name not in ARMS:
+            hint = did_you_mean(name, ARMS) or f"There are {', '.join(ARMS)}."
+            raise UsageError(f"{name!r} is none of the arms.", where="--arm", fix=hint)
+        if name != BASELINE and name not in known:
+            what = f"{name!r} has no recipe in this version."
+            raise UsageError(what, where="--arm", fix=f"There are {', '.join(choose_arms(None))}.")
+    return names
+
+
+def check_overrides(arms: Iterable[str], overrides: Iterable[str]) -> None:
+    """Refuses what the benchmark decides itself, and what the baseline would not read."""
+    keys = {key_of(word): word for word in overrides}
+    for key, word in keys.items():
+        if key in OWN:
+            raise UsageError("the benchmark sets this itself.", where=word, fix=OWN[key])
+    for arm in arms:
+        if arm != BASELINE:
+            load(arm, list(overrides))  # a slip is answered before anything is measured
+        elif strange := [word for key, word in keys.items() if key not in BASELINE_READS]:
+            fix = "Name the other arms with --arm, and run nanogpt in a call of its own."
+            raise UsageError("nanogpt does not read this.", where=strange[0], fix=fix)
+
+
+def device_of(overrides: Iterable[str]) -> str:
+    asked = [word.partition("=")[2] for word in overrides if key_of(word) == "train.device"]
+    return asked[-1] if asked else "auto"
+
+
+def words_for(arm: str, overrides: Iterable[str], device: str) -> list[str]:
+    """Everything but steps and seed; what was asked for wins over what all have in common."""
+    overrides = list(overrides)
+    own_text = any(key_of(word) == "data.source" for word in overrides)
+    common = [*SAME_FOR_ALL[device], *(TINY_TEXT if device == "cpu" and not own_text else ())]
+    if arm == BASELINE:
+        common = [word for word in common if key_of(word) in BASELINE_READS]
+    return with_defaults(common, overrides)
+
+
+Point = dict[str, Any]  # step, tokens, seconds, loss
+
+LOOKS = 12  # evaluations of a run, besides the one before it
+MOST_UNLOGGED = 10  # steps
+OFF_BUDGET = 0.03  # of it: a run that took more or less says so
+
+
+@dataclass(frozen=True)
+class Looks:
+    """When a run of so many steps is evaluated. The log waits for the GPU at each of those steps, and at some between:
+    the clock that an evaluation is put down with has no queued step in it, and misses none."""
+
+    steps: int
+    log_every: int
+    every: int
+
+    @classmethod
+    def over(cls, steps: int) -> Looks:
+        apart = max(1, round(steps / LOOKS))
+        log_every = min(MOST_UNLOGGED, apart)
+        return cls(steps, log_every, log_every * max(1, round(apart / log_every)))
+
+    def at(self, step: int) -> bool:
+        return step % self.every == 0 or step == self.steps
+
+
+def fitted_steps(budget_s: float, step_ms: float) -> int:
+    return max(1, round(1e3 * budget_s / step_ms))
+
+
+def curve_of(events: Sequence[Event]) -> list[Point]:
+    """From a run's log. Its `step_ms` are without evaluations and checkpoints, and add up to the training's seconds."""
+    points: list[Point] = []
+    seconds, logged = 0.0, 0
+    for event in events:
+        if event["type"] == "step":
+            seconds += (number(event, "step_ms") or 0.0) * (event["step"] - logged) / 1e3
+            logged = event["step"]
+        elif event["type"] == "eval":
+            points.append(point(event["step"], event["tokens"], seconds, number(event, "loss")))
+    return points
+
+
+def median_step_ms(events: Sequence[Event]) -> float:
+    """Of the logged windows but the first, in which clocks and loader still settle; one that stumbled says nothing."""
+    windows = [event["step_ms"] for event in events if event["type"] == "step"]
+    return float(median(windows[1:] or windows))
+
+
+def typical_step_ms(curve: Sequence[Point]) -> float:
+    """The median between two evaluations: a stretch in which something held the host up says nothing of the card."""
+    apart = [(b["step"] - a["step"], b["seconds"] - a["seconds"]) for a, b in pairwise(curve)]
+    return float(median(1e3 * seconds / steps for steps, seconds in apart if steps))
+
+
+def point(step: int, tokens: int, seconds: float, loss: float | None) -> Point:
+    known = loss is not None and math.isfinite(loss)
+    return {"step": step, "tokens": tokens, "seconds": round(seconds, 4), "loss": loss if known else None}
+
+
+def figures(curve: Sequence[Point], train_tokens: int) -> dict[str, Any]:
+    """What a whole training comes to."""
+    last = curve[-1]
+    return {
+        "steps": last["step"],
+        "tokens": last["tokens"],
+        "seconds": last["seconds"],
+        "tokens_per_s": last["tokens"] / last["seconds"],
+        "step_ms": 1e3 * last["seconds"] / last["step"],
+        "epochs": last["tokens"] / train_tokens if train_tokens else None,
+        "final_loss": last["loss"],
+        "evaluations": list(curve),
+    }
+
+
+def seconds_to(loss: float, curve: Sequence[Point]) -> float | None:
+    """When the curve first passes the loss, linear between evaluations; None if it never does."""
+    before: Point | None = None
+    for after in curve:
+        if after["loss"] is not None and after["loss"] <= loss:
+            if before is None or before["loss"] is None:
+                return float(after["seconds"])
+            share = (before["loss"] - loss) / (before["loss"] - after["loss"])
+            return float(before["seconds"] + share * (after["seconds"] - before["seconds"]))
+        before = after
+    return None
+
+
+Entry = dict[str, Any]
+
+ANCHORS_DIFFER = 0.03
+# what a table's own key tells of all its rows
+_OF_THE_TABLE = {*OF_THE_TEXT, "data.seq_len", "data.pack", "data.shuffle", "eval.sequences", "train.device"}
+Key = tuple[float, str, int, int, bool, bool]
+
+
+class _Trial(NamedTuple):
+    """Rows that differ in the seed alone, and how many more have no curve: they diverged, or failed."""
+
+    rows: list[Row]
+    lost: int
+
+    @property
+    def first(self) -> Row:
+        return self.rows[0]
+
+
+def compare(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A table for each budget, text and way of evaluating that has a baseline; the shortest budget first."""
+    able = [row for row in rows if row["arm"] == BASELINE and "error" not in row]
+    # where every trial has a shape that was asked for, that is the race's
+    tables = {table_of(row): None for row in [row for row in able if not _is_control(row)] or able}
+    return [table for key in sorted(tables) if (table := _table(key, rows)) is not None]
+
+
+def table_of(row: Row) -> Key:
+    """Losses are comparable, and learnt in the same order, within one of these."""
+    recipe, facts = row["lock"]["recipe"], row["lock"]["data"]
+    data = recipe["data"]
+    evaluated = data["seq_len"], recipe["eval"]["sequences"]
+    return row["budget_s"], facts["fingerprint"], *evaluated, data.get("pack", False), data.get("shuffle", True)
+
+
+def _table(key: Key, rows: Sequence[Row]) -> dict[str, Any] | None:
+    """None where no baseline has a curve for each of its seeds."""
+    budget, _, seq_len, sequences, *_ = key
+    text = [row for row in rows if "lock" in row and table_of(row)[1:] == key[1:]]
+    failed = [row for row in rows if "lock" not in row]  # before anything was known of their text
+    trials = _by_trial([row for row in (*failed, *text) if row["budget_s"] <= budget])
+    whole = [trial for trial in trials if trial.first["budget_s"] == budget]
+    baselines = [trial for trial in whole if trial.first["arm"] == BASELINE and not trial.lost]
+    if not baselines:
+        return None
+    baselines = [trial for trial in baselines if not _is_control(trial.first)] or baselines
+    baseline = min(baselines, key=lambda trial: _mean(trial.rows, "final_loss"))
+    entries = [_entry(trial, baseline.rows) for trial in whole if trial is not baseline]
+    # a schedule fitted to less time may pass sooner; what does not pass then says nothing at this budget
+    shorter = [_entry(trial, baseline.rows) for trial in trials if trial.first["budget_s"] < budget]
+    entries += [entry for entry in shorter if entry["passes_s"] is not None]
+    data = baseline.first["lock"]["data"]
+    return {
+        "budget_s": budget,
+        "data": {name: data[name] for name in ("fingerprint", "train_tokens", "val_tokens", "tokenizer")},
+        "seq_len": seq_len,
+        "eval_sequences": min(sequences, -(-(data["val_tokens"] - 1) // seq_len)),
+        "trials": _counted(text),
+        "baseline": _entry(baseline, baseline.rows),
+        "entries": sorted(entries, key=_rank),
+    }
+
+
+def best_entries(table: dict[str, Any]) -> list[Entry]:
+    """Each arm's best, the baseline first."""
+    best = {entry["arm"]: entry for entry in reversed(table["entries"]) if entry["arm"] != BASELINE}
+    return [table["baseline"], *(best[arm] for arm in sorted(best))]
+
+
+def _rank(entry: Entry) -> tuple[bool, float, float]:
+    """Who passes sooner; of those who do not, who ends lower."""
+    passes = entry["passes_s"]
+    return passes is None, passes or 0.0, entry["final_loss"]
+
+
+def _entry(found: _Trial, baseline: Sequence[Row]) -> Entry:
+    """A trial with all its seeds: means, and spreads from the lowest to the highest. One that was lost did not pass."""
+    trial = found.rows
+    target, seconds, anchor = _mean(baseline, "final_loss"), _mean(baseline, "seconds"), _anchor(baseline)
+    crossed = [seconds_to(target, row["evaluations"]) for row in trial]
+    passed = [when for when in crossed if when is not None]
+    passes = statistics.fmean(passed) if len(passed) == len(trial) and not found.lost else None  # every seed has to
+    own, first = _anchor(trial), found.first
+    ratio = passes / seconds if passes is not None else None
+    return {
+        "arm": first["arm"],
+        "overrides": _own_words(first),
+        "budget_s": first["budget_s"],
+        "seeds": [row["seed"] for row in trial],
+        "names": [row["name"] for row in trial],
+        "final_loss": _mean(trial, "final_loss"),
+        "final_loss_spread": _spread(row["final_loss"] for row in trial),
+        "loss_difference": _mean(trial, "final_loss") - target,
+        "seconds": _mean(trial, "seconds"),
+        "tokens_per_s": _mean(trial, "tokens_per_s"),
+        "passes_s": passes,
+        "passes_s_spread": _spread(passed) if passes is not None else None,
+        "passed_seeds": len(passed),
+        "lost_seeds": found.lost,
+        "ratio": ratio,
+        "card_anchor_ms": own,
+        "anchor_difference": own / anchor - 1 if own and anchor else None,
+        "ratio_corrected": ratio * anchor / own if ratio is not None and own and anchor else None,
+    }
+
+
+def _by_trial(rows: Sequence[Row]) -> list[_Trial]:
+    """Those with a curve for one seed at least; of several rows of a seed the last counts."""
+    found: dict[tuple[Any, ...], dict[int, Row]] = {}
+    for row in rows:
+        found.setdefault((row["arm"], row["budget_s"], *in_order(_own_words(row))), {})[row["seed"]] = row
+    curves = {key: [row for row in seeds.values() if "error" not in row] for key, seeds in found.items()}
+    return [_Trial(some, len(found[key]) - len(some)) for key, some in curves.items() if some]
+
+
+def _is_control(row: Row) -> bool:
+    return is_control(row["arm"], row["overrides"])
+
+
+def _own_words(row: Row) -> list[str]:
+    """What sets its trial apart within a table; where the text lies does not."""
+    return [word for word in row["overrides"] if key_of(word) not in _OF_THE_TABLE]
+
+
+def _counted(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
+    """How often each arm was tried at each budget: who diverged was tried, too. A seed more is no trial more, nor
+    is a control."""
+    counted = [row for row in rows if not _is_control(row)]
+    tried = dict.fromkeys((row["arm"], f"{row['budget_s']:g}", in_order(_own_words(row))) for row in counted)
+    counts: dict[str, dict[str, int]] = {}
+    for arm, budget, _ in tried:
+        of_arm = counts.setdefault(arm, {})
+        of_arm[budget] = of_arm.get(budget, 0) + 1
+    return counts
+
+
+def _anchor(trial: Sequence[Row]) -> float | None:
+    known = [row["card_anchor_ms"] for row in trial if row["card_anchor_ms"]]
+    return statistics.fmean(known) if known else None
+
+
+def _mean(trial: Sequence[Row], key: str) -> float:
+    return statistics.fmean(row[key] for row in trial)
+
+
+def _spread(values: Iterable[float]) -> float:
+    found = list(values)
+    return max(found) - min(found)
+
+
+BUDGETS = {"cuda": 120.0, "cpu": 2.0}  # seconds
+ANCHOR_STEPS = {"cuda": (24, 4), "cpu": (6, 1)}  # and of how many each logged window is; the first settles
+MOST_WARMUP = 0.05  # of the steps: a recipe's own warm-up is meant for its own horizon
+UNTIMED_S = 1800  # starting, compiling, evaluating
+MOST_S = 7 * 24 * 3600.0
+_STOPS = ("train.tokens", "train.epochs", "train.hours", "train.target_loss", "eval.patience")
+_NO_OTHER_STOP = tuple(f"{key}=null" for key in _STOPS)
+KNOWN_BY = ("name", "arm", "overrides", "budget_s", "seed", "card_anchor_ms")  # in every row, whatever came of it
+_LOCKED = ("recipe", "parameters", "batch", "choices", "data", "machine", "versions", "git")
+
+
+def parse_budget(text: str) -> float:
+    """Seconds of training: 2m, 90s; a bare number is seconds."""
+    try:
+        seconds = 3600 * parse_hours(f"{text}s" if text.strip()[-1:].isdigit() else text)
+    except ValueError:
+        raise UsageError(f"{text!r} is no time.", where="--budget", fix="Write for instance 2m or 90s.") from None
+    if not 0.001 <= seconds <= MOST_S:
+        what = f"{text} leaves no time to train." if seconds < 1 else f"{text} is longer than a week."
+        raise UsageError(what, where="--budget", fix="Write for instance 2m or 90s.")
+    return round(seconds, 3)
+
+
+def parse_seeds(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) < 1 << 63 for word in words):
+        raise UsageError(f"{text!r} is no list of whole numbers.", where="--seed", fix="Write for instance 1337,1338.")
+    return list(dict.fromkeys(map(int, words)))
+
+
+def check_data(overrides: Sequence[str], machine: Machine) -> None:
+    """A loss says something of real text only, and of the text that was chosen."""
+    if machine.device == "cuda" and not any(key_of(word) == "data.source" for word in overrides):
+        fix = "Name it: data.source=./tokens, with data.tokenizer=… for text."
+        raise UsageError("time to loss is measured on a text of yours.", where="data.source", fix=fix)
+
+
+def check_rows(rows: Sequence[Row], out: Path | None, overrides: Sequence[str], machine: Machine) -> None:
+    """That an earlier call's rows can be gone on from: they are whole, and of the text that lies there now."""
+    other = "Choose another --out, or remove it."
+    from benchmarks.pages import sections  # that module imports this one
+
+    try:
+        sections({"rows": rows, "comparison": compare(rows)})  # all that is shown of them later
+        told = {row["lock"]["data"]["fingerprint"] for row in rows if "lock" in row and _same_source(row, overrides)}
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError):
+        raise UsageError("is there already, and its rows are not whole.", where=str(out), fix=other) from None
+    if told:
+        from redline.jobs.causal_lm.objective import load_data
+
+        words = words_for("pretrain-350m", [word for word in overrides if key_of(word) in OF_THE_TEXT], machine.device)
+        now = load_data(load("pretrain-350m", words).recipe).facts.fingerprint
+        if told != {now}:
+            what = "has runs on another text than data.source holds now."
+            raise UsageError(what, where=str(out), fix=other)
+
+
+def _same_source(row: Row, overrides: Sequence[str]) -> bool:
+    """The same words for the text, which must be some: what is embedded cannot change."""
+    both = (in_order(row["overrides"]), in_order(overrides))
+    of_row, asked = ({word for word in words if key_of(word) in OF_THE_TEXT} for words in both)
+    return bool(asked) and of_row == asked
+
+
+def is_there(trial: Trial, rows: Sequence[Row]) -> bool:
+    """Whether it has been tried: who diverged would diverge again, what failed otherwise may have been mended."""
+    return any(_trial_of(row) == trial and ("error" not in row or row.get("diverged")) for row in rows)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What all rows of a call have in common."""
+
+    device: str
+    folder: Path
+    card_anchor_ms: float | None
+
+
+def run_time_to_loss(trials: Sequence[Trial], machine: Machine, rows: Sequence[Row], *, again: bool) -> Iterator[Row]:
+    """A row for each; who cannot run says why in `error`. `rows` are there already: they know how long a step takes,
+    unless all is to be measured `again`."""
+    anchor, told = _card_anchor(machine) if trials else (None, [])
+    known = [] if again else list(rows)
+    with tempfile.TemporaryDirectory(prefix="redline-bench-") as folder:
+        for trial in trials:
+            row: Row = {
+                "name": trial.name,
+                "arm": trial.arm,
+                "overrides": list(trial.overrides),
+                "budget_s": trial.budget_s,
+                "seed": trial.seed,
+                "card_anchor_ms": anchor,
+            }
+            try:
+                found = _trained(trial, Call(machine.device, Path(folder), anchor), known)
+                row |= found | {"warnings": [*told, *found["warnings"], *_warnings(trial, found)]} | _end(found)
+                known.append(row)
+                yield row
+            except DivergedError as error:
+                yield row | {"lock": _kept(error.run.lock), "error": str(error), "diverged": True}
+            except ChildError as error:
+                yield row | {"error": str(error)}
+
+
+def _card_anchor(machine: Machine) -> tuple[float | None, list[str]]:
+    """Milliseconds, and what is to be said without them."""
+    try:
+        return float(ask("benchmarks.peers.anchor", {"device": machine.device})["step_ms"]), []
+    except ChildError as error:
+        return None, [f"the card's anchor could not be timed: {error}"]
+
+
+def _trained(trial: Trial, call: Call, rows: Sequence[Row]) -> dict[str, Any]:
+    words, limit = words_for(trial.arm, trial.overrides, call.device), trial.budget_s + UNTIMED_S
+    known = known_step_ms(trial, rows, call.card_anchor_ms)
+    if trial.arm == BASELINE:
+        words = [*words, f"train.seed={trial.seed}"]
+        return ask("benchmarks.peers.nanogpt", {"words": words, "budget_s": trial.budget_s, "step_ms": known}, limit)
+    step_ms = known or _anchor_step_ms(trial, words, call)
+    steps = fitted_steps(trial.budget_s, step_ms)
+    looks = Looks.over(steps)
+    timed = [
+        *(f"train.steps={steps}", f"train.seed={trial.seed}", *_warmup(trial, words, steps)),
+        *(f"eval.every={looks.every}", f"monitor.log_every={looks.log_every}"),
+    ]
+    run = _redline(trial, words, timed, call, limit)
+    found = {"anchor_step_ms": step_ms, **row_of(run)}
+    if found["steps"] != steps:
+        raise ChildError(f"it stopped after {found['steps']} of {steps} steps")
+    return found
+
+
+def known_step_ms(trial: Trial, rows: Sequence[Row], card_anchor_ms: float | None) -> float | None:
+    """From the rows whose steps are the same work by the same code, at the speed that the card has now. The fastest
+    counts: a busy host makes a whole row slow, and those after it would get too few steps."""
+    code = git_state()["commit"]
+    known = []
+    for row in rows:
+        old = "from" in row and (row["from"].get("git") or {}).get("commit") != code
+        same = "error" not in row and not old and _trial_of(row).speed == trial.speed
+        if same and card_anchor_ms and row["card_anchor_ms"]:
+            known.append(typical_step_ms(row["evaluations"]) * card_anchor_ms / row["card_anchor_ms"])
+    return min(known, default=None)
+
+
+def _trial_of(row: Row) -> Trial:
+    return Trial(row["arm"], in_order(row["overrides"]), row["budget_s"], row["seed"])
+
+
+def _anchor_step_ms(trial: Trial, words: list[str], call: Call) -> float:
+    """A short real run: what a step takes, before it is known how many there will be."""
+    steps, window = ANCHOR_STEPS[call.device]
+    short = [f"train.steps={steps}", f"monitor.log_every={window}", "eval.sequences=1", "train.warmup_steps=1"]
+    short += ["train.lr=1e-9", "train.muon_lr=1e-9"]  # without a warm-up a rate that is right may diverge
+    return median_step_ms(_redline(trial, words, short, call, UNTIMED_S).events)
+
+
+def _redline(trial: Trial, words: list[str], last: list[str], call: Call, limit_s: float) -> TrainedRun:
+    """Its run directory is gone afterwards: a checkpoint of it has gigabytes."""
+    run = Path(tempfile.mkdtemp(dir=call.folder)) / "run"
+    common = [word for word in UNDISTURBED if key_of(word) not in {key_of(w) for w in (*words, *last)}]
+    given = {key_of(word) for word in last}
+    words = [word for word in words if key_of(word) not in given]
+    try:
+        return train([trial.arm, *common, *words, *_NO_OTHER_STOP, *last], run, limit_s=limit_s)
+    finally:
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def _warmup(trial: Trial, words: list[str], steps: int) -> list[str]:
+    """The recipe's own, or what was asked for; but a recipe's own never longer than a share of the run."""
+    if any(key_of(word) == "train.warmup_steps" for word in trial.overrides):
+        return []
+    own, most = load(trial.arm, words).recipe.train.warmup_steps, max(1, round(MOST_WARMUP * steps))
+    return [] if own == AUTO or int(own) <= most else [f"train.warmup_steps={most}"]
+
+
+def row_of(run: TrainedRun) -> dict[str, Any]:
+    """The figures of a redline run, from its log and its lock."""
+    memory = [event["memory_gib"] for event in run.of_type("step") if event["memory_gib"] is not None]
+    told = [event["message"] for kind in ("warning", "recovery") for event in run.of_type(kind)]
+    return {
+        **figures(curve_of(run.events), run.lock["data"]["train_tokens"]),
+        "warmup_s": sum(event.get("seconds", 0.0) for event in run.of_type("warmup")),
+        "memory_gib": max(memory, default=None),
+        "lock": _kept(run.lock),
+        "warnings": told,
+    }
+
+
+def _kept(lock: dict[str, Any]) -> dict[str, Any]:
+    return {key: lock[key] for key in _LOCKED}
+
+
+def _warnings(trial: Trial, found: dict[str, Any]) -> list[str]:
+    told = []
+    off = found["seconds"] / trial.budget_s - 1
+    if abs(off) > OFF_BUDGET:
+        told.append(f"trained {found['seconds']:.1f} s of a budget of {trial.budget_s:g} s")
+    if (found["epochs"] or 0) > 1:
+        tokens = format_count(found["lock"]["data"]["train_tokens"])
+        told.append(f"its {tokens} tokens repeat: {found['epochs']:.2f} epochs")
+    return told
+
+
+def _end(found: dict[str, Any]) -> dict[str, Any]:
+    """A trial that diverged is one, too."""
+    if found["final_loss"] is not None:
+        return {}
+    if not found["lock"]["data"]["val_tokens"]:
+        return {"error": "the data have no validation tokens. Set data.val_fraction, or prepare them with some."}
+    return {"error": "it diverged: its last validation loss is not finite.", "diverged": True}

@@ -1,0 +1,29 @@
+"""Some of a benchmark's contenders."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.finetune import CONTENDERS
+from redline.bench.throughput import select
+from redline.errors import UsageError
+
+
+def names(only: str | None) -> list[str]:
+    return [one.name for one in select(CONTENDERS, only)]
+
+
+def test_words_pick_by_name_and_keep_the_order() -> None:
+    assert names(None) == [one.name for one in CONTENDERS]
+    assert names("nothing recomputed, redline lora") == [
+        "redline lora",
+        "hf+peft+bitsandbytes+liger, nothing recomputed",
+    ]
+    assert all("redline" in name for name in names("redline"))
+    assert names("redline qlora") == ["redline qlora"], "a whole name means that one"
+
+
+@pytest.mark.parametrize("only", ["redlime", "", " , ", "redline,nobody"])
+def test_a_word_in_no_name_is_refused_with_the_names(only: str) -> None:
+    with pytest.raises(UsageError, match="hf\\+peft\\+bitsandbytes"):
+        select(CONTENDERS, only)
