@@ -30,7 +30,6 @@ from redline.recipe.lock import git_state, versions
 from redline.recipe.resolve import resolve
 from redline.training.step import step_batch, to_device
 from redline.training.trial import Silent, trainer_alone
-from runs import said
 
 BATCH, WARMUP = 16, 50  # sequences a step; steps
 LOOKS = (0, 45, 150)  # steps before which the ways are compared

@@ -29,7 +29,6 @@ from redline.kernels import float8_choice
 from redline.kernels.cross_entropy import chunk_tokens
 from redline.kernels.float8_choice import CAST, Shapes
 from redline.recipe.lock import git_state, versions
-from runs import trained
 
 VOCABULARY = 50304
 STEPS, WINDOW = 90, 10
