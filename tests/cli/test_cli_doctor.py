@@ -74,11 +74,11 @@ def test_probe_measures_and_keeps(inside: Any, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_failure_is_exit_code_1_with_its_fix(inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from redline.hardware import collect as gather
+    from redline.hardware import facts as collected
 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(gather.shutil, "disk_usage", lambda _: gather.shutil._ntuple_diskusage(10, 9, 1 << 20))
+    monkeypatch.setattr(collected.shutil, "disk_usage", lambda _: collected.shutil._ntuple_diskusage(10, 9, 1 << 20))
     answer = inside("doctor")
     assert answer.code == 1
     assert "Traceback" not in answer.err
@@ -87,12 +87,12 @@ def test_a_failure_is_exit_code_1_with_its_fix(inside: Any, tmp_path: Path, monk
 
 
 def test_a_broken_torch_is_a_sentence(inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from redline.hardware import collect as trials
+    from redline.hardware import selftest
 
-    def no_torch(command: list[str], names: list[str]) -> tuple[dict[str, Any], str]:
-        return {}, "ImportError: libtorch_cpu.so: cannot open shared object file"
+    def no_torch(command: list[str], names: list[str]) -> tuple[dict[str, Any], str, bool]:
+        return {}, "ImportError: libtorch_cpu.so: cannot open shared object file", False
 
-    monkeypatch.setattr(trials, "_one_process", no_torch)
+    monkeypatch.setattr(selftest, "_run_process", no_torch)
     answer = inside("doctor", "--json")
     assert answer.code == 1
     lines = {check["name"]: check for check in json.loads(answer.out)["checks"]}

@@ -126,7 +126,7 @@ def test_heat_is_said_once_with_what_it_costs() -> None:
     watch = ThrottleWatch()
     (warning,) = told(watch, "thermal+power_cap", 15)
     assert "91 °C" in warning
-    assert "1485 of 1980 MHz, 75 % of the speed" in warning
+    assert "1485 of 1980 MHz (75 %)" in warning
     assert told(watch, "", 1) == []
     assert told(watch, "hw_slowdown", 50) == []
 
@@ -149,9 +149,9 @@ def test_what_costs_nothing_is_not_said(throttle: str | None) -> None:
 def test_a_card_that_tells_no_clock_can_be_hot_too() -> None:
     watch = ThrottleWatch()
     said = [watch.note(Reading(throttle="thermal")) for _ in range(5)]
-    assert [warning for warning in said if warning] == [
-        "the GPU is held back: it is too hot. Look at its cooling and its power supply"
-    ]
+    (warning,) = [warning for warning in said if warning]
+    assert "too hot" in warning
+    assert "MHz" not in warning
 
 
 def test_a_step_event_carries_what_the_card_said(world: Any, tmp_path: Any, monkeypatch: Any) -> None:

@@ -11,7 +11,7 @@ from redline.errors import EXIT_FAILED
 from redline.runs.summary import RUNS
 
 if TYPE_CHECKING:
-    from redline.hardware.collect import Check
+    from redline.hardware.doctor import Check
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -28,11 +28,11 @@ def doctor(
       redline doctor
       redline doctor --probe --json
     """
-    from redline.hardware.collect import gather
-    from redline.hardware.doctor import all_checks
+    from redline.hardware.doctor import run_checks
+    from redline.hardware.facts import collect_facts
 
-    facts = gather(RUNS, probe=probe)
-    checks = all_checks(facts)
+    facts = collect_facts(RUNS, probe=probe)
+    checks = run_checks(facts)
     failed = any(check.status == "fail" for check in checks)
     if json_:
         import json

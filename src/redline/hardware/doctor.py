@@ -1,98 +1,169 @@
-"""Judging a machine's facts: pure functions to lines that say ok, warn or fail, and how to mend it."""
+"""The checks of `redline doctor`: pure functions from the facts of a machine to lines that are ok, warn or fail.
+
+`hardware/facts.py` collects the facts. `CHECKS` lists the checks in the order in which they are printed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from redline.errors import install_hint
-from redline.hardware.collect import Check, Facts, GpuFacts, Package, Place
+from redline.hardware.facts import Facts, FolderFacts, GpuFacts, Package
 from redline.hardware.nvml import SLOWDOWNS
 from redline.hardware.specs import spec_of
 from redline.units import GIB, price_problem
 
-# ----------------------------------------------------------------------------------------------------
-# Judging the NVIDIA side of a machine: driver, cards, and what really worked on them. Pure, as in checks.py.
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 12)
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
+
+_CPU_WORKS = "training works on the CPU, slowly"
+_CUDA_TORCH = "Install a torch that is built for CUDA: `make setup` selects the one that fits."
 
 
-ON_THE_CPU = "training works on the CPU, slowly"
+@dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    status: str  # ok, warn or fail
+    detail: str
+    fix: str = ""
 
 
-def cuda(facts: Facts) -> Check:
-    """Within one major version any driver serves any build; a newer driver serves older builds."""
+def run_checks(facts: Facts) -> list[Check]:
+    return [line for check in CHECKS for line in check(facts)]
+
+
+# --- Python, torch, CUDA, NCCL
+
+
+def check_python(facts: Facts) -> list[Check]:
+    version = _dotted(facts.python)
+    if facts.python[:2] < OLDEST_PYTHON:
+        return [
+            Check("python", "fail", f"{version} is too old", "Install Python 3.11 or 3.12 and set up redline again.")
+        ]
+    if facts.python[:2] > NEWEST_PYTHON:
+        return [Check("python", "warn", f"{version} is not tested", "If something fails, use Python 3.11 or 3.12.")]
+    return [Check("python", "ok", version)]
+
+
+def check_torch(facts: Facts) -> list[Check]:
+    torch = facts.torch
+    tested = f"{_dotted(OLDEST_TORCH)} to {_dotted(NEWEST_TORCH)}"
+    install = f"Install torch {tested}: pip install 'torch>=2.11,<2.14'."
+    if not torch.version:
+        return [Check("torch", "fail", f"cannot be imported: {torch.error}", install)]
+    version = _numbers(torch.version.split("+")[0])[:2]
+    if version < OLDEST_TORCH:
+        return [Check("torch", "fail", f"{torch.version} is too old", install)]
+    if version > NEWEST_TORCH:
+        return [Check("torch", "warn", f"{torch.version} is not tested", f"If something fails, use {tested}.")]
+    return [Check("torch", "ok", torch.version)]
+
+
+def check_cuda(facts: Facts) -> list[Check]:
+    """Compare the CUDA version of torch with the driver's.
+
+    Within one major version any driver works with any build; a newer driver works with older builds.
+    """
     built, driver = facts.torch.cuda, facts.driver_cuda
     if not built:
-        return Check("cuda", "ok" if not facts.gpus else "fail", "torch is built without it", _cuda_build(facts))
+        status, fix = ("fail", _CUDA_TORCH) if facts.gpus else ("ok", "")
+        return [Check("cuda", status, "torch is built without CUDA", fix)]
     if not driver and facts.torch.available:
-        fix = "pip install nvidia-ml-py, or `make setup` again: step events then tell power and clocks too."
-        return Check("cuda", "warn", f"torch is built for {built}; NVML does not answer for the driver", fix)
+        fix = "Run pip install nvidia-ml-py, or `make setup` again: step events then include power and clocks."
+        return [Check("cuda", "warn", f"torch is built for {built}; NVML does not report the driver", fix)]
     if not driver:
-        return Check("cuda", "warn", f"torch is built for {built}, and no driver answers", _no_driver(facts))
-    said = f"torch is built for {built}, driver {facts.driver} for {driver}"
-    if _numbers(driver)[0] < _numbers(built)[0]:
-        major = _numbers(driver)[0]
-        fix = f"Update the driver, or install a torch that is built for CUDA {major}."
-        return Check("cuda", "fail", f"{said}: the driver is too old", fix)
-    return Check("cuda", "ok", said)
+        return [Check("cuda", "warn", f"torch is built for {built}, but no driver answers", _driver_fix(facts))]
+    versions = f"torch is built for {built}, driver {facts.driver} supports {driver}"
+    if _driver_too_old(facts):
+        fix = f"Update the driver, or install a torch that is built for CUDA {_numbers(driver)[0]}."
+        return [Check("cuda", "fail", f"{versions}: the driver is too old", fix)]
+    return [Check("cuda", "ok", versions)]
 
 
-def _cuda_build(facts: Facts) -> str:
-    return "Install a torch that is built for CUDA: `make setup` finds the one that fits." if facts.gpus else ""
+def check_nccl(facts: Facts) -> list[Check]:
+    if facts.torch.nccl:
+        return [Check("nccl", "ok", facts.torch.nccl)]
+    if facts.visible > 1:
+        fix = "Install a torch that is built with NCCL; all CUDA builds for Linux are."
+        return [Check("nccl", "warn", "missing: several GPUs cannot train together", fix)]
+    return [Check("nccl", "ok", "not in this torch; needed only for several GPUs")]
 
 
-def _no_driver(facts: Facts) -> str:
-    if not facts.card_on_the_bus:
-        return f"Without an NVIDIA GPU {ON_THE_CPU}."
-    return "Install the NVIDIA driver; in a container, start it with the GPUs (docker run --gpus all)."
+def _driver_too_old(facts: Facts) -> bool:
+    built, driver = facts.torch.cuda, facts.driver_cuda
+    return bool(built and driver and _numbers(driver)[0] < _numbers(built)[0])
 
 
-# --- the cards
+def _driver_fix(facts: Facts) -> str:
+    if not facts.pci_gpu:
+        return f"Without an NVIDIA GPU, {_CPU_WORKS}."
+    return "Install the NVIDIA driver. In a container, start it with the GPUs (docker run --gpus all)."
 
 
-def gpu(facts: Facts) -> list[Check]:
-    return [gpu_use(facts), *(check for card in facts.gpus for check in one_gpu(card))]
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
-def gpu_use(facts: Facts) -> Check:
-    """Whether torch can compute on a GPU, and if there is one and it cannot, why."""
-    about, count = facts.torch, len(facts.gpus)
-    if about.available:
-        lacking = [card for card in facts.gpus if not _has_kernels(card, about.architectures)]
-        if lacking:
-            card = lacking[0]
-            fix = "Install a torch built for this card, or leave it out with CUDA_VISIBLE_DEVICES."
-            said = f"torch has no kernels for {card.name} (compute capability {dotted(card.capability or ())})"
-            return Check("gpu", "fail", said, fix)
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+# --- GPUs
+
+
+def check_gpus(facts: Facts) -> list[Check]:
+    return [_gpu_usable(facts), *(line for card in facts.gpus for line in _one_gpu(card))]
+
+
+def _gpu_usable(facts: Facts) -> Check:
+    """Return whether torch can compute on a GPU; if there is one and torch cannot use it, say why."""
+    torch, count = facts.torch, len(facts.gpus)
+    if torch.available:
+        unsupported = next((card for card in facts.gpus if not _has_kernels(card, torch.architectures)), None)
+        if unsupported:
+            capability = _dotted(unsupported.capability or ())
+            fix = "Install a torch that is built for this card, or exclude the card with CUDA_VISIBLE_DEVICES."
+            detail = f"torch has no kernels for {unsupported.name} (compute capability {capability})"
+            return Check("gpu", "fail", detail, fix)
         return Check("gpu", "ok", f"{facts.visible or count or 1} of {count or 1} visible to torch")
     if not facts.gpus:
-        if facts.card_on_the_bus:
-            said = f"an NVIDIA card is plugged in, but no driver answers; {ON_THE_CPU}"
-            return Check("gpu", "warn", said, _no_driver(facts))
-        return Check("gpu", "warn", f"no NVIDIA GPU: {ON_THE_CPU}", "For large models use a machine with one.")
-    hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
-    if not about.version:
-        return Check("gpu", "fail", f"{facts.gpus[0].name} is here, and torch cannot be imported", "Mend torch first.")
-    if not about.cuda:
-        said = f"{facts.gpus[0].name} is here, but torch {about.version} is a CPU build"
-        return Check("gpu", "fail", said, _cuda_build(facts))
+        if facts.pci_gpu:
+            detail = f"an NVIDIA card is installed, but no driver answers; {_CPU_WORKS}"
+            return Check("gpu", "warn", detail, _driver_fix(facts))
+        return Check("gpu", "warn", f"no NVIDIA GPU: {_CPU_WORKS}", "For large models, use a machine with one.")
+    name, hidden = facts.gpus[0].name, facts.environment.get("CUDA_VISIBLE_DEVICES")
+    if not torch.version:
+        return Check("gpu", "fail", f"{name} is present, but torch cannot be imported", "Fix torch first.")
+    if not torch.cuda:
+        return Check("gpu", "fail", f"{name} is present, but torch {torch.version} is a CPU build", _CUDA_TORCH)
     if not facts.visible and hidden is not None:
-        fix = "Unset it, or name cards as in CUDA_VISIBLE_DEVICES=0."
+        fix = "Unset it, or list cards as in CUDA_VISIBLE_DEVICES=0."
         return Check("gpu", "fail", f"CUDA_VISIBLE_DEVICES={hidden!r} hides {count} of {count} GPUs", fix)
     if not facts.visible:
-        fix = "Make a slice with `nvidia-smi mig -cgi … -C`, or turn MIG off with `nvidia-smi -mig 0`."
+        fix = "Create a slice with `nvidia-smi mig -cgi … -C`, or disable MIG with `nvidia-smi -mig 0`."
         return Check("gpu", "fail", "the card is in MIG mode and has no slice", fix)
-    if cuda(facts).status == "fail":
-        return Check("gpu", "fail", f"torch cannot use {facts.gpus[0].name}: the driver is too old", cuda(facts).fix)
-    reason = about.complaint or "without saying why"
-    fix = "`nvidia-smi` should show it without an error; if not, restart the machine or ask who runs it."
-    return Check("gpu", "fail", f"torch cannot use {facts.gpus[0].name}: {reason}", fix)
+    if _driver_too_old(facts):
+        return Check("gpu", "fail", f"torch cannot use {name}: the driver is too old", check_cuda(facts)[0].fix)
+    fix = "Run `nvidia-smi`. If it reports an error, restart the machine or ask its administrator."
+    return Check("gpu", "fail", f"torch cannot use {name}: {torch.error or 'torch gives no reason'}", fix)
 
 
 def _has_kernels(card: GpuFacts, architectures: tuple[str, ...]) -> bool:
-    """Kernels of the same generation that are not newer run; so does intermediate code (compute_) of any older one."""
+    """Return whether a torch that is built for `architectures` runs on the card.
+
+    Binary code (sm_) runs on cards of the same major version and the same or a newer minor version; intermediate code
+    (compute_) runs on every newer card.
+    """
     if card.capability is None or not architectures:
         return True
     major, minor = card.capability
     for name in architectures:
         kind, _, digits = name.partition("_")
-        number = int("".join(c for c in digits if c.isdigit()) or 0)
+        number = int("".join(c for c in digits if c.isdigit()) or 0)  # "90a" is 90
         if kind == "compute" and number <= 10 * major + minor:
             return True
         if kind == "sm" and number // 10 == major and number % 10 <= minor:
@@ -100,270 +171,229 @@ def _has_kernels(card: GpuFacts, architectures: tuple[str, ...]) -> bool:
     return False
 
 
-def one_gpu(card: GpuFacts) -> list[Check]:
+def _one_gpu(card: GpuFacts) -> list[Check]:
     name = f"gpu {card.index}"
-    capability = f", compute capability {dotted(card.capability)}" if card.capability else ""
-    lines = [Check(name, "ok", f"{card.name}{capability}, {card.memory_bytes / GIB:.1f} GiB"), _gpu_memory(name, card)]
-    states = {"ECC": card.ecc, "persistence": card.persistence, "MIG": card.mig}
-    said = ", ".join(f"{what} {'on' if state else 'off'}" for what, state in states.items() if state is not None)
-    wishes = []
-    if card.ecc is False:
-        wishes.append("Without ECC flipped bits go unnoticed: nvidia-smi -e 1, then restart.")
-    if card.persistence is False:
-        wishes.append("Without persistence every start waits for the driver: nvidia-smi -pm 1.")
-    if card.mig:
-        wishes.append("A slice has a part of the card's speed: nvidia-smi -mig 0 gives the whole card.")
-    lines.append(Check(f"{name} modes", "warn" if wishes else "ok", said or "unknown", " ".join(wishes)))
+    capability = f", compute capability {_dotted(card.capability)}" if card.capability else ""
+    lines = [
+        Check(name, "ok", f"{card.name}{capability}, {card.memory_bytes / GIB:.1f} GiB"),
+        _gpu_memory(name, card),
+        _gpu_modes(name, card),
+    ]
     slow = [word for word in card.throttle.split("+") if word in SLOWDOWNS]
     if slow:
-        fix = "Look at its cooling and its power supply; until then it is slower than planned."
-        lines.append(Check(f"{name} clock", "warn", f"held back now: {', '.join(slow)}", fix))
+        fix = "Check its cooling and power supply; until then it is slower than planned."
+        lines.append(Check(f"{name} clock", "warn", f"throttled: {', '.join(slow)}", fix))
     return lines
 
 
 def _gpu_memory(name: str, card: GpuFacts) -> Check:
-    said = f"{card.free_bytes / GIB:.1f} of {card.memory_bytes / GIB:.1f} GiB free"
-    if card.free_bytes >= 0.95 * card.memory_bytes - GIB:
-        return Check(f"{name} memory", "ok", said)
+    free = f"{card.free_bytes / GIB:.1f} of {card.memory_bytes / GIB:.1f} GiB free"
+    if card.free_bytes >= 0.95 * card.memory_bytes - GIB:  # the driver itself uses a little
+        return Check(f"{name} memory", "ok", free)
     users = ", ".join(
-        f"{user.name} (process {user.pid}{'' if user.bytes is None else f', {user.bytes / GIB:.1f} GiB'})"
-        for user in card.users
+        f"{process.name} (process {process.pid}{'' if process.bytes is None else f', {process.bytes / GIB:.1f} GiB'})"
+        for process in card.processes
     )
-    fix = "Stop what uses it, choose another card with CUDA_VISIBLE_DEVICES, or lower train.memory_fraction."
-    return Check(f"{name} memory", "warn", f"{said}; used by {users or 'processes that this one may not see'}", fix)
+    fix = "Stop these processes, choose another card with CUDA_VISIBLE_DEVICES, or lower train.memory_fraction."
+    return Check(f"{name} memory", "warn", f"{free}; used by {users or 'processes outside this container'}", fix)
 
 
-# --- what it can do
+def _gpu_modes(name: str, card: GpuFacts) -> Check:
+    modes = {"ECC": card.ecc, "persistence": card.persistence, "MIG": card.mig}
+    detail = ", ".join(f"{mode} {'on' if state else 'off'}" for mode, state in modes.items() if state is not None)
+    fixes = []
+    if card.ecc is False:
+        fixes.append("Without ECC, memory errors go undetected: run nvidia-smi -e 1, then restart.")
+    if card.persistence is False:
+        fixes.append("Without persistence mode, every start waits for the driver: run nvidia-smi -pm 1.")
+    if card.mig:
+        fixes.append("A MIG slice has a part of the card's speed: nvidia-smi -mig 0 restores the whole card.")
+    return Check(f"{name} modes", "warn" if fixes else "ok", detail or "unknown", " ".join(fixes))
 
-_ABILITIES = {
-    "bf16": ("bf16", "Without it training falls back to fp16 or fp32: train.precision=fp32 always works."),
+
+# --- what was tested with a tiny tensor
+
+_OTHER_ATTENTION = "model.attention=auto takes the fastest of the other backends."
+_CAPABILITIES = {  # self-test → (name of the check, what to do without it)
+    "bf16": ("bf16", "Without it, training falls back to fp16 or fp32; train.precision=fp32 always works."),
     "fp8": ("fp8", "Use train.precision=bf16."),
-    "cudnn": ("cuDNN attention", "model.attention=auto takes the fastest of the others."),
-    "flash": ("flash attention", "model.attention=auto takes the fastest of the others."),
-    "efficient": ("efficient attention", "model.attention=auto takes the fastest of the others."),
-    "flex": ("flex attention", "model.attention=auto takes the fastest of the others."),
-    "compile": ("torch.compile", "Until then use train.compile=false, which is slower."),
+    "cudnn": ("cuDNN attention", _OTHER_ATTENTION),
+    "flash": ("flash attention", _OTHER_ATTENTION),
+    "efficient": ("efficient attention", _OTHER_ATTENTION),
+    "flex": ("flex attention", _OTHER_ATTENTION),
+    "compile": ("torch.compile", "Until then, use train.compile=false, which is slower."),
 }
 
 
-def abilities(facts: Facts) -> list[Check]:
-    return [ability(name, facts) for name in _ABILITIES]
+def check_capabilities(facts: Facts) -> list[Check]:
+    return [_capability(test, facts) for test in _CAPABILITIES]
 
 
-def ability(name: str, facts: Facts) -> Check:
-    shown, otherwise = _ABILITIES[name]
-    trial = facts.trials.get(name)
-    if trial is None:
-        if name == "compile":
-            return _cpu_compile(facts)
-        if facts.gpus:
-            return Check(shown, "warn", "not tried: torch cannot use the GPU", "Mend that first.")
-        return Check(shown, "warn", "no NVIDIA GPU to try it on")
+def _capability(test: str, facts: Facts) -> Check:
+    name, fallback = _CAPABILITIES[test]
+    result = facts.selftests.get(test)
+    if result is None and test == "compile":
+        return _cpu_compile(facts)
+    if result is None and facts.gpus:
+        return Check(name, "warn", "not tested: torch cannot use the GPU", "Fix that first.")
+    if result is None:
+        return Check(name, "warn", "not tested: no NVIDIA GPU")
+    if result.works:
+        return Check(name, "ok", "works")
     capability = next((card.capability for card in facts.gpus if card.capability), None)
-    if trial.works:
-        return Check(shown, "ok", "works")
-    if name == "fp8" and capability is not None and capability < (8, 9):
-        return Check(shown, "warn", f"needs compute capability 8.9, and this card has {dotted(capability)}", otherwise)
-    if name == "bf16":
-        status = "warn" if capability is not None and capability < (8, 0) else "fail"
-        return Check(shown, status, trial.detail, otherwise)
-    return Check(shown, "warn", trial.detail, f"{_mend(trial.detail)}{otherwise}")
-
-
-def _mend(detail: str) -> str:
-    if "no C compiler" in detail or "Python.h" in detail:
-        return "Install a C compiler and Python's headers (apt install gcc python3-dev). "
-    return ""
+    if test == "fp8" and capability is not None and capability < (8, 9):
+        return Check(name, "warn", f"needs compute capability 8.9; this card has {_dotted(capability)}", fallback)
+    if test == "bf16":
+        expected = capability is not None and capability < (8, 0)  # cards before Ampere have no bf16
+        return Check(name, "warn" if expected else "fail", result.detail, fallback)
+    if "no C compiler" in result.detail or "Python.h" in result.detail:
+        fallback = f"Install a C compiler and Python's headers (apt install gcc python3-dev). {fallback}"
+    return Check(name, "warn", result.detail, fallback)
 
 
 def _cpu_compile(facts: Facts) -> Check:
     if facts.compiler:
-        return Check("torch.compile", "ok", f"{facts.compiler} is there")
-    fix = "Install one (apt install g++); until then train.compile=auto leaves it off."
+        return Check("torch.compile", "ok", f"{facts.compiler} found")
+    fix = "Install one (apt install g++); until then, train.compile=auto disables compilation."
     return Check("torch.compile", "warn", "no C++ compiler", fix)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())
-
-
-def dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
-
-
-OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 12)
-OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
-_LITTLE_DISK, _NO_DISK = 10 * GIB, GIB
-_LITTLE_MEMORY = 4 * GIB
-
-
-def all_checks(facts: Facts) -> list[Check]:
-    return [
-        *software(facts),
-        *gpu(facts),
-        *abilities(facts),
-        *host(facts),
-        *(place(item) for item in facts.places),
-        *(package(item) for item in facts.packages),
-        *environment(facts.environment),
-        *speed(facts),
-    ]
-
-
-# --- Python, torch, CUDA, NCCL
-
-
-def software(facts: Facts) -> list[Check]:
-    return [python(facts.python), torch(facts), cuda(facts), nccl(facts)]
-
-
-def python(version: tuple[int, int, int]) -> Check:
-    text = ".".join(map(str, version))
-    if version[:2] < OLDEST_PYTHON:
-        return Check("python", "fail", f"{text} is too old", "Install Python 3.11 or 3.12, and set redline up with it.")
-    if version[:2] > NEWEST_PYTHON:
-        return Check("python", "warn", f"{text} was never tested", "If something fails, use Python 3.11 or 3.12.")
-    return Check("python", "ok", text)
-
-
-def torch(facts: Facts) -> Check:
-    about = facts.torch
-    good = f"{dotted(OLDEST_TORCH)} to {dotted(NEWEST_TORCH)}"
-    install = f"Install a torch from {good}: pip install 'torch>=2.11,<2.14'."
-    if not about.version:
-        return Check("torch", "fail", f"cannot be imported: {about.complaint}", install)
-    version = tuple(int(part) for part in about.version.split("+")[0].split(".")[:2] if part.isdigit())
-    if version < OLDEST_TORCH:
-        return Check("torch", "fail", f"{about.version} is too old", install)
-    if version > NEWEST_TORCH:
-        return Check("torch", "warn", f"{about.version} was never tested", f"If something fails, use {good}.")
-    return Check("torch", "ok", about.version)
-
-
-def nccl(facts: Facts) -> Check:
-    if facts.torch.nccl:
-        return Check("nccl", "ok", facts.torch.nccl)
-    if facts.visible > 1:
-        fix = "Install a torch that is built with NCCL, as all CUDA builds for Linux are."
-        return Check("nccl", "warn", "missing: several GPUs cannot train together", fix)
-    return Check("nccl", "ok", "not in this torch; only several GPUs need it")
 
 
 # --- the host
 
-
-def host(facts: Facts) -> list[Check]:
-    return [memory(facts), cores(facts), shared_memory(facts)]
-
-
-def memory(facts: Facts) -> Check:
-    limited = facts.physical_memory is not None and facts.memory < facts.physical_memory
-    said = f"{facts.memory / GIB:.1f} GiB"
-    if limited:
-        said += f" of the machine's {(facts.physical_memory or 0) / GIB:.1f} GiB, by the container's limit"
-    free = None if facts.memory_free is None else min(facts.memory_free, facts.memory)
-    if free is not None:
-        said += f", {free / GIB:.1f} GiB free"
-    if free is not None and free < _LITTLE_MEMORY:
-        fix = "Stop other programs, or raise the container's limit; otherwise expect the system to end the run."
-        return Check("memory", "warn", said, fix)
-    return Check("memory", "ok", said)
+_LOW_MEMORY = 4 * GIB
+_LOW_DISK, _MIN_DISK = 10 * GIB, GIB
 
 
-def cores(facts: Facts) -> Check:
-    said = f"{facts.cores} of {facts.machine_cores} usable"
+def check_memory(facts: Facts) -> list[Check]:
+    detail = f"{facts.memory / GIB:.1f} GiB"
+    if facts.physical_memory is not None and facts.memory < facts.physical_memory:
+        detail += f" of the machine's {facts.physical_memory / GIB:.1f} GiB, by the container's limit"
+    if facts.memory_free is None:
+        return [Check("memory", "ok", detail)]
+    free = min(facts.memory_free, facts.memory)
+    detail += f", {free / GIB:.1f} GiB free"
+    if free < _LOW_MEMORY:
+        fix = "Stop other programs, or raise the container's limit; otherwise the system may kill the run."
+        return [Check("memory", "warn", detail, fix)]
+    return [Check("memory", "ok", detail)]
+
+
+def check_cores(facts: Facts) -> list[Check]:
+    detail = f"{facts.cores} of {facts.machine_cores} usable"
     threads = facts.environment.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > facts.cores:
-        fix = f"Unset OMP_NUM_THREADS, or set it to {facts.cores}: threads that share a core wait for each other."
-        return Check("cores", "warn", f"{said}, and OMP_NUM_THREADS={threads}", fix)
-    return Check("cores", "ok", said)
+        fix = f"Unset OMP_NUM_THREADS, or set it to {facts.cores}: more threads than cores slow each other down."
+        return [Check("cores", "warn", f"{detail}, but OMP_NUM_THREADS={threads}", fix)]
+    return [Check("cores", "ok", detail)]
 
 
-def shared_memory(facts: Facts) -> Check:
+def check_shared_memory(facts: Facts) -> list[Check]:
     size = facts.shared_memory
-    said = "there is no /dev/shm" if size is None else f"{size / GIB:.2f} GiB"
+    detail = "there is no /dev/shm" if size is None else f"{size / GIB:.2f} GiB"
     if facts.visible > 1 and (size or 0) < GIB:
         fix = "Start the container with --ipc=host or --shm-size=8g: GPUs of one machine exchange data through it."
-        return Check("/dev/shm", "warn", said, fix)
-    return Check("/dev/shm", "ok", said)
+        return [Check("/dev/shm", "warn", detail, fix)]
+    return [Check("/dev/shm", "ok", detail)]
 
 
-def place(item: Place) -> Check:
-    elsewhere = "Set REDLINE_CACHE to another folder" if item.purpose == "cache" else "Train elsewhere with --run DIR"
-    name, free = f"{item.purpose} disk", item.free_bytes
-    said = f"{item.path}: " + ("free space unknown" if free is None else f"{free / GIB:.1f} GiB free")
-    if "write" in item.lacks:
-        return Check(name, "fail", f"{item.path} cannot be written to", f"{elsewhere}, or mend its rights.")
-    if {"fsync", "rename"} & set(item.lacks):
-        what = " and ".join(word for word in item.lacks if word != "symlink")
-        return Check(name, "fail", f"{said}, but its file system has no {what}", f"{elsewhere}, on a local disk.")
-    if free is not None and free < _NO_DISK:
-        return Check(name, "fail", said, f"Free some space, or: {elsewhere[0].lower()}{elsewhere[1:]}.")
-    if free is not None and free < _LITTLE_DISK:
-        fix = f"Checkpoints may not fit; free some space, or: {elsewhere[0].lower()}{elsewhere[1:]}."
-        return Check(name, "warn", said, fix)
-    if item.lacks:
-        return Check(name, "warn", f"{said}, no symbolic links", "Nothing to do: `latest` still means the newest run.")
-    return Check(name, "ok", said)
+def check_folders(facts: Facts) -> list[Check]:
+    return [_folder(folder) for folder in facts.folders]
 
 
-# --- packages and variables
+def _folder(folder: FolderFacts) -> Check:
+    other = "set REDLINE_CACHE to another folder" if folder.purpose == "cache" else "train elsewhere with --run DIR"
+    move = f"{other[0].upper()}{other[1:]}"
+    name, free = f"{folder.purpose} disk", folder.free_bytes
+    detail = f"{folder.path}: " + ("free space unknown" if free is None else f"{free / GIB:.1f} GiB free")
+    if "write" in folder.missing:
+        return Check(name, "fail", f"{folder.path} is not writable", f"{move}, or fix its permissions.")
+    if unsafe := [operation for operation in folder.missing if operation != "symlink"]:
+        # Without fsync and rename no file can be replaced atomically.
+        detail = f"{detail}, but its file system has no {' and '.join(unsafe)}"
+        return Check(name, "fail", detail, f"{move}, on a local disk.")
+    if free is not None and free < _MIN_DISK:
+        return Check(name, "fail", detail, f"Free some space, or {other}.")
+    if free is not None and free < _LOW_DISK:
+        return Check(name, "warn", detail, f"Checkpoints may not fit: free some space, or {other}.")
+    if folder.missing:
+        return Check(
+            name, "warn", f"{detail}, no symbolic links", "Nothing to do: `latest` still finds the newest run."
+        )
+    return Check(name, "ok", detail)
 
 
-def package(item: Package) -> Check:
-    if item.version:
-        return Check(item.name, "ok", item.version)
-    said = f"not installed; it serves {item.serves}"
-    if item.required:
-        return Check(item.name, "warn", said, f"pip install {item.name}, or `make setup` again.")
-    how = install_hint(item.extra) if item.extra else f"`pip install {item.name}`"
-    return Check(item.name, "ok", f"{said}, which is optional", f"If you want it: {how}.")
+# --- packages and environment variables
 
 
-def environment(variables: dict[str, str]) -> list[Check]:
-    lines = [Check(name, "ok", _set_or_not(name, variables)) for name in ("HF_HOME", "HF_TOKEN")]
+def check_packages(facts: Facts) -> list[Check]:
+    return [_package(package) for package in facts.packages]
+
+
+def _package(package: Package) -> Check:
+    if package.version:
+        return Check(package.name, "ok", package.version)
+    detail = f"not installed; needed for {package.purpose}"
+    if package.required:
+        return Check(package.name, "warn", detail, f"Run pip install {package.name}, or `make setup` again.")
+    how = install_hint(package.extra) if package.extra else f"`pip install {package.name}`"
+    return Check(package.name, "ok", f"{detail} (optional)", f"To install it: {how}.")
+
+
+def check_environment(facts: Facts) -> list[Check]:
+    variables = facts.environment
+    lines = [Check(name, "ok", "set" if name in variables else "not set") for name in ("HF_HOME", "HF_TOKEN")]
     offline = variables.get("HF_HUB_OFFLINE", "")
-    said = (
-        f"{offline}: nothing is downloaded" if offline.lower() in ("1", "true", "yes", "on") else offline or "not set"
-    )
-    lines.append(Check("HF_HUB_OFFLINE", "ok", said))
+    disabled = ": downloads are disabled" if offline.lower() in ("1", "true", "yes", "on") else ""
+    lines.append(Check("HF_HUB_OFFLINE", "ok", f"{offline}{disabled}" or "not set"))
     for name, value in variables.items():
-        if name == "REDLINE_PRICE" and (wrong := price_problem(value)):
-            fix = "Write dollars per hour as a number: REDLINE_PRICE=2.5."
-            lines.append(Check(name, "warn", f"{value!r} is {wrong}, so no cost is shown", fix))
+        if name == "REDLINE_PRICE" and (problem := price_problem(value)):
+            fix = "Write USD per hour as a number: REDLINE_PRICE=2.5."
+            lines.append(Check(name, "warn", f"{value!r} is {problem}, so no cost is shown", fix))
         elif name.startswith("REDLINE_"):
             lines.append(Check(name, "ok", value))
     return lines
 
 
-def _set_or_not(name: str, variables: dict[str, str]) -> str:
-    return "set" if name in variables else "not set"
-
-
-# --- what was measured
+# --- measured rates
 
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
-_WAYS = {"copy": "copy within memory", "to_device": "copy to the GPU", "to_host": "copy from the GPU"}
+_COPIES = {"copy": "copy within memory", "to_device": "copy to the GPU", "to_host": "copy from the GPU"}
 
 
-def speed(facts: Facts) -> list[Check]:
-    """Measured rates, beside the dense peak and the bandwidth where those are known."""
-    trial = facts.trials.get("probe")
-    if trial is not None and not trial.works:
-        return [Check("measured", "warn", trial.detail, "Try again when nothing else uses the machine.")]
+def check_rates(facts: Facts) -> list[Check]:
+    """Show the measured rates (`--probe`) as shares of the card's dense peak and bandwidth where those are known."""
+    probe = facts.selftests.get("probe")
+    if probe is not None and not probe.works:
+        return [Check("measured", "warn", probe.detail, "Try again when nothing else uses the machine.")]
     rates = facts.measured or {}
-    memory_gb = facts.gpus[0].memory_bytes / 1e9 if facts.gpus else None
-    spec = spec_of(facts.device_name, memory_gb)
+    spec = spec_of(facts.device_name, facts.gpus[0].memory_bytes / 1e9 if facts.gpus else None)
     lines = []
     for name in (name for name in _PRECISIONS if name in rates):
-        peak = spec.peak(name) if spec and name != "tf32" else None
+        peak = spec.peak(name) if spec and name != "tf32" else None  # the table has no tf32 peaks
         share = _share(rates[name], peak, "dense peak")
         lines.append(Check(f"matmul {name}", "ok", f"{rates[name] / 1e12:.4g} TFLOP/s{share}"))
-    for name, said in ((name, said) for name, said in _WAYS.items() if name in rates):
-        peak = spec.bandwidth if spec and name == "copy" else None
-        lines.append(Check(said, "ok", f"{rates[name] / 1e9:.4g} GB/s{_share(rates[name], peak, 'bandwidth')}"))
+    for name, shown in ((name, shown) for name, shown in _COPIES.items() if name in rates):
+        share = _share(rates[name], spec.bandwidth if spec and name == "copy" else None, "bandwidth")
+        lines.append(Check(shown, "ok", f"{rates[name] / 1e9:.4g} GB/s{share}"))
     return lines
 
 
 def _share(rate: float, peak: float | None, what: str) -> str:
     return "" if peak is None else f", {100 * rate / peak:.0f} % of the card's {what}"
+
+
+CHECKS: tuple[Callable[[Facts], list[Check]], ...] = (
+    check_python,
+    check_torch,
+    check_cuda,
+    check_nccl,
+    check_gpus,
+    check_capabilities,
+    check_memory,
+    check_cores,
+    check_shared_memory,
+    check_folders,
+    check_packages,
+    check_environment,
+    check_rates,
+)

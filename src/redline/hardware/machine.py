@@ -1,4 +1,8 @@
-"""The machine as the plan sees it: plain facts."""
+"""The machine that a plan is for: one device with its memory, rates and peaks, and the cores around it.
+
+Three sources: this machine without importing torch (`local_machine`, for commands that must answer at once), this
+machine through torch (`probe.detect_machine`), and the table of known cards (`named_gpu`).
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,20 @@ from redline.hardware.nvml import first_gpu
 from redline.hardware.specs import SPECS, GpuSpec, spec_of
 from redline.units import GIB
 
+_CORES = 16  # of the machine around a card from the table; the plan only derives loader threads from it
+
 
 @dataclass(frozen=True)
 class Machine:
     device: str  # "cuda" or "cpu"
     name: str
-    memory_bytes: int
+    memory_bytes: int  # of the GPU, or of the host if it trains on the CPU
     cores: int
     capability: tuple[int, int] | None = None
-    cpu_flops: float | None = None  # measured: no table knows every CPU
+    cpu_flops: float | None = None  # measured, because no table covers every CPU
     fast_bf16: bool = False
-    compiler: bool = True  # a C++ compiler, which torch.compile needs on a CPU
-    measured: Rates | None = field(default=None, hash=False)  # by `probe`, on this very machine
+    compiler: bool = True  # there is a C++ compiler, which torch.compile needs on a CPU
+    measured: Rates | None = field(default=None, hash=False)  # by hardware/probe.py on this machine
 
     @property
     def spec(self) -> GpuSpec | None:
@@ -31,15 +37,17 @@ class Machine:
 
     @property
     def fp8(self) -> bool:
-        """Tensor cores for fp8: Ada, Hopper and newer."""
+        """Return whether the GPU has fp8 tensor cores (Ada, Hopper and newer)."""
         return self.capability is not None and self.capability >= (8, 9)
 
     def peak(self, precision: str) -> float | None:
+        """Return the dense peak in FLOP/s, or None if the card is not in the table."""
         spec = self.spec
         return spec.peak(precision) if spec else None
 
     def facts(self) -> dict[str, Any]:
-        return {**asdict(self), "memory_gib": round(self.memory_bytes / (1 << 30), 1)}
+        """Return the fields that lock.json records."""
+        return {**asdict(self), "memory_gib": round(self.memory_bytes / GIB, 1)}
 
 
 def cpu_machine(measured: Rates) -> Machine:
@@ -50,58 +58,41 @@ def cpu_machine(measured: Rates) -> Machine:
         host_memory_bytes(),
         available_cores(),
         cpu_flops=max(bf16, fp32),
-        fast_bf16=bf16 > 1.5 * fp32,  # AMX or AVX512-BF16; elsewhere bf16 is emulated and slower
+        fast_bf16=bf16 > 1.5 * fp32,  # AMX or AVX512-BF16; other CPUs emulate bf16, which is slower than fp32
         compiler=cpp_compiler() is not None,
         measured=measured,
     )
 
 
 def gpu_machine(name: str, memory_bytes: int, capability: tuple[int, int], measured: Rates | None) -> Machine:
-    return Machine(
-        "cuda",
-        name,
-        memory_bytes,
-        available_cores(),
-        capability,
-        fast_bf16=capability >= (8, 0),
-        measured=measured,
-    )
-
-
-# ----------------------------------------------------------------------------------------------------
-# The machine at hand, asked without torch: for what must answer at once.
+    fast_bf16 = capability >= (8, 0)  # Ampere and newer
+    return Machine("cuda", name, memory_bytes, available_cores(), capability, fast_bf16=fast_bf16, measured=measured)
 
 
 def local_machine() -> Machine | None:
-    """The first visible GPU, else the CPU as it was measured; None when it was not yet: `detect` measures it."""
-    card = None if installed_torch_version().endswith("+cpu") else first_gpu()  # a torch for CPUs sees no GPU
-    if card is not None:
-        measured = read_rates(gpu_key(card.name, card.driver))
-        return gpu_machine(card.name, card.memory_bytes, card.capability, measured)
+    """Return this machine's first visible GPU, else its CPU if that has been measured before, else None."""
+    # A CPU build of torch cannot use the GPU, whatever the driver shows.
+    gpu = None if installed_torch_version().endswith("+cpu") else first_gpu()
+    if gpu is not None:
+        return gpu_machine(gpu.name, gpu.memory_bytes, gpu.capability, read_rates(gpu_key(gpu.name, gpu.driver)))
     return local_cpu()
 
 
 def local_cpu() -> Machine | None:
+    """Return this machine's CPU if it has been measured before; `probe.detect_machine` measures it."""
     measured = read_rates(cpu_key())
     return cpu_machine(measured) if measured else None
 
 
-# ----------------------------------------------------------------------------------------------------
-# Cards by name, for planning a run on one that is not here.
-
-
-_CORES = 16  # of the machine around it; the plan uses it for nothing but loader threads
-
-
 def named_gpu(name: str) -> Machine:
-    """The machine that a card of the table makes."""
+    """Return a machine with the named card of the table, for planning a run elsewhere."""
     spec = SPECS.get(name.lower())
     if spec is None:
         hint = did_you_mean(name, SPECS) or f"Known: auto, cpu, {', '.join(SPECS)}."
         raise UsageError(
-            f"no figures are known for a {name!r}.",
+            f"the card {name!r} is not in the table.",
             where="--gpu",
-            fix=f"{hint} On the card itself use --gpu auto with --probe, which measures it.",
+            fix=f"{hint} On a machine with that card, use --gpu auto with --probe, which measures it.",
         )
     bf16 = spec.capability >= (8, 0)
     return Machine("cuda", spec.name, int(spec.memory_gib * GIB), _CORES, spec.capability, fast_bf16=bf16)

@@ -1,6 +1,7 @@
-"""What was measured on this machine, kept in the cache so that a start need not measure again.
+"""Measurements of this machine, stored in the cache so that later starts need not measure again.
 
-A file is one JSON object: `schema`, and `entries` by key. Whatever cannot be read counts as never measured.
+Each file is one JSON object: `schema`, and `entries` by key. A key names the device, its driver and the version of
+torch, so that a change of any of them measures anew. A file that cannot be read counts as empty.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from typing import Any
 from redline.cache import cache_dir, write_atomically
 from redline.hardware.host import cpu_name, cpu_threads
 
-SCHEMA = 2  # another when what is measured, or how, changes
+SCHEMA = 2  # changes when what is measured, or how, changes
 RATES = "machine.json"
 ATTENTION = "attention.json"
 FLOAT8 = "float8.json"
 
-# FLOP/s of a matmul under fp32, tf32, bf16, fp16, fp8; bytes/s under copy, to_device, to_host. What could not be
-# measured is not there.
+# FLOP/s of a matmul under fp32, tf32, bf16, fp16 and fp8; bytes/s under copy, to_device and to_host. What the device
+# cannot do is missing.
 Rates = dict[str, float]
 
 
 def installed_torch_version() -> str:
-    """Without importing it."""
-    from importlib import metadata  # costs more than all the rest of a plan
+    """Return the installed version of torch without importing it."""
+    from importlib import metadata  # this import takes longer than the rest of a plan
 
     try:
         return metadata.version("torch")
@@ -42,13 +43,16 @@ def gpu_key(name: str, driver: str | None) -> str:
 
 
 def read_measurement(file: str, key: str) -> dict[str, Any] | None:
-    """What was kept under a key, with the date it was measured on."""
+    """Return the entry under a key, with the `date` of its measurement; None if there is none."""
     entry = _entries(file).get(key)
     return entry if isinstance(entry, dict) and isinstance(entry.get("date"), str) else None
 
 
 def store_measurement(file: str, key: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Keep an entry, dated today; a cache that cannot be written costs time later, never the run."""
+    """Store an entry with today's date and return it.
+
+    If the cache is not writable, the next start measures again; the run goes on.
+    """
     dated = {"date": time.strftime("%Y-%m-%d"), **entry}
     content = {"schema": SCHEMA, "entries": {**_entries(file), key: dated}}
     with contextlib.suppress(OSError):
@@ -67,13 +71,14 @@ def read_rates(key: str) -> Rates | None:
 
 
 def store_rates(key: str, rates: Rates) -> Rates:
-    """Keep them, and give them back as they will be recalled."""
+    """Store the rates and return them rounded, as `read_rates` will return them."""
     rounded = {name: float(f"{rate:.4g}") for name, rate in rates.items()}
     store_measurement(RATES, key, {"rates": rounded, "times": measurement_count(key) + 1})
     return rounded
 
 
 def measurement_count(key: str) -> int:
+    """Return how often the rates under a key have been measured."""
     entry = read_measurement(RATES, key) or {}
     times = entry.get("times", 1 if entry else 0)
     return times if isinstance(times, int) else 0

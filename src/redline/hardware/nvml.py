@@ -1,4 +1,7 @@
-"""Readings of the running GPU. Missing library, missing GPU and missing rights all give None."""
+"""Read GPUs through NVML: the visible devices, their sensors during a run, and warnings about throttling.
+
+A missing library, a missing GPU and a missing permission all give None: a sensor reading must never stop a run.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from redline.units import GIB
 
 T = TypeVar("T")
 
-# bits of NVML's clock event reasons
-_REASONS = {
+_SM_CLOCK, _MEMORY_CLOCK, _GPU_SENSOR = 1, 2, 0  # NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU
+
+# Bits of NVML's clock event reasons → the words in `throttle` of step events.
+_THROTTLE_REASONS = {
     0x01: "idle",
     0x02: "clock_setting",
     0x04: "power_cap",
@@ -24,25 +29,32 @@ _REASONS = {
     0x80: "power_brake",
     0x100: "display",
 }
+# Reasons that point to a fault of the machine, unlike the power cap, which a busy card reaches often.
+SLOWDOWNS = {
+    "thermal": "it is too hot",
+    "hw_thermal": "it is too hot",
+    "hw_slowdown": "its hardware slows it down",
+    "power_brake": "the power supply slows it down",
+}
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One look at a card; None is what it did not tell."""
+    """The sensors of a card at one moment. None: the card does not report that value."""
 
     gpu_util: float | None = None  # percent of the time in which any kernel ran
-    gpu_memory_gib: float | None = None  # of all processes
+    gpu_memory_gib: float | None = None  # used by all processes
     power_w: float | None = None
     power_limit_w: float | None = None
     sm_clock_mhz: float | None = None
     sm_clock_max_mhz: float | None = None
     memory_clock_mhz: float | None = None
     temperature_c: float | None = None
-    throttle: str | None = None  # why the clock is below its maximum, as words joined by +; empty when it is not
-    energy_j: float | None = None  # spent since the driver was loaded: two readings give what lies between them
+    throttle: str | None = None  # why the clock is below its maximum: reasons joined by +, or empty
+    energy_j: float | None = None  # since the driver was loaded: the difference of two readings is the energy between
 
     def fields(self) -> dict[str, float | str | None]:
-        """What a step event carries."""
+        """Return the fields that a step event carries."""
         names = ("gpu_util", "gpu_memory_gib", "power_w", "sm_clock_mhz", "temperature_c", "throttle", "energy_j")
         return {name: getattr(self, name) for name in names}
 
@@ -56,16 +68,16 @@ class GpuInfo:
 
 
 class Nvml:
-    """The first visible GPU, read again and again."""
+    """Read the sensors of the first visible GPU repeatedly."""
 
     def __init__(self) -> None:
         self._nvml = open_nvml()
         handles = none_on_error(lambda: visible_handles(self._nvml)) if self._nvml else None
         self._handle: Any = handles[0] if handles else None
-        # a slice of a card has memory and processes of its own; power, clocks and heat are the whole card's
-        self._whole: Any = whole_card(self._nvml, self._handle) if handles else None
-        self._limit = self._ask("nvmlDeviceGetEnforcedPowerLimit", scale=1e-3)
-        self._max_clock = self._ask("nvmlDeviceGetMaxClockInfo", _SM_CLOCK)
+        # A MIG slice has its own memory and utilisation; power, clocks and temperature belong to the whole card.
+        self._whole: Any = _whole_card(self._nvml, self._handle) if handles else None
+        self._limit = self._read_card("nvmlDeviceGetEnforcedPowerLimit", scale=1e-3)
+        self._max_clock = self._read_card("nvmlDeviceGetMaxClockInfo", _SM_CLOCK)
 
     def read(self) -> Reading:
         if self._handle is None:
@@ -75,27 +87,24 @@ class Nvml:
         return Reading(
             gpu_util=none_on_error(lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
             gpu_memory_gib=none_on_error(lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB, 3)),
-            power_w=self._ask("nvmlDeviceGetPowerUsage", scale=1e-3),
+            power_w=self._read_card("nvmlDeviceGetPowerUsage", scale=1e-3),
             power_limit_w=self._limit,
-            sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _SM_CLOCK),
+            sm_clock_mhz=self._read_card("nvmlDeviceGetClockInfo", _SM_CLOCK),
             sm_clock_max_mhz=self._max_clock,
-            memory_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _MEMORY_CLOCK),
-            temperature_c=self._ask("nvmlDeviceGetTemperature", _ON_THE_CHIP),
+            memory_clock_mhz=self._read_card("nvmlDeviceGetClockInfo", _MEMORY_CLOCK),
+            temperature_c=self._read_card("nvmlDeviceGetTemperature", _GPU_SENSOR),
             throttle=None if bits is None else throttle_names(bits),
-            energy_j=self._ask("nvmlDeviceGetTotalEnergyConsumption", scale=1e-3),
+            energy_j=self._read_card("nvmlDeviceGetTotalEnergyConsumption", scale=1e-3),
         )
 
-    def _ask(self, question: str, *about: int, scale: float = 1.0) -> float | None:
+    def _read_card(self, function: str, *arguments: int, scale: float = 1.0) -> float | None:
         if self._whole is None:
             return None
-        return none_on_error(lambda: round(getattr(self._nvml, question)(self._whole, *about) * scale, 3))
-
-
-_SM_CLOCK, _MEMORY_CLOCK, _ON_THE_CHIP = 1, 2, 0  # NVML's own numbers
+        return none_on_error(lambda: round(getattr(self._nvml, function)(self._whole, *arguments) * scale, 3))
 
 
 def open_nvml() -> Any:
-    """The library, ready; None when it, the driver or the right to ask is missing."""
+    """Return the initialised library, or None if the library, the driver or the permission is missing."""
 
     def start() -> Any:
         import pynvml
@@ -106,75 +115,80 @@ def open_nvml() -> Any:
     return none_on_error(start)
 
 
-def none_on_error(question: Callable[[], T]) -> T | None:
-    """NVML raises its own zoo of errors, and a card may refuse one reading and give the others."""
+def none_on_error(query: Callable[[], T]) -> T | None:
+    """Return the result of `query`, or None if it fails.
+
+    NVML raises many error classes of its own, and a card may refuse one value and report the others.
+    """
     try:
-        return question()
-    except Exception:  # a reading is never worth a run
+        return query()
+    except Exception:
         return None
 
 
 def visible_handles(nvml: Any) -> list[Any]:
-    """The cards, or slices of cards, that CUDA shows this process, in its order.
+    """Return the cards, or MIG slices of cards, that CUDA shows to this process, in CUDA's order.
 
-    CUDA takes indices and beginnings of UUIDs, and stops at the first that means nothing. Its indices follow the bus
-    only with CUDA_DEVICE_ORDER=PCI_BUS_ID; unlike cards in one machine can be swapped without it.
+    CUDA_VISIBLE_DEVICES holds indices and UUID prefixes; CUDA ignores everything from the first invalid entry on. NVML
+    counts in PCI bus order. CUDA does so only with CUDA_DEVICE_ORDER=PCI_BUS_ID: without it, different cards in one
+    machine can be swapped.
     """
     cards = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if asked is None:
-        return [part for card in cards for part in _parts(nvml, card)]
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return [device for card in cards for device in _devices(nvml, card)]
     found = []
-    for word in (word.strip() for word in asked.split(",")):
-        handle = _named(nvml, cards, word)
+    for entry in listed.split(","):
+        handle = _visible_device(nvml, cards, entry.strip())
         if handle is None:
             break
         found.append(handle)
     return found
 
 
-def _named(nvml: Any, cards: list[Any], word: str) -> Any:
-    if word.isdigit():
-        return next(iter(_parts(nvml, cards[int(word)])), None) if int(word) < len(cards) else None
-    if not word.startswith(("GPU-", "MIG-")):
+def _visible_device(nvml: Any, cards: list[Any], entry: str) -> Any:
+    """Return the device that an entry of CUDA_VISIBLE_DEVICES names, or None."""
+    if entry.isdigit():
+        return next(iter(_devices(nvml, cards[int(entry)])), None) if int(entry) < len(cards) else None
+    if not entry.startswith(("GPU-", "MIG-")):
         return None
-    exact = none_on_error(lambda: nvml.nvmlDeviceGetHandleByUUID(word))
+    exact = none_on_error(lambda: nvml.nvmlDeviceGetHandleByUUID(entry))
     if exact is not None:
         return exact
-    everything = [*cards, *(part for card in cards for part in _parts(nvml, card))]
-    return next((handle for handle in everything if (uuid_of(nvml, handle) or "").startswith(word)), None)
+    candidates = [*cards, *(device for card in cards for device in _devices(nvml, card))]
+    return next((handle for handle in candidates if (_uuid(nvml, handle) or "").startswith(entry)), None)
 
 
-def _parts(nvml: Any, card: Any) -> list[Any]:
-    """The card itself, or in MIG mode its slices."""
-    mode = none_on_error(lambda: nvml.nvmlDeviceGetMigMode(card)[0])
-    if not mode:
+def _devices(nvml: Any, card: Any) -> list[Any]:
+    """Return the card itself, or its slices if it is in MIG mode."""
+    if not none_on_error(lambda: nvml.nvmlDeviceGetMigMode(card)[0]):
         return [card]
     count = none_on_error(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(card)) or 0
     slices = [none_on_error(partial(nvml.nvmlDeviceGetMigDeviceHandleByIndex, card, index)) for index in range(count)]
     return [handle for handle in slices if handle is not None]
 
 
-def whole_card(nvml: Any, handle: Any) -> Any:
+def _whole_card(nvml: Any, handle: Any) -> Any:
     is_slice = none_on_error(lambda: bool(nvml.nvmlDeviceIsMigDeviceHandle(handle)))
     return none_on_error(lambda: nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)) if is_slice else handle
 
 
 def throttle_bits(nvml: Any, handle: Any) -> int:
-    # the library renamed it; an old driver knows the old name only
+    # The library renamed this function; an old driver knows only the old name.
     old, new = "nvmlDeviceGetCurrentClocksThrottleReasons", "nvmlDeviceGetCurrentClocksEventReasons"
     return int(getattr(nvml, old if hasattr(nvml, old) else new)(handle))
 
 
 def throttle_names(bits: int) -> str:
-    return "+".join(word for bit, word in _REASONS.items() if bits & bit)
+    return "+".join(name for bit, name in _THROTTLE_REASONS.items() if bits & bit)
 
 
-def uuid_of(nvml: Any, handle: Any) -> str | None:
+def _uuid(nvml: Any, handle: Any) -> str | None:
     return none_on_error(lambda: text(nvml.nvmlDeviceGetUUID(handle)))
 
 
 def text(value: str | bytes) -> str:
+    """Return a string of NVML, which older versions of the library return as bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
@@ -184,72 +198,60 @@ def driver_version() -> str | None:
 
 
 def first_gpu() -> GpuInfo | None:
-    """The card that a run would use."""
+    """Return the first visible GPU: the one that a run on one GPU uses."""
     nvml = open_nvml()
     handles = none_on_error(lambda: visible_handles(nvml)) if nvml else None
-    return none_on_error(lambda: _card(nvml, handles[0])) if handles else None
+    return none_on_error(lambda: _gpu_info(nvml, handles[0])) if handles else None
 
 
-def _card(nvml: Any, handle: Any) -> GpuInfo:
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(whole_card(nvml, handle))
+def _gpu_info(nvml: Any, handle: Any) -> GpuInfo:
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(_whole_card(nvml, handle))
     driver = none_on_error(lambda: text(nvml.nvmlSystemGetDriverVersion()))
     return GpuInfo(text(nvml.nvmlDeviceGetName(handle)), usable_memory(nvml, handle), (major, minor), driver)
 
 
 def usable_memory(nvml: Any, handle: Any) -> int:
-    """What CUDA can give: the card's memory without the driver's own part of it."""
-    whole = none_on_error(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2))
-    if whole is not None:
-        return int(whole.total - whole.reserved)
+    """Return the memory that CUDA can allocate: the card's memory without the driver's own part."""
+    memory = none_on_error(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2))
+    if memory is not None:
+        return int(memory.total - memory.reserved)
     return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Saying once that a card runs below its clock, and what that costs.
-
-
-# A card that trains well touches its power limit often; only one that never leaves it is worth a sentence. Heat and
-# brakes are worth one as soon as they are not a blip.
-_POWER_LINES, _HEAT_LINES = 20, 3
-SLOWDOWNS = {
-    "thermal": "it is too hot",
-    "hw_thermal": "it is too hot",
-    "hw_slowdown": "its hardware slows it down",
-    "power_brake": "the power supply slows it down",
-}
+# Consecutive log lines after which a run warns. A well-used card touches its power limit often, so only one that never
+# leaves it is worth a warning; heat and power brakes are worth one as soon as they are not a blip.
+_POWER_LINES, _SLOWDOWN_LINES = 20, 3
 
 
 class ThrottleWatch:
-    """Counts log lines in a row in which the card is held back."""
+    """Warn once in a run that the card is slowed down, and once that it stays at its power limit."""
 
     def __init__(self) -> None:
-        self._hot_lines = self._capped_lines = 0
-        self._told: set[str] = set()
+        self._slowdown_lines = self._power_lines = 0
+        self._warned: set[str] = set()
 
     def note(self, reading: Reading) -> str | None:
-        """The warning that is due now, once for heat and once for power in the life of a run."""
-        words = (reading.throttle or "").split("+")
-        heat = next((SLOWDOWNS[word] for word in words if word in SLOWDOWNS), None)
-        self._hot_lines = self._hot_lines + 1 if heat else 0
-        self._capped_lines = self._capped_lines + 1 if "power_cap" in words else 0
-        if heat and self._hot_lines == _HEAT_LINES and self._first("heat"):
+        """Count the reading of one log line; return the warning that is due now, if any."""
+        reasons = (reading.throttle or "").split("+")
+        slowdown = next((SLOWDOWNS[reason] for reason in reasons if reason in SLOWDOWNS), None)
+        self._slowdown_lines = self._slowdown_lines + 1 if slowdown else 0
+        self._power_lines = self._power_lines + 1 if "power_cap" in reasons else 0
+        if slowdown and self._slowdown_lines == _SLOWDOWN_LINES and self._first_time("slowdown"):
             degrees = "" if reading.temperature_c is None else f" ({reading.temperature_c:.0f} °C)"
-            return f"the GPU is held back: {heat}{degrees}{_cost(reading)}. Look at its cooling and its power supply"
-        if self._capped_lines == _POWER_LINES and self._first("power"):
+            return f"the GPU is throttled: {slowdown}{degrees}{_clock(reading)}. Check its cooling and power supply"
+        if self._power_lines == _POWER_LINES and self._first_time("power"):
             watts = "" if reading.power_limit_w is None else f" of {reading.power_limit_w:.0f} W"
-            return f"the GPU stays at its power limit{watts}{_cost(reading)}. Only a higher limit would change that"
+            return f"the GPU stays at its power limit{watts}{_clock(reading)}. Only a higher limit would make it faster"
         return None
 
-    def _first(self, what: str) -> bool:
-        fresh = what not in self._told
-        self._told.add(what)
-        return fresh
+    def _first_time(self, kind: str) -> bool:
+        first = kind not in self._warned
+        self._warned.add(kind)
+        return first
 
 
-def _cost(reading: Reading) -> str:
+def _clock(reading: Reading) -> str:
     clock, most = reading.sm_clock_mhz, reading.sm_clock_max_mhz
     if not clock or not most:
         return ""
-    return f"; its clock is {clock:.0f} of {most:.0f} MHz, {clock / most:.0%} of the speed it could have".replace(
-        "%", " %"
-    )
+    return f"; its clock is {clock:.0f} of {most:.0f} MHz ({100 * clock / most:.0f} %)"

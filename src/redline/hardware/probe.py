@@ -1,4 +1,7 @@
-"""Short measurements of what the hardware really does: matmul FLOP/s by precision, copy bytes/s."""
+"""Detect this machine through torch, and measure its matmul and copy rates.
+
+`hardware/machine.py` answers without torch, from what this module measured and stored before.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,45 @@ Work = Callable[[], object]
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_SHAPE = (2048, 256, 768)  # rows, inner, columns: a layer of a small model
-_GPU_SIZE = 8192  # square: large enough that a card of today reaches its rate
+_GPU_SIZE = 8192  # rows and columns: large enough that current cards reach their full rate
+_CPU_MEASUREMENTS = 3  # other programs may have slowed the first ones down
 _CPU_COPY, _GPU_COPY, _HOST_COPY = 64 << 20, 1 << 30, 256 << 20  # bytes
 
 
+def detect_machine(device: str = "auto", option: str = "train.device=") -> Machine:
+    """Return what this process can train on.
+
+    The first few calls measure a CPU's rates; a GPU's are measured only by `redline doctor --probe`. `option` is what
+    the user wrote before the device, for the error message.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        known = read_rates(cpu_key()) if measurement_count(cpu_key()) >= _CPU_MEASUREMENTS else None
+        return cpu_machine(known or measure_and_store("cpu"))
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+        raise UserError(
+            f"torch {torch.__version__} ({built}) finds no GPU that it can use.",
+            where=option.rstrip("= "),
+            fix=f"`redline doctor` says why. To train on the CPU, use {option}cpu.",
+        )
+    card = torch.cuda.get_device_properties(0)
+    measured = read_rates(gpu_key(card.name, driver_version()))
+    return gpu_machine(card.name, card.total_memory, (card.major, card.minor), measured)
+
+
 def measure(device: str = "cpu") -> Rates:
-    """FLOP/s by precision and bytes/s by way. What this device cannot do is left out."""
+    """Return FLOP/s by precision and bytes/s by direction. What the device cannot do is left out."""
     return _measure_gpu() if device == "cuda" else _measure_cpu()
 
 
 def measure_and_store(device: str = "cpu") -> Rates:
-    """A GPU's rates as they are now, at its power limit of today; a CPU's fastest so far: it may have been busy."""
+    """Measure a device and store its rates.
+
+    Of a GPU, store the current rates, which depend on its power limit. Of a CPU, store the fastest so far, because
+    other programs may slow down any single measurement.
+    """
     rates = measure(device)
     if device == "cuda":
         return store_rates(gpu_key(torch.cuda.get_device_properties(0).name, driver_version()), rates)
@@ -42,7 +73,7 @@ def measure_and_store(device: str = "cpu") -> Rates:
 def _measure_cpu() -> Rates:
     rows, inner, columns = _CPU_SHAPE
     work: dict[str, Work] = {}
-    for name in ("fp32", "bf16"):  # fp16 is emulated on most CPUs, and no run uses it there
+    for name in ("fp32", "bf16"):  # most CPUs emulate fp16, and no run uses it there
         a, b = torch.randn(rows, inner).to(_DTYPES[name]), torch.randn(inner, columns).to(_DTYPES[name])
         work[name] = lambda a=a, b=b: a @ b  # type: ignore[misc]
     source = torch.ones(_CPU_COPY, dtype=torch.uint8)
@@ -53,9 +84,9 @@ def _measure_cpu() -> Rates:
 
 
 def _fastest(work: dict[str, Work], seconds: float = 0.9) -> dict[str, float]:
-    """Seconds for the fastest single call of each, taken in turns.
+    """Return the seconds of the fastest single call of each; call them in turns.
 
-    Whatever disturbs a measurement only slows it, and this one is kept: a busy minute must not decide for later runs.
+    Disturbances only slow a call down, and the result is stored: a busy minute must not decide for later runs.
     """
     best = {}
     for name, call in work.items():
@@ -76,16 +107,16 @@ def _fastest(work: dict[str, Work], seconds: float = 0.9) -> dict[str, float]:
 def _measure_gpu() -> Rates:
     rates = {}
     for name, work in {**_matmuls(), "fp8": _fp8_matmul}.items():
-        with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):  # a card may lack a precision
+        with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):  # the card may lack the precision
             rates[name] = 2.0 * _GPU_SIZE**3 / _median(work())
-    with contextlib.suppress(RuntimeError):  # a full card, or a host that pins no memory
+    with contextlib.suppress(RuntimeError):  # the card is full, or the host cannot pin memory
         rates |= _copies()
     torch.cuda.empty_cache()
     return rates
 
 
 def _matmuls() -> dict[str, Callable[[], Work]]:
-    """Those that this card has units for; an older one would only emulate them."""
+    """Return the matmuls that the card has units for; cards before Ampere would emulate tf32 and bf16."""
     modern = torch.cuda.get_device_capability() >= (8, 0)
     names = [name for name in _DTYPES if modern or name not in ("tf32", "bf16")]
     return {name: lambda name=name: _matmul(name) for name in names}  # type: ignore[misc]
@@ -115,7 +146,7 @@ def _tf32(allowed: bool) -> Iterator[None]:
 
 def _fp8_matmul() -> Work:
     a = torch.randn(_GPU_SIZE, _GPU_SIZE, device="cuda").to(torch.float8_e4m3fn)
-    b = torch.randn(_GPU_SIZE, _GPU_SIZE, device="cuda").to(torch.float8_e4m3fn).t()  # the second, column by column
+    b = torch.randn(_GPU_SIZE, _GPU_SIZE, device="cuda").to(torch.float8_e4m3fn).t()  # _scaled_mm wants b column-major
     one = torch.ones((), device="cuda")
     return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
@@ -126,14 +157,14 @@ def _copies() -> Rates:
     host = torch.ones(_HOST_COPY, dtype=torch.uint8).pin_memory()
     part = target[:_HOST_COPY]
     return {
-        "copy": 2.0 * _GPU_COPY / _median(lambda: target.copy_(source)),  # read once, written once
+        "copy": 2.0 * _GPU_COPY / _median(lambda: target.copy_(source)),  # each byte is read once and written once
         "to_device": _HOST_COPY / _median(lambda: part.copy_(host, non_blocking=True)),
         "to_host": _HOST_COPY / _median(lambda: host.copy_(part, non_blocking=True)),
     }
 
 
 def _median(work: Work, seconds: float = 0.3) -> float:
-    """Seconds for one call on the GPU's own clock, once it has run long enough to be as warm as in training."""
+    """Return the median seconds of a call by the GPU's clock, after it ran long enough to be as warm as in training."""
     once = min(_timed(work, 3))
     count = min(500, max(10, round(seconds / once)))
     _timed(work, count)
@@ -149,28 +180,3 @@ def _timed(work: Work, count: int) -> list[float]:
         mark.record()
     torch.cuda.synchronize()
     return [before.elapsed_time(after) / 1000.0 for before, after in itertools.pairwise(marks)]
-
-
-_CPU_MEASUREMENTS = 3  # a CPU may have been busy with something else
-
-
-def detect_machine(device: str = "auto", asked_by: str = "train.device=") -> Machine:
-    """What this process can train on. A CPU is measured a few times, a GPU when `redline doctor --probe` is asked.
-
-    `asked_by` is what stood before the device, for who must change it.
-    """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        known = read_rates(cpu_key()) if measurement_count(cpu_key()) >= _CPU_MEASUREMENTS else None
-        return cpu_machine(known or measure_and_store("cpu"))
-    if not torch.cuda.is_available():
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
-        raise UserError(
-            f"no GPU that torch {torch.__version__}, {built}, can use.",
-            where=asked_by.rstrip("= "),
-            fix=f"`redline doctor` says why; or use {asked_by}cpu.",
-        )
-    card = torch.cuda.get_device_properties(0)
-    measured = read_rates(gpu_key(card.name, driver_version()))
-    return gpu_machine(card.name, card.total_memory, (card.major, card.minor), measured)

@@ -1,4 +1,7 @@
-"""Dense peaks of known cards. What is not known is None: never another card's number, never a sparse one."""
+"""Data-sheet figures of known cards: dense peaks, memory, bandwidth.
+
+An unknown card has no figures here. It never gets another card's, and no figure is for 2:4 sparsity.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,14 @@ class GpuSpec:
     bf16: float  # FLOP/s, dense, fp32 accumulation
     fp8: float | None
     fp32: float
-    memory_gb: float  # as it is sold
-    memory_gib: float  # as drivers report it, rounded down; the H200's was read from one, the others are as published
-    bandwidth: float  # bytes/s
-    link: float  # bytes/s to another card of its node, one direction
+    memory_gb: float  # as sold
+    memory_gib: float  # as drivers report it, rounded down; measured on the H200, published figures for the others
+    bandwidth: float  # bytes/s of its memory
+    link: float  # bytes/s to another card of the same node, in one direction
     capability: tuple[int, int]
 
     def peak(self, precision: str) -> float | None:
+        """Return the dense peak in FLOP/s; None if the card has no units for the precision."""
         return {"bf16": self.bf16, "fp16": self.bf16, "fp8": self.fp8, "fp32": self.fp32}[precision]
 
 
@@ -41,6 +45,7 @@ def _spec(
 SPECS = {
     spec.name: spec
     for spec in (
+        # name, TFLOP/s in bf16, fp8 and fp32, (GB, GiB), TB/s of memory, GB/s between cards, compute capability
         _spec("h100", 989, 1979, 67, (80, 79.1), 3.35, 450, (9, 0)),
         _spec("h100-pcie", 756, 1513, 51, (80, 79.1), 2.0, 64, (9, 0)),
         _spec("h100-nvl", 835, 1671, 60, (94, 93.0), 3.9, 300, (9, 0)),
@@ -58,22 +63,23 @@ SPECS = {
 
 
 def spec_of(device_name: str, memory_gb: float | None = None) -> GpuSpec | None:
-    """The spec behind a driver's device name ("NVIDIA H100 80GB HBM3") or our own ("h100"), or None."""
+    """Return the figures for a driver's device name ("NVIDIA H100 80GB HBM3") or one of ours ("h100"), or None."""
     name = device_name.lower().replace("nvidia", "").replace("geforce", "").strip()
     if name in SPECS:
         return SPECS[name]
     words = name.replace("-", " ").split()
     if "mig" in words:
-        return None  # a slice of a card has a slice of its peak
+        return None  # a MIG slice has only a part of the card's peak
     if "h100" in words:
         key = "h100-nvl" if "nvl" in words else "h100-pcie" if "pcie" in words else "h100"
     elif "a100" in words:
         large = any(w.startswith("80gb") for w in words) or (memory_gb or 0) > 60
         key = "a100-80gb" if large else "a100-40gb"
     elif "rtx" in words:
+        # "RTX 4090 Laptop GPU" and "RTX 4090 D" are slower cards.
         key = next((f"rtx{n}" for n in ("4090", "5090") if n in words and len(words) <= 2), "")
     elif "nvl" in words:
-        key = ""  # H200 NVL is another, slower card
+        key = ""  # the H200 NVL is a slower card than the H200
     else:
         key = next((k for k in ("gh200", "h200", "b200", "l40s", "l4") if k in words), "")
     return SPECS.get(key)

@@ -1,4 +1,4 @@
-"""Whatever a trial does to its process, the doctor lives and the other trials are made."""
+"""A self-test that crashes, hangs or poisons its process does not affect the doctor or the other tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from redline.hardware.collect import run_trials
+from redline.hardware.selftest import run_selftests
 
 CHILD = """
 import faulthandler, json, os, signal, sys, time
@@ -24,17 +24,17 @@ for name in sys.argv[1:]:
         continue
     if name == "poison":
         answer = dict(works=False, detail="CUDA error", whole="CUDA error: an illegal memory access")
-        print(json.dumps(dict(trial=name, **answer)), flush=True)
+        print(json.dumps(dict(test=name, **answer)), flush=True)
         break
-    print(json.dumps(dict(trial=name, works=True, about=os.getpid())), flush=True)
+    print(json.dumps(dict(test=name, works=True, about=os.getpid())), flush=True)
 """
 
 
 def answers(*names: str) -> dict[str, dict[str, Any]]:
-    return run_trials(list(names), [sys.executable, "-c", CHILD])
+    return run_selftests(list(names), [sys.executable, "-c", CHILD])
 
 
-def test_all_is_well_in_one_process() -> None:
+def test_all_tests_run_in_one_process() -> None:
     given = answers("one", "two", "skipped", "three")
     assert [*given] == ["one", "two", "three"]
     assert len({answer["about"] for answer in given.values()}) == 1
@@ -44,12 +44,12 @@ def test_all_is_well_in_one_process() -> None:
     ("bad", "says"),
     [
         ("segfault", "crashed (SIGSEGV)"),
-        ("hang", "did not answer in time"),
+        ("hang", "timed out"),
         ("exit", "OSError: libcudart.so is missing"),
         ("poison", "CUDA error"),
     ],
 )
-def test_one_bad_trial_spoils_no_other(bad: str, says: str) -> None:
+def test_a_failing_test_does_not_affect_the_others(bad: str, says: str) -> None:
     given = answers("one", bad, "two", "three")
     assert given[bad]["works"] is False
     assert given[bad]["detail"] == says
@@ -57,28 +57,28 @@ def test_one_bad_trial_spoils_no_other(bad: str, says: str) -> None:
     assert given["two"]["about"] == given["three"]["about"] != given["one"]["about"]
 
 
-def test_everything_bad() -> None:
+def test_every_test_fails() -> None:
     given = answers("segfault", "poison", "exit")
     assert [answer["works"] for answer in given.values()] == [False] * 3
 
 
-def test_a_torch_that_cannot_be_imported_is_not_tried_again() -> None:
+def test_a_torch_that_cannot_be_imported_ends_the_tests() -> None:
     broken = [sys.executable, "-c", "raise ImportError('libtorch.so is missing')"]
-    given = run_trials(["torch", "bf16", "flash"], broken)
+    given = run_selftests(["torch", "bf16", "flash"], broken)
     assert [*given] == ["torch"]
     assert given["torch"]["detail"] == "ImportError: libtorch.so is missing"
 
 
-def test_the_real_trials_have_nothing_to_try_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_tests_skip_what_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from redline.hardware.collect import TRIED, _torch
-    from redline.hardware.trial import TRIALS
+    from redline.hardware.facts import _torch_facts
+    from redline.hardware.selftest import CAPABILITIES, SELFTESTS
 
-    assert {*TRIALS} == {"torch", "probe", *TRIED}
+    assert {*SELFTESTS} == {"torch", "probe", *CAPABILITIES}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    given = run_trials(["torch", *TRIED])
+    given = run_selftests(["torch", *CAPABILITIES])
     assert [*given] == ["torch"]
-    about = _torch(given)
+    about = _torch_facts(given)
     assert about.version == torch.__version__
     assert not about.available

@@ -1,4 +1,4 @@
-"""What the doctor says of machines that are invented: old drivers, hidden cards, full disks."""
+"""The checks of `redline doctor` on invented machines: old drivers, hidden cards, full disks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from redline.hardware import collect as gather
-from redline.hardware import doctor as checks
-from redline.hardware.collect import (
-    Check,
+from redline.hardware import doctor, selftest
+from redline.hardware import facts as collected
+from redline.hardware.doctor import Check
+from redline.hardware.facts import (
     Facts,
+    FolderFacts,
     GpuFacts,
-    GpuUser,
+    GpuProcess,
     Package,
-    Place,
+    SelftestResult,
     TorchFacts,
-    Trial,
 )
 
 GIB = 1 << 30
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 TORCH = TorchFacts("2.11.0+cu130", "13.0", "91200", "2.28.9", True, ("sm_80", "sm_90", "sm_100", "compute_120"))
 CPU_TORCH = TorchFacts("2.13.0+cpu")
 H200 = GpuFacts(0, "NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, ecc=True, persistence=True, mig=False)
-WORKING = {name: Trial(True) for name in gather.TRIED}
+WORKING = {name: SelftestResult(True) for name in selftest.CAPABILITIES}
 GOOD = Facts(
     python=(3, 12, 1),
     torch=TORCH,
@@ -36,8 +36,8 @@ GOOD = Facts(
     visible=1,
     driver="580.95.05",
     driver_cuda="13.0",
-    card_on_the_bus=True,
-    trials=WORKING,
+    pci_gpu=True,
+    selftests=WORKING,
     compiler="g++",
     physical_memory=128 * GIB,
     memory=128 * GIB,
@@ -45,17 +45,17 @@ GOOD = Facts(
     machine_cores=16,
     cores=16,
     shared_memory=16 * GIB,
-    places=(Place("cache", "/cache", 100 * GIB), Place("runs", "/here/runs", 100 * GIB)),
+    folders=(FolderFacts("cache", "/cache", 100 * GIB), FolderFacts("runs", "/here/runs", 100 * GIB)),
     packages=(Package("tiktoken", "0.9", "gpt2", required=True),),
 )
 CPU_ONLY = replace(
-    GOOD, torch=CPU_TORCH, gpus=(), visible=0, driver=None, driver_cuda=None, card_on_the_bus=False, trials={}
+    GOOD, torch=CPU_TORCH, gpus=(), visible=0, driver=None, driver_cuda=None, pci_gpu=False, selftests={}
 )
 
 
 def found(facts: Facts) -> dict[str, Check]:
-    lines = {check.name: check for check in checks.all_checks(facts)}
-    assert len(lines) == len(checks.all_checks(facts)), "no name twice"
+    lines = {check.name: check for check in doctor.run_checks(facts)}
+    assert len(lines) == len(doctor.run_checks(facts)), "no name twice"
     for check in lines.values():
         assert check.status in ("ok", "warn", "fail")
         assert check.detail
@@ -85,15 +85,15 @@ def test_a_machine_without_a_gpu_is_warned_and_works() -> None:
     ("change", "name", "status", "says", "fix"),
     [
         ({"python": (3, 10, 2)}, "python", "fail", "3.10.2 is too old", "3.11"),
-        ({"python": (3, 14, 0)}, "python", "warn", "never tested", "3.11 or 3.12"),
+        ({"python": (3, 14, 0)}, "python", "warn", "not tested", "3.11 or 3.12"),
         ({"torch": replace(TORCH, version="2.10.1+cu128")}, "torch", "fail", "too old", "torch>=2.11,<2.14"),
-        ({"torch": replace(TORCH, version="2.14.0")}, "torch", "warn", "never tested", "2.11 to 2.13"),
-        ({"torch": TorchFacts(complaint="OSError: libx.so")}, "torch", "fail", "libx.so", "pip install"),
+        ({"torch": replace(TORCH, version="2.14.0")}, "torch", "warn", "not tested", "2.11 to 2.13"),
+        ({"torch": TorchFacts(error="OSError: libx.so")}, "torch", "fail", "libx.so", "pip install"),
         ({"driver_cuda": "12.4"}, "cuda", "fail", "too old", "Update the driver"),
         ({"driver_cuda": "12.4"}, "gpu", "ok", "1 of 1", ""),
         ({"torch": CPU_TORCH}, "gpu", "fail", "is a CPU build", "built for CUDA"),
-        ({"torch": CPU_TORCH}, "cuda", "fail", "without it", "built for CUDA"),
-        ({"driver_cuda": None, "driver": None}, "cuda", "warn", "NVML does not answer", "nvidia-ml-py"),
+        ({"torch": CPU_TORCH}, "cuda", "fail", "without CUDA", "built for CUDA"),
+        ({"driver_cuda": None, "driver": None}, "cuda", "warn", "NVML does not report", "nvidia-ml-py"),
         ({"visible": 2, "torch": replace(TORCH, nccl=None)}, "nccl", "warn", "cannot train together", "NCCL"),
         ({"visible": 2, "shared_memory": 64 << 20}, "/dev/shm", "warn", "0.06 GiB", "--ipc=host"),
         ({"memory_free": GIB}, "memory", "warn", "1.0 GiB free", "Stop other programs"),
@@ -103,7 +103,7 @@ def test_a_machine_without_a_gpu_is_warned_and_works() -> None:
         ({"environment": {"REDLINE_PRICE": "-3"}}, "REDLINE_PRICE", "warn", "'-3' is negative", "REDLINE_PRICE=2.5"),
         ({"environment": {"REDLINE_PRICE": "nan"}}, "REDLINE_PRICE", "warn", "'nan' is not a number", "=2.5"),
         ({"environment": {"REDLINE_PRICE": "2.5"}}, "REDLINE_PRICE", "ok", "2.5", ""),
-        ({"environment": {"HF_HUB_OFFLINE": "1"}}, "HF_HUB_OFFLINE", "ok", "nothing is downloaded", ""),
+        ({"environment": {"HF_HUB_OFFLINE": "1"}}, "HF_HUB_OFFLINE", "ok", "downloads are disabled", ""),
     ],
 )
 def test_one_thing_is_different(change: dict[str, Any], name: str, status: str, says: str, fix: str) -> None:
@@ -124,16 +124,16 @@ def test_one_thing_is_different(change: dict[str, Any], name: str, status: str, 
     ],
 )
 def test_a_gpu_that_torch_cannot_use_is_a_failure(change: dict[str, Any], says: str, fix: str) -> None:
-    torch = replace(TORCH, available=False, complaint="unknown error 999")
-    lines = found(replace(GOOD, torch=torch, trials={}, **change))
+    torch = replace(TORCH, available=False, error="unknown error 999")
+    lines = found(replace(GOOD, torch=torch, selftests={}, **change))
     assert lines["gpu"].status == "fail"
     assert says in lines["gpu"].detail
     assert fix in lines["gpu"].fix
-    assert "not tried" in lines["bf16"].detail
+    assert "not tested" in lines["bf16"].detail
 
 
 def test_a_card_without_a_driver_is_seen() -> None:
-    lines = found(replace(CPU_ONLY, card_on_the_bus=True))
+    lines = found(replace(CPU_ONLY, pci_gpu=True))
     assert lines["gpu"].status == "warn"
     assert "--gpus all" in lines["gpu"].fix
 
@@ -156,8 +156,8 @@ def test_a_card_that_this_torch_has_no_kernels_for(capability: tuple[int, int], 
 
 
 def test_a_card_in_use_names_who_uses_it() -> None:
-    users = (GpuUser(4711, "python", 80 * GIB), GpuUser(12, "?", None))
-    lines = found(replace(GOOD, gpus=(replace(H200, free_bytes=50 * GIB, users=users),)))
+    users = (GpuProcess(4711, "python", 80 * GIB), GpuProcess(12, "?", None))
+    lines = found(replace(GOOD, gpus=(replace(H200, free_bytes=50 * GIB, processes=users),)))
     assert lines["gpu 0 memory"].status == "warn"
     assert (
         "50.0 of 140.0 GiB free; used by python (process 4711, 80.0 GiB), ? (process 12)"
@@ -191,13 +191,13 @@ def test_modes_that_a_card_does_not_have_are_no_fault() -> None:
         ("bf16", "crashed (SIGSEGV)", "bf16", "fail", "train.precision=fp32"),
         ("fp8", "no kernel", "fp8", "warn", "train.precision=bf16"),
         ("cudnn", "No available kernel.", "cuDNN attention", "warn", "model.attention=auto"),
-        ("flash", "did not answer in time", "flash attention", "warn", "model.attention=auto"),
+        ("flash", "timed out", "flash attention", "warn", "model.attention=auto"),
         ("compile", "failed (Python.h is missing)", "torch.compile", "warn", "apt install gcc python3-dev"),
         ("compile", "failed (no C compiler)", "torch.compile", "warn", "train.compile=false"),
     ],
 )
 def test_what_was_tried_and_failed(name: str, detail: str, line: str, status: str, fix: str) -> None:
-    facts = replace(GOOD, trials={**WORKING, name: Trial(False, detail)})
+    facts = replace(GOOD, selftests={**WORKING, name: SelftestResult(False, detail)})
     assert worse(facts) == {line: status}
     assert detail in found(facts)[line].detail
     assert fix in found(facts)[line].fix
@@ -205,9 +205,9 @@ def test_what_was_tried_and_failed(name: str, detail: str, line: str, status: st
 
 def test_an_old_card_lacks_fp8_by_nature() -> None:
     old = replace(H200, name="NVIDIA A100", capability=(8, 0))
-    check = found(replace(GOOD, gpus=(old,), trials={**WORKING, "fp8": Trial(False, "x")}))["fp8"]
+    check = found(replace(GOOD, gpus=(old,), selftests={**WORKING, "fp8": SelftestResult(False, "x")}))["fp8"]
     assert check.status == "warn"
-    assert "needs compute capability 8.9, and this card has 8.0" in check.detail
+    assert "needs compute capability 8.9; this card has 8.0" in check.detail
 
 
 def test_no_compiler_on_a_cpu() -> None:
@@ -219,42 +219,42 @@ def test_no_compiler_on_a_cpu() -> None:
 @pytest.mark.parametrize(
     ("place", "status", "says"),
     [
-        (Place("runs", "/r", 10 * GIB), "ok", "10.0 GiB free"),
-        (Place("runs", "/r", 10 * GIB - 1), "warn", "Checkpoints may not fit"),
-        (Place("runs", "/r", GIB - 1), "fail", "train elsewhere with --run DIR"),
-        (Place("cache", "/c", GIB // 2), "fail", "REDLINE_CACHE"),
-        (Place("cache", "/c", 50 * GIB, ("write",)), "fail", "cannot be written to"),
-        (Place("runs", "/r", 50 * GIB, ("fsync", "rename", "symlink")), "fail", "no fsync and rename"),
-        (Place("runs", "/r", 50 * GIB, ("symlink",)), "warn", "no symbolic links"),
-        (Place("runs", "/r", None), "ok", "unknown"),
+        (FolderFacts("runs", "/r", 10 * GIB), "ok", "10.0 GiB free"),
+        (FolderFacts("runs", "/r", 10 * GIB - 1), "warn", "Checkpoints may not fit"),
+        (FolderFacts("runs", "/r", GIB - 1), "fail", "train elsewhere with --run DIR"),
+        (FolderFacts("cache", "/c", GIB // 2), "fail", "REDLINE_CACHE"),
+        (FolderFacts("cache", "/c", 50 * GIB, ("write",)), "fail", "is not writable"),
+        (FolderFacts("runs", "/r", 50 * GIB, ("fsync", "rename", "symlink")), "fail", "no fsync and rename"),
+        (FolderFacts("runs", "/r", 50 * GIB, ("symlink",)), "warn", "no symbolic links"),
+        (FolderFacts("runs", "/r", None), "ok", "unknown"),
     ],
 )
-def test_disks(place: Place, status: str, says: str) -> None:
-    check = checks.place(place)
+def test_disks(place: FolderFacts, status: str, says: str) -> None:
+    check = doctor._folder(place)
     assert check.status == status
     assert says in f"{check.detail} {check.fix}"
 
 
 def test_packages() -> None:
-    assert checks.package(Package("wandb", "0.31", "x", "wandb")).detail == "0.31"
-    optional = checks.package(Package("pyarrow", None, "Parquet", "data"))
+    assert doctor._package(Package("wandb", "0.31", "x", "wandb")).detail == "0.31"
+    optional = doctor._package(Package("pyarrow", None, "Parquet", "data"))
     assert optional.status == "ok"
     assert "`make setup EXTRAS=data`" in optional.fix
-    assert "pip install torchao" in checks.package(Package("torchao", None, "x")).fix
-    assert checks.package(Package("tiktoken", None, "x", required=True)).status == "warn"
+    assert "pip install torchao" in doctor._package(Package("torchao", None, "x")).fix
+    assert doctor._package(Package("tiktoken", None, "x", required=True)).status == "warn"
 
 
 def test_ranges_and_extras_are_those_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {line.split(">")[0].split("=")[0].split("<")[0].strip() for line in project["dependencies"]}
-    assert {*gather.REQUIRED} <= needed
-    for extra, names in gather.EXTRAS.items():
+    assert {*collected.REQUIRED} <= needed
+    for extra, names in collected.EXTRAS.items():
         lines = " ".join(project["optional-dependencies"][extra]) if extra else ""
         assert all((name in lines) == bool(extra) for name in names)
     (torch,) = [line for line in project["dependencies"] if line.startswith("torch>")]
-    (oldest, newest), (major, minor) = checks.OLDEST_TORCH, checks.NEWEST_TORCH
+    (oldest, newest), (major, minor) = doctor.OLDEST_TORCH, doctor.NEWEST_TORCH
     assert torch == f"torch>={oldest}.{newest},<{major}.{minor + 1}"
-    assert project["requires-python"] == ">=" + ".".join(map(str, checks.OLDEST_PYTHON))
+    assert project["requires-python"] == ">=" + ".".join(map(str, doctor.OLDEST_PYTHON))
 
 
 def test_measured_rates_stand_beside_the_peak_of_a_known_card() -> None:
@@ -266,7 +266,7 @@ def test_measured_rates_stand_beside_the_peak_of_a_known_card() -> None:
     assert known["copy to the GPU"].detail == "55 GB/s"
     unknown = found(replace(GOOD, measured=rates, device_name="NVIDIA H300"))
     assert "%" not in "".join(check.detail for name, check in unknown.items() if name.startswith(("matmul", "copy")))
-    failed = found(replace(GOOD, trials={**WORKING, "probe": Trial(False, "CUDA out of memory")}))
+    failed = found(replace(GOOD, selftests={**WORKING, "probe": SelftestResult(False, "CUDA out of memory")}))
     assert failed["measured"].status == "warn"
 
 
@@ -276,38 +276,38 @@ def test_measured_rates_stand_beside_the_peak_of_a_known_card() -> None:
 def test_cards_are_described(plug_in: Any, card: Any) -> None:
     process = SimpleNamespace(pid=1, usedGpuMemory=GIB)
     plug_in(card(ecc=None, mig=False, throttle=1, processes=[process]), card(name="NVIDIA L4", capability=None))
-    (first, second), visible = gather._gpus()
+    (first, second), visible = collected._gpu_facts()
     assert visible == 2
     assert (first.name, first.capability, first.memory_bytes) == ("NVIDIA H200", (9, 0), 142 << 30)
     assert (first.free_bytes, first.ecc, first.persistence, first.throttle) == (140 << 30, None, True, "idle")
-    assert first.users[0].pid == 1
-    assert first.users[0].bytes == GIB
+    assert first.processes[0].pid == 1
+    assert first.processes[0].bytes == GIB
     assert second.capability is None
 
 
-def test_a_card_on_the_bus(tmp_path: Path) -> None:
-    assert not gather.card_on_the_bus(tmp_path / "none")
+def test_a_pci_gpu(tmp_path: Path) -> None:
+    assert not collected.has_pci_gpu(tmp_path / "none")
     for number, vendor, kind in (("a", "0x10de", "0x040300"), ("b", "0x8086", "0x030000")):
         (tmp_path / number).mkdir()
         (tmp_path / number / "vendor").write_text(vendor + "\n")
         (tmp_path / number / "class").write_text(kind + "\n")
-    assert not gather.card_on_the_bus(tmp_path), "a card's sound, and another maker's card"
+    assert not collected.has_pci_gpu(tmp_path), "a card's sound, and another maker's card"
     (tmp_path / "a" / "class").write_text("0x030200\n")
-    assert gather.card_on_the_bus(tmp_path)
+    assert collected.has_pci_gpu(tmp_path)
 
 
 def test_a_place_is_looked_at_and_left_as_it_was(tmp_path: Path) -> None:
-    place = gather.look_at("runs", tmp_path / "not/yet/there")
+    place = collected.folder_facts("runs", tmp_path / "not/yet/there")
     assert place.path.endswith("not/yet/there")
-    assert place.lacks == ()
+    assert place.missing == ()
     assert place.free_bytes
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_in_the_way_of_a_place(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
-    assert gather.look_at("runs", tmp_path / "runs").lacks == ("write",)
-    assert gather.look_at("cache", tmp_path / "runs/redline").lacks == ("write",)
+    assert collected.folder_facts("runs", tmp_path / "runs").missing == ("write",)
+    assert collected.folder_facts("cache", tmp_path / "runs/redline").missing == ("write",)
 
 
 @pytest.mark.parametrize("operation", ["fsync", "rename", "symlink", "write"])
@@ -316,13 +316,13 @@ def test_a_file_system_that_lacks_something(tmp_path: Path, monkeypatch: pytest.
         raise OSError("not supported")
 
     owner, name = {
-        "fsync": (gather.os, "fsync"),
+        "fsync": (collected.os, "fsync"),
         "rename": (Path, "replace"),
         "symlink": (Path, "symlink_to"),
-        "write": (gather.tempfile, "TemporaryDirectory"),
+        "write": (collected.tempfile, "TemporaryDirectory"),
     }[operation]
     monkeypatch.setattr(owner, name, refuse)
-    assert gather.look_at("cache", tmp_path).lacks == (operation,)
+    assert collected.folder_facts("cache", tmp_path).missing == (operation,)
 
 
 def test_secrets_are_never_carried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,11 +330,11 @@ def test_secrets_are_never_carried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDLINE_API_KEY", "abc")
     monkeypatch.setenv("REDLINE_PRICE", "2")
     monkeypatch.setenv("HF_HOME", "/hub")
-    variables = gather.environment()
+    variables = collected.environment_variables()
     assert variables["HF_TOKEN"] == variables["REDLINE_API_KEY"] == "set"
     assert variables["REDLINE_PRICE"] == "2"
-    assert "hf_abc" not in str(checks.environment(variables))
-    lines = {check.name: check.detail for check in checks.environment(variables)}
+    assert "hf_abc" not in str(doctor.check_environment(replace(GOOD, environment=variables)))
+    lines = {check.name: check.detail for check in doctor.check_environment(replace(GOOD, environment=variables))}
     assert (lines["HF_HOME"], lines["HF_TOKEN"]) == ("set", "set")
 
 
@@ -342,4 +342,4 @@ def test_secrets_are_never_carried(monkeypatch: pytest.MonkeyPatch) -> None:
     ("error", "says"), [("x\nPython.h: No such file", "Python.h"), ("CUDA out of memory. y", "full")]
 )
 def test_the_line_that_matters_is_found(error: str, says: str) -> None:
-    assert says in gather._trial({"works": False, "detail": "first", "whole": error}).detail
+    assert says in collected._selftest_result({"works": False, "detail": "first", "whole": error}).detail
