@@ -20,8 +20,7 @@ from torch import Tensor
 from benchmarks.finetune_steps import PACKAGES, Figures, installed, time_steps
 from benchmarks.reply import reply
 from redline.jobs.latent_prefix.costs import slots_read, taught
-from redline.jobs.latent_prefix.data import Lengths, Rows, options_of
-from redline.jobs.latent_prefix.pairs import Pair
+from redline.jobs.latent_prefix.data import Lengths, Pair, Rows, options_of
 from redline.jobs.objective import Batch
 from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Recipe

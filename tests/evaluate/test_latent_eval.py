@@ -18,9 +18,9 @@ from redline.cli.main import app
 from redline.evaluate.opened_run import open_trained
 from redline.jobs.latent_prefix import objective as latent_prefix
 from redline.jobs.latent_prefix.costs import BITS
+from redline.jobs.latent_prefix.data import Pair
 from redline.jobs.latent_prefix.evaluate import Comparison, _all_slots, _marks, compare
 from redline.jobs.latent_prefix.objective import from_latents, from_prompts
-from redline.jobs.latent_prefix.pairs import Pair
 from redline.jobs.objective import Answered
 
 pytest.importorskip("transformers", reason="bases are made by transformers")

@@ -24,7 +24,7 @@ from redline.data.prepare import prepare_source
 from redline.data.tokenizer import ByteTokenizer
 from redline.data.tokens import open_tokens
 from redline.errors import UserError
-from redline.jobs.diffusion.records import read_records
+from redline.jobs.diffusion.data import read_records
 from redline.jobs.finetune import data as answering
 from redline.jobs.finetune.data import load_answers
 from redline.recipe.schema import Data

@@ -105,15 +105,15 @@ def test_baseline_and_hierarchy_have_one_budget() -> None:
         ("owt-bd3lm", f"{BLOCK}.clip_high=1e-3", f"{BLOCK}.clip_low", "0.001 is not below block_diffusion.clip_high"),
         ("owt-bd3lm", f"{BLOCK}.clip_low=0", f"{BLOCK}.clip_low", "must be above 0"),
         ("owt-bd3lm", f"{BLOCK}.clip_high=1.5", f"{BLOCK}.clip_high", "at most 1"),
-        ("gsm8k-hdp", f"{PLAN}.sampler_steps=4", f"{PLAN}.sampler_steps", "does nothing with"),
+        ("gsm8k-hdp", f"{PLAN}.sampler_steps=4", f"{PLAN}.sampler_steps", "first_hitting"),
         ("gsm8k-hdp", f"{PLAN}.sampler=ddpm", f"{PLAN}.sampler", "not one of first_hitting, ancestral"),
         ("gsm8k-hdp", f"{PLAN}.question=0", f"{PLAN}.question", "at least 1"),
         ("gsm8k-hdp", f"{PLAN}.question=long", f"{PLAN}.question", "'long' is not a count"),
         ("gsm8k-hdp", f"{PLAN}.plan_weight=-1", f"{PLAN}.plan_weight", "at least 0"),
         ("gsm8k-hdp", f"{PLAN}.block_size=16", f"{PLAN}.block_size", "is not a key redline knows"),
-        ("owt-bd3lm", "data.pack=true", "data.pack", "no masks between documents"),
-        ("gsm8k-hdp", "data.stream=true", "data.stream", "is for text"),
-        ("gsm8k-bd3lm", "data.stream=true", "data.stream", "is for text"),
+        ("owt-bd3lm", "data.pack=true", "data.pack", "document masks"),
+        ("gsm8k-hdp", "data.stream=true", "data.stream", "text"),
+        ("gsm8k-bd3lm", "data.stream=true", "data.stream", "text"),
         ("owt-bd3lm", "model.base=./base", "model.base", "does nothing with objective=block_diffusion."),
         ("gsm8k-hdp", "model.quant=nf4", "model.quant", "does nothing with objective=hierarchical_diffusion."),
         ("gsm8k-hdp", "model.lora.r=4", "model.lora", "does nothing with objective=hierarchical_diffusion."),
@@ -127,7 +127,7 @@ def test_a_problem_is_named_with_its_key(name: str, override: str, key: str, say
 
 def test_both_weights_may_not_be_nothing() -> None:
     found = problems("gsm8k-hdp", f"{PLAN}.plan_weight=0", f"{PLAN}.execution_weight=0")
-    assert "nothing would be learnt" in found[f"{PLAN}.execution_weight"]
+    assert list(found) == [f"{PLAN}.execution_weight"]
 
 
 def test_all_problems_at_once() -> None:

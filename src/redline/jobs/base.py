@@ -8,13 +8,16 @@ from typing import Any
 
 from redline.fields import Section
 
-# name -> module of its costs, module of its objective
+# name -> module of its costs (with :CLASS where a folder holds two jobs), module of its objective
 _MODULES = {
     "causal_lm": ("redline.jobs.causal_lm.costs", "redline.jobs.causal_lm.objective"),
     "finetune": ("redline.jobs.finetune.costs", "redline.jobs.finetune.objective"),
     "latent_prefix": ("redline.jobs.latent_prefix.costs", "redline.jobs.latent_prefix.objective"),
-    "block_diffusion": ("redline.jobs.diffusion.block_costs", "redline.jobs.diffusion.block"),
-    "hierarchical_diffusion": ("redline.jobs.diffusion.hierarchical_costs", "redline.jobs.diffusion.hierarchical"),
+    "block_diffusion": ("redline.jobs.diffusion.costs:BlockDiffusion", "redline.jobs.diffusion.objective"),
+    "hierarchical_diffusion": (
+        "redline.jobs.diffusion.costs:HierarchicalDiffusion",
+        "redline.jobs.diffusion.objective",
+    ),
 }
 JOBS = tuple(_MODULES)
 
@@ -25,7 +28,8 @@ def job(name: str) -> Any:
 
     A job that denoises has the `layout(…)` of a recipe's sequences besides.
     """
-    return import_module(_MODULES[name][0])
+    module, _, member = _MODULES[name][0].partition(":")
+    return getattr(import_module(module), member) if member else import_module(module)
 
 
 def costs(recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> Any:

@@ -1,4 +1,9 @@
-"""What the jobs that denoise have in common: options of the noise and of sampling, what goes wrong, and costs."""
+"""Options, checks and costs of the two diffusion jobs, computed from shapes without torch.
+
+`block_diffusion` (BD3-LM, arXiv 2503.09573) denoises a sequence in equal blocks, from left to right.
+`hierarchical_diffusion` (HDP) denoises a plan as one coarse block, then its execution in fine blocks. They differ
+only in their options and in the layout of a sequence; the objective (objective.py) is the same.
+"""
 
 from __future__ import annotations
 
@@ -8,72 +13,69 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from redline.errors import Problem
-from redline.fields import Flag, MaybeCount, Section, Share, one_of
+from redline.fields import Count, Flag, MaybeCount, NonNegative, Section, Share, one_of
 from redline.jobs.causal_lm import costs as causal_lm
 from redline.planning.flops import ASSUMES_FULL_LOSS, FlopsPerToken, Passes, layout_flops, layout_passes
-from redline.planning.layout import Layout
+from redline.planning.layout import Layout, Segment, uniform
 from redline.planning.memory import MemoryParts, training_memory
 from redline.planning.shapes import DecoderShape
 from redline.planning.speed import Work, decoder_work
+from redline.units import parse_count
 
 SAMPLERS = ("first_hitting", "ancestral")
-TEXT_IDS, RECORD_IDS = 1, 5  # besides the tokenizer's: the mask; and the marks of plan, execution, answer and padding
+# Token ids that a job adds behind those of the tokenizer.
+TEXT_IDS = 1  # <|mask|>
+RECORD_IDS = 5  # <|plan|>, <|execution|>, <|answer|>, <|pad|> and <|mask|>
+SEGMENTS = ("question", "plan", "execution")
 
 
 class DiffusionOptions(Section):
-    afterwards: ClassVar[tuple[str, ...]] = ("sampler", "sampler_steps")  # may be others when the model is used
-    in_older_locks: ClassVar[dict[str, Any]] = {"loss_per": "learnt"}  # what a lock without the key means
+    afterwards: ClassVar[tuple[str, ...]] = ("sampler", "sampler_steps")  # may be overridden when the model is used
+    in_older_locks: ClassVar[dict[str, Any]] = {"loss_per": "learnt"}  # the value of a lock that lacks the key
 
-    # a block's positions are hidden with a probability p between these; a loss is weighted by 1 / p
+    # The mask probability p of a block is drawn from [clip_low, clip_high]; the loss at a masked position is weighted
+    # by 1 / p.
     clip_low: Share = 1e-3
     clip_high: Share = 1.0
-    clip_search: Flag = False  # both chosen anew at each evaluation: where a block's loss varies least
+    clip_search: Flag = False  # choose both anew at each evaluation, for the least variance of a block's loss
     sampler: Annotated[str, one_of(*SAMPLERS)] = "first_hitting"
-    sampler_steps: MaybeCount = None  # ancestral: looks at a block; as many as it has positions if not given
-    # records: tokens that the loss is divided by; `learnt` counts the padding that ends a segment, as older runs did
+    sampler_steps: MaybeCount = None  # ancestral sampler: forward passes per block; default: positions per block
+    # Records: the number of tokens that the loss is divided by. `learnt` also counts the padding that ends a segment,
+    # as older runs did.
     loss_per: Annotated[str, one_of("content", "learnt")] = "content"
 
 
-def shared_problems(recipe: Any) -> list[Problem]:
-    """What none of these jobs can do."""
-    name, options, found = recipe.objective, getattr(recipe, recipe.objective), causal_lm.problems(recipe)
-    low, high = options.clip_low, options.clip_high
-    if low >= high:
-        what = f"{low:g} is not below {name}.clip_high {high:g}."
-        found.append(Problem(f"{name}.clip_low", what, "Use 0.001 and 1 to hide anything between little and all."))
-    if options.sampler_steps and options.sampler != "ancestral":
-        fix = f"Take it away, or use {name}.sampler=ancestral."
-        found.append(Problem(f"{name}.sampler_steps", f"does nothing with {name}.sampler={options.sampler}.", fix))
-    if recipe.data.pack:
-        what = f"{name} has no masks between documents: the blocks of a sequence see those before them."
-        found.append(Problem("data.pack", what, "Take it away."))
-    return found
+class BlockOptions(DiffusionOptions):
+    model_keys: ClassVar[tuple[str, ...]] = ("block_size", "question")
+
+    block_size: Count = 16  # positions that are denoised together; data.seq_len gives MDLM, one block per sequence
+    question: MaybeCount = None  # records: positions of the question, which is never masked; None: plain text
 
 
-def stream_problems(recipe: Any) -> list[Problem]:
-    if not recipe.data.stream:
-        return []
-    return [Problem("data.stream", "is for text, not for questions with their answers.", "Take it away.")]
+class HierarchicalOptions(DiffusionOptions):
+    model_keys: ClassVar[tuple[str, ...]] = ("question", "plan", "execution", "plan_block", "execution_block")
+
+    question: Count = 128  # positions of each segment; the question is never masked
+    plan: Count = 128
+    execution: Count = 256  # includes the answer
+    plan_block: MaybeCount = None  # positions that are denoised together; default: the whole plan
+    execution_block: Count = 16
+    plan_weight: NonNegative = 1.0  # coefficient of this segment's loss
+    execution_weight: NonNegative = 1.0
 
 
-def block_problems(key: str, block: int, length: int, what: str, longer: str) -> list[Problem]:
-    """Of blocks that `what`, of this length, is to be cut into; `longer` is the key that would lengthen it."""
-    if block > length:
-        return [Problem(key, f"{block} is longer than {what}.", f"Use at most {length}.")]
-    if length % block == 0:
-        return []
-    fix = f"Use {math.gcd(block, length)}, or make {longer} {-length % block} longer."
-    return [Problem(key, f"{block} does not divide {what}.", fix)]
+# ----------------------------------------------------------------------------------------------------
+# Costs of a decoder that reads a noisy and a clean copy of a sequence.
 
 
 class DiffusionCosts(causal_lm.Costs):
-    """Of a decoder that reads a noisy and a clean copy of what it learns, and scores what is hidden."""
+    """FLOPs, memory and work of a decoder that reads a noisy and a clean copy, and scores the masked positions."""
 
     def __init__(self, recipe: Any, layout: Layout, rows: Mapping[str, Any] | None = None, micro: int = 1) -> None:
         super().__init__(recipe, rows, micro)
         self.layout = layout
         options = getattr(recipe, recipe.objective)
-        # the mean share of the noised positions that are hidden, times the share of these that have a loss
+        # The mean share of the noised positions that are masked, times the share of those that carry a loss.
         self.hidden = (options.clip_low + options.clip_high) / 2 * float(self.rows.get("learnt", 1.0))
 
     def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
@@ -82,7 +84,7 @@ class DiffusionCosts(causal_lm.Costs):
         return layout_flops(shape, self.layout, self.hidden, checkpointing, assumed)
 
     def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:
-        """At worst everything that may be hidden is."""
+        """Return the memory of the worst batch, in which every position that can be masked is masked."""
         sequences, kernels = how.pop("tokens") // self.layout.length, how.pop("kernels")
         scores = self.layout.read if kernels.scores else 0
         return training_memory(
@@ -98,3 +100,142 @@ class DiffusionCosts(causal_lm.Costs):
 
     def work(self, shape: DecoderShape, seq_len: int, **how: Any) -> Work:
         return decoder_work(shape, seq_len, **how, passes=self.passes(seq_len))
+
+
+# ----------------------------------------------------------------------------------------------------
+# What both jobs refuse.
+
+
+def _shared_problems(recipe: Any) -> list[Problem]:
+    name, options, problems = recipe.objective, getattr(recipe, recipe.objective), causal_lm.problems(recipe)
+    low, high = options.clip_low, options.clip_high
+    if low >= high:
+        what = f"{low:g} is not below {name}.clip_high {high:g}."
+        problems.append(Problem(f"{name}.clip_low", what, "Use 0.001 and 1 to train on every mask probability."))
+    if options.sampler_steps and options.sampler != "ancestral":
+        fix = f"Remove it, or set {name}.sampler=ancestral."
+        problems.append(Problem(f"{name}.sampler_steps", f"has no effect with {name}.sampler={options.sampler}.", fix))
+    if recipe.data.pack:
+        what = f"{name} has no document masks: every block of a sequence sees all blocks before it."
+        problems.append(Problem("data.pack", what, "Remove it."))
+    return problems
+
+
+def _stream_problems(recipe: Any) -> list[Problem]:
+    if not recipe.data.stream:
+        return []
+    return [Problem("data.stream", "works with text, not with records of question and answer.", "Remove it.")]
+
+
+def _block_problems(key: str, block: int, length: int, what: str, longer: str) -> list[Problem]:
+    """Check that blocks of `block` positions divide `length`; `what` describes the length in the message, and `longer`
+    is the recipe key that raises it."""
+    if block > length:
+        return [Problem(key, f"{block} is longer than {what}.", f"Use at most {length}.")]
+    if length % block == 0:
+        return []
+    fix = f"Use {math.gcd(block, length)}, or make {longer} {-length % block} longer."
+    return [Problem(key, f"{block} does not divide {what}.", fix)]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The two jobs.
+
+
+class BlockDiffusion:
+    """Denoise a text, or the solution of a question, in equal blocks from left to right."""
+
+    Options = BlockOptions
+
+    class Costs(DiffusionCosts):
+        def __init__(self, recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> None:
+            super().__init__(recipe, BlockDiffusion.layout(recipe), rows, micro)
+
+    @staticmethod
+    def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def added_tokens(recipe: Any) -> int:
+        return TEXT_IDS if recipe.block_diffusion.question is None else RECORD_IDS
+
+    @staticmethod
+    def problems(recipe: Any) -> list[Problem]:
+        options, length, problems = recipe.block_diffusion, recipe.data.seq_len, _shared_problems(recipe)
+        question = options.question
+        if question is None:
+            denoised, what = length, f"data.seq_len {length}"
+        elif question < length:
+            denoised = length - question
+            what = f"the {denoised} positions after the question (data.seq_len {length} − question {question})"
+        else:
+            what = f"{question} leaves nothing of data.seq_len {length} for the answer."
+            return [*problems, Problem("block_diffusion.question", what, f"Use less than {length}.")]
+        problems += _block_problems("block_diffusion.block_size", options.block_size, denoised, what, "data.seq_len")
+        return problems if question is None else problems + _stream_problems(recipe)
+
+    @staticmethod
+    def layout(recipe: Any) -> Layout:
+        """Return the layout of a text in equal blocks, or of a question and its solution in equal blocks."""
+        options, length = recipe.block_diffusion, recipe.data.seq_len
+        question, block = options.question, options.block_size
+        if question is None:
+            return uniform(length, block)
+        return Layout(
+            (Segment("question", question, question, given=True), Segment("solution", length - question, block))
+        )
+
+
+class HierarchicalDiffusion:
+    """From a question, denoise a plan (coarse blocks), then its execution with the answer (fine blocks)."""
+
+    Options = HierarchicalOptions
+
+    class Costs(DiffusionCosts):
+        def __init__(self, recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> None:
+            super().__init__(recipe, HierarchicalDiffusion.layout(recipe), rows, micro)
+
+    @staticmethod
+    def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+        """Default `data.seq_len` to the total length of the segments."""
+        fields = HierarchicalOptions.model_fields
+        stated = [given.get(f"hierarchical_diffusion.{name}", fields[name].default) for name in SEGMENTS]
+        try:
+            lengths = [parse_count(length) for length in stated]
+        except (ValueError, TypeError):
+            return {}  # validation of the keys themselves reports this
+        return {"data.seq_len": sum(lengths)} if min(lengths) > 0 else {}
+
+    @staticmethod
+    def added_tokens(recipe: Any) -> int:
+        return RECORD_IDS
+
+    @staticmethod
+    def problems(recipe: Any) -> list[Problem]:
+        options, problems = recipe.hierarchical_diffusion, _shared_problems(recipe)
+        lengths = [getattr(options, name) for name in SEGMENTS]
+        if recipe.data.seq_len != sum(lengths):
+            parts = " + ".join(f"{name} {length}" for name, length in zip(SEGMENTS, lengths, strict=True))
+            what = f"{recipe.data.seq_len} is not {parts} = {sum(lengths)}."
+            problems.append(Problem("data.seq_len", what, "Leave it out, or change hierarchical_diffusion.execution."))
+        for name, block in (("plan", options.plan_block), ("execution", options.execution_block)):
+            length, key = getattr(options, name), f"hierarchical_diffusion.{name}"
+            problems += _block_problems(
+                f"{key}_block", block or length, length, f"the {name}'s {length} positions", key
+            )
+        if not options.plan_weight and not options.execution_weight:
+            what = "is 0, and so is plan_weight: nothing would be trained."
+            problems.append(Problem("hierarchical_diffusion.execution_weight", what, "Use 1 for both."))
+        return problems + _stream_problems(recipe)
+
+    @staticmethod
+    def layout(recipe: Any) -> Layout:
+        options = recipe.hierarchical_diffusion
+        question, plan, execution = (getattr(options, name) for name in SEGMENTS)
+        return Layout(
+            (
+                Segment("question", question, question, given=True),
+                Segment("plan", plan, options.plan_block or plan, weight=options.plan_weight),
+                Segment("execution", execution, options.execution_block, weight=options.execution_weight),
+            )
+        )

@@ -4,30 +4,159 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from redline.data.chat import RowReport
+from redline.data.chat import RowReport, UnusableError, usable
+from redline.data.corpus import Corpus
+from redline.data.index import Index, order_keys
 from redline.data.mixture import RowIndex, epoch_sample, row_index, row_mixture_key
-from redline.data.problems import Record
+from redline.data.problems import PREFIX, Record, is_problems, problems
 from redline.data.read_stats import Progress, ProgressCallback
+from redline.data.rows import is_clean, source_rows
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer, load_tokenizer
-from redline.data.tokens import digest_of
+from redline.data.tokens import TokenSplit, digest_of
 from redline.errors import UserError
-from redline.jobs.diffusion.records import divided, read_records
+from redline.jobs.base import job
+from redline.jobs.causal_lm import objective as causal_lm
+from redline.jobs.causal_lm.objective import CausalData
+from redline.jobs.diffusion.denoise import Vocabulary
 from redline.planning.layout import Layout, Segment
 from redline.recipe.resolve import DataFacts
-from redline.recipe.schema import Data
+from redline.recipe.schema import Data, Recipe
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+# ----------------------------------------------------------------------------------------------------
+# Records: reading sources, and the held-out split.
+
+
+_FIELDS = ("question", "plan", "execution", "answer")
+_FIX = (
+    "Give rows with question and answer, the latter ending with `#### N` as GSM8K's do; "
+    "or with question, plan, execution and answer."
+)
+_INSTEAD = f"Take the embedded word problems, {PREFIX}easy. Or:"
+_CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # GSM8K: 48/2 = <<48/2=24>>24
+_SEPARATOR = " ** "
+_MARK = "####"
+_NUMBER = re.compile(r"[-−]?\s?\$?\s?[-−]?(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.?\d+)")
+_SPLIT_GROUP = 1 << 16  # randomness of its own, as other ends have theirs
+
+
+def read_records(source: str) -> tuple[list[Record], RowReport]:
+    """Every usable row, in an order that never changes. More than half unusable, or nothing at all, is refused."""
+    if is_problems(source):
+        made = problems(source)
+        return made, RowReport(source, len(made))
+    rows = partial(source_rows, source, fields=_FIELDS, fix=_FIX, instead=_INSTEAD)
+    return usable(source, rows, record_of, _FIX)
+
+
+def record_of(row: Mapping[str, Any]) -> Record:
+    """Parquet and hubs give every column to every row: a field that holds null counts as absent."""
+    question, answer = _text(row, "question"), _text(row, "answer")
+    if row.get("execution") is not None:
+        plan = "" if row.get("plan") in (None, "") else _text(row, "plan")
+        number = _number(answer) if _MARK in answer else answer
+        return Record(question, _plain(plan), _plain(_text(row, "execution")), number)
+    number = _number(answer)
+    lines = [line for line in answer.rpartition(_MARK)[0].splitlines() if line.strip()]
+    if not lines or not all(_SEPARATOR in line for line in lines):
+        return Record(question, "", _plain("\n".join(lines)), number)
+    pairs = [line.split(_SEPARATOR, 1) for line in lines]
+    return Record(
+        question, _plain("\n".join(q for q, _ in pairs)), _plain("\n".join(step for _, step in pairs)), number
+    )
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
+    if value is None:
+        raise UnusableError(f"no {name!r} in it")
+    if name == "answer" and isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if name == "answer" and isinstance(value, float) and math.isfinite(value):
+        value = str(int(value)) if value == int(value) else str(value)
+    if not isinstance(value, str):
+        raise UnusableError(f"{name!r} is no text")
+    if not value.strip():
+        raise UnusableError(f"empty {name!r}")
+    if not is_clean(value):
+        raise UnusableError(f"{name!r} is binary data, not text")
+    return value.strip()
+
+
+def _number(answer: str) -> str:
+    """What stands behind the last mark, without commas and signs of money."""
+    _, mark, behind = answer.rpartition(_MARK)
+    if not mark:
+        raise UnusableError(f"no {_MARK} in its answer")
+    found = _NUMBER.search(behind)
+    if found is None:
+        raise UnusableError(f"no number behind the {_MARK} of its answer")
+    minus = "-" if "-" in found[0] or "−" in found[0] else ""
+    return minus + found["digits"].replace(",", "")
+
+
+def _plain(text: str) -> str:
+    """Without the calculator's annotations, empty lines, and white space around lines."""
+    lines = (line.strip() for line in _CALCULATOR.sub("", text).splitlines())
+    return "\n".join(line for line in lines if line)
+
+
+# --- split
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Each part's records of training and of validation."""
+
+    train: list[list[Record]]
+    val: list[list[Record]]
+    duplicates: int  # left out: one with the same question is held out (or, with dedup, came before)
+
+
+def divided(parts: Mapping[str, Sequence[Record]], seed: int, fraction: float, *, dedup: bool) -> Divided:
+    """Held out is a record if a seeded hash of its question falls below `fraction`, so no order or neighbour matters.
+
+    Of each part at least one is, and at least one is not. A question that is held out is never trained on.
+    """
+    keys = [np.array([record.key for record in records], dtype=np.uint64) for records in parts.values()]
+    held_out = set(np.concatenate([_held_out(some, seed, fraction) for some in keys]).tolist())
+    train: list[list[Record]] = []
+    val: list[list[Record]] = []
+    met: set[int] = set()
+    for name, records in parts.items():
+        train.append([])
+        val.append([])
+        for record in records:
+            key = record.key
+            held, first = key in held_out, key not in met
+            met.add(key)
+            if first or not (held or dedup):
+                (val if held else train)[-1].append(record)
+        if not train[-1]:
+            what = "nothing of it is left to train on: all of its questions are held out, or came before."
+            raise UserError(what, where=name, fix="Give more rows, set data.val_fraction=0, or take the source out.")
+    kept = sum(len(some) for some in [*train, *val])
+    return Divided(train, val, sum(len(records) for records in parts.values()) - kept)
+
+
+def _held_out(keys: npt.NDArray[np.uint64], seed: int, fraction: float) -> npt.NDArray[np.uint64]:
+    different = np.unique(keys)
+    if not fraction:
+        return different[:0]
+    chance = order_keys(seed, different.view(np.int64), _SPLIT_GROUP)
+    count = int((chance < np.uint64(fraction * 2.0**64)).sum())
+    return different[np.argsort(chance)][: min(max(count, 1), len(different) - 1)]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -405,3 +534,195 @@ def _joined(parts: Sequence[RecordSplit]) -> RecordSplit:
         [record for part in parts for record in part.records],
         parts[0].layout,
     )
+
+
+# ----------------------------------------------------------------------------------------------------
+# What the objective reads: windows of a text, or rows of records.
+
+Ids = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class Rows(NamedTuple):
+    """Sequences as they are, which of their positions are learnt, and which of these others are never hidden.
+
+    `content` are the learnt positions that are not padding; all of them if not given.
+    """
+
+    tokens: Ids
+    learnt: Bools
+    never: Bools | None = None
+    content: Bools | None = None
+
+
+class Sequences(Protocol):
+    """What a job reads."""
+
+    @property
+    def facts(self) -> DataFacts: ...
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+
+    @property
+    def held_out(self) -> int:
+        """Sequences that evaluation reads."""
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Tokens and bytes of what is held out, where they are known."""
+
+    def training(self, samples: Ids) -> Rows: ...
+
+    def evaluation(self, numbers: Ids) -> Rows: ...
+
+
+@dataclass(frozen=True)
+class TextSequences:
+    """Windows of a text. One more id than its tokenizer has stands for what is hidden."""
+
+    text: CausalData
+    seq_len: int
+    index: Index | None = None  # None when nothing is trained
+
+    @cached_property
+    def facts(self) -> DataFacts:
+        found = self.text.facts
+        held_out = found.val_tokens if self.held_out else 0  # what fills no window is never scored
+        return replace(found, vocab_size=found.vocab_size + 1, val_tokens=held_out)
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        return self.text.told
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        tokens = self.text.tokens
+        return Vocabulary(mask=tokens.vocab_size, classes=tokens.vocab_size, end=tokens.eot)
+
+    @property
+    def held_out(self) -> int:
+        return 0 if self.text.held_out is None else len(self.text.held_out) // self.seq_len
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        split = self.text.held_out
+        return None if split is None or split.bytes is None else (len(split), split.bytes)
+
+    def row_keys(self, *, trained: bool) -> list[bytes] | None:
+        return self.text.row_keys(trained=trained)
+
+    def sequences(self, seq_len: int) -> int:
+        return self.held_out
+
+    def training(self, samples: Ids) -> Rows:
+        assert self.index is not None
+        return self._rows(self.text.tokens.train, self.index.starts(samples))
+
+    def evaluation(self, numbers: Ids) -> Rows:
+        assert self.text.held_out is not None
+        return self._rows(self.text.held_out, numbers * self.seq_len)
+
+    def _rows(self, split: TokenSplit, starts: Ids) -> Rows:
+        """A mark before a document that is a row's first has nothing to be predicted from."""
+        tokens = split.windows(starts, self.seq_len).astype(np.int64)
+        never = np.zeros(tokens.shape, dtype=bool)
+        never[:, 0] = tokens[:, 0] == self.text.tokens.eot
+        return Rows(tokens, ~never, never)
+
+
+@dataclass(frozen=True)
+class RecordSequences:
+    facts: DataFacts
+    tokenizer: WithSpecials | None = None  # None: for steps that are only timed
+    records: RecordData | None = None
+    split: RecordSplit | None = None  # what is held out
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        if self.tokenizer is None:
+            return Vocabulary(mask=self.facts.vocab_size - 1, classes=self.facts.vocab_size - 1)
+        return Vocabulary(self.tokenizer.mask, self.tokenizer.classes, self.tokenizer.pad)
+
+    @property
+    def held_out(self) -> int:
+        return 0 if self.split is None else len(self.split)
+
+    @property
+    def size(self) -> None:
+        return None
+
+    @property
+    def told(self) -> list[str]:
+        return [] if self.records is None else self.records.report.lines()
+
+    def row_keys(self, *, trained: bool) -> list[int] | None:
+        """One key per row to train on, or per row that is evaluated."""
+        to_train = None if self.records is None else self.records.train
+        split = to_train if trained else self.split
+        return None if split is None else [record.key for record in split.records]
+
+    def training(self, samples: Ids) -> Rows:
+        assert self.records is not None
+        return self._rows(self.records.train, self.records.index.sequences(samples))
+
+    def evaluation(self, numbers: Ids) -> Rows:
+        assert self.split is not None
+        return self._rows(self.split, numbers)
+
+    def _rows(self, split: RecordSplit, numbers: Ids) -> Rows:
+        assert self.tokenizer is not None
+        found = split.rows(numbers)
+        return Rows(**found, content=found["learnt"] & (found["tokens"] != self.tokenizer.pad))
+
+
+def complete(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
+    return recipe
+
+
+def can_answer(recipe: Recipe) -> bool:
+    """Return whether the run reads records, that is questions with their answers, and not plain text."""
+    return any(segment.given for segment in layout_of(recipe).segments)
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    layout: Layout = job(recipe.objective).layout(recipe)
+    return layout
+
+
+def load_data(
+    recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None
+) -> TextSequences | RecordSequences:
+    """Load the recipe's data. With `for_evaluation`, all of them are the validation set."""
+    if can_answer(recipe):
+        found = load_records(
+            recipe.data,
+            layout_of(recipe),
+            seed=recipe.train.seed,
+            val_fraction=0.0 if for_evaluation else recipe.data.val_fraction,
+            progress=progress,
+        )
+        return RecordSequences(found.facts, found.tokenizer, found, found.train if for_evaluation else found.val)
+    text = causal_lm.load_data(recipe, for_evaluation=for_evaluation, progress=progress)
+    corpus, seq_len = text.corpus, recipe.data.seq_len
+    assert isinstance(corpus, Corpus)
+    index = None if for_evaluation else corpus.index(seq_len, recipe.train.seed, shuffle=recipe.data.shuffle)
+    sequences = TextSequences(text, seq_len, index)
+    if for_evaluation and not sequences.held_out:
+        tokens = 0 if text.held_out is None else len(text.held_out)
+        what = f"the text has {tokens:,} tokens, fewer than one window of {seq_len:,}: there is nothing to evaluate."
+        raise UserError(what, where=str(recipe.data.source), fix="Give a longer text.")
+    return sequences
+
+
+def random_data(facts: DataFacts) -> RecordSequences:
+    """Return a stand-in without rows, for steps that are only timed."""
+    return RecordSequences(facts)
+
+
+def tokenizer_alone(facts: DataFacts, folder: Path, recipe: Recipe) -> TextSequences | RecordSequences:
+    """Return data that hold a tokenizer and no rows, for a model that only samples; its data may be gone."""
+    if can_answer(recipe):
+        return RecordSequences(facts, with_specials(facts, folder))
+    plain = replace(facts, vocab_size=facts.vocab_size - 1)
+    return TextSequences(causal_lm.tokenizer_alone(plain, folder, recipe), recipe.data.seq_len)

@@ -8,8 +8,11 @@ alone, and nothing waits for the device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,17 +20,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.jobs.base import job
+from redline.data.shards import TokenFile
+from redline.data.tokenizer import LibraryTokenizer, Tokenizer
+from redline.errors import UserError
 from redline.jobs.decoder_objective import InFloat8
-from redline.jobs.diffusion.denoise import Denoising, Vocabulary
+from redline.jobs.diffusion.data import (
+    RecordSequences,
+    Rows,
+    Sequences,
+    TextSequences,
+    can_answer,
+    complete,
+    layout_of,
+    load_data,
+    random_data,
+    row_of_question,
+    tokenizer_alone,
+)
+from redline.jobs.diffusion.denoise import Denoised, Denoising, denoise
 from redline.jobs.diffusion.noise import Clip, at_positions, hidden, levels, noised_blocks
-from redline.jobs.objective import Batch, Sampling, Term
+from redline.jobs.objective import Answered, Asked, Batch, Sample, Sampling, Term
 from redline.kernels.attention import Bound, Selection
 from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy
 from redline.kernels.masks import MaskSpec
 from redline.metrics import bits_per_byte, perplexity
-from redline.planning.layout import Layout
-from redline.recipe.resolve import DataFacts, Resolved
+from redline.planning.layout import uniform
+from redline.recipe.resolve import Resolved
 
 WHOLE = Clip(1e-3, 1.0)  # what a bound is evaluated over
 CLIPS = (WHOLE, *(Clip(*pair) for pair in ((0.1, 0.9), (0.2, 0.8), (0.3, 0.8), (0.3, 0.9), (0.4, 0.9), (0.45, 0.95))))
@@ -38,38 +56,7 @@ Ids = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
-class Rows(NamedTuple):
-    """Sequences as they are, which of their positions are learnt, and which of these others are never hidden.
-
-    `content` are the learnt positions that are not padding; all of them if not given.
-    """
-
-    tokens: Ids
-    learnt: Bools
-    never: Bools | None = None
-    content: Bools | None = None
-
-
-class Sequences(Protocol):
-    """What a job reads."""
-
-    @property
-    def facts(self) -> DataFacts: ...
-
-    @property
-    def vocabulary(self) -> Vocabulary: ...
-
-    @property
-    def held_out(self) -> int:
-        """Sequences that evaluation reads."""
-
-    @property
-    def size(self) -> tuple[int, int] | None:
-        """Tokens and bytes of what is held out, where they are known."""
-
-    def training(self, samples: Ids) -> Rows: ...
-
-    def evaluation(self, numbers: Ids) -> Rows: ...
+_AT_ONCE = 64  # rows that are filled in side by side
 
 
 class DiffusionObjective(InFloat8):
@@ -77,7 +64,7 @@ class DiffusionObjective(InFloat8):
         super().__init__(resolved)
         self.data = data
         self.options: Any = getattr(self.recipe, self.recipe.objective)
-        self.layout: Layout = job(self.recipe.objective).layout(self.recipe)
+        self.layout = layout_of(self.recipe)
         self.mask = MaskSpec.of_layout(self.layout)
         self.clip = Clip(self.options.clip_low, self.options.clip_high)
         self._changed = False
@@ -280,3 +267,143 @@ def _room(count: int, most: int) -> int:
 
 def _filled(values: np.ndarray, size: int, filler: float) -> np.ndarray:
     return np.concatenate((values, np.full(size - len(values), filler, dtype=values.dtype)))
+
+
+class TextDiffusion(DiffusionObjective):
+    data: TextSequences
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.data.text.tokenizer
+
+    def token_files(self) -> Sequence[TokenFile]:
+        return self.data.text.tokens.stored()
+
+    def save_tokenizer(self, folder: Path) -> None:
+        if isinstance(self.tokenizer, LibraryTokenizer):
+            self.tokenizer.save(folder / "tokenizer.json")
+
+    def first_prompt(self) -> str:
+        return self.data.text.first_prompt(min(self.recipe.data.seq_len, self.options.block_size))
+
+    def sample(self, prompt: str, how: Sampling) -> list[Sample]:
+        """Blocks after the prompt, of any number; where all is one block, that one."""
+        if self.tokenizer is None:
+            return []
+        vocabulary, block = self.data.vocabulary, self.options.block_size
+        start = [self.data.text.tokens.eot, *self.tokenizer.encode(prompt)]
+        if block == self.recipe.data.seq_len and len(start) >= block:
+            what = f"a prompt of {len(start)} tokens leaves nothing of the run's one block of {block} to write."
+            raise UserError(what, where="--prompt", fix="Give a shorter one.")
+        length = block if block == self.recipe.data.seq_len else -(-(len(start) + how.tokens) // block) * block
+        row = start + [vocabulary.mask] * (length - len(start))
+        self.model.eval()
+        with self.uncompiled():
+            made = denoise(
+                self.model,
+                torch.tensor([row] * how.count, device=self.device),
+                uniform(length, block),
+                vocabulary,
+                row_seeds(how.seed, range(how.count)),
+                self.how_to_denoise(how),
+            )
+        self.model.train()
+        texts = (self._until_end(written[len(start) : len(start) + how.tokens]) for written in made.rows.tolist())
+        return [Sample(prompt, self.tokenizer.decode(text)) for text in texts]
+
+    def _until_end(self, written: list[int]) -> list[int]:
+        end = self.data.vocabulary.end
+        return written[: written.index(end)] if end in written else written
+
+
+class RecordDiffusion(DiffusionObjective):
+    data: RecordSequences
+    can_answer = True
+
+    def save_tokenizer(self, folder: Path) -> None:
+        if self.data.tokenizer is not None:
+            self.data.tokenizer.save(folder / "tokenizer.json")
+
+    # --- answering
+
+    def narrow(self, count: int | None) -> None:
+        split = self.data.split
+        if split is not None and count is not None:
+            self.data = replace(self.data, split=split.first(count))
+
+    @cached_property
+    def _given(self) -> int:
+        """Positions of the question."""
+        return next(segment.length for segment in self.layout.segments if segment.given)
+
+    def questions(self) -> list[Asked]:
+        split = self.data.split
+        if split is None:
+            return []
+        return [
+            Asked(record.question, tokens[: self._given].tolist(), record.answer)
+            for record, tokens in zip(split.records, split.rows(np.arange(len(split)))["tokens"], strict=True)
+        ]
+
+    def answer(
+        self, asked: Sequence[Asked], tokens: int, told: Callable[[int], None] = lambda _: None
+    ) -> list[Answered]:
+        """The likeliest token at each place, in the sampler's order. `tokens` does not bound it: its segments do."""
+        found: list[Answered] = []
+        for first in range(0, len(asked), _AT_ONCE):
+            some = asked[first : first + _AT_ONCE]
+            rows = torch.tensor([self._open(one.prompt) for one in some], device=self.device)
+            made = self._denoised(rows, row_seeds(0, range(first, first + len(some))), Sampling(temperature=0.0))
+            found += [
+                Answered(self._text(row), ended, looks)
+                for row, ended, looks in zip(made.rows.tolist(), made.ended, made.looks, strict=True)
+            ]
+            told(len(found))
+        return found
+
+    def first_prompt(self) -> str:
+        splits = [self.data.split, None if self.data.records is None else self.data.records.train]
+        return next((split.records[0].question for split in splits if split is not None and len(split)), "")
+
+    def sample(self, prompt: str, how: Sampling) -> list[Sample]:
+        tokenizer = self.data.tokenizer
+        if tokenizer is None or not prompt:
+            return []
+        if (length := len(tokenizer.encode(prompt))) > self._given:
+            self.log(f"the question has {length:,} tokens, and the run reads {self._given:,}: the rest is left out")
+        row = self._open(row_of_question(prompt, self.layout, tokenizer))
+        rows = torch.tensor([row] * how.count, device=self.device)
+        made = self._denoised(rows, row_seeds(how.seed, range(how.count)), how)
+        return [Sample(prompt, self._text(row)) for row in made.rows.tolist()]
+
+    def _open(self, question: list[int]) -> list[int]:
+        """The question, and everything after it still hidden."""
+        return [*question, *[self.data.vocabulary.mask] * (self.layout.length - len(question))]
+
+    def _denoised(self, rows: Tensor, seeds: Sequence[int], how: Sampling) -> Denoised:
+        denoising: Denoising = self.how_to_denoise(how)
+        self.model.eval()
+        with self.uncompiled():
+            made = denoise(self.model, rows, self.layout, self.data.vocabulary, seeds, denoising)
+        self.model.train()
+        return made
+
+    def _text(self, row: list[int]) -> str:
+        """What follows the question, segment by segment, with the marks between them."""
+        tokenizer = self.data.tokenizer
+        assert tokenizer is not None
+        parts = []
+        for segment, begin in zip(self.layout.segments, self.layout.starts, strict=True):
+            written = row[begin : begin + segment.length]
+            if not segment.given:
+                end = written.index(tokenizer.pad) if tokenizer.pad in written else len(written)
+                parts.append(tokenizer.decode(written[:end]))
+        return "\n".join(parts)
+
+
+def create(resolved: Resolved, data: TextSequences | RecordSequences) -> DiffusionObjective:
+    kind = TextDiffusion if isinstance(data, TextSequences) else RecordDiffusion
+    return kind(resolved, data)
+
+
+__all__ = ["can_answer", "complete", "create", "load_data", "random_data", "tokenizer_alone"]

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from redline.errors import UserError
 from redline.jobs.latent_prefix.costs import BITS, GROUP, wire_bytes
-from redline.jobs.latent_prefix.data import cut_bytes
+from redline.jobs.latent_prefix.data import Pair, cut_bytes, strangers
 from redline.jobs.latent_prefix.encoder import cosine
 from redline.jobs.latent_prefix.frozen import Frozen, Scores, score
 from redline.jobs.latent_prefix.objective import LatentPrefix, context_of, from_latents, from_prompts
-from redline.jobs.latent_prefix.pairs import Pair, strangers
 from redline.jobs.latent_prefix.teacher import text_prompt
 from redline.jobs.objective import Answered
 from redline.kernels.softmax_loss import IGNORE

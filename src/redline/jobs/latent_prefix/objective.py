@@ -19,6 +19,7 @@ from redline.jobs.latent_prefix.data import (
     PAD,
     LatentData,
     Lengths,
+    Pair,
     Rows,
     byte_rows,
     complete,
@@ -26,12 +27,12 @@ from redline.jobs.latent_prefix.data import (
     load_data,
     options_of,
     random_data,
+    strangers,
     tokenizer_alone,
     wanted,
 )
 from redline.jobs.latent_prefix.encoder import Wire, cosine, word_loss
 from redline.jobs.latent_prefix.frozen import Frozen, Scores, Spec, build_frozen, choose_attention, score
-from redline.jobs.latent_prefix.pairs import Pair, strangers
 from redline.jobs.latent_prefix.teacher import TeacherStates, read_all, text_prompt
 from redline.jobs.objective import Answered, Batch, Objective, ParamGroup, Sample, Sampling, Term
 from redline.kernels.attention import Selection

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from redline.data.tokenizer import ByteTokenizer, Tokenizer
 from redline.errors import UserError
 from redline.jobs.diffusion.data import (
+    Record,
     RecordData,
     RecordRows,
     RecordSplit,
@@ -23,7 +24,6 @@ from redline.jobs.diffusion.data import (
     row_of_question,
     with_specials,
 )
-from redline.jobs.diffusion.records import Record
 from redline.planning.layout import Layout, Segment
 from redline.recipe.schema import Data
 

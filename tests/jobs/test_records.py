@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from redline.data import rows as hub
 from redline.errors import UserError
-from redline.jobs.diffusion.records import Record, divided, read_records, record_of
+from redline.jobs.diffusion.data import Record, divided, read_records, record_of
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k"
 CLIPS = "Natalia sold clips to 48 friends in April, and half as many in May. How many altogether?"

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.errors import UserError
-from redline.jobs.latent_prefix.data import cut_bytes
-from redline.jobs.latent_prefix.pairs import Pair, divided, read_pairs, strangers
+from redline.jobs.latent_prefix.data import Pair, cut_bytes, divided, read_pairs, strangers
 
 SQUAD = Path(__file__).parents[3] / "shared/data/squad/squad-v1.1-40-articles.json"
 
