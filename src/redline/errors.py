@@ -23,7 +23,7 @@ _SECRET = frozenset(
 )
 # Ends of names that are written without a separator: PGPASSWORD, SSHPASS, GITHUBTOKEN.
 _SECRET_ENDS = ("PASSWORD", "PASSWD", "PASSPHRASE", "APIKEY", "SECRET", "TOKEN", "SSHPASS")
-_SECRET_END = "_PWD"  # DB_PWD, MYSQL_PWD; PWD and OLDPWD are working directories
+_SECRET_END = "_PWD"  # noqa: S105  # DB_PWD, MYSQL_PWD; PWD and OLDPWD are working directories
 _SHORTEST_SECRET = 8  # characters; what is shorter would be found in innocent words
 _LOGIN = re.compile(r"(?<=:/)(/?)[^\s/@]+:[^\s/@]*@")  # https://user:password@
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import gzip
 import hashlib
-import importlib
 import io
 import os
 import sysconfig
@@ -69,10 +68,10 @@ class SourceFile:
 
 def _topics() -> dict[str, str]:
     try:
-        module = importlib.import_module("pydoc_data.topics")
+        from pydoc_data.topics import topics
     except ImportError:  # some distributions package the documentation apart
         return {}
-    return dict(module.topics)
+    return dict(topics)
 
 
 def _walk(

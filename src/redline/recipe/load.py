@@ -171,7 +171,7 @@ def find_recipe(name: str) -> Path:
 
 def parse_yaml(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_Loader)  # noqa: S506  # _Loader derives from SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}" if error.problem_mark else "file"
         raise RecipeError(where, [Problem(line, f"{error.problem}.", "Mend the YAML there.")]) from None

@@ -238,7 +238,7 @@ def _listen(host: str, ports: Iterable[int]) -> socket.socket:
 
 
 def _shown(host: str) -> str:
-    if host in ("0.0.0.0", "::"):  # all of them: this machine's name is one that may be reached
+    if host in ("0.0.0.0", "::"):  # noqa: S104  # all of them: this machine's name is one that may be reached
         return socket.gethostname()
     return f"[{host}]" if ":" in host else host
 
