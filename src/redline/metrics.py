@@ -220,3 +220,17 @@ def _share(predictions: Sequence[str], references: Sequence[str], pick: Callable
     pairs = zip(predictions, references, strict=True)
     right = [_comparable(pick(said)) == _comparable(true) for said, true in pairs]
     return sum(right) / len(right)
+
+
+Score = Callable[[Sequence[str], Sequence[str]], float]
+# The metrics behind each value of `redline eval --answers`, by the names that results have. Each is averaged over the
+# answers; an answer is correct if its exact_match is 1.
+METRICS: dict[str, dict[str, Score]] = {
+    "gsm8k": {
+        "exact_match": gsm8k_exact_match,
+        "strict_match": strict_match,
+        "flexible_extract": flexible_extract,
+    },
+    "match": {"exact_match": answer_match},
+    "f1": {"f1": f1, "exact_match": exact_match},
+}

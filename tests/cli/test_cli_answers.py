@@ -85,7 +85,7 @@ def test_a_preview_of_running_text(inside: Redline, recipe: str, corpus: Path, t
 def test_a_preview_is_of_one_recipe(inside: Redline, other: tuple[str, str]) -> None:
     refused = inside("train", "--preview", "3", *other)
     assert refused.code == 2
-    assert "--preview looks at the data of one recipe" in refused.said
+    assert "--preview" in refused.said
 
 
 # --- what was learnt
@@ -172,9 +172,9 @@ def test_mistakes(inside: Redline, models: Path, words: tuple[str, ...], sentenc
 
 def test_a_model_needs_rows_and_a_question(inside: Redline, folder: Path, tiny_base: Path) -> None:
     alone = inside("eval", str(tiny_base), cwd=folder)
-    assert (alone.code, "has no rows of its own to be evaluated on. Name some: --data FILE." in alone.said) == (2, True)
+    assert (alone.code, "--data" in alone.said) == (2, True)
     silent = inside("sample", str(tiny_base), cwd=folder)
-    assert (silent.code, "there is nothing to answer." in silent.said) == (2, True)
+    assert (silent.code, "--prompt" in silent.said) == (2, True)
     numbers = inside("eval", "tuned", "--answers", "gsm8k", cwd=folder)
     assert (numbers.code, "reference answers has a number" in numbers.said) == (1, True)
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from redline.cli.completion import complete_recipes
+from redline.cli.help import VerbCommand, VerbGroup
 from redline.cli.options import JsonOption, split_words
 from redline.errors import EXIT_FAILED, UsageError
 
@@ -23,12 +25,19 @@ if TYPE_CHECKING:
     from redline.bench.record import Record, Row
     from redline.bench.setting import Setting
 
-app = typer.Typer(rich_markup_mode="rich", add_completion=False, no_args_is_help=True)
+app = typer.Typer(cls=VerbGroup, rich_markup_mode=None, add_completion=False, no_args_is_help=True)
 WordsArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[RECIPE] [KEY=VALUE …]", help="A recipe other than the benchmark's own, and overrides."),
+    typer.Argument(
+        metavar="[RECIPE] [key=value ...]",
+        autocompletion=complete_recipes,
+        help="RECIPE: A shipped recipe or a YAML file. Default: the benchmark's own.\n"
+        "key=value: Recipe keys to change, for example train.steps=100.",
+    ),
 ]
-OutOption = Annotated[Path | None, typer.Option("--out", help="Write the result here: a folder, or a new FILE.json.")]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="PATH", help="Write the result to a folder or to a new FILE.json.")
+]
 OnlyOption = Annotated[
     str | None, typer.Option("--only", metavar="WORD[,WORD]", help="Run only the rows whose name contains a word.")
 ]
@@ -36,7 +45,7 @@ OnlyOption = Annotated[
 
 @app.callback()
 def bench() -> None:
-    """Measure this machine: training throughput, or the time from the command to the first step.
+    """Measure training throughput or start-up time on this machine.
 
     Examples:
       redline bench throughput
@@ -44,7 +53,7 @@ def bench() -> None:
     """
 
 
-@app.command("throughput")
+@app.command("throughput", cls=VerbCommand)
 def throughput(
     words: WordsArgument = None, json_: JsonOption = False, out: OutOption = None, only: OnlyOption = None
 ) -> None:
@@ -70,7 +79,7 @@ def throughput(
         raise typer.Exit(EXIT_FAILED)
 
 
-@app.command("startup")
+@app.command("startup", cls=VerbCommand)
 def startup(words: WordsArgument = None, json_: JsonOption = False, out: OutOption = None) -> None:
     """Measure the seconds from the command to the first step, with empty and with warm caches.
 

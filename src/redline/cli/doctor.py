@@ -19,10 +19,10 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def doctor(
     json_: JsonOption = False,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Measure matmul and copy rates too, and keep them for `redline plan`.")
+        bool, typer.Option("--probe", help="Also measure matmul and copy rates, and store them for `redline plan`.")
     ] = False,
 ) -> None:
-    """Check what this machine can do: each line is ok, warn or fail, with the fix.
+    """Check what this machine can do, and print how to fix what fails.
 
     Examples:
       redline doctor

@@ -13,9 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from redline.cli.options import MOST_TOKENS, DeviceOption, JsonOption, SetOption, WeightsOption, one_of
+from redline.cli.completion import complete_runs, complete_words
+from redline.cli.options import (
+    MOST_TOKENS,
+    BaseOption,
+    DeviceOption,
+    JsonOption,
+    ModelArgument,
+    SetOption,
+    WeightsOption,
+    one_of,
+)
 from redline.errors import UsageError
-from redline.evaluate.questions import METRICS
+from redline.metrics import METRICS
 from redline.runs.summary import RUNS
 from redline.units import format_seconds
 
@@ -23,20 +33,7 @@ if TYPE_CHECKING:
     from redline.evaluate.opened_run import Trained
     from redline.evaluate.questions import Exam, HeldOut
     from redline.jobs.latent_prefix.evaluate import Comparison
-import os
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="A run: path, name or latest; @STEP or @best picks a checkpoint. Or a model: a folder of one, "
-        "of an adapter, a .gguf file or a hub id.",
-    ),
-]
-BaseOption = Annotated[
-    str | None,
-    typer.Option(metavar="PATH", help="The base of a run or adapter, if it lies elsewhere now."),
-]
 _HUB_ID = re.compile(r"([\w.-]+)/[\w.-]+")
 _TOKENS, _LATENT_TOKENS = 256, 32
 _WRONG_SHOWN, _SHOWN = 3, 120  # answers; characters at either end of one
@@ -44,39 +41,54 @@ _WRONG_SHOWN, _SHOWN = 3, 120  # answers; characters at either end of one
 
 def evaluate(
     run: ModelArgument = "latest",
-    data: Annotated[str | None, typer.Option(help="Other text, tokens or rows than what the run held out.")] = None,
-    text_key: Annotated[str | None, typer.Option("--text-key", help="With --data: where rows have their text.")] = None,
-    sequences: Annotated[int | None, typer.Option(min=1, help="How many sequences; all if not given.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", help="Text, tokens or rows to evaluate on. Default: what the run held out."),
+    ] = None,
+    text_key: Annotated[
+        str | None, typer.Option("--text-key", metavar="KEY", help="With --data: the key of rows that holds the text.")
+    ] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Number of sequences to evaluate. Default: all.")
+    ] = None,
     answers: Annotated[
         str | None,
         typer.Option(
             metavar="|".join(METRICS),
             callback=one_of("--answers", *METRICS),
-            help="Let it answer questions, and compare numbers, texts, or texts by their words.",
+            autocompletion=complete_words(*METRICS),
+            help="Generate answers to questions and compare them with the references: by their final number (gsm8k), "
+            "by their text (match), or by their words (f1).",
         ),
     ] = None,
     questions: Annotated[
-        int | None, typer.Option(min=1, help="With --answers: how many questions; all if not given.")
+        int | None, typer.Option(min=1, metavar="N", help="With --answers: number of questions. Default: all.")
     ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=MOST_TOKENS,
-            help=f"With --answers, --under: of an answer or text at most; {_TOKENS} if not given.",
+            metavar="N",
+            help=f"With --answers or --under: most tokens of an answer or text. Default: {_TOKENS}.",
         ),
     ] = None,
     under: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Let it write, and say how likely that run finds the texts.")
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            autocompletion=complete_runs,
+            help="Generate texts and measure their perplexity under the model of another run.",
+        ),
     ] = None,
-    texts: Annotated[int, typer.Option(min=1, help="With --under: how many.")] = 64,
+    texts: Annotated[int, typer.Option(min=1, metavar="N", help="With --under: number of texts.")] = 64,
     settings: SetOption = None,
     base: BaseOption = None,
     weights: WeightsOption = None,
     device: DeviceOption = "auto",
     json_: JsonOption = False,
 ) -> None:
-    """Loss and perplexity of a model, and how many questions it answers rightly.
+    """Measure the loss of a model, or how well it answers questions.
 
     Examples:
       redline eval latest
@@ -295,60 +307,3 @@ class _AnswerBar:
             took = format_seconds(time.monotonic() - self._begun)
             done = "answered" if self.what == "questions" else "wrote"
             typer.echo(f"{done} {self._done:,} {self.what} in {took}", err=True)
-
-
-# ----------------------------------------------------------------------------------------------------
-# redline sample
-
-
-def sample(
-    run: ModelArgument = "latest",
-    prompt: Annotated[str, typer.Option(help="What to continue, or to answer.")] = "",
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Continue the prompt as it stands, not as a question.")
-    ] = False,
-    tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="How many tokens at most.")] = 200,
-    count: Annotated[int, typer.Option(min=1, max=10_000, help="How many continuations.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Only the k most likely tokens.")] = None,
-    top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Only the likeliest, up to this total.")] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same text.")] = 0,
-    settings: SetOption = None,
-    base: BaseOption = None,
-    weights: WeightsOption = None,
-    device: DeviceOption = "auto",
-    json_: JsonOption = False,
-) -> None:
-    """Let a model write: continue a text, or answer a question where it was fine-tuned to.
-
-    Examples:
-      redline sample latest --prompt "def "
-      redline sample runs/quickstart-20261115-101500@best --count 3 --temperature 0.7
-      redline sample HuggingFaceTB/SmolLM2-135M-Instruct --prompt "Why is the sky blue?"
-    """
-    from redline.errors import UsageError, UserError
-
-    trained = open_model(run, weights=weights, base=base, device=device, writes_only=True, settings=settings or ())
-    from redline.jobs.objective import Sampling
-
-    how = Sampling(count, tokens, seed, temperature, top_k, top_p)
-    objective = trained.objective
-    objective.log = lambda text: typer.echo(text, err=True)
-    prompt = os.fsencode(prompt).decode("utf-8", "replace")  # as a terminal would show it
-    samples = objective.continuation(prompt, how) if plain else objective.sample(prompt, how)
-    if not samples and objective.can_answer and not prompt:
-        raise UsageError("there is nothing to answer.", where="--prompt", fix='Ask something: --prompt "…".')
-    if not samples:
-        fix = "Point REDLINE_GPT2 at a tokenizer.json, or put one beside the token files."
-        raise UserError("the tokenizer's files are not here, so tokens cannot be turned into text.", fix=fix)
-    if json_:
-        import json
-
-        rows = [{"prompt": s.prompt, "text": s.text} for s in samples]
-        typer.echo(json.dumps({**trained.about(), "samples": rows}))
-        return
-    for one in samples:
-        typer.secho(one.prompt, bold=True, nl=objective.can_answer and not plain)
-        typer.echo(one.text)
-        if count > 1:
-            typer.echo("—" * 40)

@@ -7,30 +7,39 @@ from typing import Annotated
 
 import typer
 
-from redline.cli.options import CheckpointArgument, JsonOption, WeightsOption, one_of
+from redline.cli.completion import complete_words
+from redline.cli.options import BaseOption, CheckpointArgument, JsonOption, WeightsOption, one_of
 from redline.runs.summary import RUNS
 
 
 def export(
     run: CheckpointArgument = "latest",
     *,
-    out: Annotated[Path, typer.Option(help="The folder to make; it must be new or empty.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write; it must be new or empty.")],
     weights: WeightsOption = None,
     dtype: Annotated[
-        str, typer.Option(callback=one_of("--dtype", "fp32", "bf16", "fp16"), help="fp32, bf16 or fp16.")
+        str,
+        typer.Option(
+            metavar="fp32|bf16|fp16",
+            callback=one_of("--dtype", "fp32", "bf16", "fp16"),
+            autocompletion=complete_words("fp32", "bf16", "fp16"),
+            help="The data type of the weights.",
+        ),
     ] = "fp32",
-    merged: Annotated[bool, typer.Option("--merged", help="Adapters merged into their base: a whole model.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="Merge adapters into their base model.")] = False,
     onto: Annotated[
         str | None,
         typer.Option(
+            metavar="trained|original",
             callback=one_of("--onto", "trained", "original"),
-            help="With --merged: the base as trained against (dequantised), or the original.",
+            autocompletion=complete_words("trained", "original"),
+            help="With --merged: merge into the (dequantised) base that was trained against, or into the original.",
         ),
     ] = None,
-    base: Annotated[str | None, typer.Option(metavar="PATH", help="Where the run's base lies now.")] = None,
+    base: BaseOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Write a trained model as a folder that transformers loads; adapters as one that peft loads.
+    """Export a trained model for transformers, or an adapter for peft.
 
     Examples:
       redline export latest --out ./my-model
@@ -67,8 +76,10 @@ def export(
         typer.echo(f"  {name:{width}s} {format_bytes(length)}")
     if done.quantisation_difference is not None:
         difference = f"{done.quantisation_difference:.2%}"
-        typer.echo(f"merged onto the original base, from which what was trained against differs by {difference}")
-    if done.form == "adapter":  # the base, its revision and the stop tokens belong to it: more than one line
+        typer.echo(
+            f"merged onto the original base, which differs by {difference} from the base that was trained against"
+        )
+    if done.form == "adapter":  # the code names the base, its revision and the stop tokens: too much for one line
         typer.echo(f"load it with peft: the code is in {out / 'README.md'}")
     else:
         typer.echo(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")

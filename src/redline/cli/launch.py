@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from redline.cli.options import split_words
+from redline.cli.options import RecipeArgument, split_words
 from redline.runs.summary import refuse_too_long
 
 if TYPE_CHECKING:
@@ -18,33 +18,43 @@ if TYPE_CHECKING:
 
 
 def launch(
-    recipe: Annotated[
-        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE …]", help="A shipped name or a YAML file.")
-    ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
+    recipe: RecipeArgument = None,
+    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes.")] = 1,
     gpus_per_node: Annotated[
-        int, typer.Option(min=1, help="GPUs of each node, a rank on each; processes with train.device=cpu.")
+        int, typer.Option(min=1, metavar="N", help="GPUs per node; with train.device=cpu: processes per node.")
     ] = 1,
     cpus_per_gpu: Annotated[
-        int | None, typer.Option(min=1, help="CPUs of each rank; 8, or cluster.yaml's; on a CPU 1.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="CPUs per GPU. Default: as in cluster.yaml, else 8; 1 with train.device=cpu."
+        ),
     ] = None,
     time: Annotated[
-        str | None, typer.Option(metavar="T", help="12:00:00, 1-12:00:00 or 12h; else the partition's own limit.")
+        str | None,
+        typer.Option(metavar="T", help="Time limit: 12:00:00, 1-12:00:00 or 12h. Default: the limit of the partition."),
     ] = None,
-    partition: Annotated[str | None, typer.Option(metavar="P", help="Stronger than cluster.yaml's.")] = None,
+    partition: Annotated[
+        str | None, typer.Option(metavar="P", help="The partition. Default: as in cluster.yaml.")
+    ] = None,
     run: Annotated[
-        Path | None, typer.Option("--run", help="Where the run goes, or goes on; runs/RECIPE-JOB if not given.")
+        Path | None,
+        typer.Option(
+            "--run", metavar="DIR", help="The run's directory; a run in it is resumed. Default: runs/RECIPE-JOB."
+        ),
     ] = None,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option("--sbatch", metavar="OPTION", help="One more #SBATCH line, like --sbatch=--mem=256G."),
+        typer.Option("--sbatch", metavar="OPTION", help="An additional #SBATCH line, for example --sbatch=--mem=256G."),
     ] = None,
     cluster: Annotated[
-        Path | None, typer.Option(help="The site's lines; ~/.config/redline/cluster.yaml if not given.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Settings of the cluster. Default: ~/.config/redline/cluster.yaml."),
     ] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the script instead of printing it.")] = False,
 ) -> None:
-    """Print the SLURM script of a run, or submit it: it saves before the time limit, requeues itself and goes on.
+    """Print or submit the SLURM script of a run.
+
+    The job saves before its time limit, requeues itself and resumes.
 
     Examples:
       redline launch pretrain-350m --nodes 2 --gpus-per-node 8 --time 12:00:00
@@ -54,7 +64,7 @@ def launch(
     from redline.recipe.load import load
 
     name, overrides = split_words(recipe, "launch")
-    resumed = _resumed(run, name, overrides)  # a mistake is answered here, not after a night in the queue
+    resumed = _resumed(run, name, overrides)  # report mistakes here, not after a night in the queue
     loaded = resumed or load(name or "quickstart", overrides)
     for note in loaded.notes:
         typer.echo(f"note    {note}", err=True)
@@ -80,7 +90,7 @@ def launch(
 
 
 def _resumed(run: Path | None, name: str | None, overrides: list[str]) -> Loaded | None:
-    """The recipe of a run that is there already, as it goes on; what it cannot go on with is refused."""
+    """Return the recipe with which the run in `run` resumes, or None if there is no run; refuse invalid changes."""
     from redline.vocabulary import RECIPE_LOCK_FILE
 
     if run is not None:
@@ -93,7 +103,7 @@ def _resumed(run: Path | None, name: str | None, overrides: list[str]) -> Loaded
 
 
 def _check_batch(loaded: Loaded, world: int) -> None:
-    """Whether so many ranks can share the batch, as far as the recipe has settled it."""
+    """Raise a RecipeError if the ranks cannot share the batch that the recipe sets."""
     from redline.errors import Problem, RecipeError
     from redline.fields import none_if_auto
     from redline.planning.batch import indivisible_batch, solve_batch
@@ -104,13 +114,13 @@ def _check_batch(loaded: Loaded, world: int) -> None:
         none_if_auto(train.micro_batch),
         none_if_auto(train.accumulation),
     )
-    found = (indivisible_batch(total, world) if total else None) or solve_batch(total, micro, accumulation, world)
-    if isinstance(found, Problem):
-        raise RecipeError(loaded.name, [found])
+    batch = (indivisible_batch(total, world) if total else None) or solve_batch(total, micro, accumulation, world)
+    if isinstance(batch, Problem):
+        raise RecipeError(loaded.name, [batch])
 
 
 def _site(file: Path | None, partition: str | None, sbatch: list[str]) -> tuple[Cluster, tuple[str, ...]]:
-    """The site's lines, and those of the command."""
+    """Return the settings of the cluster with the partition of the command, and the additional #SBATCH options."""
     from redline.errors import UsageError
     from redline.launch.cluster import one_line, read_cluster, sbatch_option
 
@@ -120,7 +130,7 @@ def _site(file: Path | None, partition: str | None, sbatch: list[str]) -> tuple[
             site = site.model_copy(update={"partition": one_line(partition)})
         return site, tuple(sbatch_option(option) for option in sbatch)
     except ValueError as error:
-        raise UsageError(str(error), fix="Options of sbatch are written as in a script.") from None
+        raise UsageError(str(error), fix="Write the option as in a SLURM script.") from None
 
 
 def _submit(job: Job) -> None:
@@ -131,6 +141,6 @@ def _submit(job: Job) -> None:
     run = job.run or f"runs/{job.name}-{number}"
     typer.echo(f"run     {run}", err=True)
     typer.echo(f"log     {job.log_of(number)}", err=True)
-    typer.echo(f"look    squeue --jobs {number}", err=True)
-    typer.echo(f"leave   scancel --signal=USR1 --batch {number} saves and requeues it", err=True)
-    typer.echo(f"end     redline stop {shlex.quote(run)} saves and ends it", err=True)
+    typer.echo(f"status  squeue --jobs {number}", err=True)
+    typer.echo(f"requeue scancel --signal=USR1 --batch {number} (saves first)", err=True)
+    typer.echo(f"stop    redline stop {shlex.quote(run)} (saves first)", err=True)

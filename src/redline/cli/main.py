@@ -1,4 +1,4 @@
-"""The `redline` command: one lazy file per verb."""
+"""The `redline` command: registers the verbs, runs one, and turns exceptions into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -32,33 +33,27 @@ from redline.cli import (
     recipes,
     report,
     runs,
+    sample,
+    stop,
     train,
     watch,
 )
-from redline.cli import (
-    evaluate as sample,
-)
-from redline.cli import (
-    runs as stop,
-)
+from redline.cli.help import VerbCommand
 from redline.cli.suggestions import Verbs
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError, redact
-
-_BY_DEFAULT = signal.default_int_handler
 
 app = typer.Typer(
     name="redline",
     cls=Verbs,
-    help="Train language models at the limit of the hardware, and know what that limit is.",
     invoke_without_command=True,
-    add_completion=False,
-    rich_markup_mode="rich",
+    add_completion=False,  # `redline completion` prints the script
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
 )
 
 
-def _version(value: bool) -> None:
+def _print_version(value: bool) -> None:
     if value:
         typer.echo(f"redline {__version__}")
         raise typer.Exit
@@ -67,30 +62,36 @@ def _version(value: bool) -> None:
 @app.callback()
 def _root(
     context: typer.Context,
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
+    """Train language models at the limit of the hardware, and know what that limit is.
+
+    Examples:
+      redline plan pretrain-350m --gpu h100
+      redline train quickstart
+      redline report latest
+    """
     if context.invoked_subcommand is None:
         from redline.cli.greeting import greet
 
         greet()
 
 
-app.command("prepare")(prepare.prepare)
-app.command("train")(train.train)
-app.command("plan")(plan.plan)
-app.command("launch")(launch.launch)
-app.command("profile")(profile.profile)
-app.command("doctor")(doctor.doctor)
-app.command("recipes")(recipes.recipes)
-app.add_typer(runs.app, name="runs")
-app.command("stop")(stop.stop)
-app.command("sample")(sample.sample)
-app.command("eval")(evaluate.evaluate)
-app.command("export")(export.export)
-app.command("watch")(watch.watch)
-app.command("report")(report.report)
-app.add_typer(bench.app, name="bench")
-app.command("completion")(completion.completion)
+def _register(heading: str, **verbs: Callable[..., None] | typer.Typer) -> None:
+    """Register verbs, to be listed under `heading` in `redline --help`."""
+    for name, verb in verbs.items():
+        if isinstance(verb, typer.Typer):
+            app.add_typer(verb, name=name, rich_help_panel=heading)
+        else:
+            app.command(name, cls=VerbCommand, rich_help_panel=heading)(verb)
+
+
+_register("Data", prepare=prepare.prepare)
+_register("Plan", recipes=recipes.recipes, plan=plan.plan)
+_register("Train", train=train.train, launch=launch.launch, stop=stop.stop)
+_register("Inspect", runs=runs.app, watch=watch.watch, report=report.report, profile=profile.profile)
+_register("Use", eval=evaluate.evaluate, sample=sample.sample, export=export.export)
+_register("Machine", doctor=doctor.doctor, bench=bench.app, completion=completion.completion)
 
 
 def main() -> None:
@@ -100,16 +101,22 @@ def main() -> None:
 
 def run(command: typer.Typer | None = None) -> int:
     """Run the command line (redline's, unless another app is given) and return its exit code."""
-    _open_streams()
-    # Threads that wait should spin for a moment, not for ever: see docs/decisions/0003-cpu-threads.md.
+    _replace_closed_streams()
+    # OpenMP threads should spin for a moment, not for ever: see docs/decisions/0003-cpu-threads.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for plugins costs more than using none
+    # Searching the installed packages for pydantic plugins would slow every command down.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     if not sys.stdout.isatty() and "FORCE_COLOR" not in os.environ:
-        os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")  # else its help is coloured for a pipe in some CI
-    _settle_streams_and_interrupts()
+        # Some CI variables make typer colour its output even when it goes into a pipe.
+        os.environ.setdefault("_TYPER_FORCE_DISABLE_TERMINAL", "1")
+    _escape_unencodable_output()
+    _install_interrupt_handler()
     try:
-        _refuse_nowhere()
-        (command or app)()
+        _check_working_directory()
+        if completion.COMPLETE_VARIABLE in os.environ:
+            completion.enable()
+        # The name is fixed because usage lines, and the variable that asks for completions, contain it.
+        command() if command else app(prog_name="redline")
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     except UserError as error:
@@ -118,7 +125,8 @@ def run(command: typer.Typer | None = None) -> int:
     except BrokenPipeError:
         return EXIT_FAILED
     except Exception as error:
-        sys.stderr.write(redact(_refused(error) or traceback.format_exc()))
+        # Any other exception is a bug: print its traceback, without secrets.
+        sys.stderr.write(redact(_environment_problem(error) or traceback.format_exc()))
         return EXIT_FAILED
     return EXIT_DONE
 
@@ -139,8 +147,11 @@ def exit_process(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _open_streams() -> None:
-    """Whoever closed one of the three wants to hear nothing there; else the next file that is opened would be it."""
+def _replace_closed_streams() -> None:
+    """Open /dev/null for each standard stream that is closed.
+
+    Otherwise the next file to be opened would get its descriptor, and receive what is printed.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)
@@ -150,42 +161,48 @@ def _open_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
-def _refuse_nowhere() -> None:
+def _check_working_directory() -> None:
     try:
         Path.cwd()
     except FileNotFoundError:
-        raise UserError("the folder that this was called in is gone.", fix="Go to another: cd.") from None
+        raise UserError("the current folder does not exist any more.", fix="Change to another one with cd.") from None
 
 
-def _settle_streams_and_interrupts() -> None:
-    """What an encoding has no letter for is a `?`; and Ctrl-C is heard at any time."""
+def _escape_unencodable_output() -> None:
+    """Print `?` for characters that the terminal's encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
             stream.reconfigure(errors="replace")
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is _BY_DEFAULT:
+
+
+def _install_interrupt_handler() -> None:
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if on_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """While torch is imported it imports numpy, and what is raised in there is dropped: numpy would stay a half."""
+    """Handle Ctrl-C: raise KeyboardInterrupt, but leave at once while torch or numpy is being imported.
+
+    torch imports numpy and ignores every exception in there, so it would go on with half a numpy.
+    """
     modules = [sys.modules.get(name) for name in ("torch", "numpy")]
     if any(getattr(getattr(module, "__spec__", None), "_initializing", False) for module in modules):
         os._exit(EXIT_INTERRUPTED)  # nothing is written yet
-    _BY_DEFAULT(number, frame)
+    signal.default_int_handler(number, frame)
 
 
-def _refused(error: Exception) -> str | None:
-    """What the disk refuses, and a home that is none. Anything else is a mistake of ours: all there is to know is
-    shown, but for secrets."""
+def _environment_problem(error: Exception) -> str | None:
+    """Return a message for an error that the machine causes: no home directory, a full disk, missing permissions."""
     if isinstance(error, RuntimeError) and str(error) == "Could not determine home directory.":
-        return "redline: nobody's home is known by that name, or by none: write paths without ~, or set HOME.\n"
+        return "redline: cannot determine the home directory. Set HOME, or use paths without ~.\n"
     if not isinstance(error, OSError):
         return None
     if isinstance(error, IrregularFileError):
         return f"redline: {error.filename}: {error.strerror}. Remove it, or put the original file back.\n"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        fix = "Raise the limit (ulimit -f)" if error.errno == errno.EFBIG else "Free some and try again"
+        fix = "Raise the limit (ulimit -f)" if error.errno == errno.EFBIG else "Free some space and try again"
         return f"redline: {error.filename or 'output'}: {error.strerror}. {fix}.\n"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM) and error.filename:
-        return f"redline: {error.filename}: {error.strerror}. Change who may use it, or name another place.\n"
+        return f"redline: {error.filename}: {error.strerror}. Change its permissions, or use another path.\n"
     return None

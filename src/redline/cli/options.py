@@ -1,4 +1,4 @@
-"""Options that several verbs share."""
+"""Arguments and options that several verbs share."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
+from redline.cli.completion import complete_recipes, complete_runs, complete_words
 from redline.errors import UsageError
+
+MOST_TOKENS = 1_000_000  # of one generated text; some jobs allocate memory for all of them at once
 
 
 def one_of(option: str, *names: str) -> Callable[[str | None], str | None]:
-    """Refuses what is none of the names, in a sentence."""
+    """Return a callback for `option` that refuses any value but `names`."""
 
     def check(value: str | None) -> str | None:
         if value is not None and value not in names:
@@ -22,42 +25,81 @@ def one_of(option: str, *names: str) -> Callable[[str | None], str | None]:
 
 
 def split_words(words: list[str] | None, verb: str | None = None) -> tuple[str | None, list[str]]:
-    """Return the recipe's name or path, if there is one, and the overrides beside it.
+    """Split the words after a verb into the recipe's name or path (None if there is none) and the overrides.
 
-    With `verb`, data, a model or a run in place of the recipe is answered with the command that was meant.
+    With `verb`, refuse data, a model or a run in place of the recipe, and name the command that was probably meant.
     """
     names = [word for word in words or [] if "=" not in word]
     if verb is not None and names:
-        from redline.cli.suggestions import refuse_no_recipe
+        from redline.cli.suggestions import refuse_non_recipes
 
-        refuse_no_recipe(verb, names)
+        refuse_non_recipes(verb, names)
     if len(names) > 1:
-        raise UsageError(f"one recipe at a time, not {' and '.join(names)}.", fix="Overrides are written key=value.")
+        what = f"expected one recipe, got {len(names)}: {', '.join(names)}."
+        raise UsageError(what, fix="Write overrides as key=value.")
     return names[0] if names else None, [word for word in words or [] if "=" in word]
 
 
-MOST_TOKENS = 1_000_000  # of one text; some jobs make room for all of them at once
-
-RunArgument = Annotated[str, typer.Argument(help="A run: path, name or latest.")]
+RecipeArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE] [key=value ...]",
+        autocompletion=complete_recipes,
+        help="RECIPE: A shipped recipe (see `redline recipes`) or a YAML file. Default: quickstart.\n"
+        "key=value: Recipe keys to change, for example train.steps=100.",
+    ),
+]
+RunArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", autocompletion=complete_runs, help="The path or name of a run, or latest."),
+]
+RunsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RUN ...]", autocompletion=complete_runs, help="Paths or names of runs, or latest."),
+]
 CheckpointArgument = Annotated[
-    str, typer.Argument(help="A run: path, name or latest; @STEP or @best picks a checkpoint.")
+    str,
+    typer.Argument(
+        metavar="RUN",
+        autocompletion=complete_runs,
+        help="The path or name of a run, or latest. Add @STEP or @best to choose a checkpoint.",
+    ),
+]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        autocompletion=complete_runs,
+        help="The path or name of a run, or latest; add @STEP or @best to choose a checkpoint. Or a model: a folder "
+        "with a model or an adapter, a .gguf file or a hub id.",
+    ),
+]
+BaseOption = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="The base model of the run or adapter, if it has moved."),
 ]
 WeightsOption = Annotated[
-    str | None, typer.Option(callback=one_of("--weights", "ema", "raw"), help="ema or raw; ema if there is one.")
+    str | None,
+    typer.Option(
+        metavar="ema|raw",
+        callback=one_of("--weights", "ema", "raw"),
+        autocompletion=complete_words("ema", "raw"),
+        help="Averaged or raw weights. Default: ema if the run has them.",
+    ),
 ]
 DeviceOption = Annotated[
-    str, typer.Option(callback=one_of("--device", "auto", "cuda", "cpu"), help="auto, cuda or cpu.")
+    str,
+    typer.Option(
+        metavar="auto|cuda|cpu",
+        callback=one_of("--device", "auto", "cuda", "cpu"),
+        autocompletion=complete_words("auto", "cuda", "cpu"),
+        help="The device to compute on.",
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="How a run that denoises writes: sampler, sampler_steps."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change a sampling setting of a diffusion run: sampler or sampler_steps."
+    ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
-
-
-# ----------------------------------------------------------------------------------------------------
-# Where runs live.
-
-
-# ----------------------------------------------------------------------------------------------------
-# Tables on a terminal.
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

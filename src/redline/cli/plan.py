@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from redline.cli.options import JsonOption, split_words
+from redline.cli.completion import complete_cards
+from redline.cli.options import JsonOption, RecipeArgument, split_words
 
 if TYPE_CHECKING:
     from redline.hardware.machine import Machine
@@ -21,8 +22,8 @@ from redline.errors import UsageError, UserError
 from redline.units import format_count, format_seconds, format_usd
 
 
-def _rate(text: str) -> float:
-    """Tokens/s, written as counts are elsewhere."""
+def _parse_rate(text: str) -> float:
+    """Parse tokens/s, with or without a unit: 700000 or 700k."""
     from redline.units import parse_count
 
     try:
@@ -30,31 +31,44 @@ def _rate(text: str) -> float:
     except (ValueError, OverflowError):
         rate = 0.0
     if not 1.0 <= rate <= 1e15:
-        raise typer.BadParameter(f"{text!r} is no number of tokens a second. Write for instance 700000 or 700k.")
+        raise typer.BadParameter(f"{text!r} is not a number of tokens per second. Use, for example, 700000 or 700k.")
     return rate
 
 
 def plan(
-    recipe: Annotated[
-        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE …]", help="A shipped name or a YAML file.")
+    recipe: RecipeArgument = None,
+    gpu: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            autocompletion=complete_cards,
+            help="The card to plan for: h100, h200, a100-80gb, ...; auto for this machine, or cpu.",
+        ),
+    ] = "auto",
+    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="GPUs per node.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes.")] = 1,
+    price: Annotated[
+        float | None, typer.Option(min=0.0, max=1e6, metavar="USD", help="Price of one GPU per hour, in dollars.")
     ] = None,
-    gpu: Annotated[str, typer.Option(help="auto (this machine), cpu, or a card: h100, h200, a100-80gb, …")] = "auto",
-    gpus: Annotated[int, typer.Option(min=1, help="Cards in a node.")] = 1,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
-    price: Annotated[float | None, typer.Option(min=0.0, max=1e6, help="Dollars an hour for one card.")] = None,
     target: Annotated[
         float | None,
         typer.Option(
-            "--target-tokens-per-s", metavar="N", parser=_rate, help="700k. Refused if no hardware could do it."
+            "--target-tokens-per-s",
+            metavar="N",
+            parser=_parse_rate,
+            help="Check whether a speed is possible, for example 700k; exit with 1 if it is not.",
         ),
     ] = None,
-    probe: Annotated[bool, typer.Option("--probe", help="Measure memory and speed by a few real steps here.")] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Measure memory and speed with a few real steps on this machine.")
+    ] = False,
     figure: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="With several cards: speed, time and cost by their number.")
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="With several GPUs: draw speed, time and cost against their number."),
     ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """What a run will need, how fast it can be, and what it will cost — before it starts.
+    """Compute memory, speed, time and cost of a run before it starts.
 
     Examples:
       redline plan pretrain-350m --gpu h100 --price 2.5

@@ -22,24 +22,38 @@ if TYPE_CHECKING:
 
 def prepare(
     source: Annotated[
-        str, typer.Argument(help="A text file, a folder, JSONL, Parquet, embedded, or a dataset id OWNER/NAME.")
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A text file, a folder, a JSONL or Parquet file, a dataset id OWNER/NAME, or embedded (a text that "
+            "ships with redline).",
+        ),
     ],
-    out: Annotated[Path | None, typer.Option("--out", help="The new folder for the tokens.")] = None,
-    tokenizer: Annotated[str, typer.Option(help="gpt2, bytes, train:N or a tokenizer.json.")] = "gpt2",
-    val_fraction: Annotated[float, typer.Option(min=0.0, max=0.999, help="Share of the text that is held out.")] = 0.05,
-    text_key: Annotated[str, typer.Option(help="The key or column that holds the text.")] = "text",
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="A new folder for the tokens.")] = None,
+    tokenizer: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="gpt2, bytes, train:N (train one with N entries) or a tokenizer.json file."),
+    ] = "gpt2",
+    val_fraction: Annotated[
+        float, typer.Option(min=0.0, max=0.999, metavar="F", help="Fraction of the text to hold out for validation.")
+    ] = 0.05,
+    text_key: Annotated[str, typer.Option(metavar="KEY", help="The key or column that holds the text.")] = "text",
     workers: Annotated[
-        int | None, typer.Option(min=1, max=MOST_WORKERS, help="Processes; as many as cores if not given.")
+        int | None,
+        typer.Option(min=1, max=MOST_WORKERS, metavar="N", help="Number of processes. Default: one per core."),
     ] = None,
-    dedup: Annotated[bool, typer.Option("--dedup", help="Keep only the first of documents with equal text.")] = False,
+    dedup: Annotated[bool, typer.Option("--dedup", help="Drop documents whose text occurred before.")] = False,
     preview: Annotated[int | None, typer.Option(min=1, metavar="N", help="Show N documents with their tokens.")] = None,
-    ids: Annotated[bool, typer.Option("--ids", help="With --preview: the ids of the first 40 tokens too.")] = False,
+    ids: Annotated[
+        bool, typer.Option("--ids", help="With --preview: also show the ids of the first 40 tokens.")
+    ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read all tokens of --out, or of a prepared SOURCE, against their digests.")
+        bool,
+        typer.Option("--verify", help="Check all tokens of --out, or of a prepared SOURCE, against their digests."),
     ] = False,
     json_: JsonOption = False,
 ) -> None:
-    """Turn text into tokens, once and for all, at constant memory.
+    """Turn text into token files for training, at constant memory.
 
     Examples:
       redline prepare ./notes --out ./tokens --tokenizer train:16384

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from redline.cli.options import JsonOption, split_words
+from redline.cli.options import JsonOption, RecipeArgument, split_words
 from redline.errors import UsageError
 from redline.runs.summary import RUNS
 
@@ -28,25 +28,34 @@ _BAR = 20
 
 
 def profile(
-    recipe: Annotated[
-        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE …]", help="A shipped name or a YAML file.")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=100, help="Steps that are recorded.")] = 3,
-    wait: Annotated[int, typer.Option(min=0, max=1000, help="Steps before them, without the profiler.")] = 2,
-    warmup: Annotated[int, typer.Option(min=0, max=100, help="Steps before them that the profiler throws away.")] = 1,
-    record_shapes: Annotated[bool, typer.Option("--record-shapes", help="Shapes of operands, in the trace.")] = False,
+    recipe: RecipeArgument = None,
+    steps: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Number of recorded steps.")] = 3,
+    wait: Annotated[
+        int, typer.Option(min=0, max=1000, metavar="N", help="Steps to run first, without the profiler.")
+    ] = 2,
+    warmup: Annotated[
+        int, typer.Option(min=0, max=100, metavar="N", help="Steps after those that the profiler discards.")
+    ] = 1,
+    record_shapes: Annotated[
+        bool, typer.Option("--record-shapes", help="Record the shapes of operands in the trace.")
+    ] = False,
     profile_memory: Annotated[
-        bool, typer.Option("--profile-memory", help="Every allocation, in the trace; slower.")
+        bool, typer.Option("--profile-memory", help="Record every allocation in the trace (slower).")
     ] = False,
     with_stack: Annotated[
-        bool, typer.Option("--with-stack", help="Python's call stacks, in the trace; much slower.")
+        bool, typer.Option("--with-stack", help="Record Python call stacks in the trace (much slower).")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="runs/profiles/RECIPE-DATE-TIME if not given.")
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="A new folder for the result. Default: runs/profiles/RECIPE-DATE-TIME."
+        ),
     ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Where a step's time and memory go: a table, and a trace to look into.
+    """Measure where the time and memory of a training step go.
+
+    Prints a table, and writes a trace for Perfetto or TensorBoard.
 
     Examples:
       redline profile quickstart

@@ -7,24 +7,25 @@ from typing import Annotated
 
 import typer
 
-from redline.cli.options import JsonOption
+from redline.cli.options import JsonOption, RunsArgument
 from redline.errors import UsageError
 from redline.runs.summary import whole_run
 
 
 def report(
-    runs: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs: path, name or latest. Several are compared.")
-    ] = None,
+    runs: RunsArgument = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="The page; RUN/report.html, or comparison.html beside the first run, if not given."
+            metavar="FILE",
+            help="The page to write. Default: RUN/report.html; for several runs comparison.html beside the first.",
         ),
     ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Write one self-contained HTML page about a run, or about several side by side.
+    """Write an HTML page about a run, or compare several on one page.
+
+    The page is a single file that needs no network connection.
 
     Examples:
       redline report latest
@@ -32,10 +33,10 @@ def report(
       redline report first second third
     """
     if json_ and out is not None:
-        raise UsageError("--json writes no page.", where="--out", fix="Leave one of them out.")
+        raise UsageError("--json writes no page.", where="--out", fix="Leave out --out or --json.")
     paths = list(dict.fromkeys(whole_run(run) for run in runs or ["latest"]))
     if len(paths) < len(runs or []):
-        typer.echo("a run that is named twice is one: it is shown once", err=True)
+        typer.echo("warning  a run is named more than once; it is shown once", err=True)
     if json_:
         import json
 

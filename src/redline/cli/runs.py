@@ -1,4 +1,4 @@
-"""redline runs, redline runs prune"""
+"""redline runs and redline runs prune"""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from redline.cli.completion import complete_words
+from redline.cli.help import VerbCommand, VerbGroup
 from redline.cli.options import JsonOption
 from redline.errors import UsageError
 from redline.runs.console import one_line, print_whole
@@ -16,17 +18,13 @@ from redline.units import format_bytes, format_seconds, format_usd
 
 if TYPE_CHECKING:
     from redline.training.checkpoint import PruneResult
-import shlex
 
-from redline.cli.options import RunArgument
-from redline.runs.summary import whole_run
-
-app = typer.Typer(rich_markup_mode="rich", add_completion=False)
+app = typer.Typer(cls=VerbGroup, rich_markup_mode=None, add_completion=False)
 
 
 @app.callback(invoke_without_command=True)
 def runs(context: typer.Context, json_: JsonOption = False) -> None:
-    """List the runs in ./runs: status, step, loss, cost, disk. [bold]prune[/bold] frees disk.
+    """List the runs in ./runs, or delete old checkpoints.
 
     Examples:
       redline runs
@@ -55,7 +53,9 @@ def _list(json_: bool) -> None:
     for name in columns:
         table.add_column(name, justify="left" if name in ("run", "status") else "right", no_wrap=True)
     for run in found:
-        table.add_row(*(Text(one_line(show(run))) for show in columns.values()))  # a name is no markup
+        table.add_row(
+            *(Text(one_line(show(run))) for show in columns.values())
+        )  # as Text, or rich would interpret brackets in a name as markup
     print_whole(table)
 
 
@@ -73,34 +73,37 @@ _COLUMNS: dict[str, Callable[[RunSummary], str]] = {
     "loss": lambda run: _or_missing(run.loss, "{:.3f}".format),
     "val": lambda run: _or_missing(run.val_loss, "{:.3f}".format),
     "time": lambda run: _or_missing(run.hours, lambda hours: format_seconds(3600 * hours)),
-    "cost": lambda run: _or_missing(run.cost_usd or None, format_usd),  # of nothing there is no price
+    "cost": lambda run: _or_missing(run.cost_usd or None, format_usd),  # a cost of 0 means that no price is known
     "disk": lambda run: format_bytes(run.disk_bytes),
 }
 
 
-def _keep(text: str) -> str:
+def _parse_keep(text: str) -> str:
     if text in ("best", "last") or (text.isascii() and text.isdigit() and int(text) > 0):
         return text
     raise UsageError(f"{text!r} is not best, last or a number of checkpoints.", where="--keep", fix="Use one of those.")
 
 
-@app.command()
+@app.command(cls=VerbCommand)
 def prune(
     keep: Annotated[
         str,
         typer.Option(
-            callback=_keep,
+            callback=_parse_keep,
+            autocompletion=complete_words("best", "last"),
             metavar="best|last|N",
-            help="best: the best and the newest; last: the newest; N: the newest N and the best.",
+            help="Checkpoints to keep: best (best and newest), last (newest) or N (newest N and best).",
         ),
     ] = "best",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; remove nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be deleted; delete nothing.")] = False,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Delete without asking; required with --json or without a terminal.")
+        bool, typer.Option("--yes", "-y", help="Delete without asking. Required with --json or without a terminal.")
     ] = False,
     json_: JsonOption = False,
 ) -> None:
-    """Free disk: remove the checkpoints in ./runs that are not needed. Never of a running run, never the newest.
+    """Delete old checkpoints in ./runs.
+
+    Running runs are left alone, and the newest checkpoint of a run is never deleted.
 
     Examples:
       redline runs prune --dry-run
@@ -112,64 +115,40 @@ def prune(
 
     rule = int(keep) if keep.isdigit() else keep
     plans = [plan_prune(run, rule) for run in run_paths(RUNS)]
-    unanswered = not (yes or dry_run) and any(plan.bytes for plan in plans)
-    # where nobody can see the question or answer it, nothing is deleted and the list is shown
-    refused = unanswered and (json_ or not _at_a_terminal())
-    if unanswered and not refused:
+    needs_answer = not (yes or dry_run) and any(plan.bytes for plan in plans)
+    # If nobody can see or answer the question, delete nothing, show the list and fail.
+    refused = needs_answer and (json_ or not _is_interactive())
+    if needs_answer and not refused:
         _show(plans, "would free")
-        if not typer.confirm("Remove them?"):
+        if not typer.confirm("Delete them?"):
             typer.echo("nothing was deleted")
             return
-    only_shown = dry_run or refused
-    done = plans if only_shown else [remove(plan.run, rule) if plan.bytes else plan for plan in plans]
+    listed_only = dry_run or refused
+    results = plans if listed_only else [remove(plan.run, rule) if plan.bytes else plan for plan in plans]
     if json_:
         import json
 
-        rows = [pruned.as_dict() for pruned in done]
-        typer.echo(json.dumps({"dry_run": only_shown, "bytes": sum(row["bytes"] for row in rows), "runs": rows}))
+        rows = [result.as_dict() for result in results]
+        typer.echo(json.dumps({"dry_run": listed_only, "bytes": sum(row["bytes"] for row in rows), "runs": rows}))
     else:
-        _show(done, "would free" if only_shown else "freed")
+        _show(results, "would free" if listed_only else "freed")
     if refused:
         why = "--json asks no questions" if json_ else "there is no terminal to confirm at"
-        raise UsageError(f"nothing was deleted: {why}.", where="runs prune", fix="Add --yes to delete these.")
+        raise UsageError(
+            f"nothing was deleted: {why}.", where="runs prune", fix="Add --yes to delete the listed checkpoints."
+        )
 
 
-def _at_a_terminal() -> bool:
+def _is_interactive() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def _show(pruned: list[PruneResult], verb: str) -> None:
-    for one in pruned:
+def _show(results: list[PruneResult], verb: str) -> None:
+    for one in results:
         if one.bytes:
-            steps = ", ".join(map(str, sorted(one.removed))) or "only what interrupted saves left"
+            steps = ", ".join(map(str, sorted(one.removed))) or "only files of interrupted saves"
             kept = ", ".join(map(str, one.kept))
-            typer.echo(f"{one.run}  {verb} {format_bytes(one.bytes)}: {steps}; stays: {kept}")
+            typer.echo(f"{one.run}  {verb} {format_bytes(one.bytes)}: {steps}; keeps: {kept}")
         if one.reason:
-            typer.echo(f"{one.run}  left alone: it {one.reason}")
-    typer.echo(f"{verb} {format_bytes(sum(one.bytes for one in pruned))}")
-
-
-# ----------------------------------------------------------------------------------------------------
-# redline stop
-
-
-def stop(run: RunArgument = "latest") -> None:
-    """Ask a run to finish its step, save and stop. Works across machines that share the directory.
-
-    Examples:
-      redline stop latest
-      redline stop runs/pretrain-350m-20261115-101500
-    """
-    from redline.errors import UserError
-    from redline.runs.summary import is_locked
-    from redline.vocabulary import STOP_REQUEST_FILE
-
-    path = whole_run(run)
-    if not is_locked(path):
-        raise UserError("is not running.", where=str(path), fix="`redline runs` shows what is.")
-    try:
-        (path / STOP_REQUEST_FILE).touch()
-    except OSError as error:
-        fix = "Ask its owner to stop it."
-        raise UserError(f"cannot be written ({error.strerror}).", where=str(path), fix=fix) from None
-    typer.echo(f"asked {path} to save and stop; go on later with: redline train --resume {shlex.quote(str(path))}")
+            typer.echo(f"{one.run}  skipped: it {one.reason}")
+    typer.echo(f"{verb} {format_bytes(sum(one.bytes for one in results))}")

@@ -8,40 +8,52 @@ from typing import Annotated
 
 import typer
 
-from redline.cli.options import split_words
+from redline.cli.completion import complete_runs
+from redline.cli.options import RecipeArgument, split_words
 from redline.errors import UsageError
-from redline.launch.start import Target, read_target, restart_warning
 
 
 def train(
-    recipe: Annotated[
-        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE …]", help="A shipped name or a YAML file.")
-    ] = None,
+    recipe: RecipeArgument = None,
     run: Annotated[
-        Path | None, typer.Option("--run", help="The run's directory; runs/RECIPE-DATE-TIME if not given.")
+        Path | None, typer.Option("--run", metavar="DIR", help="The run's directory. Default: runs/RECIPE-DATE-TIME.")
     ] = None,
-    continued: Annotated[
-        bool, typer.Option("--continue", help="Start a run in --run, or resume the one there, whichever is due.")
+    continue_: Annotated[
+        bool, typer.Option("--continue", help="Resume the run in the directory of --run; start one if there is none.")
     ] = False,
     resume: Annotated[
-        str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run: path, name or latest.")
+        str | None,
+        typer.Option(
+            "--resume", metavar="RUN", autocompletion=complete_runs, help="Resume a run: its path, its name, or latest."
+        ),
     ] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option("--sweep", metavar="KEY=V1,V2,…", help="A run for each value; several --sweep: each combination."),
+        typer.Option(
+            "--sweep",
+            metavar="KEY=V1,V2,...",
+            help="Train one run for each value of a key, or for each combination of several --sweep.",
+        ),
     ] = None,
     preview: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Show N samples of what would be learnt; train nothing.")
+        int | None, typer.Option(min=1, metavar="N", help="Show N training samples; train nothing.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="By so many GPUs of this machine; without any, processes.")
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Number of GPUs on this machine. On a machine without GPUs: number of CPU processes. Default: 1.",
+        ),
     ] = None,
     supervise: Annotated[
-        bool, typer.Option("--supervise", help="Go on by itself after a lost rank, a hang, or too little memory.")
+        bool, typer.Option("--supervise", help="Restart by itself after a lost rank, a hang, or running out of memory.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, plan and print; train nothing.")] = False,
 ) -> None:
-    """Train a model. Without a recipe: [bold]quickstart[/bold], two minutes on any machine.
+    """Train a model, or resume a run.
+
+    Without a recipe it trains quickstart, which takes about two minutes on any machine.
 
     Examples:
       redline train
@@ -52,18 +64,20 @@ def train(
       redline train qlora-smollm2 data.source=./train.jsonl --preview 3
       redline train pretrain-350m data.source=./tokens --gpus 4 --supervise
     """
-    options = Target(run, resume, continued)
-    target, words = read_target(recipe or [], options, os.environ, sweep=bool(sweep))
+    from redline.launch.start import Target, read_target, restart_warning
+
+    target, words = read_target(recipe or [], Target(run, resume, continue_), os.environ, sweep=bool(sweep))
     given, overrides = split_words(words, "train")
     run, resume = target.run, target.resume
     if preview is not None and (resume or sweep):
-        fix = "Leave out --resume and --sweep."
-        raise UsageError("--preview looks at the data of one recipe.", fix=fix)
+        raise UsageError("--preview shows the data of one recipe.", fix="Leave out --resume and --sweep.")
     if resume is not None:
         if given or run:
-            raise UsageError("--resume needs no recipe and no --run: the run knows both.", fix="Leave them out.")
+            what = "--resume takes no recipe and no --run: both are stored in the run."
+            raise UsageError(what, fix="Leave them out.")
         if sweep:
-            raise UsageError("--resume goes on with one run.", fix="Go on with a sweep by its command and its --run.")
+            fix = "To resume a sweep, repeat its command with the same --run."
+            raise UsageError("--resume resumes one run.", fix=fix)
         raise typer.Exit(_resume(resume, overrides, gpus or 1, supervise=supervise, dry_run=dry_run))
     if not sweep and not dry_run and preview is None and (warning := restart_warning(target, os.environ)):
         typer.echo(f"redline: {warning}", err=True)
@@ -72,9 +86,10 @@ def train(
     name = given or "quickstart"
     if sweep:
         if gpus or supervise:
-            raise UsageError("--sweep makes its runs one after the other, on one GPU each.", fix="Leave out --gpus.")
+            what = "--sweep trains one run after the other, each on one GPU."
+            raise UsageError(what, fix="Leave out --gpus and --supervise.")
         raise typer.Exit(_sweep(name, overrides, sweep, run, dry_run=dry_run))
-    # a bad recipe is answered before torch is even imported
+    # Load the recipe before anything imports torch, so that a mistake in it is reported at once.
     from redline.recipe.load import load
 
     loaded = load(name, overrides)
@@ -85,53 +100,56 @@ def train(
     from redline.launch.session import ended
     from redline.launch.start import fresh_run, new_run
 
-    if not dry_run and _by_others(gpus or 1, supervise):
+    if not dry_run and _starts_processes(gpus or 1, supervise):
         from redline.launch.processes import train_supervised
 
         path = fresh_run(loaded, run)
         words = ["train", name, *overrides, "--run", str(path), "--continue"]
-        raise typer.Exit(train_supervised(loaded.recipe, path, words, gpus=gpus or 1, again=_again(supervise)))
+        raise typer.Exit(train_supervised(loaded.recipe, path, words, gpus=gpus or 1, again=_restarts(supervise)))
     raise typer.Exit(ended(lambda: new_run(loaded, run, overrides, dry_run=dry_run, gpus=gpus or 1)))
 
 
-def _by_others(gpus: int, supervise: bool) -> bool:
-    """Whether this process only starts and watches those that train."""
-    watched = "REDLINE_PULSE" in os.environ
-    return not watched and (supervise or (gpus > 1 and "RANK" not in os.environ))
+def _starts_processes(gpus: int, supervise: bool) -> bool:
+    """Return whether this process starts and supervises others that train, instead of training itself."""
+    is_supervised = "REDLINE_PULSE" in os.environ
+    return not is_supervised and (supervise or (gpus > 1 and "RANK" not in os.environ))
 
 
-def _again(supervise: bool) -> bool:
-    """Whether this process begins again what failed: not where someone else does, as the script of `launch`."""
+def _restarts(supervise: bool) -> bool:
+    """Return whether this process restarts a failed run: not if something above does, as the script of `launch`."""
     return supervise and "REDLINE_SUPERVISED" not in os.environ
 
 
 def _resume(name: str, overrides: list[str], gpus: int, *, supervise: bool, dry_run: bool) -> int:
+    """Run `train --resume` and return the exit code."""
     from redline.launch.session import ended
     from redline.launch.start import resumable, resume_run
 
-    if not dry_run and _by_others(gpus, supervise):
+    if not dry_run and _starts_processes(gpus, supervise):
         from redline.launch.processes import train_supervised
 
         path, loaded = resumable(name, overrides)
         words = ["train", "--resume", str(path), *overrides]
-        return train_supervised(loaded.recipe, path, words, gpus=gpus, again=_again(supervise))
+        return train_supervised(loaded.recipe, path, words, gpus=gpus, again=_restarts(supervise))
     return ended(lambda: resume_run(name, overrides, dry_run=dry_run, gpus=gpus))
 
 
 def _continue(given: str | None, overrides: list[str], run: Path, gpus: int, *, supervise: bool, dry_run: bool) -> int:
+    """Run `train --continue` and return the exit code."""
     from redline.launch.session import ended
     from redline.launch.start import continue_run, due_in
 
-    if not dry_run and _by_others(gpus, supervise):
+    if not dry_run and _starts_processes(gpus, supervise):
         from redline.launch.processes import train_supervised
 
         due = due_in(run, given, overrides)
         words = ["train", *([given] if given else []), *overrides, "--run", str(run), "--continue"]
-        return train_supervised(due.loaded.recipe, run, words, gpus=gpus, again=_again(supervise))
+        return train_supervised(due.loaded.recipe, run, words, gpus=gpus, again=_restarts(supervise))
     return ended(lambda: continue_run(run, given, overrides, dry_run=dry_run, gpus=gpus))
 
 
 def _sweep(name: str, overrides: list[str], options: list[str], run: Path | None, *, dry_run: bool) -> int:
+    """Run `train --sweep` and return the exit code."""
     from redline.launch.start import fresh_name
     from redline.launch.sweep import Sweep, parse_axes, run_sweep
     from redline.recipe.load import find_recipe

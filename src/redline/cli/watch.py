@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from redline.cli.options import JsonOption
+from redline.cli.options import JsonOption, RunsArgument
 from redline.errors import EXIT_INTERRUPTED, UsageError
 from redline.runs.summary import RUNS, whole_run
 
@@ -15,23 +15,29 @@ if TYPE_CHECKING:
 
 
 def watch(
-    runs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[RUN]...", help="Runs: path, name or latest. None: those in ./runs, as they begin."),
-    ] = None,
+    runs: RunsArgument = None,
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="The page's port; the first free one from 8770 if not given.")
+        int | None,
+        typer.Option(
+            min=0, max=65535, metavar="PORT", help="The port of the page. Default: the first free one from 8770."
+        ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="An address of this machine. Any but loopback asks for the token in the printed URL.")
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="The address to listen on. Any other than loopback requires the token in the printed URL.",
+        ),
     ] = "127.0.0.1",
     token: Annotated[
-        bool, typer.Option("--token", help="Ask for a token on loopback, too: others work on this machine.")
+        bool, typer.Option("--token", help="Require the token on loopback too, on a machine that others use.")
     ] = False,
-    once: Annotated[bool, typer.Option("--once", help="Print one snapshot as text and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one snapshot as text and exit.")] = False,
     json_: JsonOption = False,
 ) -> None:
-    """Look at runs while they train: a live page for the browser, or one snapshot.
+    """Show runs while they train, in the browser or as text.
+
+    Without RUN, the page shows all runs in ./runs, including those that start later.
 
     Examples:
       redline watch
@@ -39,7 +45,7 @@ def watch(
       redline watch latest --once
     """
     if json_ and not once:
-        raise UsageError("is for a snapshot.", where="--json", fix="Write --once --json.")
+        raise UsageError("--json prints a snapshot and needs --once.", where="--json", fix="Add --once.")
     named = list(dict.fromkeys(whole_run(run) for run in runs or (["latest"] if once else [])))
     if once:
         _snapshots(named, json_)
@@ -66,10 +72,10 @@ def _serve(named: list[Path], host: str, port: int | None, token: bool) -> None:
     from redline.runs.live.watch import Watch
 
     server, address = open_server(Watch(RUNS, named), host, port, token)
-    typer.echo(f"watching  {' '.join(map(str, named)) or f'{RUNS}/, also what begins later'}")
+    typer.echo(f"watching  {' '.join(map(str, named)) or f'{RUNS}/, and runs that start later'}")
     typer.echo(f"page      {address}")
     if line := ssh_line(host, server.port):
-        typer.echo(f"from your own machine first:  {line}")
-    typer.echo("Ctrl-C ends the page; runs go on.")
-    server.serve_forever()  # comes back after Ctrl-C, with its socket closed
+        typer.echo(f"first run on your own machine:  {line}")
+    typer.echo("Ctrl-C stops the page; the runs continue.")
+    server.serve_forever()  # returns after Ctrl-C, with its socket closed
     raise typer.Exit(EXIT_INTERRUPTED)

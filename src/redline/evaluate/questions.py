@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from redline.errors import UserError
-from redline.metrics import (
-    RULE,
-    answer_match,
-    behind_mark,
-    exact_match,
-    f1,
-    final_answer,
-    flexible_extract,
-    gsm8k_exact_match,
-    strict_match,
-)
+from redline.metrics import METRICS, RULE, behind_mark, final_answer
 
 if TYPE_CHECKING:
     from redline.jobs.objective import Answered, Asked, Objective
@@ -35,18 +25,6 @@ from redline.fields import none_if_auto
 from redline.jobs.base import objective_module
 from redline.recipe.resolve import FEW_ROWS
 from redline.recipe.schema import Recipe
-
-Score = Callable[[Sequence[str], Sequence[str]], float]
-# By name, what is averaged; an answer is right if its exact_match is 1.
-METRICS: dict[str, dict[str, Score]] = {
-    "gsm8k": {
-        "exact_match": gsm8k_exact_match,
-        "strict_match": strict_match,
-        "flexible_extract": flexible_extract,
-    },
-    "match": {"exact_match": answer_match},
-    "f1": {"f1": f1, "exact_match": exact_match},
-}
 
 
 @dataclass(frozen=True)

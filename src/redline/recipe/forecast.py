@@ -327,9 +327,10 @@ def _arithmetic(target: float, limit: float, resolved: Resolved, forecast: Forec
         "available": available,
         "limit": bound,
         "expected": ", ".join(expected),
-        "instead": "",  # followed by the fix, which the error appends
     }
-    return "\n".join(f"  {label:<11}{text}" for label, text in rows.items()).rstrip(" ") + " "
+    lines = [f"  {label:<11}{text}" for label, text in rows.items()]
+    # The error appends a space and its fix to the last line.
+    return "\n".join([*lines, f"  {'instead':<10}"])
 
 
 def _alternatives(target: float, limit: float, resolved: Resolved) -> str:

@@ -1,0 +1,87 @@
+"""redline sample"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from redline.cli.evaluate import open_model
+from redline.cli.options import (
+    MOST_TOKENS,
+    BaseOption,
+    DeviceOption,
+    JsonOption,
+    ModelArgument,
+    SetOption,
+    WeightsOption,
+)
+from redline.errors import UsageError, UserError
+
+
+def sample(
+    run: ModelArgument = "latest",
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to continue, or the question to answer.")] = "",
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=MOST_TOKENS, metavar="N", help="Most tokens of one continuation.")
+    ] = 200,
+    count: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Number of continuations.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="Sampling temperature; 0 is greedy.")] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, metavar="K", help="Sample only from the K most likely tokens.")
+    ] = None,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=0.01, max=1.0, metavar="P", help="Sample only from the most likely tokens whose probabilities sum to P."
+        ),
+    ] = 0.95,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, metavar="N", help="The same seed gives the same text.")
+    ] = 0,
+    settings: SetOption = None,
+    base: BaseOption = None,
+    weights: WeightsOption = None,
+    device: DeviceOption = "auto",
+    json_: JsonOption = False,
+) -> None:
+    """Generate text from a prompt.
+
+    A model that was fine-tuned on conversations answers the prompt; any other continues it.
+
+    Examples:
+      redline sample latest --prompt "def "
+      redline sample runs/quickstart-20261115-101500@best --count 3 --temperature 0.7
+      redline sample HuggingFaceTB/SmolLM2-135M-Instruct --prompt "Why is the sky blue?"
+    """
+    trained = open_model(run, weights=weights, base=base, device=device, writes_only=True, settings=settings or ())
+    from redline.jobs.objective import Sampling
+
+    sampling = Sampling(count, tokens, seed, temperature, top_k, top_p)
+    objective = trained.objective
+    objective.log = lambda text: typer.echo(text, err=True)
+    # Arguments that are not UTF-8 reach Python as lone surrogates, which no tokenizer accepts.
+    prompt = os.fsencode(prompt).decode("utf-8", "replace")
+    samples = objective.continuation(prompt, sampling) if plain else objective.sample(prompt, sampling)
+    if not samples and objective.can_answer and not prompt:
+        raise UsageError(
+            "the prompt is empty, so there is no question to answer.", where="--prompt", fix='Add --prompt "TEXT".'
+        )
+    if not samples:
+        fix = "Set REDLINE_GPT2 to the path of a tokenizer.json, or put one beside the token files."
+        raise UserError("the tokenizer's files are missing, so tokens cannot be turned into text.", fix=fix)
+    if json_:
+        import json
+
+        rows = [{"prompt": s.prompt, "text": s.text} for s in samples]
+        typer.echo(json.dumps({**trained.about(), "samples": rows}))
+        return
+    for one in samples:
+        typer.secho(one.prompt, bold=True, nl=objective.can_answer and not plain)
+        typer.echo(one.text)
+        if count > 1:
+            typer.echo("—" * 40)
