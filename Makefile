@@ -1,27 +1,27 @@
-# Every target sets itself up in .venv first; when nothing changed that costs a tenth of a second.
+# Each target sets up .venv first, which takes a tenth of a second if nothing has changed.
 PYTHON ?= python3
 RECIPE ?=
 ARGS ?=
 EXTRAS ?=
 
-# Without byte code every process would compile its imports again, for up to 20 s.
+# Without byte code every process compiles its imports again, which takes up to 20 s.
 unexport PYTHONDONTWRITEBYTECODE
 
 FIND_PYTHON = @command -v $(PYTHON) >/dev/null || \
-	{ echo "There is no $(PYTHON) here: install Python 3.11 or newer, or name one with PYTHON=…" >&2; exit 1; }
+	{ echo "$(PYTHON) was not found. Install Python 3.11 or newer, or choose another with PYTHON=…" >&2; exit 1; }
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
-.PHONY: help setup tools train test lint soak bench audit
+.PHONY: help setup tools train test lint soak nightly bench audit
 .DEFAULT_GOAL := help
 
-help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## make .venv with what training needs [EXTRAS="data low-bit finetune fp8 wandb"] (UV=none installs with pip)
+setup: ## create .venv with what training needs [EXTRAS="data low-bit finetune fp8 wandb"] (UV=none installs with pip)
 	$(FIND_PYTHON)
 	@$(PYTHON) -S scripts/setup.py $(EXTRAS)
 
-# As setup, and what development needs.
+# As setup, with the development tools.
 tools:
 	$(FIND_PYTHON)
 	@$(PYTHON) -S scripts/setup.py dev
@@ -29,23 +29,27 @@ tools:
 train: setup ## train [RECIPE=name or path] [ARGS="key=value …"]
 	.venv/bin/redline train $(RECIPE) $(ARGS)
 
-test: tools ## lint, and beside it all tests but the long ones [ARGS=…]
+test: tools ## run the linters and, at the same time, all tests except the long ones [ARGS="pytest options"]
 	@$(MAKE) --no-print-directory lint & lint=$$!; \
 	$(PYTEST) -n 2 -m "not soak" $(ARGS); tests=$$?; wait $$lint && exit $$tests
 
-lint: tools ## ruff, mypy, and the import rules
+lint: tools ## run ruff, mypy and import-linter
 	.venv/bin/ruff check
+	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-soak: tools ## the fault tests at their long size [ARGS=…]
+soak: tools ## run the long tests [ARGS="pytest options"]
 	HYPOTHESIS_PROFILE=default $(PYTEST) -m soak $(ARGS)
+
+nightly: tools ## run everything in parts; a restart goes on with the parts that are missing [ARGS=--again]
+	.venv/bin/python scripts/nightly.py $(ARGS)
 
 bench: setup ## compare with other programs [ARGS="throughput, finetune, latent, plan-accuracy or time-to-loss …"]
 	.venv/bin/python -m benchmarks $(or $(ARGS),throughput)
 
-# In an environment of its own: none of what it brings is needed here.
-audit: ## known vulnerabilities of the pinned versions; asks public databases
+# pip-audit gets an environment of its own, because nothing here needs what it installs.
+audit: ## look up known vulnerabilities of the pinned versions in public databases
 	$(FIND_PYTHON)
 	@test -x .audit/bin/pip-audit || { $(PYTHON) -m venv .audit && .audit/bin/pip install --quiet pip-audit; }
 	.audit/bin/pip-audit --strict --disable-pip --no-deps --requirement constraints.txt

@@ -9,6 +9,9 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+import yaml
+
 import redline
 from redline.recipe.load import known_keys
 from redline.recipe.schema import Recipe
@@ -52,3 +55,29 @@ def test_importing_every_module_leaves_the_public_names_free() -> None:
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     assert [name for name in PUBLIC_API if isinstance(getattr(redline, name, None), ModuleType)] == []
+
+
+# --- the conventions that are written down more than once
+
+
+def test_pre_commit_uses_the_pinned_ruff() -> None:
+    pins = re.findall(r"^ruff==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [hook["rev"] for hook in hooks if hook["repo"].endswith("/ruff-pre-commit")] == [f"v{pins[0]}"]
+
+
+def test_continuous_integration_runs_what_contributors_run() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert commands["test"] == [".ci/run"]
+    assert any("pip wheel" in command for command in commands["wheel"])
+    assert (ROOT / ".ci/run").read_text().rstrip().endswith("exec make test")
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_the_map_names_files_that_exist(page: str) -> None:
+    """`data/loader.py` is below src/redline; `tests/data` and `scripts/docs.py` are below the root."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    names = [name for name in re.findall(r"(?:[a-z_]+/)+[\w.-]+\.(?:py|js|json)\b", text) if "NAME" not in name]
+    assert len(names) > 10
+    assert [name for name in names if not ((PACKAGE / name).exists() or (ROOT / name).exists())] == []
