@@ -323,9 +323,16 @@ LAYOUT = Layout(
 )
 
 
+def _report(report: Any) -> dict[str, Any]:
+    """The counts under the names that the recorded descriptions have."""
+    counts = asdict(report)
+    without_plan = counts.pop("without_plan")
+    return {**counts, "unplanned": without_plan, "sources": None}
+
+
 def _records(source: Any, tokenizer: str, **options: Any) -> Any:
     data = load_records(Data(source=source, tokenizer=tokenizer, **options), LAYOUT, seed=2, val_fraction=0.15)
-    description: dict[str, Any] = {"facts": asdict(data.facts), "report": data.report.as_dict() | {"sources": None}}
+    description: dict[str, Any] = {"facts": asdict(data.facts), "report": _report(data.report)}
     for name, split in (("train", data.train), ("val", data.val)):
         if split is not None:
             description[name] = {

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.jobs.diffusion.objective import WHOLE, Rows
+from redline.jobs.diffusion.objective import FULL_RANGE, Rows
 from redline.kernels.attention import Bound
 from redline.training.run_directory import RunDirectory
 
@@ -64,12 +64,12 @@ def test_the_loss_is_the_sum_of_separate_blocks(world: Any, tmp_path: Path, bloc
     rows, chance = rows_of(objective, 3), np.random.default_rng(SEED)
     masked = chance.random(rows.tokens.shape) < 0.6
     weights = chance.uniform(1, 9, rows.tokens.shape).astype(np.float32)
-    batch = objective._laid_out(rows, masked, weights)
+    batch = objective._assemble(rows, masked, weights)
     with torch.no_grad():
         got = objective.loss(batch)["bound"].sum
         each = (
             naive_loss(objective, *(torch.from_numpy(x) for x in one))
-            for one in zip(rows.tokens, masked & rows.learnt, weights, strict=True)
+            for one in zip(rows.tokens, masked & rows.loss_mask, weights, strict=True)
         )
         assert float(got) == pytest.approx(float(sum(each)), rel=1e-4)
 
@@ -80,10 +80,10 @@ def test_blocks_of_one_that_are_always_hidden_are_separate_forwards(world: Any, 
     rows = rows_of(objective, 1)
     tokens = torch.from_numpy(rows.tokens[0])
     everything = np.ones_like(rows.tokens, dtype=bool)
-    batch = objective._laid_out(rows, everything, np.ones(rows.tokens.shape, dtype=np.float32))
+    batch = objective._assemble(rows, everything, np.ones(rows.tokens.shape, dtype=np.float32))
     expected = 0.0
     with torch.no_grad():
-        for i, learnt in enumerate(rows.learnt[0]):
+        for i, learnt in enumerate(rows.loss_mask[0]):
             if learnt:
                 one = log_probabilities(objective, tokens, torch.tensor([objective.data.vocabulary.mask]), i)
                 expected -= float(one[0, tokens[i]])
@@ -95,12 +95,12 @@ def test_one_block_is_plain_masked_diffusion(world: Any, tmp_path: Path) -> None
     assert objective.layout.read == 32  # without a clean copy
     rows = rows_of(objective, 2)
     masked = np.random.default_rng(SEED).random(rows.tokens.shape) < 0.5
-    batch = objective._laid_out(rows, masked, np.ones(rows.tokens.shape, dtype=np.float32))
+    batch = objective._assemble(rows, masked, np.ones(rows.tokens.shape, dtype=np.float32))
     with torch.no_grad():
         states = objective.model(batch["inputs"], Bound(), objective.model.new_cache(), 0, whole=True, keep=False)
         logits = objective.model.logits(states)[..., : objective.data.vocabulary.classes]
         losses = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows.tokens).flatten(), reduction="none")
-        expected = losses[torch.from_numpy(masked & rows.learnt).flatten()].sum()
+        expected = losses[torch.from_numpy(masked & rows.loss_mask).flatten()].sum()
         assert float(objective.loss(batch)["bound"].sum) == pytest.approx(float(expected), rel=1e-4)
 
 
@@ -110,7 +110,7 @@ def test_the_estimate_is_right_on_average(world: Any, tmp_path: Path) -> None:
     objective = job(world, tmp_path, block=n, length=2 * n)
     one = rows_of(objective, 1)
     tokens = torch.from_numpy(one.tokens[0])
-    learnt = torch.from_numpy(one.learnt[0])
+    learnt = torch.from_numpy(one.loss_mask[0])
     exact = 0.0
     with torch.no_grad():
         for begin in (0, n):
@@ -127,7 +127,7 @@ def test_the_estimate_is_right_on_average(world: Any, tmp_path: Path) -> None:
                 exact -= chance * float(found[masked].sum())
         draws = 16384
         many = Rows(*(None if x is None else np.repeat(x, draws, 0) for x in one))
-        batch = objective._noised(many, SEED, np.arange(draws), draws, WHOLE)
+        batch = objective._noisy_batch(many, SEED, np.arange(draws), draws, FULL_RANGE)
         estimate = float(objective.loss(batch)["bound"].sum) / draws
     assert estimate == pytest.approx(exact, rel=0.02)
 
@@ -147,8 +147,8 @@ def test_the_mark_before_a_document_is_never_hidden(world: Any, tmp_path: Path) 
     rows = objective.data.training(np.arange(200))
     first = rows.tokens[:, 0] == objective.data.vocabulary.end
     assert first.any()
-    assert not rows.learnt[first, 0].any()
-    batch = objective._noised(rows, SEED, np.arange(200), 200, WHOLE)
+    assert not rows.loss_mask[first, 0].any()
+    batch = objective._noisy_batch(rows, SEED, np.arange(200), 200, FULL_RANGE)
     assert (batch["inputs"][torch.from_numpy(first), 0] == objective.data.vocabulary.end).all()
 
 
@@ -165,7 +165,7 @@ def test_it_learns_and_resumes_bit_for_bit(world: Any, tmp_path: Path, tensors_o
         "train.ema=0.9",
     )
     trainer = world.run(tmp_path / "whole", *options)
-    assert trainer.objective.clip != WHOLE
+    assert trainer.objective.clip != FULL_RANGE
     world.run(tmp_path / "parts", *options, stop_at=9)
     world.run(tmp_path / "parts", *options, resume=True)
     whole, parts = (tensors_of(tmp_path / name / "checkpoints/step-00000024") for name in ("whole", "parts"))
@@ -180,7 +180,7 @@ def test_a_benchmark_knows_what_to_compare_it_with() -> None:
 
     names = {recipe: [one.name for one in contenders(load(recipe).recipe)] for recipe in ("owt-bd3lm", "pretrain-350m")}
     assert names["owt-bd3lm"] == ["redline", "redline-fp8", "masked", "dense", "textbook"]
-    assert names["pretrain-350m"] == ["redline", "redline-fp8", "plain", "transformers"]
+    assert names["pretrain-350m"] == ["redline", "redline-fp8", "plain"]
 
 
 def test_what_fills_no_window_is_not_held_out(world: Any, tmp_path: Path) -> None:

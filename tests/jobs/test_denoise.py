@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.jobs.diffusion.denoise import Denoising, Vocabulary, denoise, pick
+from redline.jobs.diffusion.denoise import SamplerOptions, Vocabulary, denoise, sample_tokens
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
 from redline.models.decoder import Decoder
@@ -42,13 +42,13 @@ def rows(layout: Layout, count: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.where(shown, tokens, VOCAB.mask))
 
 
-@pytest.mark.parametrize("how", [Denoising(), Denoising("ancestral", 3), Denoising(temperature=0.0)])
+@pytest.mark.parametrize("how", [SamplerOptions(), SamplerOptions("ancestral", 3), SamplerOptions(temperature=0.0)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_cache_changes_nothing(model: Decoder, layout: Layout, how: Denoising) -> None:
+def test_a_cache_changes_nothing(model: Decoder, layout: Layout, how: SamplerOptions) -> None:
     start, seeds = rows(layout, 3), [5, 6, 7]
     found = [denoise(model, start, layout, VOCAB, seeds, how, cached=cached) for cached in (True, False)]
     assert torch.equal(found[0].rows, found[1].rows)
-    assert found[0].looks == found[1].looks
+    assert found[0].forwards == found[1].forwards
     assert not (found[0].rows == VOCAB.mask).any()
     given_ = start != VOCAB.mask
     assert torch.equal(found[0].rows[given_], start[given_])
@@ -57,11 +57,11 @@ def test_a_cache_changes_nothing(model: Decoder, layout: Layout, how: Denoising)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_eight_rows_are_eight_times_one(model: Decoder, layout: Layout) -> None:
     start, seeds = rows(layout, 8), list(range(8))
-    how = Denoising(top_p=0.9)
+    how = SamplerOptions(top_p=0.9)
     together = denoise(model, start, layout, VOCAB, seeds, how)
     alone = [denoise(model, start[i : i + 1], layout, VOCAB, [seeds[i]], how) for i in range(8)]
     assert torch.equal(together.rows, torch.cat([one.rows for one in alone]))
-    assert together.looks == [one.looks[0] for one in alone]
+    assert together.forwards == [one.forwards[0] for one in alone]
     assert together.ended == [one.ended[0] for one in alone]
 
 
@@ -69,9 +69,9 @@ def test_one_position_a_look_or_as_many_as_leave_the_mask(model: Decoder) -> Non
     layout = uniform(24, 8)
     open_ = torch.full((1, 24), VOCAB.mask)
     vocabulary = Vocabulary(VOCAB.mask, VOCAB.classes)
-    assert denoise(model, open_, layout, vocabulary, [1]).looks == [24]
-    assert denoise(model, open_, layout, vocabulary, [1], Denoising("ancestral", 1)).looks == [3]
-    assert 3 < denoise(model, open_, layout, vocabulary, [1], Denoising("ancestral", 4)).looks[0] <= 12
+    assert denoise(model, open_, layout, vocabulary, [1]).forwards == [24]
+    assert denoise(model, open_, layout, vocabulary, [1], SamplerOptions("ancestral", 1)).forwards == [3]
+    assert 3 < denoise(model, open_, layout, vocabulary, [1], SamplerOptions("ancestral", 4)).forwards[0] <= 12
 
 
 def test_after_its_end_a_segment_has_nothing_more(model: Decoder) -> None:
@@ -92,7 +92,7 @@ def test_only_the_likeliest_are_picked(seed: int, top_p: float, top_k: int) -> N
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(50, 20, generator=generator)
     uniform_ = torch.rand(50, generator=generator)
-    picked = pick(logits, uniform_, Denoising(top_p=top_p, top_k=top_k))
+    picked = sample_tokens(logits, uniform_, SamplerOptions(top_p=top_p, top_k=top_k))
     probabilities = logits.softmax(-1)
     ordered = probabilities.sort(descending=True).values
     for row, token in enumerate(picked.tolist()):
@@ -119,7 +119,7 @@ def test_the_nucleus_of_the_authors_of_block_diffusion(top_p: float | None, expe
     logits = torch.empty(4)
     logits[order] = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     draws = (torch.arange(10_000) + 0.5) / 10_000
-    picked = pick(logits.expand(10_000, 4), draws, Denoising(top_p=top_p))
+    picked = sample_tokens(logits.expand(10_000, 4), draws, SamplerOptions(top_p=top_p))
     share = (torch.bincount(picked, minlength=4) / 10_000)[order]
     torch.testing.assert_close(share, torch.tensor(expected), atol=2e-4, rtol=0)
 
@@ -127,7 +127,7 @@ def test_the_nucleus_of_the_authors_of_block_diffusion(top_p: float | None, expe
 def test_picked_as_often_as_likely() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]]).expand(30_000, 3)
     draws = (torch.arange(30_000) + 0.5) / 30_000
-    share: Any = torch.bincount(pick(logits, draws, Denoising()), minlength=3) / 30_000
+    share: Any = torch.bincount(sample_tokens(logits, draws, SamplerOptions()), minlength=3) / 30_000
     torch.testing.assert_close(share, logits[0].softmax(-1), atol=1e-3, rtol=0)
 
 
@@ -136,4 +136,4 @@ def test_next_to_no_temperature_is_the_likeliest(temperature: float) -> None:
     logits = torch.tensor([[0.0, 9.0, 3.0], [-1e4, 2.0, 1e4]])
     chosen = choose(logits, torch.Generator().manual_seed(0), temperature=temperature, top_k=None, top_p=0.9)
     assert chosen.tolist() == [1, 2]
-    assert pick(logits, torch.tensor([0.99, 0.99]), Denoising(temperature=temperature)).tolist() == [1, 2]
+    assert sample_tokens(logits, torch.tensor([0.99, 0.99]), SamplerOptions(temperature=temperature)).tolist() == [1, 2]

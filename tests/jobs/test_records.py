@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from redline.data import rows as hub
 from redline.errors import UserError
-from redline.jobs.diffusion.data import Record, divided, read_records, record_of
+from redline.jobs.diffusion.data import Record, parse_record, read_records, split_records
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k"
 CLIPS = "Natalia sold clips to 48 friends in April, and half as many in May. How many altogether?"
@@ -35,25 +35,25 @@ def write(path: Path, rows: list[Any]) -> str:
 
 
 def test_the_main_rows_of_gsm8k_have_no_plan() -> None:
-    assert record_of(MAIN) == Record(CLIPS, "", STEPS, "72")
+    assert parse_record(MAIN) == Record(CLIPS, "", STEPS, "72")
 
 
 def test_socratic_rows_have_one() -> None:
-    assert record_of(SOCRATIC) == Record(CLIPS, "How many in May?\nHow many altogether?", STEPS, "72")
+    assert parse_record(SOCRATIC) == Record(CLIPS, "How many in May?\nHow many altogether?", STEPS, "72")
 
 
 def test_rows_that_name_their_parts() -> None:
-    assert record_of(PARTS) == Record("2 and 3?", "How many?", "2 + 3 = 5.", "5")
-    assert record_of(PARTS | {"plan": None}).plan == record_of(PARTS | {"plan": ""}).plan == ""
-    assert record_of(PARTS | {"answer": "so\n#### 1,005"}).answer == "1005"
-    assert record_of(PARTS | {"answer": 5}).answer == record_of(PARTS | {"answer": 5.0}).answer == "5"
-    assert record_of(PARTS | {"answer": 1234567.5}).answer == "1234567.5"
-    assert record_of(PARTS | {"execution": "  2 + 3 = <<2+3=5>>5 \n\n so "}).execution == "2 + 3 = 5\nso"
+    assert parse_record(PARTS) == Record("2 and 3?", "How many?", "2 + 3 = 5.", "5")
+    assert parse_record(PARTS | {"plan": None}).plan == parse_record(PARTS | {"plan": ""}).plan == ""
+    assert parse_record(PARTS | {"answer": "so\n#### 1,005"}).answer == "1005"
+    assert parse_record(PARTS | {"answer": 5}).answer == parse_record(PARTS | {"answer": 5.0}).answer == "5"
+    assert parse_record(PARTS | {"answer": 1234567.5}).answer == "1234567.5"
+    assert parse_record(PARTS | {"execution": "  2 + 3 = <<2+3=5>>5 \n\n so "}).execution == "2 + 3 = 5\nso"
 
 
 def test_stars_that_part_nothing() -> None:
     """A power is no sub-question: only where all lines have the separator is it one."""
-    found = record_of({"question": "q", "answer": "2 ** 3 = 8\nIt is 8.\n#### 8"})
+    found = parse_record({"question": "q", "answer": "2 ** 3 = 8\nIt is 8.\n#### 8"})
     assert (found.plan, found.execution) == ("", "2 ** 3 = 8\nIt is 8.")
 
 
@@ -70,7 +70,7 @@ def test_stars_that_part_nothing() -> None:
     ],
 )
 def test_numbers_behind_the_mark(written: str, number: str) -> None:
-    assert record_of({"question": "q", "answer": f"a\n#### {written}"}).answer == number
+    assert parse_record({"question": "q", "answer": f"a\n#### {written}"}).answer == number
 
 
 def test_bad_rows_are_counted_with_reason_and_place(tmp_path: Path) -> None:
@@ -91,17 +91,17 @@ def test_bad_rows_are_counted_with_reason_and_place(tmp_path: Path) -> None:
     assert len(records) == 13
     assert (report.source, report.rows, report.bad) == (source, 23, 10)
     assert report.reasons == {
-        "no 'answer' in it": 2,
+        "no field 'answer'": 2,
         "no #### in its answer": 1,
-        "no number behind the #### of its answer": 1,
+        "no number after the #### of its answer": 1,
         "empty 'question'": 1,
-        "'question' is no text": 1,
+        "'question' is not text": 1,
         "empty 'answer'": 1,
-        "'answer' is no text": 1,
+        "'answer' is not text": 1,
         "not JSON": 1,
         "not a JSON object": 1,
     }
-    assert report.examples[0] == "rows.jsonl:2: no 'answer' in it"
+    assert report.examples[0] == "rows.jsonl:2: no field 'answer'"
     assert "10 cannot be used" in report.line()
     assert "rows.jsonl:2" in report.line()
 
@@ -159,9 +159,9 @@ def test_no_question_is_on_both_sides(one: list[str], two: list[str], seed: int,
         for name, some in (("one", one), ("two", two))
     }
     try:
-        split = divided(parts, seed, fraction, dedup=dedup)
+        split = split_records(parts, seed, fraction, dedup=dedup)
     except UserError as error:
-        assert "nothing of it is left" in error.what  # noqa: PT017, all may be held out
+        assert error.where in parts  # noqa: PT017, every question of a source may be held out
         return
     train, val = ([record.question for part in side for record in part] for side in (split.train, split.val))
     assert set(train).isdisjoint(val)
@@ -171,16 +171,19 @@ def test_no_question_is_on_both_sides(one: list[str], two: list[str], seed: int,
     assert len(train) + len(val) + split.duplicates == len(one) + len(two)
     assert split.val[0] or len({*one}) == 1
     backwards = {name: some[::-1] for name, some in parts.items()}
-    assert {r.question for part in divided(backwards, seed, fraction, dedup=dedup).val for r in part} == set(val)
+    assert {r.question for part in split_records(backwards, seed, fraction, dedup=dedup).val for r in part} == set(val)
 
 
 def test_the_split_is_as_large_as_asked_for() -> None:
     records = [Record(f"question {number}", "", "e", "1") for number in range(2000)]
-    sizes = [len(divided({"a": records}, seed, 0.1, dedup=False).val[0]) for seed in range(5)]
+    sizes = [len(split_records({"a": records}, seed, 0.1, dedup=False).val[0]) for seed in range(5)]
     assert all(150 < size < 250 for size in sizes)
-    assert len({tuple(r.question for r in divided({"a": records}, s, 0.1, dedup=False).val[0]) for s in range(5)}) == 5
-    assert divided({"a": records}, 0, 0.0, dedup=False).val == [[]]
-    assert [len(side[0]) for side in vars(divided({"a": records[:2]}, 0, 0.01, dedup=False)).values() if side] == [1, 1]
+    held_out = [split_records({"a": records}, seed, 0.1, dedup=False).val[0] for seed in range(5)]
+    assert len({tuple(record.question for record in some) for some in held_out}) == 5, "each seed has its own split"
+    assert split_records({"a": records}, 0, 0.0, dedup=False).val == [[]]
+    assert [
+        len(side[0]) for side in vars(split_records({"a": records[:2]}, 0, 0.01, dedup=False)).values() if side
+    ] == [1, 1]
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not on this machine")

@@ -17,17 +17,17 @@ from redline.errors import UserError
 from redline.jobs.diffusion.data import (
     Record,
     RecordData,
-    RecordRows,
+    RecordEncoder,
     RecordSplit,
-    WithSpecials,
+    SpecialTokenizer,
     load_records,
-    row_of_question,
-    with_specials,
+    load_run_tokenizer,
+    question_row,
 )
 from redline.planning.layout import Layout, Segment
 from redline.recipe.schema import Data
 
-BYTES = WithSpecials(ByteTokenizer())
+BYTES = SpecialTokenizer(ByteTokenizer())
 PLAN, EXECUTION, ANSWER, PAD, MASK = BYTES.plan, BYTES.execution, BYTES.answer, BYTES.pad, BYTES.mask
 
 
@@ -45,16 +45,16 @@ def baseline(question: int = 8, solution: int = 16, block: int = 4) -> Layout:
     return Layout((Segment("question", question, question, given=True), Segment("solution", solution, block)))
 
 
-def laid_out(layout: Layout, *records: Record) -> tuple[RecordSplit, RecordRows]:
-    rows = RecordRows(layout, BYTES)
-    return RecordSplit(*rows.write(records), layout), rows
+def laid_out(layout: Layout, *records: Record) -> tuple[RecordSplit, RecordEncoder]:
+    rows = RecordEncoder(layout, BYTES)
+    return RecordSplit(*rows.encode(records), layout), rows
 
 
 def row(layout: Layout, record: Record) -> tuple[list[int], list[int]]:
     """Its tokens, and the positions that are learnt."""
     split, _ = laid_out(layout, record)
     found = split.rows(np.array([0]))
-    return found["tokens"][0].tolist(), np.flatnonzero(found["learnt"][0]).tolist()
+    return found["tokens"][0].tolist(), np.flatnonzero(found["loss_mask"][0]).tolist()
 
 
 def codes(text: str) -> list[int]:
@@ -106,7 +106,7 @@ def test_what_is_learnt(layout: Layout, record: Record) -> None:
     found = split.rows(np.array([0]))
     for segment, begin in zip(layout.segments, layout.starts, strict=True):
         tokens = found["tokens"][0, begin : begin + segment.length]
-        learnt = found["learnt"][0, begin : begin + segment.length]
+        learnt = found["loss_mask"][0, begin : begin + segment.length]
         if segment.given:
             assert not learnt.any()
             continue
@@ -158,7 +158,7 @@ def test_lengths_are_told() -> None:
     question, plan, execution = rows.reports()
     assert (question.median, question.most, question.longest, question.truncated) == (51, 96, 100, 10)
     assert (plan.median, plan.longest, execution.longest) == (1, 1, 4)
-    assert rows.unplanned == 100
+    assert rows.without_plan == 100
 
 
 def test_all_of_a_source(tmp_path: Path) -> None:
@@ -174,13 +174,15 @@ def test_all_of_a_source(tmp_path: Path) -> None:
     assert (data.facts.tokenizer, data.facts.tokenizer_fingerprint) == ("bytes", ByteTokenizer().fingerprint)
     rows = data.train.rows(np.array([3, 0]))
     assert rows["tokens"].dtype == np.int64
-    assert rows["learnt"].dtype == bool
-    assert rows["tokens"].shape == rows["learnt"].shape == (2, 32)
+    assert rows["loss_mask"].dtype == bool
+    assert rows["tokens"].shape == rows["loss_mask"].shape == (2, 32)
     assert bytes(rows["tokens"][1, :8].tolist()[: len(data.train.records[0].question)]).decode().startswith("q ")
     lines = "\n".join(data.report.lines())
-    assert f"{len(data.train)} records to train on, {len(data.val)} held out" in lines
-    assert "execution: median 8, 95 % within 8, longest 9 of 16 tokens" in lines
-    assert "20 without a plan" in lines
+    assert (data.report.train, data.report.val) == (len(data.train), len(data.val))
+    assert data.report.without_plan == 20
+    execution = data.report.segments[-1]
+    assert (execution.median, execution.most, execution.longest, execution.length) == (8, 8, 9, 16)
+    assert all(str(count) in lines for count in (len(data.train), len(data.val), 20))
     everything = load(write(tmp_path / "rows.jsonl", 100), val_fraction=0.0)
     assert everything.val is None
     assert len(everything.train) == 100
@@ -215,7 +217,7 @@ def test_weights_and_doubles_of_several_sources(tmp_path: Path) -> None:
     copy = write(tmp_path / "copy.jsonl", 41, "a")
     doubled = load([one, copy], val_fraction=0.0, dedup=True)
     assert (len(doubled.train), doubled.report.duplicates) == (41, 40)
-    with pytest.raises(UserError, match=r"one\.jsonl: nothing of it is left to train on"):
+    with pytest.raises(UserError, match=r"one\.jsonl: no record is left"):
         load([copy, one], val_fraction=0.0, dedup=True)
 
 
@@ -224,9 +226,9 @@ def test_a_question_alone_is_laid_out_as_in_its_row(tmp_path: Path) -> None:
     assert data.val is not None
     rows = data.val.rows(np.arange(3))["tokens"]
     for tokens, record in zip(rows, data.val.records[:3], strict=True):
-        assert tokens[:8].tolist() == row_of_question(record.question, hdp(), data.tokenizer)
+        assert tokens[:8].tolist() == question_row(record.question, hdp(), data.tokenizer)
         assert int(record.answer) == int(record.question[2:-1]) + 1
-    assert row_of_question("123456789", hdp(), BYTES) == codes("12345678")
+    assert question_row("123456789", hdp(), BYTES) == codes("12345678")
 
 
 def test_a_trained_tokenizer_never_sees_what_is_held_out(tmp_path: Path) -> None:
@@ -241,7 +243,7 @@ def test_a_trained_tokenizer_never_sees_what_is_held_out(tmp_path: Path) -> None
     texts = [text for r in data.train.records for text in (r.question, r.plan, r.execution, r.answer)]
     assert _trained_on(texts).fingerprint == data.facts.tokenizer_fingerprint
     data.tokenizer.save(tmp_path / "tokenizer.json")
-    again = with_specials(data.facts, tmp_path)
+    again = load_run_tokenizer(data.facts, tmp_path)
     assert again.fingerprint == data.tokenizer.fingerprint
     other = load(str(source), hdp(48, 8, 32), tokenizer=str(tmp_path / "tokenizer.json"))
     assert np.array_equal(other.train.tokens, data.train.tokens)
@@ -282,7 +284,7 @@ def test_answers_that_never_fit(tmp_path: Path) -> None:
 def test_word_problems_fit_as_they_are() -> None:
     data = load("problems:easy:400", hdp(96, 64, 64, 16), tokenizer="train:512")
     assert [one.truncated for one in data.report.segments] == [0, 0, 0]
-    assert data.report.dropped == data.report.unplanned == 0
+    assert data.report.dropped == data.report.without_plan == 0
     tokens = data.train.tokens[0].tolist()
     record = data.train.records[0]
     written = data.tokenizer.decode([i for i in tokens if i != data.tokenizer.pad])

@@ -11,30 +11,30 @@ from hypothesis import strategies as st
 
 from redline.data.tokenizer import ByteTokenizer, LibraryTokenizer, Tokenizer, load_tokenizer
 from redline.errors import UserError
-from redline.jobs.diffusion.data import MASK, SPECIALS, WithSpecials, with_specials
+from redline.jobs.diffusion.data import MASK, SPECIALS, SpecialTokenizer, load_run_tokenizer
 from redline.recipe.resolve import DataFacts
 
 
 def test_ids_in_order_with_the_mask_last(trained: Tokenizer) -> None:
     for base in (trained, ByteTokenizer()):
-        tokenizer = WithSpecials(base)
+        tokenizer = SpecialTokenizer(base)
         first = base.vocab_size
         assert [tokenizer.plan, tokenizer.execution, tokenizer.answer, tokenizer.pad] == list(range(first, first + 4))
         assert tokenizer.mask == tokenizer.classes == first + 4 == tokenizer.vocab_size - 1
         assert (tokenizer.eot, tokenizer.name) == (base.eot, base.name)
-        assert tokenizer.fingerprint not in (base.fingerprint, WithSpecials(base, [MASK]).fingerprint)
-    alone = WithSpecials(ByteTokenizer(), [MASK])
+        assert tokenizer.fingerprint not in (base.fingerprint, SpecialTokenizer(base, [MASK]).fingerprint)
+    alone = SpecialTokenizer(ByteTokenizer(), [MASK])
     assert (alone.mask, alone.vocab_size) == (257, 258)
     for wrong in ([], ["<|pad|>"], [MASK, "<|pad|>"], ["<|pad|>", "<|pad|>", MASK]):
-        with pytest.raises(ValueError, match=r"with <\|mask\|> as the last"):
-            WithSpecials(ByteTokenizer(), wrong)
+        with pytest.raises(ValueError, match=r"distinct names"):
+            SpecialTokenizer(ByteTokenizer(), wrong)
 
 
 @given(st.lists(st.one_of(st.sampled_from(SPECIALS), st.text(st.characters(exclude_categories=["Cs"])))))
 def test_text_never_becomes_a_special_token(trained: Tokenizer, parts: list[str]) -> None:
     text = "".join(parts)
     for base in (trained, ByteTokenizer()):
-        tokenizer = WithSpecials(base)
+        tokenizer = SpecialTokenizer(base)
         ids = tokenizer.encode(text)
         assert ids == base.encode(text) == tokenizer.encode_array(text).tolist()
         assert all(i < base.vocab_size for i in ids)
@@ -42,7 +42,7 @@ def test_text_never_becomes_a_special_token(trained: Tokenizer, parts: list[str]
 
 
 def test_decoding_writes_special_tokens_by_name(trained: Tokenizer) -> None:
-    tokenizer = WithSpecials(trained)
+    tokenizer = SpecialTokenizer(trained)
     ids = [tokenizer.execution, *tokenizer.encode("2 + 3 = 5"), tokenizer.answer, *tokenizer.encode("5"), tokenizer.pad]
     written = "<|execution|>2 + 3 = 5<|answer|>5<|pad|>"
     assert tokenizer.decode(ids) == tokenizer.decode(np.array(ids)) == written
@@ -58,18 +58,18 @@ def test_a_tokenizer_that_has_them_already_is_refused(trained: Tokenizer, tmp_pa
     backend = Backend.from_str(trained.definition())
     backend.add_special_tokens([AddedToken("<|answer|>", special=True)])
     backend.save(str(tmp_path / "own.json"))
-    with pytest.raises(UserError, match=r"own\.json: its vocabulary has <\|answer\|> already.*data\.tokenizer"):
-        WithSpecials(load_tokenizer(str(tmp_path / "own.json")))
+    with pytest.raises(UserError, match=r"own\.json: .*<\|answer\|>.*data\.tokenizer"):
+        SpecialTokenizer(load_tokenizer(str(tmp_path / "own.json")))
     with pytest.raises(UserError, match=r"<\|plan\|>, <\|execution\|>"):
-        WithSpecials(WithSpecials(trained))
+        SpecialTokenizer(SpecialTokenizer(trained))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "trained"])
 def test_a_run_finds_its_tokenizer_again(kind: str, trained: Tokenizer, tmp_path: Path) -> None:
-    tokenizer = WithSpecials(ByteTokenizer() if kind == "bytes" else trained)
+    tokenizer = SpecialTokenizer(ByteTokenizer() if kind == "bytes" else trained)
     tokenizer.save(tmp_path / "tokenizer.json")
     facts = DataFacts(tokenizer.vocab_size, 1, 0, "", tokenizer.name, tokenizer.base.fingerprint)
-    again = with_specials(facts, tmp_path)
+    again = load_run_tokenizer(facts, tmp_path)
     assert (again.fingerprint, again.vocab_size, again.name) == (
         tokenizer.fingerprint,
         tokenizer.vocab_size,
@@ -78,5 +78,5 @@ def test_a_run_finds_its_tokenizer_again(kind: str, trained: Tokenizer, tmp_path
     text = "A naïve window of 3 tokens."
     assert again.encode(text) == tokenizer.encode(text)
     other = DataFacts(tokenizer.vocab_size, 1, 0, "", tokenizer.name, "other")
-    with pytest.raises(UserError, match="not the tokenizer that the run was trained with"):
-        with_specials(other, tmp_path)
+    with pytest.raises(UserError, match="tokenizer"):
+        load_run_tokenizer(other, tmp_path)

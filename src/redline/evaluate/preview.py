@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from redline.data.chat_template import ChatTokenizer
-from redline.jobs.diffusion.data import PAD, RecordData, WithSpecials
+from redline.jobs.diffusion.data import PAD, RecordData, SpecialTokenizer
 from redline.jobs.finetune.data import AnswerData, Bools, Int32s, Int64s
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def preview_records(data: RecordData, count: int) -> list[SampleView]:
     views = []
     for number in range(min(count, len(data.index))):
         sequence = data.index.sequences(np.array([number]))
-        tokens, learnt = (data.train.rows(sequence)[name][0] for name in ("tokens", "learnt"))
+        tokens, learnt = (data.train.rows(sequence)[name][0] for name in ("tokens", "loss_mask"))
         runs = [replace(run, text=_short(run.text)) for run in _runs(data.tokenizer, tokens, learnt)]
         views.append(SampleView(int(sequence[0]), 1, 1, len(tokens), int(learnt.sum()), runs, whole=True))
     return views
@@ -90,7 +90,7 @@ def _views(data: AnswerData, most: int) -> Iterator[SampleView]:
             yield SampleView(sequence, place - first + 1, end - first, *counts, runs, len(tokens) <= most)
 
 
-def _runs(tokenizer: ChatTokenizer | WithSpecials, tokens: Int32s | Int64s, learnt: Bools) -> Iterator[Run]:
+def _runs(tokenizer: ChatTokenizer | SpecialTokenizer, tokens: Int32s | Int64s, learnt: Bools) -> Iterator[Run]:
     special = (token in tokenizer.special_ids for token in tokens.tolist())
     kinds = zip(learnt.tolist(), special, tokens.tolist(), strict=True)
     for (is_learnt, is_special), some in itertools.groupby(kinds, key=lambda one: one[:2]):

@@ -1,4 +1,8 @@
-"""What diffusion on records reads: rows of question, plan and execution, split, measured, and in a seeded order."""
+"""The data of diffusion: windows of a text, or records laid out as segments of question, plan and execution.
+
+From top to bottom: reading records from their sources and splitting them, the special tokens that mark their parts, the
+encoding of a record as one row of tokens, and the two kinds of sequences that the objective reads.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
@@ -34,8 +38,16 @@ from redline.planning.layout import Layout, Segment
 from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Data, Recipe
 
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
 # ----------------------------------------------------------------------------------------------------
-# Records: reading sources, and the held-out split.
+# Records: GSM8K's rows, rows that name their parts, and the embedded word problems; and the held-out split.
+#
+# GSM8K ends a solution with `#### N`. Its socratic files write each step as `sub-question ** step`: the sub-questions
+# become the plan and the steps the execution, so a plan needs no language model to be generated. Rows that cannot be
+# used are counted, and the report names where they stand.
 
 
 _FIELDS = ("question", "plan", "execution", "answer")
@@ -43,50 +55,55 @@ _FIX = (
     "Give rows with question and answer, the latter ending with `#### N` as GSM8K's do; "
     "or with question, plan, execution and answer."
 )
-_INSTEAD = f"Take the embedded word problems, {PREFIX}easy. Or:"
-_CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # GSM8K: 48/2 = <<48/2=24>>24
+_INSTEAD = f"Use the embedded word problems, {PREFIX}easy. Or:"
+_CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # GSM8K's annotations: 48/2 = <<48/2=24>>24
 _SEPARATOR = " ** "
-_MARK = "####"
+_ANSWER_MARK = "####"
 _NUMBER = re.compile(r"[-−]?\s?\$?\s?[-−]?(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.?\d+)")
-_SPLIT_GROUP = 1 << 16  # randomness of its own, as other ends have theirs
+_SPLIT_GROUP = 1 << 16  # the split's own random stream, separate from those of the data order and of the noise
 
 
 def read_records(source: str) -> tuple[list[Record], RowReport]:
-    """Every usable row, in an order that never changes. More than half unusable, or nothing at all, is refused."""
+    """Return every usable record in the order of the source.
+
+    A source of which more than half is unusable, or that holds nothing, is an error.
+    """
     if is_problems(source):
-        made = problems(source)
-        return made, RowReport(source, len(made))
+        records = problems(source)
+        return records, RowReport(source, len(records))
     rows = partial(source_rows, source, fields=_FIELDS, fix=_FIX, instead=_INSTEAD)
-    return usable(source, rows, record_of, _FIX)
+    return usable(source, rows, parse_record, _FIX)
 
 
-def record_of(row: Mapping[str, Any]) -> Record:
-    """Parquet and hubs give every column to every row: a field that holds null counts as absent."""
+def parse_record(row: Mapping[str, Any]) -> Record:
+    """Parse a row of any of the three forms; raise UnusableError if it has none of them.
+
+    A null field counts as absent, because Parquet files and hub datasets give every column to every row.
+    """
     question, answer = _text(row, "question"), _text(row, "answer")
     if row.get("execution") is not None:
         plan = "" if row.get("plan") in (None, "") else _text(row, "plan")
-        number = _number(answer) if _MARK in answer else answer
-        return Record(question, _plain(plan), _plain(_text(row, "execution")), number)
-    number = _number(answer)
-    lines = [line for line in answer.rpartition(_MARK)[0].splitlines() if line.strip()]
+        number = _final_number(answer) if _ANSWER_MARK in answer else answer
+        return Record(question, _clean_lines(plan), _clean_lines(_text(row, "execution")), number)
+    number = _final_number(answer)
+    lines = [line for line in answer.rpartition(_ANSWER_MARK)[0].splitlines() if line.strip()]
     if not lines or not all(_SEPARATOR in line for line in lines):
-        return Record(question, "", _plain("\n".join(lines)), number)
-    pairs = [line.split(_SEPARATOR, 1) for line in lines]
-    return Record(
-        question, _plain("\n".join(q for q, _ in pairs)), _plain("\n".join(step for _, step in pairs)), number
-    )
+        return Record(question, "", _clean_lines("\n".join(lines)), number)
+    steps = [line.split(_SEPARATOR, 1) for line in lines]
+    plan = _clean_lines("\n".join(sub_question for sub_question, _ in steps))
+    return Record(question, plan, _clean_lines("\n".join(step for _, step in steps)), number)
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if value is None:
-        raise UnusableError(f"no {name!r} in it")
+        raise UnusableError(f"no field {name!r}")
     if name == "answer" and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if name == "answer" and isinstance(value, float) and math.isfinite(value):
         value = str(int(value)) if value == int(value) else str(value)
     if not isinstance(value, str):
-        raise UnusableError(f"{name!r} is no text")
+        raise UnusableError(f"{name!r} is not text")
     if not value.strip():
         raise UnusableError(f"empty {name!r}")
     if not is_clean(value):
@@ -94,90 +111,88 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     return value.strip()
 
 
-def _number(answer: str) -> str:
-    """What stands behind the last mark, without commas and signs of money."""
-    _, mark, behind = answer.rpartition(_MARK)
+def _final_number(answer: str) -> str:
+    """Return the number after the last `####`, without thousands separators and currency signs."""
+    _, mark, tail = answer.rpartition(_ANSWER_MARK)
     if not mark:
-        raise UnusableError(f"no {_MARK} in its answer")
-    found = _NUMBER.search(behind)
-    if found is None:
-        raise UnusableError(f"no number behind the {_MARK} of its answer")
-    minus = "-" if "-" in found[0] or "−" in found[0] else ""
-    return minus + found["digits"].replace(",", "")
+        raise UnusableError(f"no {_ANSWER_MARK} in its answer")
+    match = _NUMBER.search(tail)
+    if match is None:
+        raise UnusableError(f"no number after the {_ANSWER_MARK} of its answer")
+    minus = "-" if "-" in match[0] or "−" in match[0] else ""
+    return minus + match["digits"].replace(",", "")
 
 
-def _plain(text: str) -> str:
-    """Without the calculator's annotations, empty lines, and white space around lines."""
+def _clean_lines(text: str) -> str:
+    """Remove the calculator annotations, empty lines, and white space around lines."""
     lines = (line.strip() for line in _CALCULATOR.sub("", text).splitlines())
     return "\n".join(line for line in lines if line)
 
 
-# --- split
-
-
 @dataclass(frozen=True)
-class Divided:
-    """Each part's records of training and of validation."""
+class SplitRecords:
+    """The training and validation records of each source."""
 
     train: list[list[Record]]
     val: list[list[Record]]
-    duplicates: int  # left out: one with the same question is held out (or, with dedup, came before)
+    duplicates: int  # left out: the question is held out (or, with dedup, has occurred before)
 
 
-def divided(parts: Mapping[str, Sequence[Record]], seed: int, fraction: float, *, dedup: bool) -> Divided:
-    """Held out is a record if a seeded hash of its question falls below `fraction`, so no order or neighbour matters.
+def split_records(parts: Mapping[str, Sequence[Record]], seed: int, fraction: float, *, dedup: bool) -> SplitRecords:
+    """Hold out the records for which a seeded hash of the question falls below `fraction`.
 
-    Of each part at least one is, and at least one is not. A question that is held out is never trained on.
+    The hash makes the split independent of the order of rows and of the other sources. Of each source at least one
+    question is held out and at least one is not. A held-out question is not trained on in any source.
     """
     keys = [np.array([record.key for record in records], dtype=np.uint64) for records in parts.values()]
-    held_out = set(np.concatenate([_held_out(some, seed, fraction) for some in keys]).tolist())
+    held_out = set(np.concatenate([_held_out_keys(some, seed, fraction) for some in keys]).tolist())
     train: list[list[Record]] = []
     val: list[list[Record]] = []
-    met: set[int] = set()
+    seen: set[int] = set()
     for name, records in parts.items():
         train.append([])
         val.append([])
         for record in records:
             key = record.key
-            held, first = key in held_out, key not in met
-            met.add(key)
+            held, first = key in held_out, key not in seen
+            seen.add(key)
             if first or not (held or dedup):
                 (val if held else train)[-1].append(record)
         if not train[-1]:
-            what = "nothing of it is left to train on: all of its questions are held out, or came before."
-            raise UserError(what, where=name, fix="Give more rows, set data.val_fraction=0, or take the source out.")
+            what = "no record is left for training: every question is held out or occurs in an earlier source."
+            raise UserError(what, where=name, fix="Give more rows, set data.val_fraction=0, or remove the source.")
     kept = sum(len(some) for some in [*train, *val])
-    return Divided(train, val, sum(len(records) for records in parts.values()) - kept)
+    return SplitRecords(train, val, sum(len(records) for records in parts.values()) - kept)
 
 
-def _held_out(keys: npt.NDArray[np.uint64], seed: int, fraction: float) -> npt.NDArray[np.uint64]:
-    different = np.unique(keys)
+def _held_out_keys(keys: npt.NDArray[np.uint64], seed: int, fraction: float) -> npt.NDArray[np.uint64]:
+    unique = np.unique(keys)
     if not fraction:
-        return different[:0]
-    chance = order_keys(seed, different.view(np.int64), _SPLIT_GROUP)
+        return unique[:0]
+    chance = order_keys(seed, unique.view(np.int64), _SPLIT_GROUP)
     count = int((chance < np.uint64(fraction * 2.0**64)).sum())
-    return different[np.argsort(chance)][: min(max(count, 1), len(different) - 1)]
+    return unique[np.argsort(chance)][: min(max(count, 1), len(unique) - 1)]
 
 
 # ----------------------------------------------------------------------------------------------------
-# Special tokens behind a tokenizer's own: the marks of a record's parts, padding, and the mask of diffusion.
+# Special tokens, with ids behind those of the tokenizer: the marks of a record's parts, padding, and the mask.
 #
-# The mask is the last id of all, so that the ids which a model may write are those below it.
+# The mask has the last id of all, so that the ids which a model may predict are exactly those below it.
 
 
 PLAN_TOKEN, EXECUTION_TOKEN, ANSWER, PAD, MASK = "<|plan|>", "<|execution|>", "<|answer|>", "<|pad|>", "<|mask|>"
 SPECIALS = (PLAN_TOKEN, EXECUTION_TOKEN, ANSWER, PAD, MASK)
 
 
-class WithSpecials(Tokenizer):
-    """A tokenizer with more ids. No text encodes to them, not even one that holds their names."""
+class SpecialTokenizer(Tokenizer):
+    """A tokenizer with special tokens added. No text encodes to them, not even text that contains their names."""
 
     def __init__(self, tokenizer: Tokenizer, names: Sequence[str] = SPECIALS) -> None:
         if not names or names[-1] != MASK or len(set(names)) < len(names):
-            raise ValueError(f"{names!r} are not different names with {MASK} as the last")
-        if taken := [name for name in names if name in _vocabulary(tokenizer)]:
-            what = f"its vocabulary has {', '.join(taken)} already, which redline adds for its own use."
-            fix = "Name another one (data.tokenizer): gpt2, bytes, train:N or a tokenizer.json without them."
+            raise ValueError(f"{names!r} must be distinct names that end with {MASK}")
+        if taken := [name for name in names if name in _known_tokens(tokenizer)]:
+            what = f"its vocabulary already has {', '.join(taken)}, which redline adds for its own use."
+            fix = "Use another tokenizer (data.tokenizer): gpt2, bytes, train:N or a tokenizer.json without them."
             raise UserError(what, where=tokenizer.name, fix=fix)
         self.base, self.names = tokenizer, tuple(names)
         self.name, self.eot = tokenizer.name, tokenizer.eot
@@ -213,7 +228,7 @@ class WithSpecials(Tokenizer):
 
     @property
     def classes(self) -> int:
-        """How many ids a model may write: all but the mask."""
+        """The number of ids that a model may predict: all but the mask."""
         return self.mask
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -223,160 +238,166 @@ class WithSpecials(Tokenizer):
         return self.base.encode_array(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text, with special tokens by their names."""
+        """Return the text, in which special tokens appear by name."""
         own = self.base.vocab_size
         parts = []
-        for special, run in groupby((int(i) for i in ids if i < self.vocab_size), key=lambda i: i >= own):
-            some = list(run)
-            parts.append("".join(self.names[i - own] for i in some) if special else self.base.decode(some))
+        for special, group in groupby((int(i) for i in ids if i < self.vocab_size), key=lambda i: i >= own):
+            tokens = list(group)
+            parts.append("".join(self.names[i - own] for i in tokens) if special else self.base.decode(tokens))
         return "".join(parts)
 
     def save(self, path: Path) -> None:
-        """The tokenizer without the special tokens, which `with_specials` adds again."""
+        """Save the tokenizer without the special tokens; `load_run_tokenizer` adds them again."""
         self.base.save(path)
 
 
-def _vocabulary(tokenizer: Tokenizer) -> set[str]:
-    """What its ids stand for; bytes stand for themselves."""
-    if isinstance(tokenizer, WithSpecials):
-        return {*tokenizer.names, *_vocabulary(tokenizer.base)}
+def _known_tokens(tokenizer: Tokenizer) -> set[str]:
+    """Return the strings in a tokenizer's vocabulary; a byte tokenizer has none that could clash."""
+    if isinstance(tokenizer, SpecialTokenizer):
+        return {*tokenizer.names, *_known_tokens(tokenizer.base)}
     if not isinstance(tokenizer, LibraryTokenizer):
         return set()
     definition = json.loads(tokenizer.definition())
-    vocab = definition["model"]["vocab"]  # of Unigram a list of pairs
+    vocab = definition["model"]["vocab"]  # a list of (token, score) pairs for Unigram models, else a mapping
     words = vocab if isinstance(vocab, dict) else [pair[0] for pair in vocab]
     return {*words, *(token["content"] for token in definition["added_tokens"])}
 
 
-def with_specials(facts: DataFacts, folder: Path, names: Sequence[str] = SPECIALS) -> WithSpecials:
-    """The tokenizer that a run was trained with: its `tokenizer.json` lies in `folder`, or its name says all.
+def load_run_tokenizer(facts: DataFacts, folder: Path) -> SpecialTokenizer:
+    """Load the tokenizer that a run was trained with, from the run's `tokenizer.json` or by its name.
 
-    The facts name the tokenizer without the special tokens.
+    `facts` name the tokenizer without the special tokens.
     """
     own = folder / "tokenizer.json"
     tokenizer = load_tokenizer(str(own) if own.is_file() else facts.tokenizer)
     if tokenizer.fingerprint != facts.tokenizer_fingerprint:
         what = "this is not the tokenizer that the run was trained with."
-        raise UserError(what, where=str(own if own.is_file() else facts.tokenizer), fix="Copy the run's folder anew.")
+        where = str(own if own.is_file() else facts.tokenizer)
+        raise UserError(what, where=where, fix="Copy the run's folder again.")
     tokenizer.name = facts.tokenizer
-    return WithSpecials(tokenizer, names)
+    return SpecialTokenizer(tokenizer)
 
 
 # ----------------------------------------------------------------------------------------------------
-# A record as a row of tokens: each of its segments with its marks, padded to its length.
+# A record as a row of tokens: each segment with its marks, padded to its length.
 #
 #     question    the question, padding
 #     plan        <|plan|> the plan, padding
 #     execution   <|execution|> the steps <|answer|> the answer, padding     (named `solution` where there is no plan)
 #
-# Learnt is all that a sampler must write: a segment's content, and the padding of the block in which the first of it
-# stands; that first one always exists, for it says where the content ends. What is too long is cut and counted. The
-# answer is never cut off: of the execution the end of its steps goes, and where not even the answer fits, the record.
+# The loss mask covers all that a sampler has to write: a segment's content, and the padding up to the end of the block
+# in which the content ends. There is always at least one padding token, since it tells the sampler where the content
+# ends. Segments that are too long are truncated and counted. The answer is never truncated: the steps before it are,
+# and if even the answer alone does not fit, the record is dropped.
 
 
 QUESTION, PLAN, EXECUTION, SOLUTION = "question", "plan", "execution", "solution"
-_LEAST = {QUESTION: 1, PLAN: 3, EXECUTION: 4, SOLUTION: 4}  # its marks, one token, and one of padding
-_AT_ONCE = 4096  # records
+_LEAST_LENGTH = {QUESTION: 1, PLAN: 3, EXECUTION: 4, SOLUTION: 4}  # the marks, one token, and one of padding
+_ENCODE_BATCH = 4096  # records
 
 
 @dataclass(frozen=True)
 class SegmentReport:
     name: str
     length: int
-    median: int  # tokens of its content, before anything is cut
-    most: int  # that 95 % of all do not exceed
+    median: int  # tokens of its content, before truncation
+    most: int  # the 95th percentile of these
     longest: int
     truncated: int
 
 
-def key_of(layout: Layout, name: str) -> str:
-    """The key of the recipe that makes a segment longer."""
+def length_key(layout: Layout, name: str) -> str:
+    """Return the recipe key that makes a segment longer."""
     if any(segment.name == SOLUTION for segment in layout.segments):
         return "data.seq_len" if name == SOLUTION else f"block_diffusion.{name}"
     return f"hierarchical_diffusion.{name}"
 
 
-def refuse_short(layout: Layout) -> None:
+def check_segment_lengths(layout: Layout) -> None:
+    """Raise if a segment is too short for its marks and one token."""
     names = [segment.name for segment in layout.segments]
     if names not in ([QUESTION, PLAN, EXECUTION], [QUESTION, SOLUTION]):
         raise ValueError(f"{names} are not the segments of a record")
     for segment in layout.segments:
-        least = _LEAST[segment.name]
+        least = _LEAST_LENGTH[segment.name]
         if segment.length < least:
-            what = f"a {segment.name} of {segment.length} tokens has no room for anything."
-            fix = f"Raise {key_of(layout, segment.name)} so that it has at least {least}; 64 is a beginning."
-            raise UserError(what, fix=fix)
+            key = length_key(layout, segment.name)
+            what = f"a {segment.name} of {segment.length} tokens has no room for its special tokens and any content."
+            raise UserError(what, fix=f"Set {key} so that it has at least {least}; start with 64.")
 
 
-class RecordRows:
-    """Writes records into rows, and counts what did not fit."""
+class RecordEncoder:
+    """Encodes records as rows of tokens, and counts what is truncated and dropped."""
 
-    def __init__(self, layout: Layout, tokenizer: WithSpecials) -> None:
+    def __init__(self, layout: Layout, tokenizer: SpecialTokenizer) -> None:
         self.layout, self.tokenizer = layout, tokenizer
-        self.dropped = self.unplanned = 0
+        self.dropped = self.without_plan = 0
         self._lengths: dict[str, list[int]] = {segment.name: [] for segment in layout.segments}
         self._truncated = dict.fromkeys(self._lengths, 0)
-        self._least_answer = 0  # the shortest segment that would have saved a dropped record
+        self._least_answer = 0  # the shortest last segment that would have held the answer of a dropped record
 
-    def write(self, records: Sequence[Record]) -> tuple[Int32s, Int32s, list[Record]]:
-        """Tokens [R, n], up to where each segment is learnt [R, segments], and the records that fitted."""
+    def encode(self, records: Sequence[Record]) -> tuple[Int32s, Int32s, list[Record]]:
+        """Return tokens [R, n], the end of the loss mask in each segment [R, segments], and the records that fit."""
         tokens_RN = np.full((len(records), self.layout.length), self.tokenizer.pad, dtype=np.int32)
-        learnt_RS = np.zeros((len(records), len(self.layout.segments)), dtype=np.int32)
+        ends_RS = np.zeros((len(records), len(self.layout.segments)), dtype=np.int32)
         kept: list[Record] = []
-        for first in range(0, len(records), _AT_ONCE):
-            some = records[first : first + _AT_ONCE]
-            for record, segments in zip(some, self._coded(some), strict=True):
-                if self._fill(segments, tokens_RN[len(kept)], learnt_RS[len(kept)]):
+        for first in range(0, len(records), _ENCODE_BATCH):
+            batch = records[first : first + _ENCODE_BATCH]
+            for record, segments in zip(batch, self._encode_segments(batch), strict=True):
+                if self._fill_row(segments, tokens_RN[len(kept)], ends_RS[len(kept)]):
                     kept.append(record)
-                    self.unplanned += not record.plan and PLAN in self._lengths
-        return tokens_RN[: len(kept)], learnt_RS[: len(kept)], kept
+                    self.without_plan += not record.plan and PLAN in self._lengths
+        return tokens_RN[: len(kept)], ends_RS[: len(kept)], kept
 
-    def _coded(self, records: Sequence[Record]) -> list[list[tuple[list[int], list[int]]]]:
-        """Of each record, for each segment, what may be cut at its end and what must stay behind that."""
-        of, marks = self.tokenizer.encode_batch, self.tokenizer
-        parts = {QUESTION: [(q, list[int]()) for q in of([record.question for record in records])]}
+    def _encode_segments(self, records: Sequence[Record]) -> list[list[tuple[list[int], list[int]]]]:
+        """Return, for each record and segment, the tokens that may be truncated and those that must follow them."""
+        encode, ids = self.tokenizer.encode_batch, self.tokenizer
+        parts = {QUESTION: [(q, list[int]()) for q in encode([record.question for record in records])]}
         if PLAN in self._lengths:
-            parts[PLAN] = [([marks.plan, *plan], []) for plan in of([record.plan for record in records])]
-        steps, answers = of([record.execution for record in records]), of([record.answer for record in records])
+            parts[PLAN] = [([ids.plan, *plan], []) for plan in encode([record.plan for record in records])]
+        steps, answers = encode([record.execution for record in records]), encode([record.answer for record in records])
         last = self.layout.segments[-1].name
-        parts[last] = [([marks.execution, *s], [marks.answer, *a]) for s, a in zip(steps, answers, strict=True)]
+        parts[last] = [([ids.execution, *s], [ids.answer, *a]) for s, a in zip(steps, answers, strict=True)]
         return [list(segments) for segments in zip(*parts.values(), strict=True)]
 
-    def _fill(self, segments: list[tuple[list[int], list[int]]], row_N: Int32s, learnt_S: Int32s) -> bool:
-        """Whether it fits."""
+    def _fill_row(self, segments: list[tuple[list[int], list[int]]], row_N: Int32s, ends_S: Int32s) -> bool:
+        """Write a record into its row, unless its answer does not fit; return whether it does."""
         filled = []
-        for segment, (content, end) in zip(self.layout.segments, segments, strict=True):
-            self._lengths[segment.name].append(len(content) + len(end))
-            room = (segment.length if segment.given else segment.length - 1) - len(end)
-            if room < (1 if end else 0):
+        for segment, (content, required) in zip(self.layout.segments, segments, strict=True):
+            self._lengths[segment.name].append(len(content) + len(required))
+            room = (segment.length if segment.given else segment.length - 1) - len(required)
+            if room < (1 if required else 0):
                 self.dropped += 1
-                needed = len(end) + 2  # the mark before the steps, and the padding
+                needed = len(required) + 2  # the mark before the steps, and the padding
                 self._least_answer = min(self._least_answer or needed, needed)
                 return False
             self._truncated[segment.name] += len(content) > room
-            filled.append(content[:room] + end)
-        for place, (segment, begin) in enumerate(zip(self.layout.segments, self.layout.starts, strict=True)):
-            row_N[begin : begin + len(filled[place])] = filled[place]
-            learnt_S[place] = _learnt(segment, len(filled[place]))
+            filled.append(content[:room] + required)
+        for i, (segment, begin) in enumerate(zip(self.layout.segments, self.layout.starts, strict=True)):
+            row_N[begin : begin + len(filled[i])] = filled[i]
+            ends_S[i] = _loss_mask_end(segment, len(filled[i]))
         return True
 
-    def nothing_fits(self, source: str) -> UserError:
+    def no_record_fits(self, source: str) -> UserError:
         last = self.layout.segments[-1]
         what = f"no record's answer fits into the {last.length} tokens of the {last.name}."
         more = self._least_answer - last.length
-        fix = f"Raise {key_of(self.layout, last.name)} by at least {more}; the steps before the answer need room, too."
+        key = length_key(self.layout, last.name)
+        fix = f"Raise {key} by at least {more}, and further for the steps before the answer."
         return UserError(what, where=source, fix=fix)
 
     def reports(self) -> tuple[SegmentReport, ...]:
         return tuple(
-            SegmentReport(one.name, one.length, *_quantiles(self._lengths[one.name]), self._truncated[one.name])
-            for one in self.layout.segments
+            SegmentReport(
+                segment.name, segment.length, *_quantiles(self._lengths[segment.name]), self._truncated[segment.name]
+            )
+            for segment in self.layout.segments
         )
 
 
-def _learnt(segment: Segment, end: int) -> int:
-    """Up to the end of the block in which the first padding stands."""
-    return 0 if segment.given else (end // segment.block + 1) * segment.block
+def _loss_mask_end(segment: Segment, content: int) -> int:
+    """Return the end of the block that holds the first padding token."""
+    return 0 if segment.given else (content // segment.block + 1) * segment.block
 
 
 def _quantiles(lengths: list[int]) -> tuple[int, int, int]:
@@ -384,44 +405,42 @@ def _quantiles(lengths: list[int]) -> tuple[int, int, int]:
     return median, most, longest
 
 
-Int32s = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True)
 class RecordsReport:
+    """Counts for the user: what was read, truncated and left out."""
+
     sources: tuple[RowReport, ...]
     segments: tuple[SegmentReport, ...]
     dropped: int  # records whose answer does not fit
-    duplicates: int  # left out: the question is held out (or, with data.dedup, came before)
-    unplanned: int  # records without a plan, where the layout has a place for it
+    duplicates: int  # left out: the question is held out (or, with data.dedup, has occurred before)
+    without_plan: int  # records without a plan, where the layout has a segment for it
     train: int
     val: int
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def lines(self) -> list[str]:
-        """For people."""
-        told = [source.line() for source in self.sources]
-        for one in self.segments:
+        lines = [source.line() for source in self.sources]
+        for segment in self.segments:
             lengths = (
-                f"median {one.median:,}, 95 % within {one.most:,}, longest {one.longest:,} of {one.length:,} tokens"
+                f"median {segment.median:,}, 95 % within {segment.most:,}, longest {segment.longest:,} "
+                f"of {segment.length:,} tokens"
             )
-            told.append(f"{one.name}: {lengths}" + (f"; {one.truncated:,} truncated" if one.truncated else ""))
+            truncated = f"; {segment.truncated:,} truncated" if segment.truncated else ""
+            lines.append(f"{segment.name}: {lengths}{truncated}")
+        lines.append(f"{self.train:,} training records" + (f", {self.val:,} held out" if self.val else ""))
         left_out = {
-            "dropped, for their answer does not fit": self.dropped,
-            "left out, for their question is met elsewhere": self.duplicates,
-            "without a plan": self.unplanned,
+            "dropped: the answer does not fit": self.dropped,
+            "left out: the question is held out or a duplicate": self.duplicates,
+            "without a plan": self.without_plan,
         }
-        told.append(f"{self.train:,} records" + (f" to train on, {self.val:,} held out" if self.val else ""))
-        return told + [f"{count:,} {why}" for why, count in left_out.items() if count]
+        return lines + [f"{count:,} {why}" for why, count in left_out.items() if count]
 
 
 @dataclass(frozen=True)
 class RecordSplit:
+    """The rows of one split, with their records."""
+
     tokens: Int32s  # [rows, n]
-    ends: Int32s  # [rows, segments]: up to where each segment is learnt
+    ends: Int32s  # [rows, segments]: the end of the loss mask within each segment
     records: list[Record]
     layout: Layout
 
@@ -429,15 +448,13 @@ class RecordSplit:
         return len(self.records)
 
     def rows(self, numbers: Int64s) -> dict[str, npt.NDArray[Any]]:
-        """`tokens` int64 and `learnt` bool, both [B, n]."""
+        """Return `tokens` (int64) and `loss_mask` (bool) of these rows, both [B, n]."""
         ends_BS = self.ends[numbers]
-        learnt = [
-            np.arange(segment.length) < ends_BS[:, place, None] for place, segment in enumerate(self.layout.segments)
-        ]
-        return {"tokens": self.tokens[numbers].astype(np.int64), "learnt": np.concatenate(learnt, axis=1)}
+        masks = [np.arange(segment.length) < ends_BS[:, i, None] for i, segment in enumerate(self.layout.segments)]
+        return {"tokens": self.tokens[numbers].astype(np.int64), "loss_mask": np.concatenate(masks, axis=1)}
 
     def means(self, numbers: Int64s) -> dict[str, Any]:
-        """Over these rows: the share of the noised positions that have a loss."""
+        """Return the share of the noised positions of these rows that carry a loss, by its name in the lock."""
         return {"learnt": float(self.ends[numbers].sum(1).mean()) / self.layout.denoised}
 
     def first(self, count: int) -> RecordSplit:
@@ -449,34 +466,35 @@ class RecordData:
     facts: DataFacts
     train: RecordSplit
     val: RecordSplit | None
-    tokenizer: WithSpecials
+    tokenizer: SpecialTokenizer
     report: RecordsReport
     index: RowIndex
-
-
-def _said(record: Record) -> list[str]:
-    return [record.question, record.plan, record.execution, record.answer]
 
 
 def load_records(
     data: Data, layout: Layout, *, seed: int, val_fraction: float, progress: ProgressCallback | None = None
 ) -> RecordData:
-    """All that the sources hold, as rows of the layout. With `val_fraction` 0 all is in `train`."""
-    refuse_short(layout)
-    read = {part.source: _read(part.source, progress) for part in data.parts}
-    split = divided({name: found for name, (found, _) in read.items()}, seed, val_fraction, dedup=data.dedup)
+    """Read all sources, split them, and encode them as rows of the layout.
+
+    With `val_fraction` 0 everything is in `train`.
+    """
+    check_segment_lengths(layout)
+    read = {part.source: _read_source(part.source, progress) for part in data.parts}
+    split = split_records({name: records for name, (records, _) in read.items()}, seed, val_fraction, dedup=data.dedup)
     trained = [record for records in split.train for record in records]
-    tokenizer = WithSpecials(load_tokenizer(data.tokenizer, lambda: (text for one in trained for text in _texts(one))))
+    # A tokenizer that is trained here sees training records only: held-out text must not shape the vocabulary.
+    base = load_tokenizer(data.tokenizer, lambda: (text for record in trained for text in _texts(record)))
+    tokenizer = SpecialTokenizer(base)
     if progress:
-        progress(Progress("laying out the records", 0, None, 0))
-    rows = RecordRows(layout, tokenizer)
-    each = [RecordSplit(*rows.write(records), layout) for records in split.train]
-    for name, part in zip(read, each, strict=True):
+        progress(Progress("encoding the records", 0, None, 0))
+    encoder = RecordEncoder(layout, tokenizer)
+    by_source = [RecordSplit(*encoder.encode(records), layout) for records in split.train]
+    for name, part in zip(read, by_source, strict=True):
         if not len(part):
-            raise rows.nothing_fits(name)
-    train = _joined(each)
-    held_out = RecordSplit(*rows.write([record for records in split.val for record in records]), layout)
-    sizes = [len(part) for part in each]
+            raise encoder.no_record_fits(name)
+    train = _concatenate(by_source)
+    held_out = RecordSplit(*encoder.encode([record for records in split.val for record in records]), layout)
+    sizes = [len(part) for part in by_source]
     index = row_index(sizes, data.parts, seed, shuffle=data.shuffle)
     content = [_digest(train), _digest(held_out), sizes, row_mixture_key(data.parts), seed, data.shuffle]
     facts = DataFacts(
@@ -486,30 +504,30 @@ def load_records(
         fingerprint=digest_of(["records", tokenizer.fingerprint, content]),
         tokenizer=tokenizer.name,
         tokenizer_fingerprint=tokenizer.base.fingerprint,
-        content=digest_of(["records", sorted(_said(one) for found, _ in read.values() for one in found)]),
+        content=digest_of(["records", sorted(_texts(record) for records, _ in read.values() for record in records)]),
         val_rows=len(held_out),
         rows=train.means(epoch_sample(index)),
     )
     report = RecordsReport(
         sources=tuple(report for _, report in read.values()),
-        segments=rows.reports(),
-        dropped=rows.dropped,
+        segments=encoder.reports(),
+        dropped=encoder.dropped,
         duplicates=split.duplicates,
-        unplanned=rows.unplanned,
+        without_plan=encoder.without_plan,
         train=len(train),
         val=len(held_out),
     )
     return RecordData(facts, train, held_out if len(held_out) else None, tokenizer, report, index)
 
 
-def _read(source: str, progress: ProgressCallback | None) -> tuple[list[Record], RowReport]:
+def _read_source(source: str, progress: ProgressCallback | None) -> tuple[list[Record], RowReport]:
     if progress:
         progress(Progress(f"reading {source}", 0, None, 0))
     return read_records(source)
 
 
-def row_of_question(question: str, layout: Layout, tokenizer: WithSpecials) -> list[int]:
-    """The tokens of the segment that is given; a question that is too long is cut, as in training."""
+def question_row(question: str, layout: Layout, tokenizer: SpecialTokenizer) -> list[int]:
+    """Return the tokens of the question segment: padded, or truncated as in training."""
     length = next(segment.length for segment in layout.segments if segment.name == QUESTION)
     tokens = tokenizer.encode(question)[:length]
     return [*tokens, *[tokenizer.pad] * (length - len(tokens))]
@@ -525,7 +543,7 @@ def _digest(split: RecordSplit) -> str:
     return content.hexdigest()
 
 
-def _joined(parts: Sequence[RecordSplit]) -> RecordSplit:
+def _concatenate(parts: Sequence[RecordSplit]) -> RecordSplit:
     if len(parts) == 1:
         return parts[0]
     return RecordSplit(
@@ -539,24 +557,18 @@ def _joined(parts: Sequence[RecordSplit]) -> RecordSplit:
 # ----------------------------------------------------------------------------------------------------
 # What the objective reads: windows of a text, or rows of records.
 
-Ids = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-
 
 class Rows(NamedTuple):
-    """Sequences as they are, which of their positions are learnt, and which of these others are never hidden.
+    """Clean sequences and what is to be done with their positions, each array [B, n]."""
 
-    `content` are the learnt positions that are not padding; all of them if not given.
-    """
-
-    tokens: Ids
-    learnt: Bools
-    never: Bools | None = None
-    content: Bools | None = None
+    tokens: Int64s
+    loss_mask: Bools  # positions that carry a loss when they are masked
+    never_masked: Bools | None = None  # positions that stay clean although their segment is noised
+    content: Bools | None = None  # positions of the loss mask that are not padding; None: all of them
 
 
 class Sequences(Protocol):
-    """What a job reads."""
+    """The data of a diffusion objective."""
 
     @property
     def facts(self) -> DataFacts: ...
@@ -566,30 +578,30 @@ class Sequences(Protocol):
 
     @property
     def held_out(self) -> int:
-        """Sequences that evaluation reads."""
+        """The number of validation sequences."""
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """Tokens and bytes of what is held out, where they are known."""
+        """The tokens and bytes of the validation split, where they are known."""
 
-    def training(self, samples: Ids) -> Rows: ...
+    def training(self, samples: Int64s) -> Rows: ...
 
-    def evaluation(self, numbers: Ids) -> Rows: ...
+    def evaluation(self, numbers: Int64s) -> Rows: ...
 
 
 @dataclass(frozen=True)
 class TextSequences:
-    """Windows of a text. One more id than its tokenizer has stands for what is hidden."""
+    """Windows of a text. The id after the tokenizer's last one is the mask."""
 
     text: CausalData
     seq_len: int
-    index: Index | None = None  # None when nothing is trained
+    index: Index | None = None  # None for a run that does not train
 
     @cached_property
     def facts(self) -> DataFacts:
-        found = self.text.facts
-        held_out = found.val_tokens if self.held_out else 0  # what fills no window is never scored
-        return replace(found, vocab_size=found.vocab_size + 1, val_tokens=held_out)
+        facts = self.text.facts
+        val_tokens = facts.val_tokens if self.held_out else 0  # a split shorter than a window is never evaluated
+        return replace(facts, vocab_size=facts.vocab_size + 1, val_tokens=val_tokens)
 
     @property
     def told(self) -> tuple[str, ...]:
@@ -615,17 +627,18 @@ class TextSequences:
     def sequences(self, seq_len: int) -> int:
         return self.held_out
 
-    def training(self, samples: Ids) -> Rows:
+    def training(self, samples: Int64s) -> Rows:
         assert self.index is not None
         return self._rows(self.text.tokens.train, self.index.starts(samples))
 
-    def evaluation(self, numbers: Ids) -> Rows:
+    def evaluation(self, numbers: Int64s) -> Rows:
         assert self.text.held_out is not None
         return self._rows(self.text.held_out, numbers * self.seq_len)
 
-    def _rows(self, split: TokenSplit, starts: Ids) -> Rows:
-        """A mark before a document that is a row's first has nothing to be predicted from."""
+    def _rows(self, split: TokenSplit, starts: Int64s) -> Rows:
         tokens = split.windows(starts, self.seq_len).astype(np.int64)
+        # Position 0 is exempt when it is the beginning-of-sequence token, as in BD3-LM: nothing precedes it from which
+        # it could be predicted, and a sampler always starts with it.
         never = np.zeros(tokens.shape, dtype=bool)
         never[:, 0] = tokens[:, 0] == self.text.tokens.eot
         return Rows(tokens, ~never, never)
@@ -633,10 +646,12 @@ class TextSequences:
 
 @dataclass(frozen=True)
 class RecordSequences:
+    """Rows of records, in the layout of their segments."""
+
     facts: DataFacts
-    tokenizer: WithSpecials | None = None  # None: for steps that are only timed
+    tokenizer: SpecialTokenizer | None = None  # None for steps that are only timed
     records: RecordData | None = None
-    split: RecordSplit | None = None  # what is held out
+    split: RecordSplit | None = None  # the validation split
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -657,23 +672,23 @@ class RecordSequences:
         return [] if self.records is None else self.records.report.lines()
 
     def row_keys(self, *, trained: bool) -> list[int] | None:
-        """One key per row to train on, or per row that is evaluated."""
+        """Return one key per training record, or per record that is evaluated."""
         to_train = None if self.records is None else self.records.train
         split = to_train if trained else self.split
         return None if split is None else [record.key for record in split.records]
 
-    def training(self, samples: Ids) -> Rows:
+    def training(self, samples: Int64s) -> Rows:
         assert self.records is not None
         return self._rows(self.records.train, self.records.index.sequences(samples))
 
-    def evaluation(self, numbers: Ids) -> Rows:
+    def evaluation(self, numbers: Int64s) -> Rows:
         assert self.split is not None
         return self._rows(self.split, numbers)
 
-    def _rows(self, split: RecordSplit, numbers: Ids) -> Rows:
+    def _rows(self, split: RecordSplit, numbers: Int64s) -> Rows:
         assert self.tokenizer is not None
-        found = split.rows(numbers)
-        return Rows(**found, content=found["learnt"] & (found["tokens"] != self.tokenizer.pad))
+        rows = split.rows(numbers)
+        return Rows(**rows, content=rows["loss_mask"] & (rows["tokens"] != self.tokenizer.pad))
 
 
 def complete(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
@@ -723,6 +738,6 @@ def random_data(facts: DataFacts) -> RecordSequences:
 def tokenizer_alone(facts: DataFacts, folder: Path, recipe: Recipe) -> TextSequences | RecordSequences:
     """Return data that hold a tokenizer and no rows, for a model that only samples; its data may be gone."""
     if can_answer(recipe):
-        return RecordSequences(facts, with_specials(facts, folder))
+        return RecordSequences(facts, load_run_tokenizer(facts, folder))
     plain = replace(facts, vocab_size=facts.vocab_size - 1)
     return TextSequences(causal_lm.tokenizer_alone(plain, folder, recipe), recipe.data.seq_len)

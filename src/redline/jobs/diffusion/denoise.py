@@ -1,10 +1,10 @@
-"""Sampling by denoising: block after block, each filled in while the clean ones before it stay in a cache.
+"""Sampling: denoise one block after the other, while the keys and values of the finished blocks stay in a cache.
 
-A masked position keeps its value once it has one. The network does not see the time, so only the order counts:
-`first_hitting` fills one position at a time, each as likely as the others, which is exactly the order in which a
-continuous-time process first leaves the mask (arXiv 2409.02908); `ancestral` goes down a grid of times and fills what
-leaves the mask between two of them, all from one look. Each row has randomness of its own: what is beside it in a batch
-changes nothing.
+A position keeps its token once it is unmasked. The network has no time conditioning, so only the order matters in which
+positions are unmasked. `first_hitting` unmasks one position per forward pass, in uniformly random order, which is
+exactly the order in which the continuous-time process leaves the mask (arXiv 2409.02908). `ancestral` follows a grid of
+times and unmasks all positions between two of them from one forward pass: fewer passes, at the price of an
+approximation. Each row has its own random generator, so a sample does not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Denoising:
-    """How to fill in."""
-
+class SamplerOptions:
     sampler: str = "first_hitting"
-    steps: int | None = None  # ancestral: times per block; as many as it has positions if not given
+    steps: int | None = None  # ancestral: forward passes per block; default: the positions of a block
     temperature: float = 1.0  # 0: the likeliest token
     top_k: int | None = None
     top_p: float | None = None
@@ -39,18 +37,18 @@ class Denoising:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the ids mean here."""
+    """The ids that have a special meaning to diffusion."""
 
     mask: int
-    classes: int  # ids below this can be predicted
-    end: int | None = None  # after it a segment has nothing more
+    classes: int  # ids below this can be predicted; the mask cannot (SUBS: its logit is -inf)
+    end: int | None = None  # ends a segment: everything after it in the segment is this id, too
 
 
 @dataclass(frozen=True)
 class Denoised:
-    rows: Tensor  # [B, n] without a mask
-    looks: list[int]  # forwards of a noisy block, for each row
-    ended: list[bool]  # by itself: there is an `end` in its last segment
+    rows: Tensor  # [B, n], without masks
+    forwards: list[int]  # forward passes of a noisy block per row (the NFE, without those that fill the cache)
+    ended: list[bool]  # whether the last segment contains `end`
 
 
 @torch.no_grad()
@@ -60,41 +58,43 @@ def denoise(
     layout: Layout,
     vocabulary: Vocabulary,
     seeds: Sequence[int],
-    how: Denoising = Denoising(),
+    options: SamplerOptions = SamplerOptions(),
     *,
     cached: bool = True,
-    told: Callable[[int], None] = lambda _: None,
+    on_block: Callable[[int], None] = lambda _: None,
 ) -> Denoised:
-    """Rows with every mask filled in; `told` hears how many blocks are done.
+    """Replace every mask in the rows; call `on_block` with the number of finished blocks after each one.
 
-    Without `cached`, the blocks before are read again for each look: slower, and the same.
+    Without `cached` the finished blocks are read again for each forward pass: slower, with the same result.
     """
-    rows, asked = rows_BN.clone(), rows_BN == vocabulary.mask
-    chances = [np.random.default_rng(seed) for seed in seeds]
-    looks, over = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=bool)
-    cache, done, begin = model.new_cache(), 0, 0
+    rows, masked_at_first = rows_BN.clone(), rows_BN == vocabulary.mask
+    generators = [np.random.default_rng(seed) for seed in seeds]
+    forwards, ended = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=bool)
+    cache, finished, begin = model.new_cache(), 0, 0
     for segment in layout.segments:
-        over[:] = False
+        ended[:] = False
         for _ in range(segment.blocks):
             block = slice(begin, begin + segment.size)
             if vocabulary.end is not None:
-                _close(rows, block, over, vocabulary)
-            for hidden in _fillings(rows, block, vocabulary, chances, how):
-                seen = cache if cached else _read(model, rows, layout, begin)
+                _fill_ended_rows(rows, block, ended, vocabulary)
+            for unmasked in _unmask_schedule(rows, block, vocabulary, generators, options):
+                seen = cache if cached else _clean_cache(model, rows, layout, begin)
                 states = model(rows[:, block], Bound(), seen, begin, whole=True, keep=False)
-                _fill(model, rows, block, states, hidden, vocabulary, chances, how)
-                looks += hidden.any(1)
+                _unmask(model, rows, block, states, unmasked, vocabulary, generators, options)
+                forwards += unmasked.any(1)
             if cached and block.stop < layout.length:
+                # One more pass over the finished block: the cache must hold the keys and values of clean tokens.
                 model(rows[:, block], Bound(), cache, begin, whole=True)
             if vocabulary.end is not None and not segment.given:
-                over |= ((rows[:, block] == vocabulary.end) & asked[:, block]).any(1).cpu().numpy()
-            begin, done = block.stop, done + 1
-            told(done)
-    return Denoised(rows, looks.tolist(), over.tolist())
+                written = (rows[:, block] == vocabulary.end) & masked_at_first[:, block]
+                ended |= written.any(1).cpu().numpy()
+            begin, finished = block.stop, finished + 1
+            on_block(finished)
+    return Denoised(rows, forwards.tolist(), ended.tolist())
 
 
-def _read(model: Decoder, rows: Tensor, layout: Layout, until: int) -> list[KVCache]:
-    """A cache of all clean blocks before a position, made anew."""
+def _clean_cache(model: Decoder, rows: Tensor, layout: Layout, until: int) -> list[KVCache]:
+    """Return a new cache of all clean blocks before position `until`."""
     cache, begin = model.new_cache(), 0
     for size in layout.sizes:
         if begin < until:
@@ -103,76 +103,83 @@ def _read(model: Decoder, rows: Tensor, layout: Layout, until: int) -> list[KVCa
     return cache
 
 
-def _close(rows: Tensor, block: slice, over: Bools, vocabulary: Vocabulary) -> None:
-    """Of rows whose segment has ended the rest of it is ends."""
-    part = rows[:, block]
-    closed = torch.from_numpy(over).to(rows.device)[:, None] & (part == vocabulary.mask)
+def _fill_ended_rows(rows: Tensor, block: slice, ended: Bools, vocabulary: Vocabulary) -> None:
+    """Fill the block with `end` in the rows whose segment has ended, which saves their forward passes."""
     assert vocabulary.end is not None
-    rows[:, block] = part.masked_fill(closed, vocabulary.end)
+    tokens = rows[:, block]
+    fill = torch.from_numpy(ended).to(rows.device)[:, None] & (tokens == vocabulary.mask)
+    rows[:, block] = tokens.masked_fill(fill, vocabulary.end)
 
 
-def _fillings(
-    rows: Tensor, block: slice, vocabulary: Vocabulary, chances: list[np.random.Generator], how: Denoising
+def _unmask_schedule(
+    rows: Tensor,
+    block: slice,
+    vocabulary: Vocabulary,
+    generators: list[np.random.Generator],
+    options: SamplerOptions,
 ) -> list[Bools]:
-    """For each look, which positions [B, L'] it fills in; looks that fill nothing in any row are left out."""
+    """Return, for each forward pass, which positions [B, L'] it unmasks; passes that unmask nothing are left out."""
     masked = (rows[:, block] == vocabulary.mask).cpu().numpy()
     if not masked.any():
         return []
-    ranks = [_order(row, chance, how) for row, chance in zip(masked, chances, strict=True)]
-    turns = np.stack(ranks)
-    return [turns == turn for turn in np.unique(turns[turns >= 0])]
+    steps = np.stack([_unmask_steps(row, rng, options) for row, rng in zip(masked, generators, strict=True)])
+    return [steps == step for step in np.unique(steps[steps >= 0])]
 
 
-def _order(masked: Bools, chance: np.random.Generator, how: Denoising) -> npt.NDArray[np.int64]:
-    """The look at which each position is filled in; -1 where nothing is to be."""
-    turns = np.full(len(masked), -1, dtype=np.int64)
+def _unmask_steps(masked: Bools, generator: np.random.Generator, options: SamplerOptions) -> npt.NDArray[np.int64]:
+    """Return the sampler step at which each position is unmasked; -1 where it is not masked."""
+    steps = np.full(len(masked), -1, dtype=np.int64)
     count = int(masked.sum())
-    if how.sampler == "first_hitting":
-        turns[masked] = chance.permutation(count)
+    if options.sampler == "first_hitting":
+        # With p = t every masked position is equally likely to leave the mask next, whatever the time: the order is a
+        # uniform permutation, and the times t <- t * u^(1/n) need not be drawn since the network does not see them.
+        steps[masked] = generator.permutation(count)
     else:
-        # linear schedule: a position leaves the mask at a time that is uniform in [0, 1], the later times first
-        steps = how.steps or len(masked)
-        turns[masked] = np.minimum((chance.random(count) * steps).astype(np.int64), steps - 1)
-    return turns
+        # Linear schedule: the time at which a position leaves the mask is uniform in [0, 1], so the grid interval that
+        # it falls into can be drawn directly.
+        number = options.steps or len(masked)
+        steps[masked] = np.minimum((generator.random(count) * number).astype(np.int64), number - 1)
+    return steps
 
 
-def _fill(
+def _unmask(
     model: Decoder,
     rows: Tensor,
     block: slice,
     states_BLD: Tensor,
-    hidden: Bools,
+    unmasked: Bools,
     vocabulary: Vocabulary,
-    chances: list[np.random.Generator],
-    how: Denoising,
+    generators: list[np.random.Generator],
+    options: SamplerOptions,
 ) -> None:
-    row, place = np.nonzero(hidden)
-    where = torch.from_numpy(row).to(rows.device), torch.from_numpy(place).to(rows.device)
-    draws = np.concatenate([chances[i].random(count) for i, count in enumerate(hidden.sum(1)) if count])
+    """Sample a token at each of these positions, and write it into the rows."""
+    row, column = np.nonzero(unmasked)
+    where = torch.from_numpy(row).to(rows.device), torch.from_numpy(column).to(rows.device)
+    draws = np.concatenate([generators[i].random(count) for i, count in enumerate(unmasked.sum(1)) if count])
     logits = model.logits(states_BLD[where])[:, : vocabulary.classes]
     uniform = torch.from_numpy(draws).to(rows.device, torch.float32)
-    rows[where[0], where[1] + block.start] = pick(logits, uniform, how)
+    rows[where[0], where[1] + block.start] = sample_tokens(logits, uniform, options)
 
 
-def pick(logits_NV: Tensor, uniform_N: Tensor, how: Denoising) -> Tensor:
-    """One token per row, where its uniform draw falls among the probabilities; temperature 0 is the likeliest."""
-    if how.temperature < COLDEST:
+def sample_tokens(logits_NV: Tensor, uniform_N: Tensor, options: SamplerOptions) -> Tensor:
+    """Sample one token per row by inverting its cumulative distribution at a uniform draw; argmax at temperature 0."""
+    if options.temperature < COLDEST:
         return logits_NV.argmax(-1)
-    logits = logits_NV.float() / how.temperature
+    logits = logits_NV.float() / options.temperature
     ordered, order = logits.softmax(-1).sort(descending=True, stable=True)
     total = ordered.cumsum(-1)
-    if how.top_k is not None and how.top_k < ordered.shape[1]:
-        ordered, total = ordered[:, : how.top_k], total[:, : how.top_k].contiguous()
-    kept = total[:, -1:] if how.top_p is None or how.top_p >= 1.0 else _nucleus(total, how.top_p)
-    place = torch.searchsorted(total, uniform_N[:, None] * kept).clamp(max=total.shape[1] - 1)
-    return order.gather(1, place)[:, 0]
+    if options.top_k is not None and options.top_k < ordered.shape[1]:
+        ordered, total = ordered[:, : options.top_k], total[:, : options.top_k].contiguous()
+    mass = total[:, -1:] if options.top_p is None or options.top_p >= 1.0 else _nucleus_mass(total, options.top_p)
+    chosen = torch.searchsorted(total, uniform_N[:, None] * mass).clamp(max=total.shape[1] - 1)
+    return order.gather(1, chosen)[:, 0]
 
 
-def _nucleus(total: Tensor, share: float) -> Tensor:
+def _nucleus_mass(total: Tensor, share: float) -> Tensor:
     """Return the mass of the nucleus as the authors of BD3-LM define it (arXiv 2503.09573, their published code).
 
-    Tokens are in it, likeliest first, as long as their cumulative probability is at most `share`; the likeliest is
-    always in it. The token that would cross `share` is not, unlike in Holtzman et al. 2020 and `generate.choose`.
+    It holds the likeliest tokens as long as their cumulative probability is at most `share`, and always the likeliest.
+    Unlike in Holtzman et al. 2020 and in `generate.choose`, the token that would cross `share` is left out.
     """
     inside = (total <= share * total[:, -1:]).sum(-1, keepdim=True)
     return total.gather(1, (inside - 1).clamp(min=0))
