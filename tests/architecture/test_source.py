@@ -81,3 +81,14 @@ def test_the_map_names_files_that_exist(page: str) -> None:
     names = [name for name in re.findall(r"(?:[a-z_]+/)+[\w.-]+\.(?:py|js|json)\b", text) if "NAME" not in name]
     assert len(names) > 10
     assert [name for name in names if not ((PACKAGE / name).exists() or (ROOT / name).exists())] == []
+
+
+def test_each_decision_begins_with_one_sentence_which_the_index_repeats() -> None:
+    folder = ROOT / "docs/decisions"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    for page in sorted(folder.glob("0*.md")):
+        paragraphs = page.read_text(encoding="utf-8").split("\n\n")
+        assert paragraphs[0].startswith(f"# {page.name[:4]}: ")
+        decision = " ".join(paragraphs[1].split())
+        assert decision.startswith("**Decision.** "), page.name
+        assert f"[{page.name[:4]}]({page.name}) | {decision.removeprefix('**Decision.** ')} |" in index, page.name
