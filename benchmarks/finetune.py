@@ -15,7 +15,8 @@ from redline.bench.setting import Setting, choose_setting
 from redline.bench.throughput import why_not_fp8
 from redline.errors import UsageError, UserError
 from redline.fields import AUTO, none_if_auto
-from redline.jobs.base import costs, objective_module
+from redline.jobs.base import costs
+from redline.jobs.objective import job_runtime
 from redline.planning.batch import BatchPlan, solve_batch
 from redline.planning.flops import mfu
 from redline.recipe.load import load
@@ -144,7 +145,7 @@ def _complete(recipe: Recipe) -> Recipe:
     """With its base's shape, where it leaves that to the base."""
     if AUTO not in (recipe.model.layers, recipe.model.vocab):
         return recipe
-    completed: Recipe = objective_module(recipe.objective).complete(recipe, lambda _: None)
+    completed: Recipe = job_runtime(recipe.objective).complete(recipe, lambda _: None)
     return completed
 
 

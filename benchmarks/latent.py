@@ -14,7 +14,7 @@ from redline.bench.record import Row
 from redline.bench.setting import Setting, choose_setting
 from redline.errors import UsageError, UserError
 from redline.fields import AUTO, none_if_auto
-from redline.jobs.base import objective_module
+from redline.jobs.objective import job_runtime
 from redline.planning.batch import BatchPlan, solve_batch
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, Resolved, resolve
@@ -126,7 +126,7 @@ def _complete(recipe: Recipe) -> Recipe:
     others = recipe.latent_prefix.others  # type: ignore[attr-defined]
     if AUTO not in (recipe.model.layers, recipe.model.vocab) and all(one.shape for one in others):
         return recipe
-    completed: Recipe = objective_module(OBJECTIVE).complete(recipe, lambda _: None)
+    completed: Recipe = job_runtime(OBJECTIVE).complete(recipe, lambda _: None)
     return completed
 
 

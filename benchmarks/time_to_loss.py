@@ -437,10 +437,10 @@ def check_rows(rows: Sequence[Row], out: Path | None, overrides: Sequence[str], 
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError):
         raise UsageError("is there already, and its rows are not whole.", where=str(out), fix=other) from None
     if told:
-        from redline.jobs.causal_lm.objective import load_data
+        from redline.jobs.text_data import load_text
 
         words = words_for("pretrain-350m", [word for word in overrides if key_of(word) in OF_THE_TEXT], machine.device)
-        now = load_data(load("pretrain-350m", words).recipe).facts.fingerprint
+        now = load_text(load("pretrain-350m", words).recipe).facts.fingerprint
         if told != {now}:
             what = "has runs on another text than data.source holds now."
             raise UsageError(what, where=str(out), fix=other)

@@ -20,7 +20,7 @@ try:
     import torch
 
     from redline.hardware.probe import detect_machine
-    from redline.jobs.base import objective_module
+    from redline.jobs.objective import job_runtime
     from redline.recipe.load import load
     from redline.recipe.resolve import DataFacts, Resolved, resolve
     from redline.training.distributed import SINGLE_PROCESS
@@ -48,8 +48,8 @@ class Model:
         train = resolved.recipe.train
         self.device = torch.device(train.device)
         self.exact = train.precision == "fp32"
-        module = objective_module(resolved.recipe.objective)
-        self.objective = module.create(resolved, module.random_data(SMALL))
+        runtime = job_runtime(resolved.recipe.objective)
+        self.objective = runtime.create(resolved, runtime.random_data(SMALL))
         self.objective.build(self.device)
         optimizer = Optimizer(self.objective.param_groups(), train)
         scale = LossScale(train.precision, self.device)

@@ -134,20 +134,20 @@ class World:
 
     def trainer(self, run: Any, *overrides: str, checkpoint: Path | None = None, **options: Any) -> Any:
         from redline.hardware.machine import Machine
-        from redline.jobs.base import objective_module
+        from redline.jobs.objective import job_runtime
         from redline.recipe.resolve import resolve
         from redline.runs.events import EventLog
         from redline.runs.monitor import Monitor
         from redline.training.trainer import Trainer
 
         recipe = self.recipe(*overrides)
-        module = objective_module(recipe.objective)
-        recipe = module.complete(recipe, lambda text: None)
-        data = module.load_data(recipe)
+        runtime = job_runtime(recipe.objective)
+        recipe = runtime.complete(recipe, lambda text: None)
+        data = runtime.load_data(recipe)
         machine = options.pop("machine", Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11))
         resolved = resolve(recipe, machine, data.facts, gpus=options["ranks"].size if "ranks" in options else 1)
         monitor = Monitor(EventLog(run.path / "events.jsonl"), options.pop("view", Quiet()))
-        objective = module.create(resolved, data)
+        objective = runtime.create(resolved, data)
         identity = {"data": data.facts.fingerprint, "tokenizer": data.facts.tokenizer_fingerprint}
         trainer = Trainer(
             resolved,

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from redline.hardware.machine import Machine
-from redline.jobs.base import objective_module
+from redline.jobs.objective import job_runtime
 from redline.recipe.load import load
 from redline.recipe.resolve import resolve
 
@@ -43,10 +43,10 @@ class Tuning:
         return self.world.run(path, *overrides, **options)
 
     def objective(self, *overrides: str, machine: Machine = CPU) -> Any:
-        module = objective_module("finetune")
-        recipe = module.complete(self.recipe(*overrides), lambda text: None)
-        data = module.load_data(recipe)
+        runtime = job_runtime("finetune")
+        recipe = runtime.complete(self.recipe(*overrides), lambda text: None)
+        data = runtime.load_data(recipe)
         resolved = resolve(recipe, machine, data.facts)
-        objective = module.create(resolved, data)
+        objective = runtime.create(resolved, data)
         objective.build(torch.device(machine.device))
         return objective

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from redline.hardware.machine import Machine
-from redline.jobs.base import objective_module
+from redline.jobs.objective import job_runtime
 from redline.recipe.load import load
 from redline.recipe.resolve import resolve
 
@@ -125,10 +125,10 @@ class Latents:
         return self.world.run(path, *overrides, **options)
 
     def objective(self, *overrides: str, teach: bool = True) -> Any:
-        module = objective_module("latent_prefix")
-        recipe = module.complete(self.recipe(*overrides), lambda text: None)
-        data = module.load_data(recipe)
-        objective = module.create(resolve(recipe, CPU, data.facts), data)
+        runtime = job_runtime("latent_prefix")
+        recipe = runtime.complete(self.recipe(*overrides), lambda text: None)
+        data = runtime.load_data(recipe)
+        objective = runtime.create(resolve(recipe, CPU, data.facts), data)
         objective.build(torch.device("cpu"))
         if teach:
             with objective.dry_run():

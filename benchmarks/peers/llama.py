@@ -20,8 +20,7 @@ from redline.bench.throughput import card_figures, data_wait_share, median
 from redline.errors import UserError
 from redline.hardware.nvml import Nvml
 from redline.hardware.probe import detect_machine
-from redline.jobs.base import objective_module
-from redline.jobs.objective import Batch, Objective
+from redline.jobs.objective import Batch, Objective, job_runtime
 from redline.models.families import inexact, to_config
 from redline.planning.batch import BatchPlan
 from redline.recipe.load import load
@@ -98,11 +97,11 @@ def _model(resolved: Resolved) -> Any:
 
 def contend(name: str, overrides: list[str]) -> dict[str, Any]:
     recipe = load(name, overrides).recipe
-    module = objective_module(recipe.objective)
-    data = module.load_data(recipe)
+    runtime = job_runtime(recipe.objective)
+    data = runtime.load_data(recipe)
     resolved = resolve(recipe, detect_machine(recipe.train.device), data.facts)
     _refuse_what_it_cannot(resolved)
-    objective = module.create(resolved, data)
+    objective = runtime.create(resolved, data)
     peer = Peer(resolved, objective)
     begin = time.perf_counter()
     plan = peer.rehearse()

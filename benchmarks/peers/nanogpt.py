@@ -21,8 +21,8 @@ from redline.bench.setting import with_defaults
 from redline.errors import UserError
 from redline.fields import none_if_auto
 from redline.hardware.probe import detect_machine
-from redline.jobs.causal_lm.objective import load_data
 from redline.jobs.objective import Batch
+from redline.jobs.text_data import load_text
 from redline.planning.schedule import lr_factor
 from redline.recipe.aliases import canonical_keys
 from redline.recipe.load import nest, parse_overrides, validate
@@ -150,7 +150,7 @@ class Baseline:
 
 def contend(words: list[str], budget_s: float, known_step_ms: float | None = None) -> dict[str, Any]:
     recipe = recipe_of(words)
-    data = load_data(recipe)
+    data = load_text(recipe)
     resolved = resolve(recipe, detect_machine(recipe.train.device), data.facts)
     _refuse_what_it_cannot(resolved)
     baseline = Baseline(resolved, Gpt2Job(resolved, data), none_if_auto(recipe.train.warmup_steps))

@@ -24,7 +24,8 @@ from torch import Tensor
 from benchmarks.studies.runs import said
 from redline.bench.setting import TINY
 from redline.hardware.probe import detect_machine
-from redline.jobs.causal_lm.objective import CausalData, CausalLM, load_data
+from redline.jobs.causal_lm.objective import CausalLM
+from redline.jobs.text_data import TextData, load_text
 from redline.recipe.load import load
 from redline.recipe.lock import git_state, versions
 from redline.recipe.resolve import resolve
@@ -47,7 +48,7 @@ Ways = dict[str, tuple[str, ...]]
 Row = dict[str, Any]
 
 
-def objective(words: tuple[str, ...], data: CausalData) -> CausalLM:
+def objective(words: tuple[str, ...], data: TextData) -> CausalLM:
     recipe = load("pretrain-350m", [*COMMON, *words]).recipe
     return CausalLM(resolve(recipe, detect_machine(recipe.train.device), data.facts), data)
 
@@ -57,7 +58,7 @@ def batches(job: CausalLM, step: int, micro: int) -> list[dict[str, Tensor]]:
     return [to_device(job.batch(part), job.device) for part in np.split(samples, BATCH // micro)]
 
 
-def gradients(words: tuple[str, ...], data: CausalData, weights: Gradients, step: int) -> tuple[float, Gradients]:
+def gradients(words: tuple[str, ...], data: TextData, weights: Gradients, step: int) -> tuple[float, Gradients]:
     job = objective((*words, "train.micro_batch=4"), data)
     job.build(torch.device(job.recipe.train.device))
     with torch.no_grad():
@@ -87,7 +88,7 @@ def apart(found: Gradients, exact: Gradients) -> dict[str, dict[str, float]]:
     }
 
 
-def compared(ways: Ways, common: tuple[str, ...], data: CausalData, weights: Gradients, step: int) -> list[Row]:
+def compared(ways: Ways, common: tuple[str, ...], data: TextData, weights: Gradients, step: int) -> list[Row]:
     """Every way's gradients on these weights beside float32's."""
     found = {way: gradients((*common, *words), data, weights, step) for way, words in ways.items()}
     exact = found["float32"][1]
@@ -100,7 +101,7 @@ def compared(ways: Ways, common: tuple[str, ...], data: CausalData, weights: Gra
 
 def trained(ways: Ways, looks: tuple[int, ...], common: tuple[str, ...]) -> Iterator[list[Row]]:
     """The rows so far, after every look."""
-    data = load_data(load("pretrain-350m", list(common)).recipe)
+    data = load_text(load("pretrain-350m", list(common)).recipe)
     job = objective(common, data)
     rows: list[Row] = []
     with trainer_alone(job.resolved, job, Silent()) as trainer:

@@ -21,7 +21,7 @@ import torch
 from benchmarks.studies.gradients import BATCH, ON_A_CPU, WARMUP, WAYS, batches, objective
 from benchmarks.studies.runs import said
 from redline.bench.setting import TINY
-from redline.jobs.causal_lm.objective import load_data
+from redline.jobs.text_data import load_text
 from redline.recipe.load import load
 from redline.recipe.lock import git_state, versions
 from redline.training.step import step_batch
@@ -33,7 +33,7 @@ SMALL = ("model.layers=12", "model.d_model=768", "model.heads=12", "model.d_ff=2
 
 
 def losses(words: tuple[str, ...], steps: int) -> list[float]:
-    data = load_data(load("pretrain-350m", list(words)).recipe)
+    data = load_text(load("pretrain-350m", list(words)).recipe)
     job = objective(words, data)
     found = []
     with trainer_alone(job.resolved, job, Silent()) as trainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
@@ -23,9 +23,6 @@ class Section(BaseModel):
     """A part of a recipe: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-    # of a job's options: keys that change what the trained model computes (see recipe/identity.py)
-    model_keys: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True)

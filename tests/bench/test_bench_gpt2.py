@@ -18,7 +18,8 @@ from benchmarks.peers.nanogpt import Baseline, contend, recipe_of
 from benchmarks.time_to_loss import words_for
 from redline.errors import RecipeError, UserError
 from redline.hardware.machine import Machine
-from redline.jobs.causal_lm.objective import CausalLM, load_data
+from redline.jobs.causal_lm.objective import CausalLM
+from redline.jobs.text_data import load_text
 from redline.kernels.cross_entropy import IGNORE
 from redline.recipe.load import load
 from redline.recipe.resolve import resolve
@@ -36,7 +37,7 @@ def words(corpus: Path) -> list[str]:
 
 def baseline(words: list[str], **options: Any) -> Baseline:
     recipe = recipe_of(words)
-    data = load_data(recipe)
+    data = load_text(recipe)
     resolved = resolve(recipe, CPU, data.facts)
     return Baseline(resolved, Gpt2Job(resolved, data), options.get("warmup_steps"))
 
@@ -103,7 +104,7 @@ def test_every_arm_sees_the_same_tokens(words: list[str], corpus: Path) -> None:
     """Whatever its batch: the global order is one, and so are the validation windows."""
     ours = [f"data.source={corpus}", "data.tokenizer=bytes", "train.device=cpu", "train.global_batch=6"]
     recipe = load("pretrain-350m", [*words_for("pretrain-350m", ours, "cpu"), "train.steps=4"]).recipe
-    data = load_data(recipe)
+    data = load_text(recipe)
     resolved = resolve(recipe, CPU, data.facts)
     other = CausalLM(resolved, data)
     other.build(torch.device("cpu"))

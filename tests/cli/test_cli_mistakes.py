@@ -157,14 +157,14 @@ def test_a_run_that_began_meanwhile_is_not_overwritten(
     """Two commands at once, and the other has already ended when this one has its data ready."""
     from redline.jobs.causal_lm import objective as causal_lm
 
-    plain = causal_lm.load_data
+    plain = causal_lm.load_text
 
     def slow(recipe: Any, **options: Any) -> Any:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / RECIPE_LOCK_FILE).write_text("the other's")
         return plain(recipe)
 
-    monkeypatch.setattr(causal_lm, "load_data", slow)
+    monkeypatch.setattr(causal_lm, "load_text", slow)
     answer = inside("train", recipe, "--run", "run")
     assert answer.code == 2
     assert "holds a run" in answer.said
@@ -214,7 +214,7 @@ def test_signals_before_training(
     from redline.jobs.causal_lm import objective as causal_lm
 
     before = signal.getsignal(number)
-    monkeypatch.setattr(causal_lm, "load_data", lambda recipe, **options: os.kill(os.getpid(), number))
+    monkeypatch.setattr(causal_lm, "load_text", lambda recipe, **options: os.kill(os.getpid(), number))
     answer = inside("train", recipe)
     assert answer.code == code
     assert "Traceback" not in answer.err

@@ -15,7 +15,7 @@ from finetuning import Tuning
 from redline.errors import UsageError, UserError
 from redline.evaluate.opened_run import open_folder, open_trained
 from redline.evaluate.questions import Exam, examine
-from redline.jobs.objective import Answered, Asked
+from redline.jobs.objective import Answer, Question
 from redline.kernels.attention import Attention, Bound
 from redline.kernels.masks import MaskSpec
 from redline.models import generate as generation
@@ -86,18 +86,18 @@ class Canned:
     def __init__(self, said: dict[str, tuple[str, str]]) -> None:
         self.said = said
 
-    def narrow(self, count: int | None) -> None:
+    def select_questions(self, count: int | None) -> None:
         self.said = dict(list(self.said.items())[:count])
 
-    def questions(self) -> list[Asked]:
-        return [Asked(question, [1], true) for question, (true, _) in self.said.items()]
+    def questions(self) -> list[Question]:
+        return [Question(question, [1], true) for question, (true, _) in self.said.items()]
 
     def evaluate(self, micro: int) -> dict[str, float | None]:
         return {"loss": 1.5}
 
-    def answer(self, asked: Sequence[Asked], tokens: int, told: Callable[[int], None]) -> list[Answered]:
+    def answer(self, asked: Sequence[Question], tokens: int, told: Callable[[int], None]) -> list[Answer]:
         told(len(asked))
-        return [Answered(self.said[one.question][1], ended=one.question != "c") for one in asked]
+        return [Answer(self.said[one.text][1], ended=one.text != "c") for one in asked]
 
 
 def exam(kind: str, said: dict[str, tuple[str, str]], count: int | None = None) -> Exam:
@@ -141,8 +141,8 @@ def tuning(world: Any, tiny_base: Path, answers: Path, tmp_path: Path) -> Tuning
     return Tuning(world, tiny_base, answers, tmp_path)
 
 
-def asked_of(objective: Any, count: int | None = None) -> list[Asked]:
-    objective.narrow(count)
+def asked_of(objective: Any, count: int | None = None) -> list[Question]:
+    objective.select_questions(count)
     return list(objective.questions())
 
 
@@ -152,14 +152,14 @@ def test_what_is_held_out_is_asked(tuning: Tuning, answers: Path) -> None:
     data = objective.data.answers
     asked = asked_of(objective)
     assert 3 < len(asked) == len(data.val.samples) < len(rows) / 2
-    assert {one.question: one.reference for one in asked}.items() <= rows.items()
+    assert {one.text: one.reference for one in asked}.items() <= rows.items()
     learnt = [data.tokenizer.decode(data.train.samples[place][0]) for place in range(len(data.train.samples))]
-    assert [one.question for one in asked if any(one.question in text for text in learnt)] == []
+    assert [one.text for one in asked if any(one.text in text for text in learnt)] == []
     assert asked_of(tuning.objective("data.val_fraction=0.3"), 3)[0] in asked
     assert len(asked_of(tuning.objective("data.val_fraction=0.3"), 3)) == 3
     for option in ("finetune.learn=all", "data.pack=false"):
         again = asked_of(tuning.objective("data.val_fraction=0.3", option))
-        assert {one.question: one.prompt for one in again} == {one.question: one.prompt for one in asked}
+        assert {one.text: one.prompt for one in again} == {one.text: one.prompt for one in asked}
     assert asked_of(tuning.objective("data.val_fraction=0")) == []
 
 
@@ -214,7 +214,7 @@ def test_a_base_answers_as_transformers_does(tiny_base: Path, rows: Path, fp32: 
     assert not any(parameter.requires_grad for parameter in objective.model.parameters())
     asked = asked_of(objective)
     assert len(asked[0].prompt) > 100
-    assert asked[0].question.startswith("Which of the stones"), "all rows, in their order"
+    assert asked[0].text.startswith("Which of the stones"), "all rows, in their order"
     assert len(asked) == 10
     no_tokens = list(range(objective.data.facts.vocab_size, 320))
     greedy = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": no_tokens}
@@ -229,7 +229,7 @@ def fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this CPU multiplies fastest."""
     from redline.hardware.machine import Machine
 
-    monkeypatch.setattr("redline.evaluate.opened_run.detect", lambda *_: Machine("cpu", "a CPU", 8 << 30, 2))
+    monkeypatch.setattr("redline.evaluate.opened_run.detect_machine", lambda *_: Machine("cpu", "a CPU", 8 << 30, 2))
 
 
 @pytest.fixture(scope="module")

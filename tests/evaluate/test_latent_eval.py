@@ -21,7 +21,7 @@ from redline.jobs.latent_prefix.costs import BITS
 from redline.jobs.latent_prefix.data import Pair
 from redline.jobs.latent_prefix.evaluate import Comparison, _all_slots, _marks, compare
 from redline.jobs.latent_prefix.objective import from_latents, from_prompts
-from redline.jobs.objective import Answered
+from redline.jobs.objective import Answer
 
 pytest.importorskip("transformers", reason="bases are made by transformers")
 CONDITIONS = ["text", "latent", "budget", "no_context", "other", "latent int8", "latent int4"]
@@ -153,7 +153,7 @@ def test_one_model_needs_nothing_of_the_other(run: Path, typed: Typed, tmp_path:
 def test_rows_can_be_looked_at_before(run: Path, typed: Typed) -> None:
     shown = typed("train", str(run.parent / "latent-2.yaml"), "train.steps=2", "--preview", "2")
     assert shown.count("text 1: ") == 1
-    assert "→ name " in shown
+    assert "→ [[name " in shown
     assert "rows to train on" in shown
 
 
@@ -184,12 +184,12 @@ def test_a_wire_is_held_against_what_it_carries(run: Path) -> None:
 
 
 def test_numbers_are_compared_as_numbers_when_asked_for() -> None:
-    said, pairs = [Answered("5", True, 1)], [Pair("two minus seven", "", ("-5",), "a group")]
+    said, pairs = [Answer("5", True, 1)], [Pair("two minus seven", "", ("-5",), "a group")]
     assert _marks(said, pairs, numbers=False)["exact_match"] == 1.0, "by words, without punctuation"
     found = _marks(said, pairs, numbers=True)
     assert (found["exact_match"], found["strict_match"], found["flexible_extract"]) == (0.0, 0.0, 0.0)
     two = [Pair("four plus one", "", ("five", "5"), "a group")]
-    found = _marks([Answered("So #### 5 it is.", True, 1)], two, numbers=True)
+    found = _marks([Answer("So #### 5 it is.", True, 1)], two, numbers=True)
     assert (found["exact_match"], found["strict_match"], found["flexible_extract"]) == (1.0, 1.0, 1.0)
     conditions = {"latent": {**found, "nll": None, "first_top1": 0.5, "first_top5": 1.0}}
     model = {"title": "one", "conditions": conditions, "prompt_tokens": 8.0, "prefix": 2}

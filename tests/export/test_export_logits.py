@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from redline.errors import UserError
 from redline.export.folder import export_run
-from redline.jobs.causal_lm.objective import export
+from redline.jobs.causal_lm.objective import CausalLMRuntime
 from redline.models.families import from_llama, shape_of, to_llama
 
 transformers = pytest.importorskip("transformers")
@@ -132,4 +132,4 @@ def test_tensors_that_are_not_the_recipes_are_refused(trained: Callable[..., tup
     if change == "another shape":
         tensors["blocks.1.mlp.up.weight"] = whole[1:]
     with pytest.raises(UserError, match=r"blocks.1.mlp.up.weight (is missing|has shape)"):
-        export(trainer.resolved.recipe, tensors, eot=256, vocab_size=257, dtype="fp32")
+        CausalLMRuntime().export(trainer.resolved.recipe, tensors, eot=lambda: 256, vocab_size=257, dtype="fp32")

@@ -42,43 +42,43 @@ def test_all_documents_are_there_and_none_is_longer(count: int, length: int, sha
     begins = np.random.default_rng(seed).random((count, length)) < share
     documents = np.cumsum(begins, 1, dtype=np.int32)
     batch = laid_out(objective(), documents)
-    if "borders" not in batch:
+    if "cu_seqlens" not in batch:
         assert (documents == documents[:, :1]).all(), "rows of one document need none"
         return
-    borders, expected = batch["borders"].numpy(), cu_seqlens(documents)
+    borders, expected = batch["cu_seqlens"].numpy(), cu_seqlens(documents)
     assert (borders[: len(expected)] == expected).all()
     assert (borders[len(expected) :] == documents.size).all(), "the rest is empty"
     assert len(expected) <= len(borders) <= max(64, 2 * len(expected))
     longest = np.diff(expected).max()
-    assert longest <= int(batch["longest"]) <= min(length, 2 * longest)
+    assert longest <= int(batch["max_seqlen"]) <= min(length, 2 * longest)
 
 
 def test_a_compiled_step_meets_one_longest_and_few_counts() -> None:
     made = objective(kernels="torch")
     batches = [laid_out(made, rows([[4, size, 124 - size]] * 16)) for size in range(1, 100, 7)]
-    assert not any("longest" in batch for batch in batches)
-    assert len({len(batch["borders"]) for batch in batches}) == 1
-    assert "longest" in laid_out(objective(kernels="torch", compiled=False), rows([[4, 60, 64]]))
+    assert not any("max_seqlen" in batch for batch in batches)
+    assert len({len(batch["cu_seqlens"]) for batch in batches}) == 1
+    assert "max_seqlen" in laid_out(objective(kernels="torch", compiled=False), rows([[4, 60, 64]]))
 
 
 def test_a_recorded_step_meets_one_size_alone() -> None:
     made = objective(graph=True)
     batches = [laid_out(made, rows(lengths)) for lengths in ([[128]], [[1] * 128], [[64, 64]])]
-    assert {tuple(batch["borders"].shape) for batch in batches} == {(256,)}
-    assert not any("longest" in batch for batch in batches)
+    assert {tuple(batch["cu_seqlens"].shape) for batch in batches} == {(256,)}
+    assert not any("max_seqlen" in batch for batch in batches)
 
 
 def test_without_a_gpu_none_is_recorded() -> None:
     made = objective(graph=True)
     made.device = torch.device("cpu")
-    assert not made.recorded
+    assert not made.uniform_layout
 
 
 def test_a_size_stays_on_the_host() -> None:
     batch = laid_out(objective(), rows([[4, 60, 64]]))
     moved = to_device(batch, torch.device("meta"))
-    assert moved["borders"].device.type == "meta"
-    assert int(moved["longest"]) == 64
+    assert moved["cu_seqlens"].device.type == "meta"
+    assert int(moved["max_seqlen"]) == 64
 
 
 @pytest.mark.gpu
@@ -91,7 +91,7 @@ def test_told_more_or_less_attention_is_the_same(heads: int) -> None:
     batch = {name: tensor.cuda() for name, tensor in laid_out(objective(), documents).items()}
     attention = Attention("flash", MaskSpec(documents=True), "cuda", grouped=heads != 4)
     found = []
-    for told in ({}, {"borders": batch["borders"], "longest": int(batch["longest"])}):
+    for told in ({}, {"borders": batch["cu_seqlens"], "longest": int(batch["max_seqlen"])}):
         q, k, v = (
             torch.randn(2, H, 512, 64, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda"))
             for H in (4, heads, heads)

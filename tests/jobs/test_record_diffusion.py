@@ -55,17 +55,17 @@ def test_no_length_can_be_seen(objective: Any) -> None:
 
 
 def test_an_answer_follows_from_its_question(objective: Any) -> None:
-    objective.narrow(5)
+    objective.select_questions(5)
     asked = objective.questions()
     assert len(asked) == 5
-    assert objective.first_prompt() == asked[0].question
+    assert objective.first_prompt() == asked[0].text
     trained, held_out = (set(objective.data.row_keys(trained=trained)) for trained in (True, False))
     assert len(held_out) == 5
     assert not trained & held_out
     assert all(one.reference.isdigit() for one in asked)
     answers = objective.answer(asked, 64)
     assert answers == objective.answer(asked[:3], 64) + objective.answer(asked, 64)[3:]
-    assert all(one.looks > 0 for one in answers)
+    assert all(one.forward_passes > 0 for one in answers)
     exam = examine(objective, "gsm8k", micro=4, count=5, tokens=64, where="here")
     result = exam.result()
     assert result["questions"] == 5
@@ -116,9 +116,11 @@ def test_a_run_may_write_in_another_way(world: Any, tmp_path: Path) -> None:
         for settings in ((), ("sampler=ancestral", "sampler_steps=1"))
     )
     for objective in (plain, quick):
-        objective.narrow(2)
+        objective.select_questions(2)
     many, few = (one.answer(one.questions(), 64) for one in (plain, quick))
-    assert max(one.looks for one in few) <= 9 < max(one.looks for one in many)  # a look a block: a plan, eight of steps
+    assert (
+        max(one.forward_passes for one in few) <= 9 < max(one.forward_passes for one in many)
+    )  # a look a block: a plan, eight of steps
     for wrong in ("execution=3", "train.lr=1", "sampler=x", "sampler_steps=2"):
         with pytest.raises(UsageError):
             open_trained(Path(run), device="cpu", settings=(wrong,))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from redline.hardware.machine import Machine
-from redline.jobs.base import objective_module
+from redline.jobs.objective import job_runtime
 from redline.planning.communication import Volume, block_tensors, root_tensors
 from redline.recipe.forecast import forecast
 from redline.recipe.load import load
@@ -104,8 +104,8 @@ def planned(kind: str, mode: str, world: int) -> Resolved:
 
 
 def built(resolved: Resolved) -> Any:
-    module = objective_module("causal_lm")
-    objective = module.create(resolved, module.random_data(FACTS))
+    runtime = job_runtime("causal_lm")
+    objective = runtime.create(resolved, runtime.random_data(FACTS))
     objective.build(torch.device("cpu"))
     return objective
 

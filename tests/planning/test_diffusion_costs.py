@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from redline.hardware.machine import Machine, named_gpu
-from redline.jobs.base import costs, job, objective_module
+from redline.jobs.base import costs, job
+from redline.jobs.objective import job_runtime
 from redline.planning.flops import decoder_flops, layout_flops
 from redline.planning.layout import Layout, Segment, uniform
 from redline.planning.memory import Kernels
@@ -218,8 +219,8 @@ def test_flops_are_what_torch_counts(name: str, lengths: tuple[str, ...]) -> Non
     facts = DataFacts(512, 10**6, 10**4, "", "bytes", "")
     machine = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
     plan = resolve(load(name, [*small, *more, *lengths]).recipe, machine, facts)
-    module = objective_module(plan.recipe.objective)
-    objective = module.create(plan, module.random_data(facts))
+    runtime = job_runtime(plan.recipe.objective)
+    objective = runtime.create(plan, runtime.random_data(facts))
     objective.build(torch.device("cpu"))
     batch = objective.worst_batch(2)
     in_place = {torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]}  # torch counts the others

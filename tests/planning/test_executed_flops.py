@@ -27,7 +27,7 @@ aten = torch.ops.aten
 def no_padding_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's rows are rounded up to a few sizes. The loss leaves none of the rows that this adds: they are not
     counted, so here they are not computed either."""
-    monkeypatch.setattr("redline.jobs.decoder_objective._quarters", lambda count, most: max(1, count))
+    monkeypatch.setattr("redline.jobs.decoder_objective._round_to_quarters", lambda count, most: max(1, count))
     monkeypatch.setattr("redline.jobs.diffusion.objective._padded_size", lambda count, most: max(1, count))
 
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from redline.hardware.machine import Machine, named_gpu
-from redline.jobs.base import objective_module
 from redline.jobs.finetune.costs import Costs
+from redline.jobs.objective import job_runtime
 from redline.models.pretrained import adapted_linears
 from redline.planning.shapes import TARGETS, Adapter, DecoderShape, matrix_sides, nf4_bytes
 from redline.recipe.load import load
@@ -29,8 +29,8 @@ def resolved(*overrides: str) -> Resolved:
 
 
 def built(plan: Resolved) -> Any:
-    module = objective_module("finetune")
-    objective = module.create(plan, module.random_data(FACTS))
+    runtime = job_runtime("finetune")
+    objective = runtime.create(plan, runtime.random_data(FACTS))
     objective.build(torch.device("cpu"))
     return objective
 

@@ -14,12 +14,12 @@ from redline.recipe.load import load, validate
         (["model.base=null"], "model.base", "is missing"),
         (["model.quant=none"], "model.quant", "does not go with finetune.method=qlora"),
         (["finetune.method=lora", "model.quant=nf4"], "model.quant", "does not go with finetune.method=lora"),
-        (["data.tokenizer=gpt2"], "data.tokenizer", "its base's own tokenizer"),
+        (["data.tokenizer=gpt2"], "data.tokenizer", "tokenizer of its base"),
         (["finetune.method=full", "model.lora.r=4"], "model.lora", "does nothing with finetune.method=full"),
-        (["data.stream=true"], "data.stream", "reads all its conversations"),
+        (["data.stream=true"], "data.stream", "objective=finetune"),
         (["model.mlp=relu2"], "model.mlp", "no base has relu2"),
         *(
-            ([f"train.{rate}=3e-3"], f"train.{rate}", "only the adapters' matrices learn")
+            ([f"train.{rate}=3e-3"], f"train.{rate}", "finetune.method")
             for rate in ("embedding_lr", "head_lr", "scalar_lr")
         ),
     ],

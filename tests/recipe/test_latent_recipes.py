@@ -56,7 +56,7 @@ def test_what_is_refused(overrides: list[str], key: str, said: str) -> None:
 
 
 def test_only_this_job_reads_what_is_too_long() -> None:
-    for recipe, fix in (("quickstart", "Take it away"), ("qlora-smollm2", "finetune.overlong")):
+    for recipe, fix in (("quickstart", "causal_lm"), ("qlora-smollm2", "finetune.overlong")):
         with pytest.raises(RecipeError, match=rf"data\.overlong: does nothing.*{fix}"):
             load(recipe, ["data.overlong=error"])
     assert load("latentwire-squad", ["data.overlong=error"]).recipe.data.overlong == "error"
@@ -67,7 +67,9 @@ def test_a_sequence_is_prefix_anchor_and_answer() -> None:
         return int(load("latentwire-squad", ["data.seq_len=80", *more]).recipe.data.seq_len)
 
     assert seq_len() == 80
-    from redline.jobs.latent_prefix.costs import defaults
+    from redline.jobs.latent_prefix.costs import LatentPrefixJob
+
+    defaults = LatentPrefixJob().defaults
 
     assert defaults({})["data.seq_len"] == 32 + 64
     assert defaults({f"{NAME}.slots": "1k", f"{NAME}.private_slots": 4})["data.seq_len"] == 1000 + 4 + 64

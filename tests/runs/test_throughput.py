@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from redline.hardware.machine import Machine
-from redline.jobs.causal_lm.costs import Costs
 from redline.jobs.causal_lm.objective import CausalLM
+from redline.jobs.decoder_costs import DecoderCosts
 from redline.jobs.latent_prefix.objective import LatentPrefix
 from redline.planning.flops import FlopsPerToken
 from redline.runs.events import read_events
@@ -127,7 +127,7 @@ def test_rows_of_unknown_length_give_no_mfu(
     """FLOPs of whole rows would be more than were computed; those of the data's own rows are known."""
     monkeypatch.setattr(Machine, "peak", lambda *_: 1e15)
     monkeypatch.setattr(CausalLM, "whole_rows", whole)
-    monkeypatch.setattr(Costs, "flops", lambda *_: replace(FLOPS, assumed=assumed))
+    monkeypatch.setattr(DecoderCosts, "flops", lambda *_: replace(FLOPS, assumed=assumed))
     world.run(tmp_path / "run", "train.steps=2")
     steps = [event for event in read_events(tmp_path / "run/events.jsonl") if event["type"] == "step"]
     assert [event["mfu"] is not None for event in steps] == [whole or not assumed] * len(steps)

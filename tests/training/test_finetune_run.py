@@ -13,8 +13,7 @@ import torch
 
 from finetuning import Tuning
 from redline.errors import RecipeError, UserError
-from redline.jobs.base import objective_module
-from redline.jobs.objective import Term
+from redline.jobs.objective import Term, job_runtime
 from redline.models.pretrained import adapted_linears, open_base
 from redline.runs.events import read_events
 
@@ -148,7 +147,7 @@ def test_another_base_is_refused_on_resume(tuning: Tuning, tmp_path: Path) -> No
 
 
 def test_what_does_not_fit_the_base_is_said(tuning: Tuning) -> None:
-    complete = objective_module("finetune").complete
+    complete = job_runtime("finetune").complete
     with pytest.raises(RecipeError, match=r"model\.layers: 7 is not the base's 2"):
         complete(tuning.recipe("model.layers=7"), print)
     with pytest.raises(RecipeError, match="1024 is longer than the 256"):
@@ -161,8 +160,8 @@ def test_what_does_not_fit_the_base_is_said(tuning: Tuning) -> None:
 def test_a_model_on_random_weights_is_of_the_same_kind(tuning: Tuning) -> None:
     """For steps that are only timed: no base is read."""
     real = tuning.objective()
-    module = objective_module("finetune")
-    timed = module.create(real.resolved, module.random_data(real.data.facts))
+    runtime = job_runtime("finetune")
+    timed = runtime.create(real.resolved, runtime.random_data(real.data.facts))
     timed.build(torch.device("cpu"))
     shapes = {name: p.shape for name, p in real.model.named_parameters()}
     assert {name: p.shape for name, p in timed.model.named_parameters()} == shapes

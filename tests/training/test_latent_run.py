@@ -14,7 +14,7 @@ import torch
 
 from latents import Latents, other_base, write_rows
 from redline.errors import RecipeError, UserError
-from redline.jobs.base import objective_module
+from redline.jobs.objective import job_runtime
 from redline.runs.events import read_events
 
 pytest.importorskip("transformers", reason="bases are made by transformers")
@@ -137,10 +137,10 @@ def test_long_texts_and_answers(one: Latents, tmp_path: Path) -> None:
     rows[5]["answer"] = "very " * 100
     one.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cut = one.objective(teach=False).data
-    assert any("1 texts cut" in line for line in cut.told)
-    assert any("1 rows left out" in line for line in cut.told)
+    assert any("1 texts cut" in line for line in cut.messages)
+    assert any("1 rows left out" in line for line in cut.messages)
     dropped = one.objective("data.overlong=drop", teach=False).data
-    assert any("1 texts left out" in line for line in dropped.told)
+    assert any("1 texts left out" in line for line in dropped.messages)
     with pytest.raises(UserError, match=r"too long .*data\.overlong is error.*latent_prefix\.bytes"):
         one.objective("data.overlong=error", teach=False)
     one.rows.write_text("".join(json.dumps(row) + "\n" for row in (*rows[:3], *rows[5:])))
@@ -149,7 +149,7 @@ def test_long_texts_and_answers(one: Latents, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_the_models_is_said(two: Latents) -> None:
-    complete = objective_module("latent_prefix").complete
+    complete = job_runtime("latent_prefix").complete
     with pytest.raises(RecipeError, match=r"model\.layers: 7 is not the base's 2"):
         complete(two.recipe("model.layers=7"), print)
     with pytest.raises(RecipeError, match="200 is longer than the 128"):
@@ -164,8 +164,8 @@ def test_what_does_not_fit_the_models_is_said(two: Latents) -> None:
 def test_random_models_are_of_the_same_kind(two: Latents) -> None:
     """For steps that are only timed: no base is read."""
     real = two.objective("latent_prefix.patch=2", teach=False)
-    module = objective_module("latent_prefix")
-    timed = module.create(real.resolved, module.random_data(real.data.facts))
+    runtime = job_runtime("latent_prefix")
+    timed = runtime.create(real.resolved, runtime.random_data(real.data.facts))
     timed.build(torch.device("cpu"))
     shapes = {name: p.shape for name, p in real.model.named_parameters()}
     assert {name: p.shape for name, p in timed.model.named_parameters()} == shapes

@@ -50,23 +50,19 @@ class Setting:
         return [self.name, *self.overrides]
 
     def with_tokens(self, folder: Path, count: int) -> Setting:
-        """Return the setting with random tokens, unless the user named data: speed does not depend on the text."""
+        """Return the setting with random tokens, unless the user named data: speed does not depend on the text.
+
+        Random tokens cannot stand in for questions with answers.
+        """
         data = self.recipe.data
         asked = any(word.startswith("data.source=") and word != "data.source=embedded" for word in self.overrides)
-        if asked or data.tokenizer != "gpt2" or _has_answers(self.recipe):
+        if asked or data.tokenizer != "gpt2" or job(self.recipe.objective).can_answer(self.recipe):
             return self
         from redline.data.facts import vocabulary
 
         write_random_tokens(folder, vocabulary(data.tokenizer), count)
         overrides = (*self.overrides, f"data.source={folder}")
         return Setting(self.name, overrides, self.machine, load(self.name, list(overrides)).recipe)
-
-
-def _has_answers(recipe: Recipe) -> bool:
-    """Return whether the recipe's data are questions with answers, for which random tokens cannot stand in."""
-    module = job(recipe.objective)
-    given = hasattr(module, "layout") and any(segment.given for segment in module.layout(recipe).segments)
-    return recipe.objective == "finetune" or given
 
 
 def key_of(word: str) -> str:

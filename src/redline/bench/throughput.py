@@ -62,9 +62,9 @@ MASKED = (
 
 def contenders(recipe: Recipe) -> tuple[Contender, ...]:
     """Return the configurations that make sense for the recipe's job."""
-    if recipe.objective == "causal_lm":
-        return CONTENDERS
-    return MASKED if hasattr(job(recipe.objective), "layout") else CONTENDERS[:1]
+    if job(recipe.objective).layout(recipe) is not None:
+        return MASKED
+    return CONTENDERS if recipe.model.base is None else CONTENDERS[:1]
 
 
 class Named(Protocol):

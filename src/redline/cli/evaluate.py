@@ -32,10 +32,10 @@ from redline.units import format_seconds
 if TYPE_CHECKING:
     from redline.evaluate.opened_run import Trained
     from redline.evaluate.questions import Exam, HeldOut
-    from redline.jobs.latent_prefix.evaluate import Comparison
+    from redline.jobs.objective import AnswerReport
 
 _HUB_ID = re.compile(r"([\w.-]+)/[\w.-]+")
-_TOKENS, _LATENT_TOKENS = 256, 32
+_TOKENS = 256
 _WRONG_SHOWN, _SHOWN = 3, 120  # answers; characters at either end of one
 
 
@@ -119,8 +119,8 @@ def evaluate(
         sequences=sequences or 1 << 40,
         settings=settings or (),
     )
-    if answers is not None and hasattr(trained.objective, "encoded"):
-        _show_comparison(trained, _compare(trained, answers, questions, tokens or _LATENT_TOKENS), json_)
+    if answers is not None and (report := _answer_report(trained, answers, questions, tokens)):
+        _show_report(trained, report, json_)
         return
     exam = None if answers is None else _examine(trained, answers, questions, tokens or _TOKENS)
     if under is not None:
@@ -154,13 +154,16 @@ def _beside(held: HeldOut | None, trained: Trained) -> dict[str, Any]:
 
 def _written(trained: Trained, under: str, count: int, tokens: int, device: str) -> dict[str, Any]:
     from redline.evaluate.questions import generative_perplexity
+    from redline.jobs.base import JOBS, is_job, job
     from redline.recipe.lock import read_lock
     from redline.runs.summary import resolve_run
 
     reader, _ = resolve_run(under, RUNS)  # a slip is answered before anything is written
-    if (objective := read_lock(reader)["recipe"]["objective"]) != "causal_lm":
-        what = f"is a {objective} run, and only a causal_lm run says how likely any text is."
-        raise UsageError(what, where=under, fix="Name another with --under.")
+    objective = read_lock(reader)["recipe"]["objective"]
+    if not (is_job(objective) and job(objective).exact_likelihood):
+        what = f"is a {objective} run, whose loss is not the likelihood of any text."
+        suitable = " or ".join(name for name in JOBS if job(name).exact_likelihood)
+        raise UsageError(what, where=under, fix=f"Name a {suitable} run with --under.")
     if trained.objective.can_answer:
         what = "answers questions, and writes no texts of its own."
         raise UsageError(what, where=trained.name, fix="Leave out --under; --answers marks what it says.")
@@ -173,16 +176,19 @@ def _written(trained: Trained, under: str, count: int, tokens: int, device: str)
         return generative_perplexity(trained.objective, score, count=count, tokens=tokens, where=trained.name, told=bar)
 
 
-def _compare(trained: Trained, kind: str, count: int | None, tokens: int) -> Comparison:
-    from redline.jobs.latent_prefix.evaluate import compare
+def _answer_report(trained: Trained, kind: str, count: int | None, tokens: int | None) -> AnswerReport | None:
+    """Evaluate answers in the way of the model's job; None if it has no way of its own."""
+    from redline.jobs.base import job
 
-    objective: Any = trained.objective
+    objective = trained.objective
+    default = job(objective.recipe.objective).answer_tokens
     with _AnswerBar() as bar:
-        numbers = kind == "gsm8k"
-        return compare(objective, count=count, tokens=tokens, numbers=numbers, where=trained.name, told=bar)
+        return objective.answer_report(
+            numbers=kind == "gsm8k", count=count, tokens=tokens or default, where=trained.name, progress=bar
+        )
 
 
-def _show_comparison(trained: Trained, found: Comparison, json_: bool) -> None:
+def _show_report(trained: Trained, found: AnswerReport, json_: bool) -> None:
     from redline.evaluate.questions import held_out_of
 
     held = held_out_of(trained.objective, trained.training)
@@ -303,7 +309,7 @@ class _AnswerBar:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if error is None:
+        if error is None and self._done:
             took = format_seconds(time.monotonic() - self._begun)
             done = "answered" if self.what == "questions" else "wrote"
             typer.echo(f"{done} {self._done:,} {self.what} in {took}", err=True)

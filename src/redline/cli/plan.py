@@ -137,9 +137,9 @@ def _complete(recipe: Recipe) -> Recipe:
 
     if recipe.model.base is None or AUTO not in (recipe.model.layers, recipe.model.vocab):
         return recipe
-    from redline.jobs.base import objective_module
+    from redline.jobs.objective import job_runtime
 
-    completed: Recipe = objective_module(recipe.objective).complete(recipe, lambda text: typer.echo(text, err=True))
+    completed: Recipe = job_runtime(recipe.objective).complete(recipe, lambda text: typer.echo(text, err=True))
     return completed
 
 

@@ -4,6 +4,7 @@ elsewhere; or questions with the answers that are learnt."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,12 +14,15 @@ from redline.data.preview import Preview, Span
 from redline.errors import UsageError
 
 if TYPE_CHECKING:
-    from redline.jobs.finetune.data import AnswerReport
+    from rich.console import Console
+
+    from redline.jobs.preview import SampleView, TokenRun
     from redline.recipe.schema import Recipe
 
 _SHADES = ("black on bright_cyan", "black on bright_yellow")
 _MARK = "bold white on red"
 _IDS_SHOWN = 40
+_LEARNT, _READ, _SPECIAL, _SPECIAL_LEARNT = "bold green", "dim", "magenta", "bold black on green"
 
 
 def draw(document: Preview, number: int, *, ids: bool) -> None:
@@ -51,85 +55,47 @@ def _labelled(span: Span) -> str:
 
 
 def preview_recipe(recipe: Recipe, count: int) -> None:
-    """`redline train … --preview N`."""
-    from redline.jobs.base import objective_module
-
-    if recipe.objective == "finetune":
-        return _answers(recipe, count)
-    if recipe.objective == "latent_prefix":
-        return _pairs(recipe, count)
-    return _records(recipe, count) if objective_module(recipe.objective).can_answer(recipe) else _texts(recipe, count)
-
-
-def _records(recipe: Recipe, count: int) -> None:
+    """`redline train … --preview N`: show what would be learnt, and train nothing."""
     from redline.cli.progress import PreparationBar
-    from redline.evaluate.preview import preview_records, show_answers
-    from redline.jobs.base import objective_module
+    from redline.jobs.objective import job_runtime
 
     with PreparationBar() as bar:
-        data = objective_module(recipe.objective).load_data(recipe, progress=bar)
-    show_answers(preview_records(data.records, count))
-    for line in data.told:
+        preview = job_runtime(recipe.objective).preview(recipe, count, bar, lambda text: typer.echo(text, err=True))
+    if preview is None:
+        _texts(recipe, count)
+        return
+    show_samples(preview.samples)
+    for line in preview.lines:
         typer.echo(line)
 
 
-def _pairs(recipe: Recipe, count: int) -> None:
-    """Texts with the answers that are learnt, and what becomes of too long ones."""
-    import numpy as np
+def show_samples(samples: Sequence[SampleView], console: Console | None = None) -> None:
+    """Print samples: with what is learnt in colour on a terminal, and in [[ ]] elsewhere."""
+    from rich.console import Console
+    from rich.text import Text
 
-    from redline.cli.progress import PreparationBar
-    from redline.jobs.base import objective_module
-    from redline.jobs.latent_prefix.data import cut_bytes
-
-    job = objective_module(recipe.objective)
-    with PreparationBar() as bar:
-        data = job.load_data(job.complete(recipe, lambda text: typer.echo(text, err=True)), progress=bar)
-    rows = data.pairs.train
-    for number, row in enumerate(data.pairs.index.sequences(np.arange(min(count, len(rows)))).tolist(), start=1):
-        pair = rows.pairs[row]
-        kept, size = cut_bytes(pair.text, rows.lengths.bytes), len(pair.text.encode("utf-8", "replace"))
-        shown = "" if len(kept) == size else f", of which the first {len(kept):,} are read"
-        typer.secho(f"text {number}: {size:,} bytes{shown}", bold=True)
-        typer.echo(_visible(kept.decode("utf-8", "replace")).rstrip())
-        typer.echo(f"→ {_visible(pair.answers[0])}\n")
-    for line in data.told:
-        typer.echo(line)
+    console = console or Console(highlight=False)
+    for sample in samples:
+        if not console.is_terminal:
+            text = f"--- {sample.title}\n{_printable(sample.plain())}\n"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            continue
+        console.rule(sample.title, align="left")
+        styled = Text()
+        for run in sample.runs:
+            styled.append(_printable(run.text), style=_style(run))
+        console.print(styled)
 
 
-def _answers(recipe: Recipe, count: int) -> None:
-    from redline.cli.progress import PreparationBar
-    from redline.evaluate.preview import preview_answers, show_answers
-    from redline.jobs.base import objective_module
-
-    job = objective_module(recipe.objective)
-    with PreparationBar() as bar:
-        data = job.load_data(job.complete(recipe, lambda text: typer.echo(text, err=True)), progress=bar)
-    show_answers(preview_answers(data.answers, count))
-    _report(data.answers.report)
+def _style(run: TokenRun) -> str:
+    if run.special:
+        return _SPECIAL_LEARNT if run.learnt else _SPECIAL
+    return _LEARNT if run.learnt else _READ
 
 
-def _report(report: AnswerReport) -> None:
-    for part in report.sources:
-        share = f" ({part.share:.1%} of the sequences)" if len(report.sources) > 1 else ""
-        typer.secho(f"{part.source}{share}", bold=True)
-        reasons = "; ".join(f"{count:,} {reason}" for reason, count in part.reasons.items())
-        overlong = f"{part.overlong:,} overlong: {part.cut:,} cut, {part.overlong - part.cut:,} dropped"
-        lines = {
-            "rows": f"{part.rows:,}, {part.bad:,} of them bad" + (f" ({reasons})" if reasons else ""),
-            "samples": f"{part.train_samples:,} to train on, {part.val_samples:,} held out; {overlong}"
-            + (f"; {part.duplicates:,} duplicates left out" if part.duplicates else ""),
-            "tokens": f"{part.tokens:,}, {part.learnt:,} of them learnt ({_share(part.learnt, part.tokens)})",
-            "sequences": f"{part.sequences:,}, filled to {part.fill:.1%}",
-        }
-        for name, line in lines.items():
-            typer.echo(f"  {name:10s} {line}")
-        for example in part.examples:
-            typer.echo(f"  {'bad':10s} {example}")
-    typer.echo(f"template     {report.template or 'none: a prompt is a line, and its completion follows'}")
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / max(1, whole):.1%}"
+def _printable(text: str) -> str:
+    """Replace what would move the cursor or set colours by a dot."""
+    return "".join(c if c.isprintable() or c == "\n" else "→" if c == "\t" else "·" for c in text)
 
 
 def _texts(recipe: Recipe, count: int) -> None:

@@ -141,7 +141,7 @@ def _profile(loaded: Loaded, options: dict[str, Any], folder: Path) -> _Found:
     from redline.cache import write_atomically
     from redline.cli.progress import PreparationBar
     from redline.hardware.probe import detect_machine
-    from redline.jobs.base import objective_module
+    from redline.jobs.objective import job_runtime
     from redline.recipe.resolve import resolve
     from redline.runs.breakdown import breakdown
     from redline.training.profiling import Recording, memory_recorded, profiled
@@ -153,13 +153,13 @@ def _profile(loaded: Loaded, options: dict[str, Any], folder: Path) -> _Found:
     def say(text: str) -> None:
         typer.echo(text, err=True)
 
-    module = objective_module(loaded.recipe.objective)
-    recipe = module.complete(loaded.recipe, say)
+    runtime = job_runtime(loaded.recipe.objective)
+    recipe = runtime.complete(loaded.recipe, say)
     with PreparationBar() as bar:
-        data = module.load_data(recipe, progress=bar)
+        data = runtime.load_data(recipe, progress=bar)
     resolved = resolve(recipe, detect_machine(recipe.train.device), data.facts)
     resolved = replace(resolved, horizon_steps=recording.steps)  # no teacher reads for more
-    objective = module.create(resolved, data)
+    objective = runtime.create(resolved, data)
     trace = folder / f"{loaded.name}.pt.trace.json.gz"
     with trainer_alone(resolved, objective, Silent()) as trainer:
         with memory_recorded(trainer.device) as recorded:

@@ -167,13 +167,14 @@ def _is_recipe(path: Path) -> bool:
 
 def _kind_of_hub_id(name: str) -> Kind:
     """Return the kind of data if a shipped recipe trains on this dataset; any other id is taken for a model."""
-    from redline.recipe.load import read_recipe, shipped
+    from redline.jobs.base import job
+    from redline.recipe.load import flatten, read_recipe, shipped
 
     for path in shipped().values():
         recipe = read_recipe(path)
         if str(recipe.get("data", {}).get("source")).partition(":")[0] == name:
-            reads_text = recipe["objective"] in ("causal_lm", "block_diffusion") and "gsm8k" not in name
-            return "data" if reads_text else "conversations"
+            reads_rows = job(str(recipe["objective"])).reads_rows(dict(flatten(recipe)))
+            return "conversations" if reads_rows or "gsm8k" in name else "data"
     return "model"
 
 

@@ -19,7 +19,7 @@ from redline.errors import UsageError, UserError
 from redline.export.adapter import ADAPTER, from_peft
 from redline.export.folder import ORIGIN
 from redline.fields import AUTO
-from redline.jobs.finetune.costs import adapter_of
+from redline.jobs.base import job
 from redline.models.families import from_llama, shape_of
 from redline.models.pretrained import Entry, entries, open_base, read
 from redline.planning.shapes import SHAPE_KEYS, Adapter
@@ -105,7 +105,7 @@ class Initial:
 
 
 def _learns_adapters(recipe: Recipe) -> bool:
-    return hasattr(recipe, "finetune") and adapter_of(recipe) is not None
+    return job(recipe.objective).adapter(recipe) is not None
 
 
 def _text(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,8 @@ from redline.errors import UsageError, UserError
 from redline.export.adapter import ADAPTER, ADAPTER_CONFIG, from_peft
 from redline.export.folder import ORIGIN
 from redline.hardware.probe import detect_machine
-from redline.jobs.base import job, objective_module
-from redline.jobs.finetune import objective as finetune
-from redline.jobs.objective import Objective
+from redline.jobs.base import BASE_MODEL_JOB, job
+from redline.jobs.objective import Objective, ignore_message, job_runtime
 from redline.models.pretrained import Base, open_base
 from redline.planning.shapes import TARGETS
 from redline.recipe.load import parse_overrides, validate
@@ -75,8 +74,8 @@ def open_trained(
     """
     lock = read_lock(run)
     recipe = locked_recipe(run, lock).recipe
-    module = objective_module(recipe.objective)
-    if answers and not module.can_answer(recipe):
+    runtime = job_runtime(recipe.objective)
+    if answers and not job(recipe.objective).can_answer(recipe):
         what = f"is a {recipe.objective} run: it continues texts, and answers no questions."
         raise UsageError(what, where=str(run), fix="Leave out --answers for its loss; `redline sample` lets it write.")
     recipe = _with_settings(_with_base(recipe, base, run), settings)
@@ -97,10 +96,10 @@ def open_trained(
     check_model_identity(chosen.state["identity"], recipe, run)
     if writes_only:
         facts = DataFacts(**lock["data"])
-        data = module.tokenizer_alone(facts, run, recipe)
+        data = runtime.tokenizer_alone(facts, run, recipe)
     else:
         try:
-            data = module.load_data(recipe, for_evaluation=source is not None)
+            data = runtime.load_data(recipe, for_evaluation=source is not None)
         except OtherTokenizerError:
             raise _other_tokenizer(run) from None
         facts = data.facts
@@ -109,10 +108,10 @@ def open_trained(
     if chosen.state["identity"]["tokenizer"] != facts.tokenizer_fingerprint:
         raise _other_tokenizer(run)
     resolved = resolve(adapt_to_world(recipe, 1), machine, facts)  # whoever trained it, one process reads it
-    objective: Objective = module.create(resolved, data)
+    objective: Objective = runtime.create(resolved, data)
     objective.log = say
-    if source and not writes_only and not (answers and objective.rereads):
-        for line in getattr(data, "told", ()):  # what is left out is not in the figures
+    if source and not writes_only and not (answers and objective.reloads_rows_for_questions):
+        for line in data.messages:  # rows that are left out are not in the figures
             say(line)
     _same_base(chosen.state, objective.identity(), run)
     objective.build(torch.device(machine.device))
@@ -131,7 +130,7 @@ def _with_settings(recipe: Recipe, settings: Sequence[str]) -> Recipe:
         fix = "Write for instance --set sampler_steps=4."
         raise UsageError(f"{wrong[0]!r} is not KEY=VALUE.", where="--set", fix=fix)
     own = getattr(recipe, recipe.objective)
-    allowed = [f"{recipe.objective}.{name}" for name in getattr(own, "afterwards", ())]
+    allowed = [f"{recipe.objective}.{name}" for name in own.settable_after_training]
     given = {key if "." in key else f"{recipe.objective}.{key}": v for key, v in parse_overrides(settings).items()}
     if refused := [key for key in given if key not in allowed]:
         what = f"{' and '.join(refused)} cannot be changed for a model that is trained."
@@ -337,21 +336,21 @@ def open_folder(
         raise UsageError(what, where=spec, fix="Name some: --data FILE.")
     found = open_base(spec, say) if adapter is None else _base_of(adapter, base, say)
     machine = detect_machine(device, "--device ")
-    recipe = finetune.complete(_recipe(found, adapter, source, sequences, machine.device), lambda _: None)
+    runtime = job_runtime(BASE_MODEL_JOB)
+    recipe = runtime.complete(_recipe(found, adapter, source, sequences, machine.device), ignore_message)
     if writes_only:
-        data = finetune.FinetuneData(_facts(found, adapter), found)
+        data = runtime.tokenizer_alone(_facts(found, adapter), found.folder, recipe)
     else:
-        data = finetune.load_data(recipe, for_evaluation=True)
-        for line in data.told:  # what is left out is not in the figures
+        data = runtime.load_data(recipe, for_evaluation=True)
+        for line in data.messages:  # rows that are left out are not in the figures
             say(line)
     resolved = resolve(recipe, machine, data.facts)
-    objective = finetune.create(resolved, data)
+    objective = runtime.create(resolved, data)
     if adapter is None:
-        assert objective.adapter is not None
-        objective.adapter = replace(objective.adapter, targets=())  # nothing is learnt on it
+        objective.remove_adapters()
     objective.build(torch.device(machine.device))
     if adapter is not None:
-        _take(objective, adapter)
+        _load_adapter(objective, adapter)
     objective.model.eval()
     kind, title = ("base", spec) if adapter is None else ("adapter", f"{spec} on {found.source}")
     return Trained(spec, title, objective, None, kind, resolved.batch.micro)
@@ -388,7 +387,7 @@ def _recipe(
     if adapter is not None:
         model |= {"quant_double": adapter.quant_double, "lora": adapter.lora}
     tree = {
-        "objective": "finetune",
+        "objective": BASE_MODEL_JOB,
         "model": model,
         "data": {
             "source": source or "embedded",
@@ -396,7 +395,7 @@ def _recipe(
             "seq_len": min(base.context, _SEQ_LEN),
             "pack": True,
         },
-        "finetune": {
+        BASE_MODEL_JOB: {
             "method": "qlora" if quant == "nf4" else "lora",
             "template": adapter.template if adapter else None,
         },
@@ -411,18 +410,19 @@ def _facts(base: Base, adapter: AdapterFolder | None) -> DataFacts:
     return DataFacts(tokenizer.vocab_size, 0, 0, "", tokenizer.name, tokenizer.fingerprint)
 
 
-def _take(objective: finetune.Finetune, adapter: AdapterFolder) -> None:
-    """The adapter's matrices into the model's."""
-    assert objective.adapter is not None
-    shape = objective.resolved.shape
-    beyond = [name for name in adapter.tensors if int(re.search(r"\d+", name)[0]) >= shape.layers]  # type: ignore[index]
+def _load_adapter(objective: Objective, folder: AdapterFolder) -> None:
+    """Copy the adapter's matrices into the model's."""
+    recipe, shape = objective.recipe, objective.resolved.shape
+    adapter = job(recipe.objective).adapter(recipe)
+    assert adapter is not None
+    beyond = [name for name in folder.tensors if int(re.search(r"\d+", name)[0]) >= shape.layers]  # type: ignore[index]
     if beyond:
         what = f"holds {beyond[0]}, and its base has {shape.layers} layers."
-        raise UserError(what, where=str(adapter.folder), fix=_ELSEWHERE)
+        raise UserError(what, where=str(folder.folder), fix=_ELSEWHERE)
     try:
-        tensors = from_peft(adapter.tensors, shape, objective.adapter, objective.recipe.model.lora)
+        tensors = from_peft(folder.tensors, shape, adapter, recipe.model.lora)
     except UserError as error:
         fix = "Copy the adapter again, or say where its base lies: --base PATH."
-        raise UserError(error.what, where=str(adapter.folder), fix=fix) from None
+        raise UserError(error.what, where=str(folder.folder), fix=fix) from None
     learnt = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
-    copy_weights(learnt, tensors, str(adapter.folder))
+    copy_weights(learnt, tensors, str(folder.folder))

@@ -11,7 +11,7 @@ from redline.errors import UserError
 from redline.metrics import METRICS, RULE, behind_mark, final_answer
 
 if TYPE_CHECKING:
-    from redline.jobs.objective import Answered, Asked, Objective
+    from redline.jobs.objective import Answer, JobData, Objective, Question
 import json
 import tempfile
 from collections.abc import Collection
@@ -22,7 +22,6 @@ from redline.data.problems import is_problems
 from redline.data.rows import is_clean
 from redline.data.sources import source_bytes
 from redline.fields import none_if_auto
-from redline.jobs.base import objective_module
 from redline.recipe.resolve import FEW_ROWS
 from redline.recipe.schema import Recipe
 
@@ -92,7 +91,7 @@ def examine(
     told: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exam:
     """Greedy answers of at most `tokens` to the first `count` questions; `told` hears how many of them are there."""
-    objective.narrow(count)
+    objective.select_questions(count)
     asked = objective.questions()
     if not asked:
         what = "no question is held out: there is nothing to answer."
@@ -108,10 +107,10 @@ def examine(
     return Exam(kind, [_marked(kind, one, answer) for one, answer in zip(asked, answers, strict=True)], loss, seconds)
 
 
-def _marked(kind: str, asked: Asked, answer: Answered) -> Marked:
+def _marked(kind: str, asked: Question, answer: Answer) -> Marked:
     said = answer.text if kind == "gsm8k" else behind_mark(answer.text)
     marks = {name: score([said], [asked.reference]) for name, score in METRICS[kind].items()}
-    return Marked(asked.question, asked.reference, answer.text, answer.ended, marks, answer.looks)
+    return Marked(asked.text, asked.reference, answer.text, answer.ended, marks, answer.forward_passes)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -202,15 +201,18 @@ class HeldOut:
         return told
 
 
-def held_out_of(objective: Any, training: Recipe | None) -> HeldOut | None:
+def held_out_of(objective: Objective, training: Recipe | None) -> HeldOut | None:
     """Describe what the objective evaluates; `training` is the run's own recipe, where other data are evaluated."""
-    data = objective.data
-    keys = data.row_keys(trained=False)
-    text = hasattr(data, "sequences")
-    if keys is None and not text:
-        return None
+    data: JobData = objective.data
     recipe = objective.recipe
-    size = min(data.sequences(recipe.data.seq_len), recipe.eval.sequences) if text else len(keys)
+    keys, sequences = data.row_keys(trained=False), data.held_out_sequences(recipe.data.seq_len)
+    text = sequences is not None
+    if sequences is not None:
+        size = min(sequences, recipe.eval.sequences)
+    elif keys is not None:
+        size = len(keys)
+    else:
+        return None
     if training is None:
         return HeldOut(size, "sequences" if text else "rows")
     known = None if keys is None else _training_keys(training, text=text)
@@ -220,6 +222,8 @@ def held_out_of(objective: Any, training: Recipe | None) -> HeldOut | None:
 
 def _training_keys(recipe: Recipe, *, text: bool) -> Keys | None:
     """Return the keys of what the run was trained on; None where that is not at hand, or too much to read again."""
+    from redline.jobs.objective import job_runtime
+
     sources = [part.source for part in recipe.data.parts]
     try:
         if recipe.data.stream or not all(_here(source) for source in sources):
@@ -228,7 +232,7 @@ def _training_keys(recipe: Recipe, *, text: bool) -> Keys | None:
             return None  # it would have to be prepared again
         if not text and sum(0 if is_problems(one) else source_bytes(one) or 0 for one in sources) > _MOST_BYTES:
             return None
-        keys: Keys | None = objective_module(recipe.objective).load_data(recipe).row_keys(trained=True)
+        keys: Keys | None = job_runtime(recipe.objective).load_data(recipe).row_keys(trained=True)
     except UserError:  # moved, changed or damaged since: the score itself does not need it
         return None
     return keys

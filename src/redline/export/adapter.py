@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from redline.cache import cache_dir
-from redline.jobs.objective import OnBase
+from redline.jobs.objective import FinetunedModel
 from redline.models.adapters import FrozenMatrix, LoraLinear
 from redline.models.families import names
 from redline.models.pretrained import Base
@@ -23,7 +23,7 @@ _PREFIX = "base_model.model"
 _HELD = {held for held, _ in TARGETS.values()}
 
 
-def adapter_config(learnt: OnBase, base: Base) -> dict[str, Any]:
+def adapter_config(learnt: FinetunedModel, base: Base) -> dict[str, Any]:
     """adapter_config.json; PEFT has its defaults for what is not in it."""
     assert learnt.adapter is not None
     lora = learnt.lora
@@ -169,7 +169,7 @@ class Drift:
 
 
 def merged_tensors(
-    learnt: OnBase, base: Base, device: torch.device, drift: Drift | None = None
+    learnt: FinetunedModel, base: Base, device: torch.device, drift: Drift | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """The base under its published names with the adapters added: to its matrices as they were trained against, so
     dequantised where they were quantised; with a `drift`, which is then measured, to the original ones."""
@@ -179,7 +179,7 @@ def merged_tensors(
         yield from _apart(theirs, whole, rows)
 
 
-def _merged(ours: str, weight: Tensor, learnt: OnBase, shape: DecoderShape, drift: Drift | None) -> Tensor:
+def _merged(ours: str, weight: Tensor, learnt: FinetunedModel, shape: DecoderShape, drift: Drift | None) -> Tensor:
     path, adapter = ours.removesuffix(".weight"), learnt.adapter
     assert adapter is not None
     rows = tuple(_parts(path, shape).values())
@@ -190,7 +190,7 @@ def _merged(ours: str, weight: Tensor, learnt: OnBase, shape: DecoderShape, drif
     return _linear(path, base, learnt.tensors, shape, adapter, learnt.lora).merged_weight()
 
 
-def whole_tensors(learnt: OnBase, base: Base) -> Iterator[tuple[str, Tensor]]:
+def whole_tensors(learnt: FinetunedModel, base: Base) -> Iterator[tuple[str, Tensor]]:
     """Where all weights learnt: these, under the base's published names."""
     for ours, theirs, rows in names(base.shape):
         yield from _apart(theirs, learnt.tensors[ours], rows)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from redline import __version__
 from redline.cache import atomic_dir, read_text
 from redline.data.chat_template import ChatTokenizer, load_chat_tokenizer
+from redline.data.tokenizer import Tokenizer
 from redline.errors import UsageError, UserError
 from redline.export.adapter import (
     ADAPTER,
@@ -34,8 +35,8 @@ from redline.export.adapter import (
 from redline.export.card import CARD, model_card, tuned_card
 from redline.export.tensors import Named, Shapes, write_json, write_tensors
 from redline.export.tokenizer import end_of_text, run_tokenizer, write_tokenizer
-from redline.jobs.base import objective_module
-from redline.jobs.objective import OnBase, PublicForm
+from redline.jobs.base import job
+from redline.jobs.objective import FinetunedModel, TransformersModel, job_runtime
 from redline.kernels.matmul import DTYPES
 from redline.models.families import FAMILIES, names, read_config
 from redline.models.pretrained import Base, entries, open_base
@@ -93,8 +94,7 @@ def model_contents(trained: Trained, how: How, say: Say) -> Contents:
         what = "this run trained a model of its own: it has no base, and nothing to merge."
         raise UsageError(what, where=str(trained.run), fix="Leave out --merged, --onto and --base.")
     recipe, data = trained.recipe, trained.lock["data"]
-    module = objective_module(recipe.objective)
-    if not hasattr(module, "export"):
+    if not job(recipe.objective).exports:
         what = f"transformers knows no model of objective={recipe.objective}."
         fix = "Use `redline sample` and `redline eval`; a checkpoint's weights are safetensors."
         raise UserError(what, where=str(trained.run), fix=fix)
@@ -102,15 +102,10 @@ def model_contents(trained: Trained, how: How, say: Say) -> Contents:
     if tokenizer is None:
         say(f"the files of the tokenizer {data['tokenizer']} are not here: the folder will have none")
     try:
-        form: PublicForm = module.export(
-            recipe,
-            trained.weights.tensors(),
-            eot=end_of_text(tokenizer, data["tokenizer"]),
-            vocab_size=data["vocab_size"],
-            dtype=how.dtype,
-        )
+        form = _exported(trained, how, tokenizer)
     except UserError as error:
         raise UserError(error.what, where=str(trained.run), fix=error.fix) from None
+    assert isinstance(form, TransformersModel)
     return Contents(
         form="model",
         architecture=form.architecture,
@@ -123,6 +118,17 @@ def model_contents(trained: Trained, how: How, say: Say) -> Contents:
         if tokenizer is None
         else lambda folder: write_tokenizer(tokenizer, folder, seq_len=recipe.data.seq_len),
         card=lambda origin: model_card(trained.run, trained.lock, origin, tokenizer=tokenizer is not None),
+    )
+
+
+def _exported(trained: Trained, how: How, tokenizer: Tokenizer | None) -> TransformersModel | FinetunedModel:
+    data = trained.lock["data"]
+    return job_runtime(trained.recipe.objective).export(
+        trained.recipe,
+        trained.weights.tensors(),
+        eot=lambda: end_of_text(tokenizer, data["tokenizer"]),
+        vocab_size=data["vocab_size"],
+        dtype=how.dtype,
     )
 
 
@@ -194,7 +200,7 @@ def _write_tokenizer(contents: Contents, folder: Path) -> None:
 
 
 def _contents(trained: Trained, how: How, say: Say) -> Contents:
-    if trained.recipe.model.base is None or not hasattr(objective_module(trained.recipe.objective), "export"):
+    if trained.recipe.model.base is None or not job(trained.recipe.objective).exports:
         return model_contents(trained, how, say)
 
     return tuned_contents(trained, how, say)
@@ -254,13 +260,14 @@ _NOT_TAKEN_OVER = ("dtype", "torch_dtype", "quantization_config", "_name_or_path
 @dataclass(frozen=True)
 class _Tuned:
     trained: Trained
-    learnt: OnBase
+    learnt: FinetunedModel
     base: Base
     tokenizer: ChatTokenizer
 
 
 def tuned_contents(trained: Trained, how: How, say: Say) -> Contents:
-    learnt: OnBase = objective_module(trained.recipe.objective).export(trained.recipe, trained.weights.tensors())
+    learnt = _exported(trained, how, None)
+    assert isinstance(learnt, FinetunedModel)
     _refuse_nonsense(learnt, how, trained.run)
     base = _base(learnt, how, trained, say)
     one = _Tuned(trained, learnt, base, _tokenizer(learnt, base, trained))
@@ -269,7 +276,7 @@ def tuned_contents(trained: Trained, how: How, say: Say) -> Contents:
     return _merged(one, how, say) if how.merged else _adapter(one)
 
 
-def _refuse_nonsense(learnt: OnBase, how: How, run: Path) -> None:
+def _refuse_nonsense(learnt: FinetunedModel, how: How, run: Path) -> None:
     if how.onto and learnt.adapter is None:
         what = "all weights of this run learnt: there are no adapters to put onto anything."
         raise UsageError(what, where=str(run), fix="Leave out --onto.")
@@ -277,7 +284,7 @@ def _refuse_nonsense(learnt: OnBase, how: How, run: Path) -> None:
         raise UsageError("is for --merged: an adapter alone is put onto nothing.", where="--onto", fix="Add --merged.")
 
 
-def _base(learnt: OnBase, how: How, trained: Trained, say: Say) -> Base:
+def _base(learnt: FinetunedModel, how: How, trained: Trained, say: Say) -> Base:
     """The one the run was trained on, and no other."""
     spec = how.base or learnt.base
     try:
@@ -293,7 +300,7 @@ def _base(learnt: OnBase, how: How, trained: Trained, say: Say) -> Base:
     return base
 
 
-def _tokenizer(learnt: OnBase, base: Base, trained: Trained) -> ChatTokenizer:
+def _tokenizer(learnt: FinetunedModel, base: Base, trained: Trained) -> ChatTokenizer:
     found = load_chat_tokenizer(base.folder, learnt.template)
     known = trained.weights.state["identity"]
     if found.fingerprint != known["tokenizer"]:

@@ -1,53 +1,206 @@
-"""The jobs' pure halves: the recipe options of each, and its costs from shapes."""
+"""The jobs that redline can train, without torch: what each of them reads from a recipe, and what it costs.
+
+A job has two halves. `Job`, here, is enough to validate and plan a recipe. `JobRuntime`, in `jobs/objective.py`, needs
+torch: it loads the data, builds the model and exports it. `redline plan` imports only the first half of only the job
+that the recipe names.
+
+Recipes are annotated as `Any` because their schema is built from the options of these jobs, in a layer above this one.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from importlib import import_module  # noqa: TID251  # of the modules in _MODULES only
-from typing import Any
+from functools import cache
+from importlib import import_module  # noqa: TID251  # of the jobs in the registry only
+from typing import Any, ClassVar, Protocol
 
+from redline.errors import Problem, UserError
 from redline.fields import Section
+from redline.planning.flops import FlopsPerToken, Passes
+from redline.planning.layout import Layout
+from redline.planning.memory import MemoryParts
+from redline.planning.shapes import Adapter, DecoderShape
+from redline.planning.speed import Work
 
-# name -> module of its costs (with :CLASS where a folder holds two jobs), module of its objective
-_MODULES = {
-    "causal_lm": ("redline.jobs.causal_lm.costs", "redline.jobs.causal_lm.objective"),
-    "finetune": ("redline.jobs.finetune.costs", "redline.jobs.finetune.objective"),
-    "latent_prefix": ("redline.jobs.latent_prefix.costs", "redline.jobs.latent_prefix.objective"),
-    "block_diffusion": ("redline.jobs.diffusion.costs:BlockDiffusion", "redline.jobs.diffusion.objective"),
-    "hierarchical_diffusion": (
-        "redline.jobs.diffusion.costs:HierarchicalDiffusion",
-        "redline.jobs.diffusion.objective",
-    ),
+
+class JobOptions(Section):
+    """The job's own section of a recipe."""
+
+    # Keys that change what the trained model computes. Checkpoints record them (see recipe/lock.py).
+    model_keys: ClassVar[tuple[str, ...]] = ()
+    # Keys that do not belong to the weights: `--set` may change them for a trained model.
+    settable_after_training: ClassVar[tuple[str, ...]] = ()
+    # Keys that hold paths, or entries with paths. A resumed run resolves them from the folder that it began in.
+    path_keys: ClassVar[tuple[str, ...]] = ()
+    # Keys that are newer than some locks, with the value that describes what those runs did.
+    defaults_in_older_locks: ClassVar[dict[str, Any]] = {}
+
+
+class Costs(Protocol):
+    """What a recipe's job costs for a decoder of a given shape."""
+
+    assumed: str  # appended to the source of an expected speed that was measured on another kind of work
+
+    def parameters(self, shape: DecoderShape) -> dict[str, int]:
+        """Return counts of parameters: `total`, `trainable` and `matmul` (those that multiply a token)."""
+
+    def unmeasured(self, shape: DecoderShape) -> str:
+        """Return why the fused blocks are not chosen by themselves for this recipe; "" if they may be."""
+
+    def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken: ...
+
+    def certain(self, shape: DecoderShape) -> tuple[float, float]:
+        """Return the shares of the matmul and attention FLOPs that every data set needs, whatever its row lengths."""
+
+    def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts: ...
+
+    def passes(self, seq_len: int) -> Passes:
+        """Return how often a token of data is read and scored."""
+
+    def work(self, shape: DecoderShape, seq_len: int, **how: Any) -> Work: ...
+
+
+class Job(ABC):
+    """A kind of training. Subclasses set the first three attributes, implement `costs`, and override what differs."""
+
+    name: ClassVar[str]  # the value of `objective` in a recipe, and the name of its section of options
+    Options: ClassVar[type[JobOptions]] = JobOptions
+    runtime: ClassVar[str]  # "module:class" of the JobRuntime, imported only when torch is needed
+
+    exports: ClassVar[bool] = False  # JobRuntime.export is implemented: transformers can load the models of this job
+    reads_stream: ClassVar[bool] = True  # data.stream has a meaning for it
+    overlong_key: ClassVar[str | None] = None  # the recipe key that decides what becomes of overlong samples
+    exact_likelihood: ClassVar[bool] = False  # the loss is the likelihood of a text, not a bound, and of any text
+    answer_metric: ClassVar[str | None] = None  # `--answers` for its models; None: chosen by the data
+    answer_tokens: ClassVar[int] = 256  # the default length of an answer in `redline eval --answers`
+
+    def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return recipe keys that have another default in this job. `given` are the keys that the user wrote, flat."""
+        return {}
+
+    def problems(self, recipe: Any) -> list[Problem]:
+        """Return contradictions between the recipe's keys, and keys that this job does not read."""
+        return []
+
+    def added_tokens(self, recipe: Any) -> int:
+        """Return how many ids the job needs besides those of the tokenizer."""
+        return 0
+
+    def reads_rows(self, given: Mapping[str, Any]) -> bool:
+        """Return whether the data of a recipe with these flat keys are rows; otherwise they are windows of text."""
+        return False
+
+    def can_answer(self, recipe: Any) -> bool:
+        """Return whether the trained model answers questions; otherwise it continues texts."""
+        return False
+
+    def adapter(self, recipe: Any) -> Adapter | None:
+        """Return the low-rank adapter that is trained; None if the weights themselves are."""
+        return None
+
+    def layout(self, recipe: Any) -> Layout | None:
+        """Return the segments and blocks of a sequence, for a job whose attention mask is made of them."""
+        return None
+
+    @abstractmethod
+    def costs(self, recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> Costs:
+        """Return what the recipe costs.
+
+        `rows` are averages over the rows of the training data (`DataFacts.rows`). Without them, every row is assumed to
+        be full. `micro` is the number of rows that are padded to one length.
+        """
+
+
+# ----------------------------------------------------------------------------------------------------
+# The registry. Nothing is imported until a job is asked for by its name.
+
+# name -> "module:class" of the Job
+_BUILT_IN = {
+    "causal_lm": "redline.jobs.causal_lm.costs:CausalLMJob",
+    "finetune": "redline.jobs.finetune.costs:FinetuneJob",
+    "latent_prefix": "redline.jobs.latent_prefix.costs:LatentPrefixJob",
+    "block_diffusion": "redline.jobs.diffusion.costs:BlockDiffusion",
+    "hierarchical_diffusion": "redline.jobs.diffusion.costs:HierarchicalDiffusion",
 }
-JOBS = tuple(_MODULES)
+JOBS = tuple(_BUILT_IN)  # that ship with redline
+BASE_MODEL_JOB = "finetune"  # evaluates and samples a pretrained model that no run of redline trained
+ENTRY_POINTS = "redline.jobs"  # the group in which installed packages name theirs: NAME = "module:class"
+
+_registered: dict[str, Job] = {}
 
 
-def job(name: str) -> Any:
-    """The module of a job: its recipe `Options`, its `defaults(…)` of other keys, its `problems(…)`, its
-    `added_tokens(…)`, its `Costs`.
+def register_job(job: Job) -> None:
+    """Add a job to those that recipes may name, in this process.
 
-    A job that denoises has the `layout(…)` of a recipe's sequences besides.
+    A run of several processes needs the job in each of them: install it as an entry point of the group `redline.jobs`.
     """
-    module, _, member = _MODULES[name][0].partition(":")
-    return getattr(import_module(module), member) if member else import_module(module)
+    _check_name(job.name)
+    if job.name in _BUILT_IN:
+        raise ValueError(f"redline has a job named {job.name} of its own")
+    _registered[job.name] = job
 
 
-def costs(recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> Any:
-    """What a recipe's job costs: `flops(…)`, `memory(…)`, `work(…)`, `parameters(…)` of a decoder's shape.
+def is_job(name: object) -> bool:
+    """Return whether a recipe may name this job. Installed packages are asked only for names redline does not know."""
+    return isinstance(name, str) and (name in _BUILT_IN or name in _registered or name in _installed())
 
-    `rows` are averages over the rows of the training data (`DataFacts.rows`), which `flops`, `work` and `passes` then
-    count; without them, whole rows. `micro` is the number of rows that are padded to one length.
+
+def job_names() -> tuple[str, ...]:
+    """Return the names of all jobs: those of redline first."""
+    return tuple(dict.fromkeys((*_BUILT_IN, *_registered, *_installed())))
+
+
+def job(name: str) -> Job:
+    """Return the job of this name, which must be one of `job_names()`."""
+    return _registered[name] if name in _registered else _load(name)
+
+
+def costs(recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> Costs:
+    """Return what a recipe's job costs; see `Job.costs`."""
+    return job(recipe.objective).costs(recipe, rows, micro)
+
+
+def options_of(name: str) -> type[JobOptions]:
+    return job(name).Options
+
+
+@cache
+def _installed() -> dict[str, str]:
+    """Return name → "module:class" of the jobs of installed packages.
+
+    This reads a file of every installed package, which takes milliseconds to tens of milliseconds: recipes of redline's
+    own jobs never get here.
     """
-    return job(recipe.objective).Costs(recipe, rows, micro)
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS) if entry.name not in _BUILT_IN}
 
 
-def options_of(name: str) -> type[Section]:
-    options: type[Section] = job(name).Options
-    return options
+@cache
+def _load(name: str) -> Job:
+    if name in _BUILT_IN:
+        found: Job = load_attribute(_BUILT_IN[name])()
+        return found
+    address = _installed()[name]
+    _check_name(name)
+    try:
+        found = load_attribute(address)()
+    except (ImportError, AttributeError) as error:
+        fix = "Reinstall the package that provides it."
+        raise UserError(f"the job cannot be imported from {address} ({error}).", where=name, fix=fix) from error
+    if not isinstance(found, Job) or found.name != name:
+        fix = f"The entry point must name a subclass of redline.jobs.base.Job whose `name` is {name!r}."
+        raise UserError(f"{address} is not the job {name}.", where=name, fix=fix)
+    return found
 
 
-def objective_module(name: str) -> Any:
-    """The module of a job: `complete(recipe, say)`, `load_data(recipe)`, `create(resolved, data)`, whether what it
-    trains `can_answer(recipe)`, `export(recipe, tensors, …)` where others know such a model, and data to build with
-    where there is none: `random_data(facts)`, `tokenizer_alone(facts, folder, recipe)`."""
-    return import_module(_MODULES[name][1])
+def load_attribute(address: str) -> Any:
+    """Import "module:attribute"."""
+    module, _, attribute = address.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def _check_name(name: str) -> None:
+    if not name.isidentifier():  # the name becomes a key of recipes: the section of the job's options
+        raise UserError(f"{name!r} cannot be the name of a job.", where=ENTRY_POINTS, fix="Use letters, digits and _.")

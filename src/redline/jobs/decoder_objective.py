@@ -1,4 +1,4 @@
-"""What jobs that train the one decoder have in common: its attention, its loss, and how a batch is laid out."""
+"""What jobs that train the decoder share: parameter groups, choice of attention, batch layout, loss, fp8."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from redline.models.layers import Linear
 from redline.recipe.resolve import Resolved
 
 # ----------------------------------------------------------------------------------------------------
-# What each parameter of a decoder is to the optimizer.
+# The optimizer's role of each parameter.
 
 
 def role_groups(model: nn.Module) -> list[ParamGroup]:
-    """Hidden matrices, embeddings, the head, and everything with one dimension."""
-    found: dict[str, dict[str, nn.Parameter]] = {}
+    """Group the trained parameters: hidden matrices, embeddings, the head, and everything with one dimension."""
+    by_role: dict[str, dict[str, nn.Parameter]] = {}
     splits: dict[str, tuple[int, ...]] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
                 full = f"{path}.{name}" if path else name
-                found.setdefault(_role(path, module, parameter), {})[full] = parameter
+                by_role.setdefault(_role(path, module, parameter), {})[full] = parameter
                 splits[full] = _splits(module, parameter)
-    return [ParamGroup(role, members, {n: splits[n] for n in members}) for role, members in found.items()]
+    return [ParamGroup(role, members, {n: splits[n] for n in members}) for role, members in by_role.items()]
 
 
 def _splits(module: nn.Module, parameter: nn.Parameter) -> tuple[int, ...]:
-    """Rows of each of the matrices that lie one below the other in it."""
+    """Return the rows of each matrix that is stored in the parameter, one below the other."""
     if isinstance(module, LoraLinear):
         return (module.r,) * len(module.adapters)
     return module.splits if isinstance(module, Linear) else (parameter.shape[0],)
@@ -58,10 +58,12 @@ def _role(path: str, module: nn.Module, parameter: nn.Parameter) -> str:
     return "head" if path == "head" else "matrix"
 
 
-BEGUN = "as chosen when the run began"
+CHOSEN_AT_START = "as chosen when the run began"
 
 
 class DecoderObjective(Objective):
+    """The base class of objectives that train one decoder on next-token-like targets."""
+
     model: Decoder
     device: torch.device
 
@@ -75,7 +77,7 @@ class DecoderObjective(Objective):
     # --- building
 
     def decoder(self) -> Decoder:
-        """Without weights yet."""
+        """Return the decoder, with uninitialised weights."""
         options = self.recipe.model
         if options.kernels == "fused" and self.device.type == "cuda" and find_spec("triton") is None:
             fix = "Install triton, or use model.kernels=torch."
@@ -97,16 +99,20 @@ class DecoderObjective(Objective):
         )
 
     def _select_attention(self) -> Selection:
-        """Measured once in a run's life: a resumed run computes with what it began with."""
-        asked, train, shape = self.recipe.model.attention, self.recipe.train, self.resolved.shape
-        if train.deterministic and asked == "auto":
+        """Choose the attention backend, by measurement if the recipe leaves it open.
+
+        This happens once in a run's life: a resumed run must compute with the backend that it began with, or it would
+        not continue to the same bits.
+        """
+        wanted, train, shape = self.recipe.model.attention, self.recipe.train, self.resolved.shape
+        if train.deterministic and wanted == "auto":
             return Selection("flash", "its backward can be deterministic")
-        at = (self.resolved.batch.micro, shape.heads, self.read_length, shape.head_dim)
-        return select(asked, self.mask, device=self.device.type, dtype=self.dtype, shape=at)
+        measured_shape = (self.resolved.batch.micro, shape.heads, self.read_length, shape.head_dim)
+        return select(wanted, self.mask, device=self.device.type, dtype=self.dtype, shape=measured_shape)
 
     @property
     def read_length(self) -> int:
-        """Positions that the model reads for one sequence."""
+        """How many positions the model reads for one sequence."""
         return self.seq_len
 
     @property
@@ -115,12 +121,12 @@ class DecoderObjective(Objective):
 
     @property
     def replayable(self) -> bool:
-        """flex makes its mask anew for each batch, and looks at it."""
+        # flex makes a mask for each batch and inspects it on the host, which a CUDA graph cannot record.
         return self.recipe.model.dropout == 0 and self.attention.backend != "flex"
 
     @property
-    def recorded(self) -> bool:
-        """Whether all batches must be laid out alike."""
+    def uniform_layout(self) -> bool:
+        """Whether all batches must have tensors of the same names and shapes: a CUDA graph is replayed on them."""
         return self.recipe.train.graph and self.replayable and self.device.type == "cuda"
 
     def choices(self) -> list[tuple[str, Any, str]]:
@@ -132,42 +138,45 @@ class DecoderObjective(Objective):
 
     def compile(self) -> None:
         if self.device.type == "cuda" and self.recipe.model.kernels != "fused":
-            compile_loss()  # on a CPU the in-place version is as fast
+            compile_loss()  # on a CPU the in-place reference is as fast
         self.model.compile_blocks(self.recipe.train.compile_mode)
 
     # --- a batch
 
     def laid_out(self, inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray | None) -> Batch:
-        """With what the attention needs to keep documents apart, where it does and there is more than one in a row."""
+        """Return a batch with what the attention needs to keep documents apart, if any row has more than one."""
         batch = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
         if self.mask.documents:
             assert documents is not None
-            if self.attention.varlen and not self.recorded and (documents == documents[:, :1]).all():
-                return batch  # a recorded step would go on with the documents it was recorded with
+            if self.attention.varlen and not self.uniform_layout and (documents == documents[:, :1]).all():
+                return batch  # not with a CUDA graph: it would reuse the documents that it was recorded with
             batch["documents"] = torch.from_numpy(documents)
             if self.attention.varlen:
-                batch |= self._borders(documents)
+                batch |= self._varlen(documents)
         return batch
 
-    def _borders(self, documents: np.ndarray) -> Batch:
-        """A kernel is launched for as many documents as this says, each as long as the longest: empty ones cost."""
-        borders = cu_seqlens(documents)
-        room = max(256, documents.size // 32) if self.recorded else 64
-        padded = np.full(max(room, _power_of_two(len(borders))), documents.size, dtype=borders.dtype)
-        padded[: len(borders)] = borders
-        batch = {"borders": torch.from_numpy(padded)}
-        if self.recorded or self.compiled:
-            return batch  # each other length would be recorded, or compiled for
-        longest = _power_of_two(int(np.diff(borders).max()))
-        return {**batch, "longest": torch.tensor(min(longest, documents.shape[1]))}
+    def _varlen(self, documents: np.ndarray) -> Batch:
+        """Return the documents' starts as variable-length kernels take them, padded to one of a few sizes.
+
+        The kernel launches blocks for every start, each for a document of `max_seqlen`, so both are kept small.
+        """
+        starts = cu_seqlens(documents)
+        room = max(256, documents.size // 32) if self.uniform_layout else 64
+        padded = np.full(max(room, _power_of_two(len(starts))), documents.size, dtype=starts.dtype)
+        padded[: len(starts)] = starts
+        batch = {"cu_seqlens": torch.from_numpy(padded)}
+        if self.uniform_layout or self.compiled:
+            return batch  # max_seqlen is a constant to a recorded or compiled step: each new value would be a new step
+        longest = _power_of_two(int(np.diff(starts).max()))
+        return {**batch, "max_seqlen": torch.tensor(min(longest, documents.shape[1]))}
 
     def weights(self, batch: Batch) -> dict[str, float]:
         return {"tokens": float((batch["targets"] != IGNORE).sum())}
 
     def loss(self, batch: Batch) -> dict[str, Term]:
         hidden = self.model(batch["inputs"], self._bind(batch)).flatten(0, 1)
-        if "places" in batch:
-            hidden = hidden.index_select(0, batch["places"])
+        if "scored_positions" in batch:
+            hidden = hidden.index_select(0, batch["scored_positions"])
         total = self.cross_entropy(hidden, batch["targets"].flatten())
         return {"cross_entropy": Term(total, "tokens")}
 
@@ -178,78 +187,85 @@ class DecoderObjective(Objective):
         )
 
     def _bind(self, batch: Batch) -> Bound:
-        longest = int(batch["longest"]) if "longest" in batch else None
-        return self.attention.bind(batch["inputs"].shape[1], batch.get("documents"), batch.get("borders"), longest)
+        longest = int(batch["max_seqlen"]) if "max_seqlen" in batch else None
+        return self.attention.bind(batch["inputs"].shape[1], batch.get("documents"), batch.get("cu_seqlens"), longest)
 
     def uncompiled(self) -> AbstractContextManager[Any]:
-        """Evaluation is too short to compile a forward of its own for — except flex and split, which need it."""
+        """Return a context in which compiled code runs eagerly: an evaluation is too short to compile a forward for it.
+
+        The backends flex and split are fast only if compiled, so they stay compiled.
+        """
         if not self.compiled or self.attention.backend in ("flex", "split"):
-            return nullcontext()  # seconds of imports are saved where nothing is compiled
+            return nullcontext()  # without importing torch.compiler, which takes seconds
         return torch.compiler.set_stance("force_eager")
 
-    # --- what survives a restart
+    # --- state in checkpoints
 
     def state(self) -> dict[str, Any]:
         return {"attention": self.selection.backend} if self.selection else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.selection = Selection(state["attention"], BEGUN)
+        self.selection = Selection(state["attention"], CHOSEN_AT_START)
 
 
-def scored_alone(batch: Batch) -> Batch:
-    """With the targets that are learnt, and their places: no logits are made of the others.
+def with_scored_positions(batch: Batch) -> Batch:
+    """Return the batch with only the targets that have a loss, and their positions: no other logits are computed.
 
-    Their number is rounded up to a quarter of the batch, so that a compiler meets few sizes.
+    Their number is padded to a quarter of the batch, so that a compiler sees few shapes.
     """
-    targets = batch["targets"].numpy().ravel()  # by numpy: a loader's thread has no pool of torch's in a forked process
-    places = np.flatnonzero(targets != IGNORE)
-    size = _quarters(len(places), len(targets))
+    # In numpy: the loader may run in a forked process, where torch's thread pool does not exist and torch would hang.
+    targets = batch["targets"].numpy().ravel()
+    scored = np.flatnonzero(targets != IGNORE)
+    size = _round_to_quarters(len(scored), len(targets))
     if size >= len(targets):
         return batch
-    learnt, rows = np.full(size, IGNORE, dtype=targets.dtype), np.zeros(size, dtype=np.int64)
-    learnt[: len(places)], rows[: len(places)] = targets[places], places
-    return {**batch, "targets": torch.from_numpy(learnt), "places": torch.from_numpy(rows)}
+    kept, positions = np.full(size, IGNORE, dtype=targets.dtype), np.zeros(size, dtype=np.int64)
+    kept[: len(scored)], positions[: len(scored)] = targets[scored], scored
+    return {**batch, "targets": torch.from_numpy(kept), "scored_positions": torch.from_numpy(positions)}
 
 
-def _quarters(count: int, most: int) -> int:
+def _round_to_quarters(count: int, most: int) -> int:
     step = max(1, most // 4)
     return max(1, -(-count // step)) * step
 
 
 def _power_of_two(least: int) -> int:
-    """So that a compiled step meets few sizes."""
+    """Return the next power of two, so that a compiled step sees few sizes."""
     return 1 << (least - 1).bit_length()
 
 
 # ----------------------------------------------------------------------------------------------------
-# What jobs whose decoder may train in fp8 have in common: which matmuls, their scales, and what of them is kept.
+# Training in fp8: which matmuls use it, their scales, and what of these is saved.
 
 
-_LOOKED_AT = 8  # sequences
+_CALIBRATION_ROWS = 8  # sequences from which the first scales are computed
 
 
-class InFloat8(DecoderObjective):
-    base_learns = True
+class Float8Objective(DecoderObjective):
+    base_is_trained = True  # otherwise its weights are frozen, and no fp8 matmul computes their gradients
 
     def __init__(self, resolved: Resolved) -> None:
         super().__init__(resolved)
         self.float8: Float8Choice | None = None
-        self.magnitudes: list[list[float]] | None = None  # of the fp8 tensors, from a checkpoint
+        self.magnitudes: list[list[float]] | None = None  # largest values of the fp8 tensors, from a checkpoint
 
     def use_float8(self) -> None:
-        """Where the recipe wants it. Which matmuls is measured once in a run's life, too."""
+        """Switch matmuls of the built model to fp8 if the recipe asks for it.
+
+        Which of them gain from fp8 is measured once in a run's life, like the attention backend.
+        """
         if self.recipe.train.precision != "fp8":
             return
         if self.float8 is None:
             fused = self.recipe.model.kernels == "fused"
-            self.float8 = choose(self.recipe.train.fp8, self.matmuls(), fused=fused, learns=self.base_learns)
+            self.float8 = choose(self.recipe.train.fp8, self.matmuls(), fused=fused, learns=self.base_is_trained)
         if in_blocks := [name for name in self.float8.linears if name in LINEARS]:
             self.model.use_float8(in_blocks, self.device)
         if self.model.scales is not None:
             self.model.scales.load(self.magnitudes)
 
     def matmuls(self) -> Shapes:
-        """Tokens and widths of everything that fp8 may serve."""
+        """Return (tokens, input width, output width) of every matmul that could use fp8."""
         shape, tokens = self.resolved.shape, self.resolved.batch.micro * self.read_length
         return {
             "qkv": (tokens, shape.d_model, shape.d_qkv),
@@ -259,11 +275,12 @@ class InFloat8(DecoderObjective):
         }
 
     def warmup_batches(self, micro: int) -> list[tuple[int, Batch]]:
-        """fp8 looks at its tensors in bf16 before it first scales them; a few sequences show enough, and fit."""
+        # The first scales come from a pass in bf16. It runs on a few sequences: enough for the scales, and a whole
+        # micro-batch in bf16 might not fit into memory.
         scales, found = self.model.scales, super().warmup_batches(micro)
         if scales is None or scales.known:
             return found
-        return [(few := min(micro, _LOOKED_AT), self.worst_batch(few)), *found]
+        return [(few := min(micro, _CALIBRATION_ROWS), self.worst_batch(few)), *found]
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
@@ -301,4 +318,5 @@ class InFloat8(DecoderObjective):
         super().load_state(state)
         if "fp8" in state:
             backend, linears = state["fp8"]
-            self.float8, self.magnitudes = Float8Choice(backend, tuple(linears), BEGUN), state["fp8_magnitudes"]
+            self.float8 = Float8Choice(backend, tuple(linears), CHOSEN_AT_START)
+            self.magnitudes = state["fp8_magnitudes"]

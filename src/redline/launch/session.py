@@ -88,11 +88,9 @@ def _say(path: Path, outcome: Outcome, recipe: Recipe) -> None:
 
 
 def _next_commands(path: Path, recipe: Recipe, reason: str) -> list[str]:
-    from redline.jobs.base import objective_module
     from redline.models.families import inexact
 
-    module = objective_module(recipe.objective)
-    answers = f" --answers {answers_kind(recipe)}" if module.can_answer(recipe) else ""
+    answers = f" --answers {answers_kind(recipe)}" if job(recipe.objective).can_answer(recipe) else ""
     python = recipe.data.source == "embedded"
     prompt = redact(recipe.eval.prompt or "") or ("a question" if answers else "import " if python else "")
     run, best, model = (shlex.quote(str(word)) for word in (path, _best(path), f"{path.resolve().name}-model"))
@@ -100,7 +98,7 @@ def _next_commands(path: Path, recipe: Recipe, reason: str) -> list[str]:
     if reason == "patience":  # the run went on after its best step to see that it was the best
         run = best
     commands = [f"redline sample {run}{begin}", f"redline eval {best}{answers}"]
-    if hasattr(module, "export") and (recipe.model.base is not None or not inexact(recipe.model)):
+    if job(recipe.objective).exports and (recipe.model.base is not None or not inexact(recipe.model)):
         commands.append(f"redline export {run} --out {model}")
     return commands
 
@@ -116,8 +114,8 @@ def _best(path: Path) -> str:
 
 def answers_kind(recipe: Recipe) -> str:
     """How its answers are best compared: as its job says, else numbers as numbers."""
-    if own := getattr(job(recipe.objective), "ANSWERS", None):
-        return str(own)
+    if own := job(recipe.objective).answer_metric:
+        return own
     numbers = any(name in str(recipe.data.source).lower() for name in ("gsm8k", "problems:"))
     return "gsm8k" if numbers else "match"
 
@@ -305,13 +303,13 @@ class OneRun:
     continued_with: list[str] | None = None  # all overrides of a command with --continue
 
     def train(self, console: View, leaving: Leaving) -> int:
-        from redline.jobs.base import objective_module
+        from redline.jobs.objective import job_runtime
 
         smaller = None
         if self.resumed:
             self.resolved, smaller = after_trouble(self.resolved, self.data.facts, self.path, self.ranks)
         recipe = self.resolved.recipe
-        objective = objective_module(recipe.objective).create(self.resolved, self.data)
+        objective = job_runtime(recipe.objective).create(self.resolved, self.data)
         with held(self.path, self.ranks) as run:
             if self._founds:
                 refuse_run(self.path)  # another process may have begun one, and ended it, while data were prepared

@@ -341,18 +341,18 @@ def fresh_name(recipe: str, suffix: str = "") -> Path:
 def _plan(recipe: Recipe, console: View, ranks: Ranks, *, resumed: bool, gpus: int) -> tuple[Resolved, Any]:
     console.event({"type": "warmup", "message": "preparing data"})
     from redline.hardware.probe import detect_machine
-    from redline.jobs.base import objective_module
+    from redline.jobs.objective import job_runtime
 
-    module = objective_module(recipe.objective)
-    recipe = module.complete(recipe, lambda text: console.event({"type": "warmup", "message": text}))
+    runtime = job_runtime(recipe.objective)
+    recipe = runtime.complete(recipe, lambda text: console.event({"type": "warmup", "message": text}))
     if not ranks.is_main:
         ranks.barrier()  # the first prepares, and the others find it done
     HEARTBEAT.at(PREPARING)
-    data = module.load_data(recipe, progress=_Preparing(console) if isinstance(console, Console) else None)
+    data = runtime.load_data(recipe, progress=_Preparing(console) if isinstance(console, Console) else None)
     HEARTBEAT.at(STARTING)
     if ranks.is_main:
         ranks.barrier()
-    for line in getattr(data, "told", ()):  # what became of its rows
+    for line in data.messages:
         console.event({"type": "warmup", "message": line})
     console.event({"type": "warmup", "message": "looking at the machine"})
     machine = detect_machine(recipe.train.device)

@@ -41,9 +41,9 @@ def _idle_compile(train: Train) -> list[Problem]:
 
 
 def _idle_stream(recipe: Recipe) -> list[Problem]:
-    if not (recipe.data.stream and recipe.objective == "finetune"):
+    if not recipe.data.stream or job(recipe.objective).reads_stream:
         return []
-    what = "is for text: fine-tuning reads all its conversations before it starts."
+    what = f"is for text: objective={recipe.objective} reads all of its rows before it starts."
     return [Problem("data.stream", what, "Leave it out, or set data.stream=false.")]
 
 
@@ -67,9 +67,10 @@ def _idle_size(model: Model) -> list[Problem]:
 
 
 def _overlong(recipe: Recipe) -> list[Problem]:
-    if recipe.data.overlong is None or hasattr(job(recipe.objective), "OVERLONG"):
+    key = job(recipe.objective).overlong_key
+    if recipe.data.overlong is None or key == "data.overlong":
         return []
-    fix = "Use finetune.overlong." if recipe.objective == "finetune" else "Take it away."
+    fix = f"Use {key}." if key else "Remove it."
     return [Problem("data.overlong", f"does nothing with objective={recipe.objective}.", fix)]
 
 
@@ -171,7 +172,7 @@ def _schedule(train: Train) -> list[Problem]:
 
 
 def _stream(recipe: Recipe) -> list[Problem]:
-    if not recipe.data.stream or recipe.objective == "finetune":  # which does not read it at all
+    if not recipe.data.stream or not job(recipe.objective).reads_stream:
         return []
     problems = []
     if recipe.train.epochs:

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from redline.errors import Problem, RecipeError, UsageError, did_you_mean
-from redline.jobs.base import JOBS, job
+from redline.jobs.base import is_job, job
 from redline.planning.batch import PRESETS
 from redline.recipe.aliases import ALIASES, canonical_keys
 from redline.recipe.checks import contradictions, idle
@@ -293,7 +293,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
         # a shipped recipe's prompt is for its own data ("def " for Python): samples then begin as the user's data do
         base |= {"eval.prompt": None} if base.get("eval.prompt") else {}
     given = with_preset(_apart(base, extra), extra)
-    own = job(str(objective)).defaults(given) if objective in JOBS else {}
+    own = job(str(objective)).defaults(given) if is_job(objective) else {}
     tree, clashes = nest({**own, **given})
     recipe = validate(tree, where=name, problems=[*problems, *more, *clashes], written=True)
     return Loaded(path.stem, recipe, [*notes, *more_notes, *replaced])

@@ -15,7 +15,7 @@ from typing import Any
 from redline import __version__
 from redline.cache import read_text
 from redline.errors import UsageError, UserError, did_you_mean, is_secret_name, redact_all, secret_variables
-from redline.jobs.base import JOBS, options_of
+from redline.jobs.base import is_job, job, options_of
 from redline.planning.schedule import COSINE_CYCLE, ONE_CYCLE
 from redline.recipe.aliases import canonical_keys
 from redline.recipe.horizon import replace_stop_conditions
@@ -29,13 +29,12 @@ SCHEMA = 1
 _PATHS: dict[str, tuple[str, ...]] = {
     "data.source": ("embedded",),
     "data.tokenizer": ("base", "bytes", "gpt2"),
-    **dict.fromkeys(("model.base", "model.init_from", "latent_prefix.others"), ()),
+    **dict.fromkeys(("model.base", "model.init_from"), ()),
 }
 # What `weight` in data.source means to a run. A lock without the field is older: there it was a share of the samples
 # for jobs that read windows of text, and multiplied the rows for jobs that read rows.
 WEIGHTS, SHARES = "data_weights", "shares"
 WITHHELD = "withheld"  # names of environment variables whose values stand in the recipe as ${NAME}
-_ROW_JOBS = ("finetune", "hierarchical_diffusion", "latent_prefix")
 _PACKAGES = ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers")
 
 
@@ -194,7 +193,8 @@ def _with_todays_weights(flat: dict[str, Any], lock: dict[str, Any]) -> dict[str
     windows of text it is a share, as today.
     """
     sources = flat.get("data.source")
-    by_rows = flat.get("objective") in _ROW_JOBS or flat.get("block_diffusion.question") is not None
+    name = flat.get("objective")
+    by_rows = is_job(name) and job(str(name)).reads_rows(flat)
     if lock.get(WEIGHTS) == SHARES or not by_rows or not isinstance(sources, list):
         return flat
     parts = [{"source": p["source"], "repeat": p["weight"]} if _is_weighted(p) else p for p in sources]
@@ -208,7 +208,7 @@ def _is_weighted(part: Any) -> bool:
 def _with_older_meanings(flat: dict[str, Any]) -> dict[str, Any]:
     """Add the job's keys that are newer than the lock, with the values that stand for what the run did then."""
     name = flat.get("objective")
-    older = getattr(options_of(name), "in_older_locks", {}) if name in JOBS else {}
+    older = options_of(str(name)).defaults_in_older_locks if is_job(name) else {}
     return {f"{name}.{key}": value for key, value in older.items()} | flat
 
 
@@ -229,7 +229,10 @@ def resolve_paths(flat: dict[str, Any], began_in: Any) -> dict[str, Any]:
         except (OSError, ValueError):  # no name of a file
             return value
 
-    return {key: there(value, _PATHS[key]) if key in _PATHS else value for key, value in flat.items()}
+    name = flat.get("objective")
+    own = options_of(str(name)).path_keys if is_job(name) else ()
+    paths = _PATHS | {f"{name}.{key}": () for key in own}
+    return {key: there(value, paths[key]) if key in paths else value for key, value in flat.items()}
 
 
 def versions() -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ValidationError, create_model
 
-from redline.errors import did_you_mean
+from redline.errors import UserError, did_you_mean
 from redline.fields import (
     AUTO,
     MOST_REPEATS,
@@ -42,7 +42,7 @@ from redline.fields import (
     none_or,
     one_of,
 )
-from redline.jobs.base import JOBS, options_of
+from redline.jobs.base import JOBS, is_job, job_names, options_of
 from redline.planning.batch import PRESETS
 from redline.planning.memory import LOW_BIT, MUON
 from redline.planning.schedule import SCHEDULES
@@ -302,8 +302,16 @@ def _mode_alone(value: Any) -> Any:
     return {"mode": value} if isinstance(value, str) else value
 
 
+def _job_name(value: Any) -> str:
+    # Not one_of(): the jobs of installed packages are looked up only if the name is not one of redline's.
+    if not is_job(value):
+        names = job_names()
+        raise ValueError(f"{value!r} is not one of {', '.join(names)}. {did_you_mean(str(value), names)}".rstrip())
+    return str(value)
+
+
 class Recipe(Section):
-    objective: Annotated[str, one_of(*JOBS)] = "causal_lm"
+    objective: Annotated[str, Rule(_job_name, accepts={"enum": list(JOBS)})] = "causal_lm"
     description: Words = ""
     model: Model = Model()
     data: Data = Data()
@@ -329,8 +337,11 @@ RESUMABLE = (
 
 def recipe_class(objective: object) -> type[Recipe]:
     """The schema with the chosen job's own options under its name; the other jobs are not even imported."""
-    if objective not in JOBS:
-        return Recipe  # its `objective` field then says what is wrong
-    options = options_of(str(objective))
-    fields: dict[str, Any] = {str(objective): (options, options())}
-    return create_model(f"Recipe[{objective}]", __base__=Recipe, **fields)
+    if not is_job(objective):
+        return Recipe  # its `objective` field then reports what is wrong
+    name = str(objective)
+    if name in Recipe.model_fields:
+        raise UserError("a job cannot have the name of a section.", where=f"objective={name}", fix="Rename the job.")
+    options = options_of(name)
+    fields: dict[str, Any] = {name: (options, options())}
+    return create_model(f"Recipe[{name}]", __base__=Recipe, **fields)

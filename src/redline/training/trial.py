@@ -16,7 +16,7 @@ import torch
 
 from redline.errors import UserError
 from redline.hardware.probe import detect_machine
-from redline.jobs.base import objective_module
+from redline.jobs.objective import job_runtime
 from redline.recipe.load import validate
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 from redline.runs.events import Event, EventLog
@@ -81,8 +81,8 @@ def ready(tree: dict[str, Any], facts: DataFacts, *, where: str) -> Iterator[Rea
     """Of a resolved recipe and the facts of its data."""
     recipe = validate(tree, where=where)
     resolved = resolve(recipe, detect_machine(recipe.train.device), facts)
-    module = objective_module(recipe.objective)
-    objective = module.create(resolved, module.random_data(facts))
+    runtime = job_runtime(recipe.objective)
+    objective = runtime.create(resolved, runtime.random_data(facts))
     heard = Heard()
     with trainer_alone(resolved, objective, heard) as trainer:
         trainer.build()

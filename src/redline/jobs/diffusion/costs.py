@@ -8,13 +8,15 @@ only in their options and in the layout of a sequence; the objective (objective.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from redline.errors import Problem
-from redline.fields import Count, Flag, MaybeCount, NonNegative, Section, Share, one_of
-from redline.jobs.causal_lm import costs as causal_lm
+from redline.fields import Count, Flag, MaybeCount, NonNegative, Share, one_of
+from redline.jobs.base import Job, JobOptions
+from redline.jobs.decoder_costs import DecoderCosts, unused_base_keys
 from redline.planning.flops import ASSUMES_FULL_LOSS, FlopsPerToken, Passes, layout_flops, layout_passes
 from redline.planning.layout import Layout, Segment, uniform
 from redline.planning.memory import MemoryParts, training_memory
@@ -29,9 +31,9 @@ RECORD_IDS = 5  # <|plan|>, <|execution|>, <|answer|>, <|pad|> and <|mask|>
 SEGMENTS = ("question", "plan", "execution")
 
 
-class DiffusionOptions(Section):
-    afterwards: ClassVar[tuple[str, ...]] = ("sampler", "sampler_steps")  # may be overridden when the model is used
-    in_older_locks: ClassVar[dict[str, Any]] = {"loss_per": "learnt"}  # the value of a lock that lacks the key
+class DiffusionOptions(JobOptions):
+    settable_after_training: ClassVar[tuple[str, ...]] = ("sampler", "sampler_steps")
+    defaults_in_older_locks: ClassVar[dict[str, Any]] = {"loss_per": "learnt"}
 
     # The mask probability p of a block is drawn from [clip_low, clip_high]; the loss at a masked position is weighted
     # by 1 / p.
@@ -68,7 +70,7 @@ class HierarchicalOptions(DiffusionOptions):
 # Costs of a decoder that reads a noisy and a clean copy of a sequence.
 
 
-class DiffusionCosts(causal_lm.Costs):
+class DiffusionCosts(DecoderCosts):
     """FLOPs, memory and work of a decoder that reads a noisy and a clean copy, and scores the masked positions."""
 
     def __init__(self, recipe: Any, layout: Layout, rows: Mapping[str, Any] | None = None, micro: int = 1) -> None:
@@ -107,7 +109,7 @@ class DiffusionCosts(causal_lm.Costs):
 
 
 def _shared_problems(recipe: Any) -> list[Problem]:
-    name, options, problems = recipe.objective, getattr(recipe, recipe.objective), causal_lm.problems(recipe)
+    name, options, problems = recipe.objective, getattr(recipe, recipe.objective), unused_base_keys(recipe)
     low, high = options.clip_low, options.clip_high
     if low >= high:
         what = f"{low:g} is not below {name}.clip_high {high:g}."
@@ -142,25 +144,32 @@ def _block_problems(key: str, block: int, length: int, what: str, longer: str) -
 # The two jobs.
 
 
-class BlockDiffusion:
+class DiffusionJob(Job):
+    runtime = "redline.jobs.diffusion.objective:DiffusionRuntime"
+
+    @abstractmethod
+    def layout(self, recipe: Any) -> Layout: ...
+
+    def costs(self, recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> DiffusionCosts:
+        return DiffusionCosts(recipe, self.layout(recipe), rows, micro)
+
+
+class BlockDiffusion(DiffusionJob):
     """Denoise a text, or the solution of a question, in equal blocks from left to right."""
 
-    Options = BlockOptions
+    name = "block_diffusion"
+    Options: ClassVar[type[JobOptions]] = BlockOptions
 
-    class Costs(DiffusionCosts):
-        def __init__(self, recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> None:
-            super().__init__(recipe, BlockDiffusion.layout(recipe), rows, micro)
+    def reads_rows(self, given: Mapping[str, Any]) -> bool:
+        return given.get("block_diffusion.question") is not None
 
-    @staticmethod
-    def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-        return {}
+    def can_answer(self, recipe: Any) -> bool:
+        return recipe.block_diffusion.question is not None
 
-    @staticmethod
-    def added_tokens(recipe: Any) -> int:
+    def added_tokens(self, recipe: Any) -> int:
         return TEXT_IDS if recipe.block_diffusion.question is None else RECORD_IDS
 
-    @staticmethod
-    def problems(recipe: Any) -> list[Problem]:
+    def problems(self, recipe: Any) -> list[Problem]:
         options, length, problems = recipe.block_diffusion, recipe.data.seq_len, _shared_problems(recipe)
         question = options.question
         if question is None:
@@ -174,8 +183,7 @@ class BlockDiffusion:
         problems += _block_problems("block_diffusion.block_size", options.block_size, denoised, what, "data.seq_len")
         return problems if question is None else problems + _stream_problems(recipe)
 
-    @staticmethod
-    def layout(recipe: Any) -> Layout:
+    def layout(self, recipe: Any) -> Layout:
         """Return the layout of a text in equal blocks, or of a question and its solution in equal blocks."""
         options, length = recipe.block_diffusion, recipe.data.seq_len
         question, block = options.question, options.block_size
@@ -186,17 +194,19 @@ class BlockDiffusion:
         )
 
 
-class HierarchicalDiffusion:
+class HierarchicalDiffusion(DiffusionJob):
     """From a question, denoise a plan (coarse blocks), then its execution with the answer (fine blocks)."""
 
-    Options = HierarchicalOptions
+    name = "hierarchical_diffusion"
+    Options: ClassVar[type[JobOptions]] = HierarchicalOptions
 
-    class Costs(DiffusionCosts):
-        def __init__(self, recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> None:
-            super().__init__(recipe, HierarchicalDiffusion.layout(recipe), rows, micro)
+    def reads_rows(self, given: Mapping[str, Any]) -> bool:
+        return True
 
-    @staticmethod
-    def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    def can_answer(self, recipe: Any) -> bool:
+        return True
+
+    def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Default `data.seq_len` to the total length of the segments."""
         fields = HierarchicalOptions.model_fields
         stated = [given.get(f"hierarchical_diffusion.{name}", fields[name].default) for name in SEGMENTS]
@@ -206,12 +216,10 @@ class HierarchicalDiffusion:
             return {}  # validation of the keys themselves reports this
         return {"data.seq_len": sum(lengths)} if min(lengths) > 0 else {}
 
-    @staticmethod
-    def added_tokens(recipe: Any) -> int:
+    def added_tokens(self, recipe: Any) -> int:
         return RECORD_IDS
 
-    @staticmethod
-    def problems(recipe: Any) -> list[Problem]:
+    def problems(self, recipe: Any) -> list[Problem]:
         options, problems = recipe.hierarchical_diffusion, _shared_problems(recipe)
         lengths = [getattr(options, name) for name in SEGMENTS]
         if recipe.data.seq_len != sum(lengths):
@@ -228,8 +236,7 @@ class HierarchicalDiffusion:
             problems.append(Problem("hierarchical_diffusion.execution_weight", what, "Use 1 for both."))
         return problems + _stream_problems(recipe)
 
-    @staticmethod
-    def layout(recipe: Any) -> Layout:
+    def layout(self, recipe: Any) -> Layout:
         options = recipe.hierarchical_diffusion
         question, plan, execution = (getattr(options, name) for name in SEGMENTS)
         return Layout(

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -31,9 +31,9 @@ from redline.data.tokenizer import LibraryTokenizer, Tokenizer, load_tokenizer
 from redline.data.tokens import TokenSplit, digest_of
 from redline.errors import UserError
 from redline.jobs.base import job
-from redline.jobs.causal_lm import objective as causal_lm
-from redline.jobs.causal_lm.objective import CausalData
 from redline.jobs.diffusion.denoise import Vocabulary
+from redline.jobs.preview import SampleView, token_runs
+from redline.jobs.text_data import TextData, load_text, text_tokenizer, training_index
 from redline.planning.layout import Layout, Segment
 from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Data, Recipe
@@ -593,7 +593,7 @@ class Sequences(Protocol):
 class TextSequences:
     """Windows of a text. The id after the tokenizer's last one is the mask."""
 
-    text: CausalData
+    text: TextData
     seq_len: int
     index: Index | None = None  # None for a run that does not train
 
@@ -604,8 +604,8 @@ class TextSequences:
         return replace(facts, vocab_size=facts.vocab_size + 1, val_tokens=val_tokens)
 
     @property
-    def told(self) -> tuple[str, ...]:
-        return self.text.told
+    def messages(self) -> tuple[str, ...]:
+        return self.text.messages
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -624,7 +624,7 @@ class TextSequences:
     def row_keys(self, *, trained: bool) -> list[bytes] | None:
         return self.text.row_keys(trained=trained)
 
-    def sequences(self, seq_len: int) -> int:
+    def held_out_sequences(self, seq_len: int) -> int:
         return self.held_out
 
     def training(self, samples: Int64s) -> Rows:
@@ -668,7 +668,7 @@ class RecordSequences:
         return None
 
     @property
-    def told(self) -> list[str]:
+    def messages(self) -> list[str]:
         return [] if self.records is None else self.records.report.lines()
 
     def row_keys(self, *, trained: bool) -> list[int] | None:
@@ -676,6 +676,9 @@ class RecordSequences:
         to_train = None if self.records is None else self.records.train
         split = to_train if trained else self.split
         return None if split is None else [record.key for record in split.records]
+
+    def held_out_sequences(self, seq_len: int) -> None:
+        """Return None: the data are rows."""
 
     def training(self, samples: Int64s) -> Rows:
         assert self.records is not None
@@ -691,17 +694,14 @@ class RecordSequences:
         return Rows(**rows, content=rows["loss_mask"] & (rows["tokens"] != self.tokenizer.pad))
 
 
-def complete(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
-    return recipe
-
-
-def can_answer(recipe: Recipe) -> bool:
+def reads_records(recipe: Recipe) -> bool:
     """Return whether the run reads records, that is questions with their answers, and not plain text."""
-    return any(segment.given for segment in layout_of(recipe).segments)
+    return job(recipe.objective).can_answer(recipe)
 
 
 def layout_of(recipe: Recipe) -> Layout:
-    layout: Layout = job(recipe.objective).layout(recipe)
+    layout = job(recipe.objective).layout(recipe)
+    assert layout is not None, "every diffusion job has one"
     return layout
 
 
@@ -709,7 +709,7 @@ def load_data(
     recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None
 ) -> TextSequences | RecordSequences:
     """Load the recipe's data. With `for_evaluation`, all of them are the validation set."""
-    if can_answer(recipe):
+    if reads_records(recipe):
         found = load_records(
             recipe.data,
             layout_of(recipe),
@@ -718,10 +718,10 @@ def load_data(
             progress=progress,
         )
         return RecordSequences(found.facts, found.tokenizer, found, found.train if for_evaluation else found.val)
-    text = causal_lm.load_data(recipe, for_evaluation=for_evaluation, progress=progress)
+    text = load_text(recipe, for_evaluation=for_evaluation, progress=progress)
     corpus, seq_len = text.corpus, recipe.data.seq_len
     assert isinstance(corpus, Corpus)
-    index = None if for_evaluation else corpus.index(seq_len, recipe.train.seed, shuffle=recipe.data.shuffle)
+    index = None if for_evaluation else training_index(recipe, corpus)
     sequences = TextSequences(text, seq_len, index)
     if for_evaluation and not sequences.held_out:
         tokens = 0 if text.held_out is None else len(text.held_out)
@@ -730,14 +730,31 @@ def load_data(
     return sequences
 
 
-def random_data(facts: DataFacts) -> RecordSequences:
-    """Return a stand-in without rows, for steps that are only timed."""
-    return RecordSequences(facts)
-
-
 def tokenizer_alone(facts: DataFacts, folder: Path, recipe: Recipe) -> TextSequences | RecordSequences:
     """Return data that hold a tokenizer and no rows, for a model that only samples; its data may be gone."""
-    if can_answer(recipe):
+    if reads_records(recipe):
         return RecordSequences(facts, load_run_tokenizer(facts, folder))
     plain = replace(facts, vocab_size=facts.vocab_size - 1)
-    return TextSequences(causal_lm.tokenizer_alone(plain, folder, recipe), recipe.data.seq_len)
+    return TextSequences(text_tokenizer(plain, folder), recipe.data.seq_len)
+
+
+# ----------------------------------------------------------------------------------------------------
+# A preview of the records.
+
+
+_PADDING = re.compile(f"(?:{re.escape(PAD)}){{2,}}")
+
+
+def preview_records(records: RecordData, count: int) -> list[SampleView]:
+    """Return the first `count` records in the order of training, with repeated padding written as a count."""
+    views = []
+    for number in range(min(count, len(records.index))):
+        sequence = records.index.sequences(np.array([number]))
+        tokens, loss_mask = (records.train.rows(sequence)[name][0] for name in ("tokens", "loss_mask"))
+        runs = [
+            replace(run, text=_PADDING.sub(lambda match: f"{PAD} × {len(match[0]) // len(PAD)}", run.text))
+            for run in token_runs(records.tokenizer, tokens, loss_mask)
+        ]
+        title = f"sequence {int(sequence[0])}, sample 1 of 1: {len(tokens):,} tokens, {int(loss_mask.sum()):,} learnt"
+        views.append(SampleView(title, runs))
+    return views

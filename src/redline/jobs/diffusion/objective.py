@@ -26,21 +26,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redline.data.read_stats import ProgressCallback
 from redline.data.shards import TokenFile
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.errors import UserError
-from redline.jobs.decoder_objective import InFloat8
+from redline.jobs.decoder_objective import Float8Objective
 from redline.jobs.diffusion.data import (
     RecordSequences,
     Rows,
     Sequences,
     TextSequences,
-    can_answer,
-    complete,
     layout_of,
     load_data,
+    preview_records,
     question_row,
-    random_data,
+    reads_records,
     tokenizer_alone,
 )
 from redline.jobs.diffusion.denoise import Denoised, SamplerOptions, denoise
@@ -51,13 +51,15 @@ from redline.jobs.diffusion.noise import (
     masked_positions,
     noised_blocks,
 )
-from redline.jobs.objective import Answered, Asked, Batch, Sample, Sampling, Term
+from redline.jobs.objective import Answer, Batch, JobRuntime, Log, Question, Sample, Sampling, Term
+from redline.jobs.preview import SamplePreview
 from redline.kernels.attention import Bound, Selection
 from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy
 from redline.kernels.masks import MaskSpec
 from redline.metrics import bits_per_byte, perplexity
 from redline.planning.layout import uniform
-from redline.recipe.resolve import Resolved
+from redline.recipe.resolve import DataFacts, Resolved
+from redline.recipe.schema import Recipe
 
 FULL_RANGE = Clip(1e-3, 1.0)  # evaluation always draws p from this interval, so that bounds are comparable
 # Candidates of the clip search: intervals like those that BD3-LM compares.
@@ -73,7 +75,7 @@ Ids = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
-class DiffusionObjective(InFloat8):
+class DiffusionObjective(Float8Objective):
     """What diffusion on text and on records have in common: noise, loss, evaluation and the clip search."""
 
     def __init__(self, resolved: Resolved, data: Sequences) -> None:
@@ -350,7 +352,6 @@ class RecordDiffusion(DiffusionObjective):
     """Diffusion on records: the question is given, and the segments after it are denoised."""
 
     data: RecordSequences
-    can_answer = True
 
     def save_tokenizer(self, folder: Path) -> None:
         if self.data.tokenizer is not None:
@@ -358,7 +359,7 @@ class RecordDiffusion(DiffusionObjective):
 
     # --- questions and answers
 
-    def narrow(self, count: int | None) -> None:
+    def select_questions(self, count: int | None) -> None:
         split = self.data.split
         if split is not None and count is not None:
             self.data = replace(self.data, split=split.first(count))
@@ -367,29 +368,29 @@ class RecordDiffusion(DiffusionObjective):
     def _question_length(self) -> int:
         return next(segment.length for segment in self.layout.segments if segment.given)
 
-    def questions(self) -> list[Asked]:
+    def questions(self) -> list[Question]:
         split = self.data.split
         if split is None:
             return []
         return [
-            Asked(record.question, tokens[: self._question_length].tolist(), record.answer)
+            Question(record.question, tokens[: self._question_length].tolist(), record.answer)
             for record, tokens in zip(split.records, split.rows(np.arange(len(split)))["tokens"], strict=True)
         ]
 
     def answer(
-        self, asked: Sequence[Asked], tokens: int, told: Callable[[int], None] = lambda _: None
-    ) -> list[Answered]:
+        self, questions: Sequence[Question], tokens: int, progress: Callable[[int], None] = lambda done: None
+    ) -> list[Answer]:
         """Return greedy answers. `tokens` is ignored: the length of an answer is that of its segments."""
-        answers: list[Answered] = []
-        for first in range(0, len(asked), _ANSWER_BATCH):
-            some = asked[first : first + _ANSWER_BATCH]
+        answers: list[Answer] = []
+        for first in range(0, len(questions), _ANSWER_BATCH):
+            some = questions[first : first + _ANSWER_BATCH]
             rows = torch.tensor([self._masked_row(one.prompt) for one in some], device=self.device)
             denoised = self._denoise(rows, row_seeds(0, range(first, first + len(some))), Sampling(temperature=0.0))
             answers += [
-                Answered(self._text(row), ended, forwards)
+                Answer(self._text(row), ended, forwards)
                 for row, ended, forwards in zip(denoised.rows.tolist(), denoised.ended, denoised.forwards, strict=True)
             ]
-            told(len(answers))
+            progress(len(answers))
         return answers
 
     def first_prompt(self) -> str:
@@ -434,8 +435,27 @@ class RecordDiffusion(DiffusionObjective):
         return "\n".join(parts)
 
 
-def create(resolved: Resolved, data: TextSequences | RecordSequences) -> DiffusionObjective:
-    return TextDiffusion(resolved, data) if isinstance(data, TextSequences) else RecordDiffusion(resolved, data)
+class DiffusionRuntime(JobRuntime[TextSequences | RecordSequences]):
+    """The runtime of both diffusion jobs."""
 
+    def load_data(
+        self, recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None
+    ) -> TextSequences | RecordSequences:
+        return load_data(recipe, for_evaluation=for_evaluation, progress=progress)
 
-__all__ = ["can_answer", "complete", "create", "load_data", "random_data", "tokenizer_alone"]
+    def random_data(self, facts: DataFacts) -> RecordSequences:
+        return RecordSequences(facts)
+
+    def tokenizer_alone(self, facts: DataFacts, folder: Path, recipe: Recipe) -> TextSequences | RecordSequences:
+        return tokenizer_alone(facts, folder, recipe)
+
+    def create(self, resolved: Resolved, data: TextSequences | RecordSequences) -> DiffusionObjective:
+        return TextDiffusion(resolved, data) if isinstance(data, TextSequences) else RecordDiffusion(resolved, data)
+
+    def preview(self, recipe: Recipe, count: int, progress: ProgressCallback | None, log: Log) -> SamplePreview | None:
+        if not reads_records(recipe):
+            return None
+        data = load_data(recipe, progress=progress)
+        assert isinstance(data, RecordSequences)
+        assert data.records is not None
+        return SamplePreview(preview_records(data.records, count), data.messages)

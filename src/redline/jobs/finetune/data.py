@@ -38,6 +38,7 @@ from redline.data.read_stats import Progress, ProgressCallback
 from redline.data.sources import source_bytes
 from redline.data.tokens import digest_of
 from redline.errors import UserError
+from redline.jobs.preview import SampleView, token_runs
 from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Data, Part
 
@@ -413,6 +414,22 @@ class SourceReport:
         most = dropped > (self.train_samples + self.val_samples)
         return "; ".join([told, *why, *(["most of them are too long: raise data.seq_len"] if most else [])])
 
+    def details(self) -> list[str]:
+        """Return the counts as lines of a table, for `--preview`."""
+        reasons = "; ".join(f"{count:,} {reason}" for reason, count in self.reasons.items())
+        overlong = f"{self.overlong:,} overlong: {self.cut:,} cut, {self.overlong - self.cut:,} dropped"
+        lines = {
+            "rows": f"{self.rows:,}, {self.bad:,} of them bad" + (f" ({reasons})" if reasons else ""),
+            "samples": f"{self.train_samples:,} to train on, {self.val_samples:,} held out; {overlong}"
+            + (f"; {self.duplicates:,} duplicates left out" if self.duplicates else ""),
+            "tokens": f"{self.tokens:,}, {self.learnt:,} of them learnt ({self.learnt / max(1, self.tokens):.1%})",
+            "sequences": f"{self.sequences:,}, filled to {self.fill:.1%}",
+        }
+        return [
+            *(f"  {name:10s} {line}" for name, line in lines.items()),
+            *(f"  {'bad':10s} {example}" for example in self.examples),
+        ]
+
 
 @dataclass(frozen=True)
 class AnswerReport:
@@ -424,16 +441,22 @@ class AnswerReport:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For people: what there is, and what was left out of it."""
+        """Return a sentence per source: how many rows are used, and how many are left out and why."""
         held_out = any(source.val_samples for source in self.sources)
         return [source.line(held_out=held_out) for source in self.sources]
 
+    def details(self) -> list[str]:
+        """Return the counts of each source as lines of a table, for `--preview`."""
+        lines = []
+        for source in self.sources:
+            share = f" ({source.share:.1%} of the sequences)" if len(self.sources) > 1 else ""
+            lines += [f"{source.source}{share}", *source.details()]
+        return [*lines, f"template     {self.template or 'none: a prompt is a line, and its completion follows'}"]
+
 
 @dataclass(frozen=True)
-class Question:
-    """What a model reads, and what it should answer."""
-
-    prompt: list[int]
+class EncodedQuestion:
+    prompt: list[int]  # token ids, as the model reads it
     reference: str
 
 
@@ -450,15 +473,19 @@ class AnswerData:
         """The sequences with these global sample numbers; a function of (seed, sample) alone."""
         return self.train.rows(self.index.sequences(samples))
 
-    def questions(self, split: PackedSplit, count: int) -> list[Question]:
-        """The first `count` samples up to their first answer, and that answer. Only where `answers` are learnt."""
+    def questions(self, split: PackedSplit, count: int) -> list[EncodedQuestion]:
+        """Return the first `count` samples up to their first answer, and that answer.
+
+        Only for data whose answers are learnt and whose prompts are not: the loss mask shows where an answer begins.
+        """
         found = []
         for place in range(min(count, len(split.samples))):
             tokens, learnt = split.samples[place]
             begin = int(learnt.argmax())
             rest = learnt[begin:]
             end = begin + (len(rest) if rest.all() else int(rest.argmin()))
-            found.append(Question(tokens[:begin].tolist(), self.tokenizer.decode(tokens[begin:end], special=False)))
+            reference = self.tokenizer.decode(tokens[begin:end], special=False)
+            found.append(EncodedQuestion(tokens[:begin].tolist(), reference))
         return found
 
 
@@ -612,3 +639,30 @@ def _report(
         sequences=sequences,
         fill=tokens / (sequences * seq_len),
     )
+
+
+# ----------------------------------------------------------------------------------------------------
+# A preview of the samples.
+
+
+_PREVIEW_TOKENS = 2000  # of one sample
+
+
+def preview_samples(data: AnswerData, count: int, *, most: int = _PREVIEW_TOKENS) -> list[SampleView]:
+    """Return the first `count` samples in the order of training."""
+    return list(itertools.islice(_previews(data, most), count))
+
+
+def _previews(data: AnswerData, most: int) -> Iterator[SampleView]:
+    split = data.train
+    for number in range(len(data.index)):
+        sequence = int(data.index.sequences(np.array([number]))[0])
+        first, end = int(split.borders[sequence]), int(split.borders[sequence + 1])
+        for place in range(first, end):
+            tokens, learnt = split.samples[place]
+            cut = ", the beginning" if len(tokens) > most else ""
+            title = (
+                f"sequence {sequence}, sample {place - first + 1} of {end - first}: "
+                f"{len(tokens):,} tokens, {int(learnt.sum()):,} learnt{cut}"
+            )
+            yield SampleView(title, list(token_runs(data.tokenizer, tokens[:most], learnt[:most])))

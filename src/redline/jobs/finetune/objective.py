@@ -1,4 +1,4 @@
-"""finetune: go on with a pretrained model, on prompts and answers."""
+"""finetune: train a pretrained model further, on prompts and answers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,19 @@ from redline.data.chat_template import ANSWERS, ChatTokenizer, load_chat_tokeniz
 from redline.data.read_stats import ProgressCallback
 from redline.errors import Problem, RecipeError, UserError
 from redline.fields import AUTO
-from redline.jobs.decoder_objective import InFloat8, scored_alone
+from redline.jobs.decoder_objective import Float8Objective, with_scored_positions
 from redline.jobs.finetune.costs import adapter_of
-from redline.jobs.finetune.data import DROP, AnswerData, Members, PackedSplit, load_answers, packed
-from redline.jobs.objective import Answered, Asked, Batch, OnBase, Sample, Sampling
+from redline.jobs.finetune.data import (
+    DROP,
+    AnswerData,
+    Members,
+    PackedSplit,
+    load_answers,
+    packed,
+    preview_samples,
+)
+from redline.jobs.objective import Answer, Batch, FinetunedModel, JobRuntime, Log, Question, Sample, Sampling
+from redline.jobs.preview import SamplePreview
 from redline.kernels.cross_entropy import IGNORE
 from redline.metrics import perplexity
 from redline.models.families import inexact
@@ -28,7 +37,7 @@ from redline.models.pretrained import Base, fill_frozen, load_base, open_base, r
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Model, Recipe
 
-_MARK = "§"  # a question to look at a template with
+_MARKER = "§"  # a question whose place in an encoded prompt shows what the chat template puts around questions
 
 
 @dataclass(frozen=True)
@@ -39,78 +48,27 @@ class FinetuneData:
     held_out: PackedSplit | None = None  # what evaluation reads
 
     @property
-    def told(self) -> list[str]:
+    def messages(self) -> list[str]:
         return [] if self.answers is None else self.answers.report.lines()
 
     def row_keys(self, *, trained: bool) -> list[int] | None:
-        """One key per row to train on, or per row that is evaluated."""
+        """Return one key per row to train on, or per row that is evaluated."""
         to_train = None if self.answers is None else self.answers.train
         split = to_train if trained else self.held_out
         return None if split is None else split.samples.keys
 
-
-def complete(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
-    """The recipe with the shape of its base, which it may also state itself, but not differently."""
-    base = open_base(str(recipe.model.base), say)
-    fields = Model.model_fields
-    given = {key: getattr(recipe.model, key) for key in base.model}
-    differing = {
-        key: value for key, value in given.items() if value not in (AUTO, fields[key].default, base.model[key])
-    }
-    if differing:
-        found = [
-            Problem(f"model.{key}", f"{value} is not the base's {base.model[key]}.", "Leave it out.")
-            for key, value in differing.items()
-        ]
-        raise RecipeError(str(recipe.model.base), found)
-    if recipe.data.seq_len > base.context:
-        what = f"{recipe.data.seq_len} is longer than the {base.context} that {base.source} was made for."
-        raise RecipeError("recipe", [Problem("data.seq_len", what, f"Use at most {base.context}.")])
-    if base.model["tied"] and recipe.train.head_lr not in (AUTO, recipe.train.embedding_lr):
-        what = "does nothing: the head of this base is its embedding."
-        raise RecipeError("recipe", [Problem("train.head_lr", what, "Use train.embedding_lr.")])
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={**base.model, "size": None})})
+    def held_out_sequences(self, seq_len: int) -> None:
+        """Return None: the data are rows."""
 
 
-def load_data(
-    recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None
-) -> FinetuneData:
-    """The recipe's rows as packed sequences; all of them are held out when nothing is trained."""
-    base = open_base(str(recipe.model.base))
-    options: Any = recipe.finetune  # type: ignore[attr-defined]
-    answers = load_answers(
-        recipe.data,
-        folder=base.folder,
-        seq_len=recipe.data.seq_len,
-        pack=recipe.data.pack,
-        learn=options.learn,
-        overlong=options.overlong,
-        template=options.template,
-        seed=recipe.train.seed,
-        val_fraction=0.0 if for_evaluation else recipe.data.val_fraction,
-        progress=progress,
-    )
-    return FinetuneData(answers.facts, base, answers, answers.train if for_evaluation else answers.val)
-
-
-def random_data(facts: DataFacts) -> FinetuneData:
-    """As if such data, and such a base, were there."""
-    return FinetuneData(facts)
-
-
-def tokenizer_alone(facts: DataFacts, folder: Path, recipe: Recipe) -> FinetuneData:
-    """For a model that only writes."""
-    return FinetuneData(facts, open_base(str(recipe.model.base)))
-
-
-class Finetune(InFloat8):
-    can_answer = True
-    rereads = True
+class Finetune(Float8Objective):
+    data: FinetuneData
+    reloads_rows_for_questions = True
 
     def __init__(self, resolved: Resolved, data: FinetuneData) -> None:
         super().__init__(resolved)
         self.data, self.adapter = data, adapter_of(self.recipe)
-        self.base_learns = self.adapter is None
+        self.base_is_trained = self.adapter is None
 
     def identity(self) -> dict[str, str]:
         base, tokenizer = self.data.base, self.tokenizer
@@ -121,12 +79,16 @@ class Finetune(InFloat8):
     # --- building
 
     def build(self, device: torch.device) -> None:
-        """A frozen base is read into its place; a model that learns whole begins with it."""
+        """Build the decoder with the base's weights: trained, or frozen (and quantised) with adapters beside them."""
         self.device = device
         if self.adapter is None:
             self.model = self.decoder().to(device)
-            self._begin_whole()
+            if self.data.base is None:
+                self.model.initialise(torch.Generator().manual_seed(self.recipe.train.seed))
+            else:
+                load_base(self.model, self.data.base)
             return
+        # On the meta device: in bf16 the whole base may not fit where its quantised matrices do.
         with torch.device("meta"):
             self.model = self.decoder()
         base = self.data.base
@@ -140,15 +102,14 @@ class Finetune(InFloat8):
         )
         self.use_float8()
 
-    def _begin_whole(self) -> None:
-        if self.data.base is None:
-            self.model.initialise(torch.Generator().manual_seed(self.recipe.train.seed))
-        else:
-            load_base(self.model, self.data.base)
+    def remove_adapters(self) -> None:
+        assert self.adapter is not None
+        self.adapter = replace(self.adapter, targets=())
 
     @property
     def replayable(self) -> bool:
-        """The seed of an adapter's dropout is drawn for each pass; a recorded one would be drawn once."""
+        """An adapter's dropout draws a seed for each pass; a CUDA graph would replay the seed that it was recorded
+        with."""
         return super().replayable and (self.adapter is None or self.recipe.model.lora.dropout == 0)
 
     # --- training
@@ -159,18 +120,18 @@ class Finetune(InFloat8):
 
     def _packed(self, rows: dict[str, np.ndarray]) -> Batch:
         batch = self.laid_out(rows["inputs"], rows["targets"], rows["documents"])
-        return batch if self.recorded else scored_alone(batch)
+        return batch if self.uniform_layout else with_scored_positions(batch)
 
     def worst_batch(self, micro: int) -> Batch:
         chance, shape = np.random.default_rng(0), (micro, self.seq_len)
         tokens = chance.integers(0, self.data.facts.vocab_size, (2, *shape), dtype=np.int64)
         return self._packed({"inputs": tokens[0], "targets": tokens[1], "documents": np.zeros(shape, dtype=np.int32)})
 
-    # --- looking
+    # --- evaluation and sampling
 
     @torch.no_grad()
     def evaluate(self, micro: int) -> dict[str, float | None]:
-        """Over all that is learnt in the held-out sequences, unless `eval.sequences` ends it earlier."""
+        """Score the learnt tokens of the held-out sequences; at most `eval.sequences` of these."""
         split = self.data.held_out
         if split is None or len(split) == 0:
             return {"loss": None, "perplexity": None}
@@ -187,41 +148,39 @@ class Finetune(InFloat8):
         return {"loss": loss, "perplexity": perplexity(loss)}
 
     def first_prompt(self) -> str:
-        """The first held-out question; "" where prompts are learnt too, for then a row has no question apart."""
-        found = self.data.answers
-        if found is None:
+        """Return the first held-out question; "" if prompts are learnt too: a row then has no separate question."""
+        answers = self.data.answers
+        if answers is None:
             return ""
-        split = found.train if self.data.held_out is None else self.data.held_out
-        return next((self._asked(one.prompt) for one in found.questions(split, 1)), "")
+        split = answers.train if self.data.held_out is None else self.data.held_out
+        return next((self._question_text(question.prompt) for question in answers.questions(split, 1)), "")
 
-    def _asked(self, prompt: list[int]) -> str:
-        """The question of a prompt, without the template's marks."""
+    def _question_text(self, prompt: list[int]) -> str:
+        """Decode a prompt without what the chat template puts around a question."""
         assert self.tokenizer is not None
-        marked = self.tokenizer.decode(self.tokenizer.encode(_MARK), special=False)
-        before, _, behind = marked.partition(_MARK)
-        return self.tokenizer.decode(prompt, special=False).removeprefix(before).removesuffix(behind)
+        marked = self.tokenizer.decode(self.tokenizer.encode(_MARKER), special=False)
+        before, _, after = marked.partition(_MARKER)
+        return self.tokenizer.decode(prompt, special=False).removeprefix(before).removesuffix(after)
 
     def sample(self, prompt: str, how: Sampling) -> list[Sample]:
-        """The answer to a prompt, as its template puts it; without one, the text that follows it."""
+        """Answer a prompt in the chat template; without a template, continue it."""
         tokenizer = self.tokenizer
-        return self._written(tokenizer, prompt, tokenizer.encode(prompt), how) if tokenizer and prompt else []
+        return self._generate(tokenizer, prompt, tokenizer.encode(prompt), how) if tokenizer and prompt else []
 
     def continuation(self, prompt: str, how: Sampling) -> list[Sample]:
-        """The text that follows a prompt without a template."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             return []
         bare = tokenizer.encode_bare(prompt)
-        return self._written(tokenizer, prompt, bare, how, follows=True) if bare else []
+        return self._generate(tokenizer, prompt, bare, how, continues=True) if bare else []
 
-    def _written(
-        self, tokenizer: ChatTokenizer, prompt: str, start: list[int], how: Sampling, *, follows: bool = False
+    def _generate(
+        self, tokenizer: ChatTokenizer, prompt: str, start: list[int], how: Sampling, *, continues: bool = False
     ) -> list[Sample]:
-        """What `follows` is decoded behind its beginning: a text's first space is none of its own."""
         base = self.data.base
         if base is not None and len(start) + how.tokens > base.context:
             what = f"the prompt has {len(start):,} tokens and {how.tokens:,} are to follow"
-            self.log(f"{what}: more than the {base.context:,} that {base.source} was made for")
+            self.log(f"{what}: more than the {base.context:,} tokens that {base.source} can read")
         self.model.eval()
         rows = generate(
             self.model,
@@ -231,66 +190,71 @@ class Finetune(InFloat8):
             **vars(how),
         )
         self.model.train()
-        before = start if follows else []
-        given = len(tokenizer.decode(before, special=False)) if before else 0
-        return [Sample(prompt, tokenizer.decode([*before, *row], special=False)[given:]) for row in rows]
+        # A continuation is decoded together with its prompt, and the prompt is cut off: decoded alone, a tokenizer may
+        # drop the space that the continuation begins with.
+        before = start if continues else []
+        skipped = len(tokenizer.decode(before, special=False)) if before else 0
+        return [Sample(prompt, tokenizer.decode([*before, *row], special=False)[skipped:]) for row in rows]
 
-    def narrow(self, count: int | None) -> None:
-        """Half an answer is no reference: what was cut is left out."""
+    def select_questions(self, count: int | None) -> None:
+        """Keep the first `count` held-out samples that were not cut: half an answer cannot be a reference."""
         if self.data.answers is None or self.data.held_out is None:
             return
-        found, split = self._examined()
+        answers, split = self._rows_to_ask()
         chosen = split.samples.take(_uncut(split.samples)[:count])
         longest = int(chosen.length.max(initial=self.seq_len))
-        again = packed(chosen, longest, pack=self.recipe.data.pack, seed=None, group=0)
-        self.data = replace(self.data, answers=found, held_out=PackedSplit(*again, longest, split.pad))
+        sequences = packed(chosen, longest, pack=self.recipe.data.pack, seed=None, group=0)
+        self.data = replace(self.data, answers=answers, held_out=PackedSplit(*sequences, longest, split.pad))
 
-    def _examined(self) -> tuple[AnswerData, PackedSplit]:
-        """The rows that are held out; of data that are only evaluated all that the base can read, in their order,
-        however long the run's own sequences are."""
-        recipe, base, found, split = self.recipe, self.data.base, self.data.answers, self.data.held_out
-        assert base is not None and found is not None and split is not None  # noqa: PT018
+    def _rows_to_ask(self) -> tuple[AnswerData, PackedSplit]:
+        """Return the held-out rows with only their answers learnt, reading them again if necessary.
+
+        Data that are only evaluated are read in their own order, up to the length that the base can read, however short
+        the sequences of the run are.
+        """
+        recipe, base, answers, split = self.recipe, self.data.base, self.data.answers, self.data.held_out
+        assert base is not None and answers is not None and split is not None  # noqa: PT018
         options: Any = recipe.finetune  # type: ignore[attr-defined]
-        everything = split is found.train
-        if not everything and options.learn == ANSWERS:
-            return found, split
-        rows = {"seq_len": base.context, "pack": False, "shuffle": False} if everything else {}
-        rule = {"learn": ANSWERS, "overlong": DROP if everything else options.overlong}
+        only_evaluated = split is answers.train
+        if not only_evaluated and options.learn == ANSWERS:
+            return answers, split
+        rows = {"seq_len": base.context, "pack": False, "shuffle": False} if only_evaluated else {}
+        rule = {"learn": ANSWERS, "overlong": DROP if only_evaluated else options.overlong}
         changed = {"data": recipe.data.model_copy(update=rows), "finetune": options.model_copy(update=rule)}
-        again = load_data(recipe.model_copy(update=changed), for_evaluation=everything)
-        assert again.answers is not None and again.held_out is not None  # noqa: PT018
-        for source in again.answers.report.sources if everything else ():
+        reloaded = load_data(recipe.model_copy(update=changed), for_evaluation=only_evaluated)
+        assert reloaded.answers is not None and reloaded.held_out is not None  # noqa: PT018
+        for source in reloaded.answers.report.sources if only_evaluated else ():
             if source.train_samples < source.rows:
-                rest = f"{source.overlong:,} are longer than the {base.context:,} tokens that the base reads"
+                rest = f"{source.overlong:,} are longer than the {base.context:,} tokens that the base can read"
                 self.log(f"{source.source}: {source.rows:,} rows, {source.train_samples:,} can be asked; {rest}")
-        return again.answers, again.held_out
+        return reloaded.answers, reloaded.held_out
 
-    def questions(self) -> list[Asked]:
-        """The held-out rows up to their first answer."""
-        found, split = self.data.answers, self.data.held_out
-        if found is None or split is None:
+    def questions(self) -> list[Question]:
+        """Return the held-out rows up to their first answer."""
+        answers, split = self.data.answers, self.data.held_out
+        if answers is None or split is None:
             return []
-        asked = found.questions(split, len(split.samples))
-        return [Asked(self._asked(one.prompt), one.prompt, one.reference) for one in asked]
+        encoded = answers.questions(split, len(split.samples))
+        return [Question(self._question_text(one.prompt), one.prompt, one.reference) for one in encoded]
 
     def answer(
-        self, asked: Sequence[Asked], tokens: int, told: Callable[[int], None] = lambda _: None
-    ) -> list[Answered]:
+        self, questions: Sequence[Question], tokens: int, progress: Callable[[int], None] = lambda done: None
+    ) -> list[Answer]:
         tokenizer, base = self.tokenizer, self.data.base
         assert tokenizer is not None
         assert base is not None
         self.model.eval()
         written = answer_each(
             self.model,
-            [one.prompt for one in asked],
+            [question.prompt for question in questions],
             tokens=tokens,
             vocab=self.data.facts.vocab_size,
             stop=tokenizer.eos_ids,
             longest=base.context,
-            told=told,
+            told=progress,
         )
         self.model.train()
-        return [Answered(tokenizer.decode(one.tokens, special=False), one.ended) for one in written]
+        return [Answer(tokenizer.decode(row.tokens, special=False), row.ended) for row in written]
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer | None:
@@ -301,29 +265,88 @@ class Finetune(InFloat8):
 
 
 def _uncut(samples: Members) -> np.ndarray:
-    """Places of the samples that are there to their end."""
+    """Return the indices of the samples that were kept to their end."""
     lengths = [store.lengths for store in samples.stores]
-    whole = [lengths[part][number] for part, number in zip(samples.part, samples.number, strict=True)]
-    return np.flatnonzero(samples.length == np.array(whole))
+    stored = [lengths[part][number] for part, number in zip(samples.part, samples.number, strict=True)]
+    return np.flatnonzero(samples.length == np.array(stored))
 
 
-create = Finetune
+class FinetuneRuntime(JobRuntime[FinetuneData]):
+    def complete(self, recipe: Recipe, log: Log) -> Recipe:
+        """Return the recipe with the shape of its base. A shape that the recipe states must be the base's."""
+        base = open_base(str(recipe.model.base), log)
+        fields = Model.model_fields
+        stated = {key: getattr(recipe.model, key) for key in base.model}
+        differing = {
+            key: value for key, value in stated.items() if value not in (AUTO, fields[key].default, base.model[key])
+        }
+        if differing:
+            problems = [
+                Problem(f"model.{key}", f"{value} is not the base's {base.model[key]}.", "Leave it out.")
+                for key, value in differing.items()
+            ]
+            raise RecipeError(str(recipe.model.base), problems)
+        if recipe.data.seq_len > base.context:
+            what = f"{recipe.data.seq_len} is longer than the {base.context} tokens that {base.source} can read."
+            raise RecipeError("recipe", [Problem("data.seq_len", what, f"Use at most {base.context}.")])
+        if base.model["tied"] and recipe.train.head_lr not in (AUTO, recipe.train.embedding_lr):
+            what = "does nothing: the head of this base is its embedding."
+            raise RecipeError("recipe", [Problem("train.head_lr", what, "Use train.embedding_lr.")])
+        return recipe.model_copy(update={"model": recipe.model.model_copy(update={**base.model, "size": None})})
+
+    def load_data(
+        self, recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None
+    ) -> FinetuneData:
+        return load_data(recipe, for_evaluation=for_evaluation, progress=progress)
+
+    def random_data(self, facts: DataFacts) -> FinetuneData:
+        """Return data for random tokens and a base with random weights."""
+        return FinetuneData(facts)
+
+    def tokenizer_alone(self, facts: DataFacts, folder: Path, recipe: Recipe) -> FinetuneData:
+        return FinetuneData(facts, open_base(str(recipe.model.base)))
+
+    def create(self, resolved: Resolved, data: FinetuneData) -> Finetune:
+        return Finetune(resolved, data)
+
+    def preview(self, recipe: Recipe, count: int, progress: ProgressCallback | None, log: Log) -> SamplePreview:
+        answers = self.load_data(self.complete(recipe, log), progress=progress).answers
+        assert answers is not None
+        return SamplePreview(preview_samples(answers, count), answers.report.details())
+
+    def export(
+        self, recipe: Recipe, tensors: dict[str, Tensor], *, eot: Callable[[], int], vocab_size: int, dtype: str
+    ) -> FinetunedModel:
+        options: Any = recipe.finetune  # type: ignore[attr-defined]
+        if recipe.model.softcap is not None:
+            raise UserError(" ".join(problem.line() for problem in inexact(recipe.model)))
+        return FinetunedModel(
+            base=str(recipe.model.base),
+            method=options.method,
+            learn=options.learn,
+            adapter=adapter_of(recipe),
+            lora=recipe.model.lora,
+            template=options.template,
+            tensors=tensors,
+        )
 
 
-def can_answer(recipe: Recipe) -> bool:
-    return True
-
-
-def export(recipe: Recipe, tensors: dict[str, Tensor], **_: Any) -> OnBase:
-    """What there is to write; with the base it becomes an adapter's folder or a whole model's."""
+def load_data(
+    recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None
+) -> FinetuneData:
+    """Read the recipe's rows as packed sequences. With `for_evaluation` nothing is trained, and all are held out."""
+    base = open_base(str(recipe.model.base))
     options: Any = recipe.finetune  # type: ignore[attr-defined]
-    if recipe.model.softcap is not None:
-        raise UserError(" ".join(problem.line() for problem in inexact(recipe.model)))
-    return OnBase(
-        base=str(recipe.model.base),
-        method=options.method,
-        adapter=adapter_of(recipe),
-        lora=recipe.model.lora,
+    answers = load_answers(
+        recipe.data,
+        folder=base.folder,
+        seq_len=recipe.data.seq_len,
+        pack=recipe.data.pack,
+        learn=options.learn,
+        overlong=options.overlong,
         template=options.template,
-        tensors=tensors,
+        seed=recipe.train.seed,
+        val_fraction=0.0 if for_evaluation else recipe.data.val_fraction,
+        progress=progress,
     )
+    return FinetuneData(answers.facts, base, answers, answers.train if for_evaluation else answers.val)

@@ -23,7 +23,8 @@ from redline.fields import (
     none_or,
     one_of,
 )
-from redline.jobs.causal_lm.costs import Costs as DecoderCosts
+from redline.jobs.base import Job, JobOptions
+from redline.jobs.decoder_costs import DecoderCosts
 from redline.planning.flops import FlopsPerToken, Passes
 from redline.planning.memory import (
     WORKSPACE,
@@ -194,8 +195,9 @@ def _others(value: Any) -> tuple[Other, ...]:
     return tuple(found)
 
 
-class Options(Section):
-    afterwards: ClassVar[tuple[str, ...]] = ("only",)
+class Options(JobOptions):
+    settable_after_training: ClassVar[tuple[str, ...]] = ("only",)
+    path_keys: ClassVar[tuple[str, ...]] = ("others",)
     model_keys: ClassVar[tuple[str, ...]] = (
         "d_z",
         "slots",
@@ -230,55 +232,73 @@ class Options(Section):
     fade_steps: MaybeCount = None  # kd, match and words fade to nothing over so many steps
 
 
-def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A sequence is what a model reads: prefix, anchor and answer."""
-    own = {"data.tokenizer": "bytes"}
-    keys = ("slots", "private_slots")
-    asked = [given.get(f"{NAME}.{key}", Options.model_fields[key].default) for key in keys]
-    try:
-        return {**own, "data.seq_len": sum(parse_count(count) for count in asked) + ROOM}
-    except (ValueError, TypeError):
-        return own  # validation says what is wrong with them
+class LatentPrefixJob(Job):
+    name = NAME
+    Options: ClassVar[type[JobOptions]] = Options
+    runtime = "redline.jobs.latent_prefix.objective:LatentPrefixRuntime"
+    overlong_key = "data.overlong"
+    answer_metric = "f1"  # under every condition
+    answer_tokens = 32
 
+    def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a sequence as long as what a model reads: prefix, anchor and answer."""
+        own = {"data.tokenizer": "bytes"}
+        keys = ("slots", "private_slots")
+        asked = [given.get(f"{NAME}.{key}", Options.model_fields[key].default) for key in keys]
+        try:
+            return {**own, "data.seq_len": sum(parse_count(count) for count in asked) + ROOM}
+        except (ValueError, TypeError):
+            return own  # validation reports what is wrong with them
 
-def added_tokens(recipe: Any) -> int:
-    return 0
+    def problems(self, recipe: Any) -> list[Problem]:
+        model, data, options, found = recipe.model, recipe.data, recipe.latent_prefix, []
+        if model.base is None:
+            what = "is missing: the first of the frozen models."
+            found.append(Problem("model.base", what, "Name a folder, a .gguf file or a hub id."))
+        idle = {
+            "model.lora": model.lora != type(model).model_fields["lora"].default,
+            "model.dropout": model.dropout > 0,
+        }
+        found += [
+            Problem(key, f"does nothing with objective={NAME}.", "Take it away.") for key, on in idle.items() if on
+        ]
+        if data.tokenizer != "bytes":
+            what = "the wire reads bytes, and every frozen model brings its own tokenizer."
+            found.append(Problem("data.tokenizer", what, "Leave it out."))
+        for key, what in (
+            ("pack", "rows are padded to a few lengths instead."),
+            ("stream", "is for text, not for rows."),
+        ):
+            if getattr(data, key):
+                found.append(Problem(f"data.{key}", what, "Take it away."))
+        if recipe.train.precision == "fp8":
+            found.append(Problem("train.precision", f"fp8 is not for {NAME} yet.", "Use bf16."))
+        if options.d_z % options.heads or (options.d_z // options.heads) % 2:
+            what = f"{options.heads} heads do not divide {NAME}.d_z {options.d_z} into even widths."
+            found.append(Problem(f"{NAME}.heads", what, "Use d_z 256 and 8 heads."))
+        if options.bytes % options.patch:
+            fix = f"Use {NAME}.bytes={-(-options.bytes // options.patch) * options.patch}."
+            found.append(
+                Problem(f"{NAME}.patch", f"{options.patch} does not divide {NAME}.bytes {options.bytes}.", fix)
+            )
+        if data.seq_len < slots_read(options) + 2:
+            what = f"{data.seq_len} positions have no room behind a prefix of {slots_read(options)}."
+            found.append(Problem("data.seq_len", what, f"Use {slots_read(options) + ROOM}, or leave it out."))
+        if options.only is not None and options.only > len(options.others):
+            there = ", ".join(str(number) for number in range(1 + len(options.others)))
+            found.append(Problem(f"{NAME}.only", f"there is no model {options.only}.", f"There are {there}."))
+        if options.fade_steps and not (options.kd_weight or options.match_weight or options.words_weight):
+            found.append(Problem(f"{NAME}.fade_steps", "there is nothing to fade.", "Take it away."))
+        return found
 
+    def reads_rows(self, given: Mapping[str, Any]) -> bool:
+        return True
 
-OVERLONG = True  # data.overlong is read
-ANSWERS = "f1"  # how its answers are compared, under every condition
+    def can_answer(self, recipe: Any) -> bool:
+        return True
 
-
-def problems(recipe: Any) -> list[Problem]:
-    model, data, options, found = recipe.model, recipe.data, recipe.latent_prefix, []
-    if model.base is None:
-        what = "is missing: the first of the frozen models."
-        found.append(Problem("model.base", what, "Name a folder, a .gguf file or a hub id."))
-    idle = {"model.lora": model.lora != type(model).model_fields["lora"].default, "model.dropout": model.dropout > 0}
-    found += [Problem(key, f"does nothing with objective={NAME}.", "Take it away.") for key, on in idle.items() if on]
-    if data.tokenizer != "bytes":
-        what = "the wire reads bytes, and every frozen model brings its own tokenizer."
-        found.append(Problem("data.tokenizer", what, "Leave it out."))
-    for key, what in (("pack", "rows are padded to a few lengths instead."), ("stream", "is for text, not for rows.")):
-        if getattr(data, key):
-            found.append(Problem(f"data.{key}", what, "Take it away."))
-    if recipe.train.precision == "fp8":
-        found.append(Problem("train.precision", f"fp8 is not for {NAME} yet.", "Use bf16."))
-    if options.d_z % options.heads or (options.d_z // options.heads) % 2:
-        what = f"{options.heads} heads do not divide {NAME}.d_z {options.d_z} into even widths."
-        found.append(Problem(f"{NAME}.heads", what, "Use d_z 256 and 8 heads."))
-    if options.bytes % options.patch:
-        fix = f"Use {NAME}.bytes={-(-options.bytes // options.patch) * options.patch}."
-        found.append(Problem(f"{NAME}.patch", f"{options.patch} does not divide {NAME}.bytes {options.bytes}.", fix))
-    if data.seq_len < slots_read(options) + 2:
-        what = f"{data.seq_len} positions have no room behind a prefix of {slots_read(options)}."
-        found.append(Problem("data.seq_len", what, f"Use {slots_read(options) + ROOM}, or leave it out."))
-    if options.only is not None and options.only > len(options.others):
-        there = ", ".join(str(number) for number in range(1 + len(options.others)))
-        found.append(Problem(f"{NAME}.only", f"there is no model {options.only}.", f"There are {there}."))
-    if options.fade_steps and not (options.kd_weight or options.match_weight or options.words_weight):
-        found.append(Problem(f"{NAME}.fade_steps", "there is nothing to fade.", "Take it away."))
-    return found
+    def costs(self, recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> Costs:
+        return Costs(recipe, rows, micro)
 
 
 def slots_read(options: Any) -> int:

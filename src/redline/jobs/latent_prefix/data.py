@@ -499,14 +499,17 @@ class LatentData:
     held_out: Rows | None = None
 
     @property
-    def told(self) -> list[str]:
+    def messages(self) -> list[str]:
         return [] if self.pairs is None else self.pairs.report.lines()
 
     def row_keys(self, *, trained: bool) -> list[bytes] | None:
-        """One key per row to train on, or per row that is evaluated."""
+        """Return one key per row to train on, or per row that is evaluated."""
         to_train = None if self.pairs is None else self.pairs.train
         rows = to_train if trained else self.held_out
         return None if rows is None else [pair.key() for pair in rows.pairs]
+
+    def held_out_sequences(self, seq_len: int) -> None:
+        """Return None: the data are rows."""
 
 
 def options_of(recipe: Recipe) -> Any:
@@ -553,7 +556,7 @@ def complete(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
 
 def load_data(recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None) -> LatentData:
     """The recipe's rows; all of them are held out when nothing is trained."""
-    found = _without_rows(recipe)
+    found = open_models(recipe)
     options = options_of(recipe)
     assert found.readers is not None
     pairs = load_pairs(
@@ -584,7 +587,8 @@ def load_data(recipe: Recipe, *, for_evaluation: bool = False, progress: Progres
     return replace(found, facts=facts, pairs=pairs, held_out=pairs.train if for_evaluation else pairs.val)
 
 
-def _without_rows(recipe: Recipe) -> LatentData:
+def open_models(recipe: Recipe) -> LatentData:
+    """Open the frozen models' files and tokenizers, without any rows."""
     own = ByteTokenizer()
     bases = {name: open_base(source) for name, (source, _) in wanted(recipe).items()}
     readers = {name: Reader(base.folder, options_of(recipe).anchor) for name, base in bases.items()}
@@ -593,13 +597,3 @@ def _without_rows(recipe: Recipe) -> LatentData:
             what = f"its tokenizer has {readers[name].vocab_size:,} entries, and the model {base.shape.vocab:,}."
             raise UserError(what, where=base.source, fix="Put the tokenizer that belongs to the model beside it.")
     return LatentData(DataFacts(own.vocab_size, 0, 0, "", own.name, own.fingerprint), bases, readers)
-
-
-def random_data(facts: DataFacts) -> LatentData:
-    """As if such data, and such models, were there."""
-    return LatentData(facts)
-
-
-def tokenizer_alone(facts: DataFacts, folder: Path, recipe: Recipe) -> LatentData:
-    """For models that only answer."""
-    return replace(_without_rows(recipe), facts=facts)

@@ -28,7 +28,7 @@ from redline.jobs.latent_prefix.encoder import cosine
 from redline.jobs.latent_prefix.frozen import Frozen, Scores, score
 from redline.jobs.latent_prefix.objective import LatentPrefix, context_of, from_latents, from_prompts
 from redline.jobs.latent_prefix.teacher import text_prompt
-from redline.jobs.objective import Answered
+from redline.jobs.objective import Answer
 from redline.kernels.softmax_loss import IGNORE
 from redline.metrics import exact_match, f1, final_answer, flexible_extract, number_match, strict_match
 
@@ -170,7 +170,7 @@ def compare(
 ) -> Comparison:
     """The first `count` of what is held out, by each model and in each condition; greedy, of at most `tokens`. With
     `numbers` an answer matches by its number, else by its words."""
-    objective.narrow(count)
+    objective.select_questions(count)
     pairs = objective.examples()
     if not pairs:
         fix = "Give some: --data FILE, or train with data.val_fraction above 0."
@@ -245,7 +245,7 @@ def _sent(z_BMD: Tensor, kind: str) -> Tensor:
     return torch.from_numpy(np.stack([from_wire(to_wire(one, kind), one.shape, kind) for one in raw])).to(z_BMD.device)
 
 
-def _marks(said: Sequence[Answered], pairs: Sequence[Pair], numbers: bool) -> dict[str, float]:
+def _marks(said: Sequence[Answer], pairs: Sequence[Pair], numbers: bool) -> dict[str, float]:
     texts, right = [one.text for one in said], [pair.answers for pair in pairs]
     if not numbers:
         return {"exact_match": exact_match(texts, right), "f1": f1(texts, right)}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redline.data.read_stats import ProgressCallback
 from redline.fields import AUTO
-from redline.jobs.decoder_objective import BEGUN, role_groups
+from redline.jobs.decoder_objective import CHOSEN_AT_START, role_groups
 from redline.jobs.latent_prefix.costs import WORDS, WireShape, slots_read, taught
 from redline.jobs.latent_prefix.data import (
     PAD,
@@ -25,16 +27,27 @@ from redline.jobs.latent_prefix.data import (
     complete,
     cut_bytes,
     load_data,
+    open_models,
     options_of,
-    random_data,
     strangers,
-    tokenizer_alone,
     wanted,
 )
 from redline.jobs.latent_prefix.encoder import Wire, cosine, word_loss
 from redline.jobs.latent_prefix.frozen import Frozen, Scores, Spec, build_frozen, choose_attention, score
 from redline.jobs.latent_prefix.teacher import TeacherStates, read_all, text_prompt
-from redline.jobs.objective import Answered, Batch, Objective, ParamGroup, Sample, Sampling, Term
+from redline.jobs.objective import (
+    Answer,
+    AnswerReport,
+    Batch,
+    JobRuntime,
+    Log,
+    Objective,
+    ParamGroup,
+    Sample,
+    Sampling,
+    Term,
+)
+from redline.jobs.preview import SamplePreview, SampleView, TokenRun
 from redline.kernels.attention import Selection
 from redline.kernels.matmul import DTYPES
 from redline.kernels.softmax_loss import IGNORE
@@ -42,7 +55,7 @@ from redline.metrics import perplexity
 from redline.models.decoder import Decoder
 from redline.models.generate import answer_each, generate, write_after
 from redline.planning.shapes import DecoderShape
-from redline.recipe.resolve import Resolved
+from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Recipe
 
 # ----------------------------------------------------------------------------------------------------
@@ -119,18 +132,18 @@ def context_of(model: Frozen) -> int:
     return model.spec.base.context
 
 
-def from_latents(job: LatentPrefix, name: str, z_BMD: torch.Tensor, tokens: int, **how: Any) -> list[Answered]:
+def from_latents(job: LatentPrefix, name: str, z_BMD: torch.Tensor, tokens: int, **how: Any) -> list[Answer]:
     """The likeliest answer to each, unless `how` says otherwise."""
     one, found = job.frozen[name], []
     assert one.reader is not None
     for some in z_BMD.split(_PROMPTS_AT_ONCE):
         start = one.start(job.model.prefix(name, some))
         made = write_after(one.decoder, start, tokens=tokens, vocab=one.vocab, stop=one.reader.eos_ids, **how)
-        found += [Answered(one.reader.decode(row.tokens), row.ended) for row in made]
+        found += [Answer(one.reader.decode(row.tokens), row.ended) for row in made]
     return found
 
 
-def from_prompts(model: Frozen, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answered]:
+def from_prompts(model: Frozen, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
     assert model.reader is not None
     made = answer_each(
         model.decoder,
@@ -140,7 +153,7 @@ def from_prompts(model: Frozen, prompts: Sequence[Sequence[int]], tokens: int) -
         stop=model.reader.eos_ids,
         longest=context_of(model),
     )
-    return [Answered(model.reader.decode(row.tokens), row.ended) for row in made]
+    return [Answer(model.reader.decode(row.tokens), row.ended) for row in made]
 
 
 @torch.no_grad()
@@ -171,14 +184,12 @@ def written(job: LatentPrefix, text: str, how: Sampling) -> list[Sample]:
     return found
 
 
-__all__ = ["can_answer", "complete", "create", "load_data", "random_data", "tokenizer_alone"]
-
 _AT_ONCE = 8  # rows of an evaluation, at least: each is also read with another's latents
 
 
 class LatentPrefix(Objective):
     model: Wire
-    can_answer = True
+    data: LatentData
     whole_rows = False  # a batch ends with its longest answer
 
     def __init__(self, resolved: Resolved, data: LatentData) -> None:
@@ -409,7 +420,7 @@ class LatentPrefix(Objective):
         size = -(-max(len(one) for one in raw) // patch) * patch
         return self.model.latents(torch.from_numpy(byte_rows(raw, size)).to(self.device))
 
-    def narrow(self, count: int | None) -> None:
+    def select_questions(self, count: int | None) -> None:
         if self.data.held_out is not None and count is not None:
             self.data = replace(self.data, held_out=self.data.held_out.first(count))
 
@@ -431,17 +442,51 @@ class LatentPrefix(Objective):
         self.model.train()
         return found
 
+    def answer_report(
+        self, *, numbers: bool, count: int | None, tokens: int, where: str, progress: Callable[[int, int], None]
+    ) -> AnswerReport:
+        from redline.jobs.latent_prefix.evaluate import compare  # imports this module
+
+        return compare(self, count=count, tokens=tokens, numbers=numbers, where=where, told=progress)
+
     # --- what survives a restart
 
     def state(self) -> dict[str, Any]:
         return {"attention": {name: one.backend for name, one in self.selections.items()}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.selections = {name: Selection(backend, BEGUN) for name, backend in state["attention"].items()}
+        self.selections = {name: Selection(backend, CHOSEN_AT_START) for name, backend in state["attention"].items()}
 
 
-create = LatentPrefix
+class LatentPrefixRuntime(JobRuntime[LatentData]):
+    def complete(self, recipe: Recipe, log: Log) -> Recipe:
+        return complete(recipe, log)
 
+    def load_data(
+        self, recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None
+    ) -> LatentData:
+        return load_data(recipe, for_evaluation=for_evaluation, progress=progress)
 
-def can_answer(recipe: Recipe) -> bool:
-    return True
+    def random_data(self, facts: DataFacts) -> LatentData:
+        """Return data for random rows and frozen models with random weights."""
+        return LatentData(facts)
+
+    def tokenizer_alone(self, facts: DataFacts, folder: Path, recipe: Recipe) -> LatentData:
+        return replace(open_models(recipe), facts=facts)
+
+    def create(self, resolved: Resolved, data: LatentData) -> LatentPrefix:
+        return LatentPrefix(resolved, data)
+
+    def preview(self, recipe: Recipe, count: int, progress: ProgressCallback | None, log: Log) -> SamplePreview:
+        """Return texts with the answers that are learnt, and how much of each text the encoder reads."""
+        data = self.load_data(self.complete(recipe, log), progress=progress)
+        assert data.pairs is not None
+        rows, views = data.pairs.train, []
+        for number, row in enumerate(data.pairs.index.sequences(np.arange(min(count, len(rows)))).tolist(), start=1):
+            pair = rows.pairs[row]
+            read, size = cut_bytes(pair.text, rows.lengths.bytes), len(pair.text.encode("utf-8", "replace"))
+            cut = "" if len(read) == size else f", of which the first {len(read):,} are read"
+            text = TokenRun(read.decode("utf-8", "replace").rstrip() + "\n→ ", learnt=False, special=False)
+            answer = TokenRun(pair.answers[0], learnt=True, special=False)
+            views.append(SampleView(f"text {number}: {size:,} bytes{cut}", [text, answer]))
+        return SamplePreview(views, data.messages)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from redline.jobs.base import JOBS, options_of
+from redline.jobs.base import is_job, options_of
 from redline.recipe.load import flatten
 from redline.runs.console import one_line
 from redline.runs.events import Event, number, read_events, section
@@ -250,7 +250,7 @@ def _same_loss(sides: Sequence[Side]) -> bool:
     for side in sides:
         recipe = section(side.lock, "recipe")
         name = str(recipe.get("objective"))
-        older = getattr(options_of(name), "in_older_locks", {}) if name in JOBS else {}
+        older = options_of(name).defaults_in_older_locks if is_job(name) else {}
         meanings.add(str({key: section(recipe, name).get(key, value) for key, value in older.items()}))
     return len(meanings) <= 1
 

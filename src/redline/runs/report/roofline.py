@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from redline.errors import UserError
 from redline.fields import AUTO
 from redline.hardware.specs import spec_of
-from redline.jobs.base import costs
+from redline.jobs.base import Costs, costs
 from redline.planning.flops import Passes
 from redline.planning.shapes import SHAPE_KEYS, DecoderShape
 from redline.planning.speed import Work
@@ -123,7 +123,7 @@ def _counted(lock: Mapping[str, Any]) -> tuple[Recipe, DecoderShape, Work] | Non
     return recipe, shape, work
 
 
-def _costs(lock: Mapping[str, Any], recipe: Recipe) -> Any:
+def _costs(lock: Mapping[str, Any], recipe: Recipe) -> Costs:
     """By the rows of the run's data, as its plan's limits are; locks of older versions say nothing of them."""
     rows = section(lock, "data").get("rows")
     return costs(recipe, rows if isinstance(rows, dict) else None, int(recipe.train.micro_batch))

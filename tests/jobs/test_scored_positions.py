@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from finetuning import Tuning
 from redline.jobs import decoder_objective as decoder
-from redline.jobs.decoder_objective import DecoderObjective, scored_alone
+from redline.jobs.decoder_objective import DecoderObjective, with_scored_positions
 from redline.kernels.cross_entropy import IGNORE
 
 
@@ -21,14 +21,14 @@ def test_every_target_keeps_its_place(rows: int, length: int, share: float, seed
     chance = torch.Generator().manual_seed(seed)
     targets = torch.randint(0, 50, (rows, length), generator=chance)
     targets[torch.rand(targets.shape, generator=chance) < share] = IGNORE
-    found = scored_alone({"inputs": targets, "targets": targets})
-    if "places" not in found:
+    found = with_scored_positions({"inputs": targets, "targets": targets})
+    if "scored_positions" not in found:
         assert found["targets"] is targets
         return
     learnt = found["targets"] != IGNORE
-    assert (targets.flatten()[found["places"][learnt]] == found["targets"][learnt]).all()
-    assert found["places"][learnt].unique().numel() == int((targets != IGNORE).sum()) == int(learnt.sum())
-    assert len(found["targets"]) == len(found["places"]) < targets.numel()
+    assert (targets.flatten()[found["scored_positions"][learnt]] == found["targets"][learnt]).all()
+    assert found["scored_positions"][learnt].unique().numel() == int((targets != IGNORE).sum()) == int(learnt.sum())
+    assert len(found["targets"]) == len(found["scored_positions"]) < targets.numel()
     assert len(found["targets"]) % max(1, targets.numel() // 4) == 0
 
 
@@ -46,7 +46,7 @@ def test_loss_and_gradients_are_those_of_all_places(
     monkeypatch.setattr(decoder, "linear_cross_entropy", counted)
     tuning, results = Tuning(world, tiny_base, answers, tmp_path), []
     for recorded in (True, False):
-        monkeypatch.setattr(DecoderObjective, "recorded", recorded)
+        monkeypatch.setattr(DecoderObjective, "uniform_layout", recorded)
         objective = tuning.objective(f"finetune.learn={learn}", "data.pack=false", "model.lora.dropout=0")
         batch = objective.batch(torch.arange(4).numpy())
         loss = objective.loss(batch)["cross_entropy"].sum
