@@ -242,5 +242,5 @@ def test_a_prompt_from_the_data_is_a_held_out_question(folder: Path, monkeypatch
     monkeypatch.chdir(folder)
     objective = open_trained(Path("runs/tuned")).objective
     prompt = objective.first_prompt()
-    assert prompt in [one.question for one in objective.questions()]
+    assert prompt in [one.text for one in objective.questions()]
     assert prompt.startswith("What is the colour of the ")
