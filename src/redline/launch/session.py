@@ -15,7 +15,7 @@ from redline.cache import read_bytes, sync
 from redline.errors import EXIT_PREEMPTED, UsageError, redact_all
 from redline.recipe.horizon import STOPS, remaining_fields
 from redline.recipe.lock import make_lock, read_lock, write_lock
-from redline.recipe.resolve import Choice, Resolved
+from redline.recipe.resolve import Choice, Resolved, adapt_to_world
 from redline.runs.events import SCHEMA, EventLog, NullEventLog, read_events
 from redline.runs.monitor import Monitor, View, paid_until, price_of
 from redline.runs.summary import RUNS
@@ -44,7 +44,6 @@ from collections.abc import Callable
 
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from redline.recipe.load import validate
-from redline.recipe.parallel import adapt_to_world
 from redline.recipe.resolve import DataFacts, resolve
 from redline.runs.events import Event, number
 from redline.training import recovery as trouble

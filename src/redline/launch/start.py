@@ -23,8 +23,7 @@ from redline.launch.session import Leaving, OneRun, Quiet, join_ranks, refuse_ru
 from redline.recipe.horizon import STOPS, recipe_steps, remaining_fields
 from redline.recipe.load import Loaded, load, validate
 from redline.recipe.lock import locked_recipe, read_lock
-from redline.recipe.parallel import adapt_to_world
-from redline.recipe.resolve import Resolved, resolve
+from redline.recipe.resolve import Resolved, adapt_to_world, resolve
 from redline.recipe.schema import RESUMABLE, Recipe
 from redline.runs.console import Console
 from redline.runs.events import Event, number, read_events, section
