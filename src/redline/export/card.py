@@ -146,8 +146,13 @@ _PROMPTS = {
 }
 
 
-def tuned_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], *, template: bool) -> str:
-    """README.md, with the front matter that model hubs read. `exported` is what redline.json says."""
+def finetuned_card(
+    run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], *, learn: str, template: bool
+) -> str:
+    """Return README.md, with the front matter that model hubs read. `exported` is the content of redline.json.
+
+    `learn` names the tokens that the loss was taken over; `template` says whether there is a chat template.
+    """
     events = read_events(run / EVENTS_FILE)
     is_adapter = exported["form"] == "adapter"
     front = {
@@ -157,12 +162,11 @@ def tuned_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], 
         "pipeline_tag": "text-generation",
         "tags": ["redline", str(exported["objective"]), str(exported["method"]), str(exported["model_type"])],
     }
-    options = section(section(lock, "recipe"), "finetune")
     entries = section(lock, "data").get("vocab_size")
     facts = {
         **data_facts(events, lock, exported["step"]),
         "tokenizer": f"the base's, {entries} entries",
-        "the loss was of": options.get("learn"),
+        "the loss was of": learn,
     }
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
