@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from redline.bench.record import Row
 from redline.bench.throughput import why_not_fp8
 from redline.bench.trial import ask_trial
-from redline.data.facts import vocabulary
+from redline.data.estimate import vocabulary
 from redline.errors import UsageError, UserError, did_you_mean
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, resolve

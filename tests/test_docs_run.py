@@ -60,8 +60,8 @@ WIRED = (  # latents, of a few texts
 # What is refused, as its page says; and what needs a network, an account or files that a test has not.
 SENTENCES = {
     "700000": "is impossible",
-    "owner/name:en@train": "is no file or folder here",
-    "Skylion007/openwebtext": "is no file or folder here",
+    "owner/name:en@train": "no such file or folder",
+    "Skylion007/openwebtext": "no such file or folder",
     "gpt2": "the GPT-2 tokenizer's files are not on this machine",
     "monitor.wandb=my-project": "needs the package wandb",
 }

@@ -23,9 +23,9 @@ from redline.vocabulary import RECIPE_LOCK_FILE
     [
         (None, "nowhere.txt", "nowhere.txt: no such file or folder. Check the path"),
         (b"", "empty.txt", "empty.txt: the file is empty. Give a file"),
-        (b"\x00\x01\x02", "picture.txt", "picture.txt: this is a binary file, not text. Remove it"),
+        (b"\x00\x01\x02", "picture.txt", "picture.txt: the file is binary"),
         (b"caf\xe9 " * 100, "latin.txt", "latin.txt: not UTF-8 text (byte 3). Convert it"),
-        (b"abc", "odd.bin", "odd.bin: 3 bytes are no whole number of uint16 tokens. Copy the file again."),
+        (b"abc", "odd.bin", "odd.bin: the file has 3 bytes"),
         (
             np.full(500, 40_000, "<u2").tobytes(),
             "other.bin",
@@ -48,14 +48,14 @@ def test_data_that_cannot_be_trained_on(
 
 def test_prepared_shards_of_another_tokenizer(recipe: str, inside: Any, corpus: Path, tmp_path: Path) -> None:
     from redline.data.prepare import prepare
-    from redline.data.read_stats import Tally
+    from redline.data.read_stats import ReadStats
     from redline.data.sources import source_documents
     from redline.data.tokenizer import load_tokenizer
 
-    prepare(source_documents(str(corpus), Tally("")), load_tokenizer("bytes"), tmp_path / "shards")
+    prepare(source_documents(str(corpus), ReadStats("")), load_tokenizer("bytes"), tmp_path / "shards")
     answer = inside("train", recipe, "data.source=shards", "data.tokenizer=gpt2")
     assert answer.code == 1
-    assert "wrong tokenizer for the shards: they were made with bytes" in answer.said
+    assert "wrong tokenizer: the tokens were made with bytes" in answer.said
     assert "data.tokenizer=bytes" in answer.said
 
 

@@ -144,7 +144,7 @@ def test_who_is_asked_to_leave_leaves_nothing_behind(tmp_path: Path, number: sig
 
 def test_a_terminal_sees_the_borders_in_colour(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from redline.cli.preview import draw
-    from redline.data.preview import Preview, Span
+    from redline.data.prepare import Preview, Span
 
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -204,17 +204,17 @@ def mistakes(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        (["junk.txt"], 1, "junk.txt: this is a binary file, not text. Remove it or convert it"),
+        (["junk.txt"], 1, "junk.txt: the file is binary"),
         (["latin.txt"], 1, "latin.txt: not UTF-8 text (byte 3). Convert it, e.g. with `iconv"),
         (["empty.txt"], 1, "empty.txt: the file is empty. Give a file that holds text."),
         (["folder"], 1, "folder: the folder holds no text. Give a folder of text files."),
         (["pictures"], 1, "pictures: the folder holds no text: all of its 1 files are binary."),
         (["nothing.txt"], 1, "nothing.txt: no such file or folder. Check the path"),
-        (["table.parquet"], 1, "no column 'text'; the columns are body, title. Name the one that holds the text"),
-        (["keys.jsonl"], 1, "3 of 3 rows cannot be used; the first is keys.jsonl:1: no 'text' in it. Name the right"),
-        (["owner/name"], 1, "owner/name: is no file or folder here, and"),
-        (["some.txt", "--out", "full"], 1, "full: there is something already. Name a new folder"),
-        (["some.txt", "--out", "."], 1, ".: there is something already. Name a new folder"),
+        (["table.parquet"], 1, "the columns are body, title"),
+        (["keys.jsonl"], 1, "3 of 3 rows cannot be used; the first is keys.jsonl:1: no 'text' field"),
+        (["owner/name"], 1, "owner/name: no such file or folder"),
+        (["some.txt", "--out", "full"], 1, "full: the path exists"),
+        (["some.txt", "--out", "."], 1, ".: the path exists"),
         (["some.txt", "--tokenizer", "gpt2"], 1, "GPT-2 tokenizer's files are not on this machine"),
         (["some.txt", "--tokenizer", "train:9"], 1, "Write train:N with N of at least 257"),
         (["some.txt", "--tokenizer", "no.json"], 1, "no.json: no such tokenizer."),
@@ -247,9 +247,9 @@ def test_tokens_are_no_source(inside: Any, corpus: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "message", "sentence"),
     [
-        ("DatasetNotFoundError", "Dataset 'a/b' is a gated dataset on the Hub", "this dataset is gated"),
-        ("DatasetNotFoundError", "Dataset 'a/b' doesn't exist", "no dataset of that name is on the hub"),
-        ("OfflineModeIsEnabled", "offline", "the hub cannot be reached for it"),
+        ("DatasetNotFoundError", "Dataset 'a/b' is a gated dataset on the Hub", "the dataset is gated"),
+        ("DatasetNotFoundError", "Dataset 'a/b' doesn't exist", "no such dataset on the hub"),
+        ("OfflineModeIsEnabled", "offline", "the hub cannot be reached"),
     ],
 )
 def test_datasets_that_cannot_be_had(
@@ -265,7 +265,7 @@ def test_datasets_that_cannot_be_had(
     monkeypatch.setitem(sys.modules, "datasets", module)
     answer = inside("prepare", "a/b", "--out", "out", "--tokenizer", "bytes")
     assert answer.code == 1
-    assert f"a/b: {sentence}" in answer.said.replace("is no file or folder here, and ", "")
+    assert f"a/b: {sentence}" in answer.said.replace("no such file or folder, and ", "")
 
 
 def test_train_takes_every_kind_of_source(inside: Any, recipe: str, rows: Path, corpus: Path) -> None:

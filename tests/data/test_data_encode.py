@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redline.data import encode
-from redline.data.encode import encode_pieces
-from redline.data.origin import Reading
+from redline.data.encode import Piece, encode_pieces
 from redline.data.prepare import prepare_source
-from redline.data.splits import TRAIN, Piece
+from redline.data.sources import Reading
+from redline.data.splits import TRAIN
 from redline.data.text import Document
 from redline.data.tokenizer import (
     LibraryTokenizer,
@@ -163,7 +163,7 @@ def test_a_wrong_variable_or_half_a_tokenizer_is_said(tmp_path: Path, monkeypatc
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers for little text, and many batches of it."""
-    monkeypatch.setattr(encode, "_WORTH_WORKERS", 1)
+    monkeypatch.setattr(encode, "_MIN_CHARACTERS_FOR_WORKERS", 1)
     monkeypatch.setattr(encode, "_BATCH_PIECES", 3)
 
 
@@ -213,6 +213,6 @@ def test_a_killed_worker_is_a_sentence(eager: None, monkeypatch: pytest.MonkeyPa
                     os.kill(child.pid or 0, signal.SIGKILL)
             yield Piece(TRAIN, "text", True)
 
-    with pytest.raises(UserError, match=r"process that encodes text was ended.*--workers"):
+    with pytest.raises(UserError, match=r"--workers 1"):
         list(encode_pieces(pieces(), SMALL, 2))
     assert not [thread for thread in threading.enumerate() if "QueueManager" in thread.name]

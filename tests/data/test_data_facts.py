@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from redline.data.corpus import open_corpus
-from redline.data.facts import bytes_per_token, expected_facts, vocabulary
+from redline.data.estimate import bytes_per_token, expected_facts, vocabulary
 from redline.data.tokenizer import Tokenizer, load_tokenizer
 from redline.errors import UserError
 from redline.recipe.load import load
@@ -86,7 +86,7 @@ def test_vocabularies_are_read_without_the_library(trained: Tokenizer, tmp_path:
         assert vocabulary(spec) == expected
     assert vocabulary("gpt2") == 50257
     (tmp_path / "bad.json").write_text("{}")
-    for spec, problem in (("bad.json", "can be read"), ("none.json", "no such tokenizer")):
+    for spec, problem in (("bad.json", "cannot be read"), ("none.json", "no such tokenizer")):
         with pytest.raises(UserError, match=problem):
             vocabulary(str(tmp_path / spec))
 
@@ -101,7 +101,7 @@ def test_bytes_per_token_grow_with_the_vocabulary() -> None:
 def test_it_is_light() -> None:
     program = (
         "import redline.recipe.resolve, sys\n"
-        "import redline.data.facts\n"
+        "import redline.data.estimate\n"
         "print(*{'numpy', 'torch', 'tokenizers', 'tiktoken', 'pyarrow'} & sys.modules.keys())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

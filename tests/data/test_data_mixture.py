@@ -98,7 +98,7 @@ def test_the_fingerprint_names_parts_and_weights(parts: tuple[Path, Path]) -> No
 def test_validation_is_the_union_and_begins_with_all_of_it(
     parts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus_module, "_BLOCK", 60)
+    monkeypatch.setattr(corpus_module, "_BLOCK_TOKENS", 60)
     val = mixture(parts).tokens.val
     alone = [prepare_cached(str(part), "bytes").val for part in parts]
     assert val is not None
@@ -126,7 +126,7 @@ def test_parts_of_different_tokenizers_are_refused(parts: tuple[Path, Path], tmp
     other = prepare_cached(str(parts[1]), "train:300").source
     (tmp_path / "own").mkdir()
     prepare_cached(str(parts[1]), "train:300").tokenizer().save(tmp_path / "own" / "tokenizer.json")
-    with pytest.raises(UserError, match="wrong tokenizer for the shards"):
+    with pytest.raises(UserError, match="wrong tokenizer"):
         open_corpus(data_of(f"data.source=[{parts[0]}, {other}]"))
 
 

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from redline.data import encode, sources
 from redline.data import prepare as module
-from redline.data import sources, splits
-from redline.data.origin import Reading
 from redline.data.prepare import prepare, prepare_cached
 from redline.data.read_stats import Progress
-from redline.data.text import Document, cut_tail, is_validation
+from redline.data.sources import Reading
+from redline.data.splits import is_held_out
+from redline.data.text import Document, cut_tail
 from redline.data.tokenizer import Tokenizer, load_tokenizer
 from redline.data.tokens import TokenData, TokenSplit
 from redline.errors import UserError
@@ -39,8 +40,8 @@ def test_no_token_is_lost(
 ) -> None:
     tokenizer = trained if spec == "train" else load_tokenizer("bytes")
     data = prepare(documents, tokenizer, tmp_path / "out", val_fraction=0.2, shard_tokens=shard_tokens)
-    held_out = [d.text for d in documents if is_validation(d.digest(), 0.2)]
-    trained_on = [d.text for d in documents if not is_validation(d.digest(), 0.2)]
+    held_out = [d.text for d in documents if is_held_out(d.digest(), 0.2)]
+    trained_on = [d.text for d in documents if not is_held_out(d.digest(), 0.2)]
     assert data.val is not None
     assert texts_of(data.train, tokenizer) == trained_on
     assert texts_of(data.val, tokenizer) == held_out
@@ -98,7 +99,7 @@ def test_without_validation(documents: list[Document], tmp_path: Path) -> None:
 
 
 def test_long_document_in_pieces_has_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splits, "_PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(encode, "_PIECE_CHARACTERS", 10)
     text = "".join(f"def f{i}():\n\n    if x:\n        return {i}\n\n\nplain text\nand more\n" for i in range(60))
     tokenizer = load_tokenizer("train:400", lambda: [text])
     assert len(tokenizer.encode("\n\n")) == 1, "runs of white space must be tokens, or cutting them shows nothing"
@@ -119,7 +120,7 @@ def test_content_is_never_overwritten(documents: list[Document], tmp_path: Path)
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious.txt").write_text("keep me")
-    with pytest.raises(UserError, match="something already"):
+    with pytest.raises(UserError, match="not an empty folder"):
         prepare(documents, load_tokenizer("bytes"), out)
     assert names_in(out) == ["precious.txt"]
     (out / "precious.txt").unlink()

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data import origin, rows, splits
-from redline.data import read_stats as tally
+from redline.data import encode, read_stats, rows, sources
 from redline.data import text as filetext
-from redline.data.origin import DatasetId, Reading, dataset_id
+from redline.data.encode import cut_pieces
 from redline.data.prepare import prepare_source, training_texts
-from redline.data.read_stats import Seen, Tally, left_out
-from redline.data.sources import source_bytes, source_documents
-from redline.data.splits import REST, TRAIN, VAL, cut_pieces, split_documents
+from redline.data.read_stats import DigestSet, ReadStats, omission_messages
+from redline.data.rows import DatasetId, dataset_id
+from redline.data.sources import Reading, source_bytes, source_documents
+from redline.data.splits import REST, TRAIN, VAL, split_documents
 from redline.data.text import Document, LongDocument
 from redline.data.tokenizer import load_tokenizer
 from redline.errors import UserError
@@ -33,8 +33,8 @@ def lines(texts: list[str], key: str = "text") -> bytes:
     return b"".join(json.dumps({key: text, "id": i}).encode() + b"\n" for i, text in enumerate(texts))
 
 
-def read(source: Path | str, text_key: str = "text") -> tuple[list[str], Tally]:
-    counted = Tally(str(source))
+def read(source: Path | str, text_key: str = "text") -> tuple[list[str], ReadStats]:
+    counted = ReadStats(str(source))
     texts = ["".join(document.chunks()) for document in source_documents(str(source), counted, text_key)]
     return texts, counted
 
@@ -70,11 +70,11 @@ def test_parquet(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", [*TEXTS, None, ""], "body")
     texts, counted = read(path, "body")
     assert texts == TEXTS
-    assert dict(counted.bad_rows) == {"'body' is no text": 1, "empty": 1}
+    assert dict(counted.bad_rows) == {"'body' is not text": 1, "empty 'body'": 1}
     assert counted.bytes == pytest.approx(path.stat().st_size)
     with pytest.raises(UserError, match=r"a\.parquet: there is no column 'text'; the columns are body, id\..*text_key"):
         read(path)
-    with pytest.raises(UserError, match=r"b\.parquet: not a Parquet file"):
+    with pytest.raises(UserError, match=r"b\.parquet: .*Parquet"):
         read(write(tmp_path / "b.parquet", b"PAR1 no"))
 
 
@@ -93,7 +93,7 @@ def test_a_folder_of_everything(tmp_path: Path) -> None:
     write(folder / "e" / "f.md", TEXTS[6].encode())
     texts, counted = read(folder)
     assert texts == TEXTS[:7]
-    assert counted.first_binary_file == "d.png: this is a binary file, not text."
+    assert counted.first_binary_file == "d.png: the file is binary, not text."
     assert counted.bytes == pytest.approx(source_bytes(str(folder)))
 
 
@@ -124,21 +124,21 @@ def test_bad_rows_are_counted_with_the_first_place(tmp_path: Path) -> None:
     assert texts == TEXTS[:9]
     assert counted.rows == 17
     assert counted.first_bad_row == "a.jsonl:10: not JSON"
-    reasons = {"not JSON": 2, "not a JSON object": 1, "no 'text' in it": 1, "'text' is no text": 1, "empty": 1}
-    assert dict(counted.bad_rows) == {**reasons, "binary data, not text": 2}
+    reasons = {"not JSON": 2, "not a JSON object": 1, "no 'text' field": 1, "'text' is not text": 1}
+    assert dict(counted.bad_rows) == {**reasons, "empty 'text'": 1, "'text' is binary data, not text": 2}
 
 
 def test_mostly_bad_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.jsonl", lines(TEXTS[:3], "body") + lines(TEXTS[:2]))
-    with pytest.raises(UserError, match=r"3 of 5 rows cannot be used; the first is a\.jsonl:1: .*there are body, id"):
+    with pytest.raises(UserError, match=r"3 of 5 rows cannot be used; the first is a\.jsonl:1: .*body, id"):
         read(path)
-    monkeypatch.setattr(tally, "_NO_GOOD_ROW_UNTIL", 2)  # a large file need not be read to its end
+    monkeypatch.setattr(read_stats, "_CHECK_FROM_ROWS", 2)  # a large file need not be read to its end
     with pytest.raises(UserError, match="2 of 2 rows"):
         read(path)
 
 
 def test_an_endless_row_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "LONGEST_ROW", 64)
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 64)
     path = write(tmp_path / "a.jsonl", lines(["short", "x" * 1000, "after"]))
     texts, counted = read(path)
     assert texts == ["short", "after"]
@@ -147,7 +147,7 @@ def test_an_endless_row_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @given(st.lists(st.binary(min_size=8, max_size=8), max_size=300), st.integers(0, 3))
 def test_digests_are_remembered_as_in_a_set(digests: list[bytes], times: int) -> None:
-    seen, known = Seen(), set()
+    seen, known = DigestSet(), set()
     for digest in digests * times:
         value = digest if any(digest) else b"\1" + bytes(7)  # nought stands for an empty place
         assert seen.add(digest) == (value in known)
@@ -155,7 +155,7 @@ def test_digests_are_remembered_as_in_a_set(digests: list[bytes], times: int) ->
 
 
 def test_digests_take_bounded_memory() -> None:
-    seen = Seen(most_slots=1 << 11)
+    seen = DigestSet(max_slots=1 << 11)
     digests = [i.to_bytes(8, "little") for i in range(1, 5000)]
     assert not any(seen.add(digest) for digest in digests)
     assert sum(seen.add(digest) for digest in digests) == 1 << 10, "what came after it was full is not remembered"
@@ -176,9 +176,9 @@ def test_duplicates_are_counted_and_dropped_when_asked(tmp_path: Path, dedup: bo
 
 @pytest.fixture
 def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filetext, "_WHOLE_BYTES", 10)
+    monkeypatch.setattr(filetext, "_IN_MEMORY_BYTES", 10)
     monkeypatch.setattr(filetext, "_CHUNK_BYTES", 7)
-    monkeypatch.setattr(splits, "_PIECE_CHARACTERS", 12)
+    monkeypatch.setattr(encode, "_PIECE_CHARACTERS", 12)
 
 
 @pytest.mark.parametrize("name", ["long.txt", "long.txt.gz", "long.txt.zst"])
@@ -188,7 +188,7 @@ def test_a_long_file_is_split_like_one_in_memory(
 ) -> None:
     for text in ("\n".join(TEXTS), "日本" * 300, "\ufeffmark\n" + "words and words " * 40, "one\ntwo\n" * 90):
         path = write(tmp_path / name, text.encode())
-        (document,) = source_documents(str(path), Tally(""))
+        (document,) = source_documents(str(path), ReadStats(""))
         assert isinstance(document, LongDocument)
         whole = Document(document.name, text.removeprefix("\ufeff"))
         assert document.digest() == whole.digest()
@@ -206,7 +206,7 @@ def test_junk_at_the_end_of_a_long_file_is_found_before_it_is_used(tmp_path: Pat
     for junk, problem in ((b"\0", "binary"), (b"\xff", r"not UTF-8 text \(byte 500\)"), (b"\xe6\x97", "byte 500")):
         path = write(tmp_path / "long.txt", b"good text\n" * 50 + junk)
         with pytest.raises(UserError, match=problem):
-            next(source_documents(str(path), Tally("")))
+            next(source_documents(str(path), ReadStats("")))
 
 
 @given(st.text(alphabet="ab \n\té", max_size=150), st.lists(st.integers(0, 150), max_size=8))
@@ -214,11 +214,11 @@ def test_pieces_follow_from_the_text_alone(text: str, cuts: list[int]) -> None:
     borders = [0, *sorted(cuts), len(text)]
     chunks = [text[a:b] for a, b in itertools.pairwise(borders)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(splits, "_PIECE_CHARACTERS", 9)
-        whole, arrived = list(splits._pieces([text])), list(splits._pieces(chunks))
+        patch.setattr(encode, "_PIECE_CHARACTERS", 9)
+        whole, arrived = list(encode._cut_text([text])), list(encode._cut_text(chunks))
     assert arrived == whole
     assert "".join(whole) == text
-    assert max(map(len, whole), default=0) <= 9 * splits._LONGEST_PIECE + 1
+    assert max(map(len, whole), default=0) <= 9 * encode._MAX_PIECE + 1
 
 
 def test_a_stream_holds_out_only_at_its_beginning() -> None:
@@ -243,17 +243,17 @@ def test_whoever_splits_otherwise_raises_the_number_of_the_rules() -> None:
     """Folders that were prepared before would be taken, with what was held out then."""
     documents = [Document(f"{i}", f"a text, number {i}\n") for i in range(200)]
     held_out = [document.name for split, document in split_documents(documents, 0.05) if split == VAL]
-    assert (origin.RULES, held_out) == (4, ["1", "22", "167", "186"])
+    assert (sources.RULES, held_out) == (4, ["1", "22", "167", "186"])
 
 
 def test_a_tokenizer_learns_from_an_even_part_of_much_text(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", lines(TEXTS * 10))
     everything = list(training_texts([str(path)], Reading(0.0)))
     assert everything == TEXTS * 10
-    thinned = list(training_texts([str(path)], Reading(0.0), most=path.stat().st_size // 5))
+    thinned = list(training_texts([str(path)], Reading(0.0), max_bytes=path.stat().st_size // 5))
     assert thinned == everything[:: len(everything) // len(thinned)]
     assert 100 <= len(thinned) <= 140
-    beginning = list(training_texts([str(path)], Reading(0.0), most=500, beginning=True))
+    beginning = list(training_texts([str(path)], Reading(0.0), max_bytes=500, from_start=True))
     assert beginning == everything[: len(beginning)]
 
 
@@ -304,7 +304,7 @@ def test_a_dataset_is_read_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     texts, counted = read("owner/name:en@test", "body")
     assert texts == ["one", "two"]
     assert asked == [("owner/name", "en", "test", True)]
-    assert (counted.rows, counted.first_bad_row) == (3, "owner/name:en@test:2: 'body' is no text")
+    assert (counted.rows, counted.first_bad_row) == (3, "owner/name:en@test:2: 'body' is not text")
     with pytest.raises(UserError, match="no column 'text'; the columns are body"):
         read("owner/name:en@test")
 
@@ -318,13 +318,13 @@ def failing(name: str, message: str, base: type[Exception] = Exception) -> Excep
     [
         (failing("GatedRepoError", "401"), "gated.*Accept its terms.*HF_TOKEN"),
         (failing("DatasetNotFoundError", "Dataset 'o/n' is a gated dataset on the Hub."), "gated"),
-        (failing("DatasetNotFoundError", "doesn't exist"), "no dataset of that name.*Check the spelling"),
-        (failing("RepositoryNotFoundError", "404"), "no dataset of that name"),
+        (failing("DatasetNotFoundError", "doesn't exist"), "no such dataset.*Check the spelling"),
+        (failing("RepositoryNotFoundError", "404"), "no such dataset"),
         (failing("OfflineModeIsEnabled", "offline", ConnectionError), "cannot be reached.*HF_HUB_OFFLINE"),
         (ConnectionError("no route"), "cannot be reached"),
         (
             ValueError("Bad split: x. Available splits: ['train']\nmore"),
-            r"Bad split: x.*\['train'\]\. An id is written",
+            r"Bad split: x.*\['train'\]\. Write the id",
         ),
     ],
 )
@@ -343,7 +343,7 @@ def test_what_the_package_raises_becomes_a_sentence(
         read("owner/name")
 
 
-def test_text_that_is_not_utf8_is_told_apart_from_what_is_no_text(tmp_path: Path) -> None:
+def test_text_in_another_encoding_is_counted_apart_from_binary_files(tmp_path: Path) -> None:
     folder = tmp_path / "odd"
     for number, text in enumerate(TEXTS[:3]):
         write(folder / f"{number}.txt", text.encode())
@@ -351,11 +351,11 @@ def test_text_that_is_not_utf8_is_told_apart_from_what_is_no_text(tmp_path: Path
     write(folder / "old.txt", "déjà vu".encode("latin-1"))
     counted = read(folder)[1]
     assert (counted.binary_files, counted.not_utf8_files, counted.first_not_utf8_file) == (2, 1, "old.txt")
-    told = left_out(counted.counts())
-    assert told == (
-        "1 file is left out, not UTF-8; the first is old.txt",
-        "1 file is left out, no text; the first is a.bin: this is a binary file, not text.",
-    )
+    encoding, binary = omission_messages(counted.counts())
+    assert "1 file" in encoding
+    assert "old.txt" in encoding
+    assert "1 file" in binary
+    assert "a.bin" in binary
     for number in range(6):
         write(folder / f"old{number}.txt", "déjà vu".encode("latin-1"))
     with pytest.raises(UserError, match=r"7 of 11 files are not UTF-8; the first is old\.txt.*iconv -t UTF-8"):

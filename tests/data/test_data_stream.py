@@ -17,10 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.data import encode, stream
-from redline.data import stream_writer as background
 from redline.data.corpus import open_corpus
 from redline.data.index import WindowIndex
-from redline.data.origin import Reading, prepared_folder
+from redline.data.sources import Reading, prepared_folder
 from redline.data.stream import StreamSplit, TokenStream, read_state, stream_starts
 from redline.data.tokens import open_tokens
 from redline.errors import RecipeError, UserError
@@ -61,7 +60,7 @@ def job_of(source: Path, folder: Path, tokenizer: str = "bytes") -> dict[str, An
 
 def begun(job: dict[str, Any], records: int) -> bool:
     """Prepares as the background does, but falls over after so many records of its state; whether it did."""
-    record, left = background.StreamWriter._record, records
+    record, left = stream.StreamWriter._record, records
 
     def stop_after(self: Any, **more: Any) -> None:
         nonlocal left
@@ -71,9 +70,9 @@ def begun(job: dict[str, Any], records: int) -> bool:
             raise RuntimeError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(background.StreamWriter, "_record", stop_after)
+        patch.setattr(stream.StreamWriter, "_record", stop_after)
         try:
-            background.run(job)
+            stream.write_stream(job)
         except RuntimeError:
             return True
     return False
@@ -137,7 +136,7 @@ def test_a_stream_in_the_background_gives_what_was_ready(texts: Path) -> None:
 
 
 def test_a_killed_preparation_is_said_and_goes_on(texts: Path, tmp_path: Path) -> None:
-    assert background.run(job_of(texts, tmp_path / "whole")) == 0
+    assert stream.write_stream(job_of(texts, tmp_path / "whole")) == 0
     folder = tmp_path / "killed"
     assert begun(job_of(texts, folder), 3)
     running = TokenStream(folder, job_of(texts, folder))
@@ -146,7 +145,7 @@ def test_a_killed_preparation_is_said_and_goes_on(texts: Path, tmp_path: Path) -
         running.start()
         assert running._process is not None
         os.kill(running._process.pid, signal.SIGKILL)
-        with pytest.raises(UserError, match=r"texts\.jsonl: the preparation in the background was ended.*-9.*Resume"):
+        with pytest.raises(UserError, match=r"texts\.jsonl: .* killed .*-9.*Resume"):
             running.wait(lambda state: False)
     running.close()
     running.wait(lambda state: False)  # another look starts it again
@@ -155,7 +154,7 @@ def test_a_killed_preparation_is_said_and_goes_on(texts: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "train:300"])
 def test_wherever_it_stops_the_shards_are_the_same(texts: Path, tmp_path: Path, tokenizer: str) -> None:
-    assert background.run(job_of(texts, tmp_path / "whole", tokenizer)) == 0
+    assert stream.write_stream(job_of(texts, tmp_path / "whole", tokenizer)) == 0
     whole = open_tokens(tmp_path / "whole")
     whole.verify()
     stops = 0
@@ -171,7 +170,9 @@ def test_wherever_it_stops_the_shards_are_the_same(texts: Path, tmp_path: Path, 
 def test_a_failure_in_the_background_is_a_sentence_here(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode, "_WORTH_WORKERS", 0)  # so that what comes first is written before the rest is read
+    monkeypatch.setattr(
+        encode, "_MIN_CHARACTERS_FOR_WORKERS", 0
+    )  # so that what comes first is written before the rest is read
     monkeypatch.setattr(encode, "_BATCH_PIECES", 3)
     with open(texts, "a") as file:
         file.write("no json\n" * 3000)

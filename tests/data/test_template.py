@@ -21,14 +21,9 @@ from chat_tokenizers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data.chat import Conversation, Message, RowTally, read_conversations
-from redline.data.chat_template import (
-    ALL,
-    ANSWERS,
-    ChatTokenizer,
-    TemplateRefusalError,
-    load_chat_tokenizer,
-)
+from redline.data.chat import Conversation, Message, read_conversations
+from redline.data.chat_template import ALL, ANSWERS, ChatTokenizer, TemplateRefusalError, load_chat_tokenizer
+from redline.data.read_stats import ReadStats
 from redline.errors import UserError
 
 pytest.importorskip("transformers")
@@ -244,7 +239,7 @@ def smollm2(folder: Path) -> ChatTokenizer:
 @pytest.mark.parametrize("which", ["tiny", pytest.param("smollm2", marks=pytest.mark.soak)])
 def test_every_row_of_gsm8k(which: str, chatml: ChatTokenizer, tmp_path: Path) -> None:
     tokenizer = chatml if which == "tiny" else smollm2(tmp_path)
-    conversations = list(read_conversations(str(GSM8K), RowTally("gsm8k")))
+    conversations = list(read_conversations(str(GSM8K), ReadStats("gsm8k")))
     rendered = [tokenizer.render(conversation)[0] for conversation in conversations]
     coded = tokenizer.code(rendered, ANSWERS)
     answers = [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").splitlines()]

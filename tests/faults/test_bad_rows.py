@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redline.data import chat, rows, shards
+from redline.data import read_stats, rows, shards
 from redline.data.chat_template import load_chat_tokenizer
-from redline.data.origin import Reading
 from redline.data.prepare import prepare_source
+from redline.data.sources import Reading
 from redline.data.tokenizer import ByteTokenizer
 from redline.data.tokens import open_tokens
 from redline.errors import UserError
@@ -109,7 +109,7 @@ def no_chat(chance: random.Random, row: Row) -> Row:
 
 @pytest.fixture
 def kinds(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Kind]:
-    monkeypatch.setattr(rows, "LONGEST_ROW", LONGEST_ROW)
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", LONGEST_ROW)
     monkeypatch.setattr(answering, "load_chat_tokenizer", functools.cache(load_chat_tokenizer))
     how: Row = {"seq_len": 512, "pack": True, "learn": "answers", "overlong": "drop", "template": None, "seed": 1}
 
@@ -228,7 +228,7 @@ def test_bad_parquet(kinds: dict[str, Kind], tmp_path: Path, name: str, damage: 
 
 def test_reasons_stay_few_and_short() -> None:
     """Rows that each fail in their own words must not fill the memory, or the terminal."""
-    tally = chat.RowTally("rows")
+    tally = read_stats.ReadStats("rows")
     for number in range(900):
         tally.rows += 2
         tally.bad_row("here", f"a turn of {number}{'x' * 9000}\ud800", "\udfff" * 9000)
@@ -339,12 +339,11 @@ def test_tokens_of_another_tokenizer(tokens: Path) -> None:
 def test_planted_defects_are_caught(kinds: dict[str, Kind], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R18: a reader that lets binary data pass, or one that drops rows without a word, fails the test above."""
     monkeypatch.setattr(rows, "is_clean", lambda text: True)
-    monkeypatch.setattr(chat, "is_clean", lambda text: True)
     with pytest.raises((AssertionError, UnicodeEncodeError)):
         test_bad_rows(kinds, tmp_path, lambda _: None, 60)
     monkeypatch.undo()
-    monkeypatch.setattr(rows, "LONGEST_ROW", LONGEST_ROW)
-    monkeypatch.setattr(rows, "_object_of", lambda line, *_: None)
+    monkeypatch.setattr(rows, "MAX_ROW_BYTES", LONGEST_ROW)
+    monkeypatch.setattr(rows, "_parse_object", lambda line, *_: None)
     (tmp_path / "again").mkdir()
     with pytest.raises(AssertionError):
         test_bad_rows(kinds, tmp_path / "again", lambda _: None, 60)

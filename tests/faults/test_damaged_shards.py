@@ -15,9 +15,9 @@ import pytest
 
 from redline.data import shards as verify
 from redline.data.corpus import open_corpus
-from redline.data.origin import Reading
 from redline.data.prepare import prepare_cached, prepare_source, tokenizer_for
 from redline.data.shards import HEADER_BYTES, BackgroundCheck, DamagedDataError, TokenFile, scan_tokens
+from redline.data.sources import Reading
 from redline.data.tokens import digest_of, open_tokens
 from redline.errors import UserError
 from redline.recipe.schema import Data
@@ -148,14 +148,14 @@ def test_what_another_rank_finds_is_in_the_log(world: Any, tokens: Path, tmp_pat
 def test_damage_that_the_last_save_notices_is_in_the_log(world: Any, tokens: Path, tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run") as run:
         trainer = world.trainer(run, f"data.source={tokens}", "data.tokenizer=train:300", "train.steps=2")
-        look = trainer.look
+        evaluate_and_sample = trainer.evaluate_and_sample
 
-        def last(label: str) -> None:
-            look(label)
+        def evaluate(label: str) -> None:
+            evaluate_and_sample(label)
             if label == "after":
                 trainer.data_check._damage = DamagedDataError("is damaged.", where="a file")
 
-        trainer.look = last
+        trainer.evaluate_and_sample = evaluate
         with pytest.raises(DamagedDataError):
             trainer.run()
     stop = read_events(tmp_path / "run/events.jsonl")[-1]
@@ -170,7 +170,7 @@ def file_of(path: Path, count: int) -> TokenFile:
 
 def test_reading_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two chunks the thread rests for as long as rate and share ask for."""
-    monkeypatch.setattr(verify, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(verify, "_VERIFY_CHUNK_BYTES", 1000)
     file, rests = file_of(tmp_path / "a.tok", 5000), list[float]()
     check = BackgroundCheck(lambda: (file,), share=1.0, bytes_per_s=1.0, pause=rests.append)
     check._verify(file)

@@ -71,14 +71,13 @@ def test_the_opener_reads_writes_and_creates_files(tmp_path: Path) -> None:
 
 SOURCE = Path(__file__).parents[2] / "src/redline"
 READERS = (
-    "train",
-    "monitor",
+    "training",
+    "runs",
     "evaluate",
     "export",
     "recipe/lock.py",
     "data/shards.py",
     "data/tokens.py",
-    "data/raw.py",
 )
 
 
@@ -106,12 +105,12 @@ def test_every_reader_of_runs_and_tokens_uses_the_opener() -> None:
     calls = {str(path): unguarded(path.read_text()) for path in files}
     # files that this process has just written, that belong to the package, or that are open already
     own = {
-        "train/profiling.py",
+        "training/profiling.py",
         "export/tensors.py",
         "export/tokenizer.py",
-        "train/pulse.py",
-        "monitor/live/tail.py",
-        "monitor/live/server.py",
+        "training/heartbeat.py",
+        "runs/live/watch.py",
+        "runs/live/server.py",
         "recipe/lock.py",
     }
     assert {path: some for path, some in calls.items() if some and not path.endswith(tuple(own))} == {}
@@ -239,8 +238,8 @@ def test_a_log_that_is_a_fifo_is_empty_to_readers_and_refused_to_writers(tmp_pat
 
 @pytest.mark.parametrize("name", ["meta.json", "tokenizer.json", "train-00000.tok", "val-00000.tok"])
 def test_a_prepared_folder_with_a_fifo_is_refused(within_deadline: Any, corpus: Path, in_home: Path, name: str) -> None:
-    from redline.data.origin import Reading
     from redline.data.prepare import prepare_source, tokenizer_for
+    from redline.data.sources import Reading
 
     tokenizer = tokenizer_for([str(corpus)], "train:300", Reading())
     prepare_source(str(corpus), tokenizer, in_home / "tokens", Reading(), workers=1)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from redline.cache import atomic_dir, cache_dir
-from redline.data.origin import Reading
 from redline.data.prepare import prepare_cached, prepare_source
+from redline.data.sources import Reading
 from redline.data.tokenizer import load_tokenizer
 from redline.errors import UserError
 from redline.export.folder import export_run

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.errors import UserError
-from redline.jobs.latent_prefix.data import Pair, cut_bytes, divided, read_pairs, strangers
+from redline.jobs.latent_prefix.data import Pair, cut_bytes, read_pairs, split_pairs, strangers
 
 SQUAD = Path(__file__).parents[3] / "shared/data/squad/squad-v1.1-40-articles.json"
 
@@ -66,10 +66,10 @@ def test_rows_of_every_kind(tmp_path: Path) -> None:
         ({"source": "a"}, "no answer"),
         ({"source": "a", "answer": "  "}, "empty 'answer'"),
         ({"source": "", "answer": "b"}, "empty 'source'"),
-        ({"question": "a", "context": 3, "answer": "b"}, "'context' is no text"),
-        ({"answer": "b"}, "neither 'source' nor 'question'"),
+        ({"question": "a", "context": 3, "answer": "b"}, "'context' is not text"),
+        ({"answer": "b"}, "neither a 'source'"),
         ({"source": "a", "answers": []}, "no answer"),
-        ({"source": "a", "answer": "1\n####"}, "nothing behind the ####"),
+        ({"source": "a", "answer": "1\n####"}, "nothing after the ####"),
     ],
 )
 def test_a_row_without_what_it_needs_is_counted_and_most_are_refused(tmp_path: Path, row: dict, reason: str) -> None:
@@ -82,10 +82,10 @@ def test_a_row_without_what_it_needs_is_counted_and_most_are_refused(tmp_path: P
 
 
 def test_no_answer_in_squad_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no answer in it"):
+    with pytest.raises(UserError, match="no answer"):
         read_pairs(squad(tmp_path / "squad.json", []))
     (tmp_path / "broken.json").write_text('{"data": 3}')
-    with pytest.raises(UserError, match="not laid out as SQuAD is"):
+    with pytest.raises(UserError, match="SQuAD's layout"):
         read_pairs(str(tmp_path / "broken.json"))
 
 
@@ -95,28 +95,44 @@ def test_embedded_problems_need_no_file() -> None:
     assert all(pair.text.startswith("Question: ") and pair.answers[0].isdigit() for pair in found)
 
 
+def one_source(pairs: list[Pair], seed: int, fraction: float) -> tuple[list[Pair], list[Pair]]:
+    """Return the pairs of training and of validation."""
+    (train,), (val,) = split_pairs({"rows": pairs}, seed, fraction)
+    return train, val
+
+
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=80), st.integers(0, 99), st.floats(0.05, 0.6))
 def test_articles_are_held_out_as_wholes(groups: list[int], seed: int, fraction: float) -> None:
     pairs = [Pair(f"text {n}", "", ("a",), f"article {group}") for n, group in enumerate(groups)]
     if len(set(groups)) < 2:
         with pytest.raises(UserError, match="none can be held out"):
-            divided(pairs, seed, fraction, "rows")
+            one_source(pairs, seed, fraction)
         return
-    train, val = divided(pairs, seed, fraction, "rows")
+    train, val = one_source(pairs, seed, fraction)
     assert train
     assert val
     assert {pair.group for pair in train}.isdisjoint(pair.group for pair in val)
     assert len(train) + len(val) == len(pairs)
-    backwards = divided(pairs[::-1], seed, fraction, "rows")[1]
+    backwards = one_source(pairs[::-1], seed, fraction)[1]
     assert {pair.text for pair in backwards} == {pair.text for pair in val}, "no order matters"
 
 
 def test_a_text_in_two_articles_is_not_trained_on_if_it_is_held_out() -> None:
     pairs = [Pair(f"text {n}", "", ("a",), f"g{n}") for n in range(10)]
-    _, val = divided(pairs, 0, 0.3, "rows")
+    _, val = one_source(pairs, 0, 0.3)
     doubled = [*pairs, Pair(val[0].text, "", ("b",), next(p.group for p in pairs if p not in val))]
-    train, _ = divided(doubled, 0, 0.3, "rows")
+    train, _ = one_source(doubled, 0, 0.3)
     assert val[0].text not in {pair.text for pair in train}
+
+
+def test_a_text_in_two_sources_is_not_trained_on_if_one_of_them_holds_it_out() -> None:
+    first = [Pair(f"text {n}", "", ("a",), f"g{n}") for n in range(40)]
+    second = [Pair(f"text {n}", "", ("b",), f"other {n}") for n in range(40)]
+    train, val = split_pairs({"first": first, "second": second}, 0, 0.3)
+    assert all(train)
+    assert all(val)
+    held_out = {pair.text for some in val for pair in some}
+    assert held_out.isdisjoint(pair.text for some in train for pair in some)
 
 
 @given(st.text(max_size=60), st.integers(1, 40))
@@ -133,7 +149,7 @@ def test_a_cut_leaves_whole_characters(text: str, most: int) -> None:
 def test_real_articles() -> None:
     found, report = read_pairs(str(SQUAD))
     assert (len(found), report.bad) == (8231, 0)
-    train, val = divided(found, 1337, 0.1, "squad")
+    train, val = one_source(found, 1337, 0.1)
     assert {pair.group for pair in train}.isdisjoint(pair.group for pair in val)
 
 

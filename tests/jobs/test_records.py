@@ -91,7 +91,7 @@ def test_bad_rows_are_counted_with_reason_and_place(tmp_path: Path) -> None:
     assert len(records) == 13
     assert (report.source, report.rows, report.bad) == (source, 23, 10)
     assert report.reasons == {
-        "no field 'answer'": 2,
+        "no 'answer' field": 2,
         "no #### in its answer": 1,
         "no number after the #### of its answer": 1,
         "empty 'question'": 1,
@@ -101,7 +101,7 @@ def test_bad_rows_are_counted_with_reason_and_place(tmp_path: Path) -> None:
         "not JSON": 1,
         "not a JSON object": 1,
     }
-    assert report.examples[0] == "rows.jsonl:2: no field 'answer'"
+    assert report.examples[0] == "rows.jsonl:2: no 'answer' field"
     assert "10 cannot be used" in report.line()
     assert "rows.jsonl:2" in report.line()
 
@@ -111,7 +111,7 @@ def test_nothing_left_is_an_error_with_a_fix(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"3 of 3 rows cannot be used; the first is rows\.jsonl:1: .*`#### N`"):
         read_records(source)
     blank = write(tmp_path / "blank.jsonl", [" "])
-    with pytest.raises(UserError, match=r"there is no row in it\. Give rows with question"):
+    with pytest.raises(UserError, match=r"holds no rows\. Give rows with question"):
         read_records(blank)
     text = tmp_path / "notes.txt"
     text.write_text("no rows")

@@ -217,7 +217,7 @@ def test_weights_and_doubles_of_several_sources(tmp_path: Path) -> None:
     copy = write(tmp_path / "copy.jsonl", 41, "a")
     doubled = load([one, copy], val_fraction=0.0, dedup=True)
     assert (len(doubled.train), doubled.report.duplicates) == (41, 40)
-    with pytest.raises(UserError, match=r"one\.jsonl: no record is left"):
+    with pytest.raises(UserError, match=r"one\.jsonl: no row is left"):
         load([copy, one], val_fraction=0.0, dedup=True)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from redline.data.origin import dataset_id
+from redline.data.rows import dataset_id
 from redline.hardware.machine import named_gpu
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, resolve
@@ -94,7 +94,7 @@ def test_the_plan_needs_no_data(tmp_path: Path) -> None:
 def test_without_network_or_copy_it_says_what_is_missing(tmp_path: Path) -> None:
     done = typed("train", NAME, "--dry-run", "train.device=cpu", cwd=tmp_path)
     assert done.returncode == 1
-    assert "redline: Skylion007/openwebtext: is no file or folder here, and " in done.stderr
+    assert "redline: Skylion007/openwebtext: no such file or folder" in done.stderr
     assert "Traceback" not in done.stderr
 
 

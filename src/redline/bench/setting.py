@@ -58,7 +58,7 @@ class Setting:
         asked = any(word.startswith("data.source=") and word != "data.source=embedded" for word in self.overrides)
         if asked or data.tokenizer != "gpt2" or job(self.recipe.objective).can_answer(self.recipe):
             return self
-        from redline.data.facts import vocabulary
+        from redline.data.estimate import vocabulary
 
         write_random_tokens(folder, vocabulary(data.tokenizer), count)
         overrides = (*self.overrides, f"data.source={folder}")

@@ -16,7 +16,7 @@ from redline.errors import EXIT_FAILED, UsageError
 from redline.units import MOST_WORKERS, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from redline.data.origin import Reading
+    from redline.data.sources import Reading
     from redline.data.tokenizer import Tokenizer
 
 
@@ -71,9 +71,9 @@ def prepare(
     if out is None and preview is None:
         raise UsageError("where shall the tokens go?", fix="Give --out DIR, or --preview N to look only.")
     from redline.cli.progress import PreparationBar
-    from redline.data.origin import EMBEDDED, Reading, holds_tokens
     from redline.data.prepare import prepare_source, refuse_content, tokenizer_for
-    from redline.data.sources import source_bytes
+    from redline.data.sources import Reading, holds_tokens, source_bytes
+    from redline.data.text import EMBEDDED
 
     if source != EMBEDDED and holds_tokens(Path(source).expanduser()):
         raise UsageError("these are tokens already.", where=source, fix="Train on them: data.source takes them as is.")
@@ -106,7 +106,7 @@ def _verify(folder: Path, tokenizer: str | None) -> dict[str, int]:
 
 
 def _report_verified(folder: Path, tokenizer: str, json_: bool) -> None:
-    from redline.data.origin import holds_tokens
+    from redline.data.sources import holds_tokens
 
     if not holds_tokens(folder):
         fix = "Give a prepared folder, or --out DIR to verify what is prepared now."
@@ -139,7 +139,7 @@ def _preview(
     source: str, tokenizer: Tokenizer, reading: Reading, count: int, *, ids: bool, quiet: bool
 ) -> list[dict[str, Any]]:
     from redline.cli.preview import draw
-    from redline.data.preview import preview
+    from redline.data.prepare import preview
 
     rows = []
     for number, document in enumerate(preview(source, tokenizer, reading, count), start=1):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from redline.data.preview import Preview, Span
+from redline.data.prepare import Preview, Span
 from redline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -101,10 +101,9 @@ def _printable(text: str) -> str:
 def _texts(recipe: Recipe, count: int) -> None:
     """The first documents of each source, as `redline prepare --preview` shows them."""
     from redline.cli.progress import PreparationBar
-    from redline.data.origin import EMBEDDED, Reading, holds_tokens
-    from redline.data.prepare import tokenizer_for
-    from redline.data.preview import preview
-    from redline.data.sources import source_bytes
+    from redline.data.prepare import preview, tokenizer_for
+    from redline.data.sources import Reading, holds_tokens, source_bytes
+    from redline.data.text import EMBEDDED
 
     data = recipe.data
     sources = [part.source for part in data.parts]

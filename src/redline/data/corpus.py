@@ -1,4 +1,4 @@
-"""Everything a run trains on, as its recipe asks for it: one source, a weighted mixture, or a stream."""
+"""The tokens that a recipe's `data` section names: one source, a mixture of several, or a stream."""
 
 from __future__ import annotations
 
@@ -12,32 +12,34 @@ import numpy as np
 
 from redline.cache import discard_dir, explain_write_errors, read_bytes, read_text, temporary_sibling, write_atomically
 from redline.data.encode import default_workers
-from redline.data.facts import expected_facts
+from redline.data.estimate import expected_facts
 from redline.data.index import Index
 from redline.data.mixture import turns, window_index, window_mixture_key
-from redline.data.origin import EMBEDDED, Reading, holds_tokens, prepared_folder, shared_tokenizer
 from redline.data.prepare import prepare_cached, tokenizer_for
 from redline.data.read_stats import Progress, ProgressCallback
 from redline.data.shards import check_shard
+from redline.data.sources import Reading, holds_tokens, prepared_folder, shared_tokenizer
 from redline.data.stream import StreamIndex, StreamSplit, StreamState, TokenStream, read_state
+from redline.data.text import EMBEDDED
 from redline.data.tokenizer import Tokenizer, load_tokenizer, trained_size
-from redline.data.tokens import TokenData, TokenSplit, check_definition, digest_of, is_sealed, shard_files
+from redline.data.tokens import TokenData, TokenSplit, check_definition, digest_of, has_valid_digest, shard_files
 from redline.errors import UserError
 from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Data, Part
 
-# Parts of a mixture take turns in validation by blocks of about this many tokens, so that its beginning has them all.
-_BLOCK = 16_384
+# The validation tokens of a mixture alternate between its sources in blocks of about this many tokens, so that the
+# first sequences, which a run evaluates, come from all of them.
+_BLOCK_TOKENS = 16_384
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens of all parts as if they were one, and the order in which they are read."""
+    """The tokens of all sources as if they were one, and the order in which they are read."""
 
     tokens: TokenData
     facts: DataFacts
-    parts: tuple[Part, ...]
-    sizes: tuple[int, ...]  # training tokens of each part, in the order in which `tokens.train` has them
+    parts: tuple[Part, ...]  # the sources, with their weights
+    sizes: tuple[int, ...]  # training tokens of each source, in the order in which `tokens.train` has them
 
     def index(self, seq_len: int, seed: int, *, shuffle: bool = True) -> Index:
         """Return which window of `tokens.train` each sample is."""
@@ -48,13 +50,16 @@ class Corpus:
 
 
 def open_corpus(data: Data, *, for_evaluation: bool = False, progress: ProgressCallback | None = None) -> Corpus:
-    """What the recipe's `data` asks for, prepared where it must be. For evaluation nothing is held out or dropped."""
+    """Open the tokens that `data` names, after preparing those that are not in the cache.
+
+    For evaluation nothing is held out, and duplicates are kept.
+    """
     held_out, dedup = (0.0, False) if for_evaluation else (data.val_fraction, data.dedup)
     reading = Reading(held_out, data.text_key, dedup)
     if data.stream and not for_evaluation and not _holds_tokens(data.parts[0].source):
         return _open_stream(data, reading, progress)
     opened = _open_parts([part.source for part in data.parts], data.tokenizer, reading, progress)
-    tokens = _together(data.parts, opened)
+    tokens = _combine(data.parts, opened)
     facts = replace(
         facts_of(tokens),
         train_tokens=_epoch_tokens([len(part.train) for part in opened], data.parts),
@@ -69,7 +74,7 @@ def _epoch_tokens(sizes: Sequence[int], parts: Sequence[Part]) -> int:
 
 
 def facts_of(tokens: TokenData) -> DataFacts:
-    """What the plan must know of tokens that lie ready."""
+    """Return what the plan needs to know about prepared tokens."""
     sizes = [tokens.train.bytes, 0 if tokens.val is None else tokens.val.bytes]
     known = [size for size in sizes if size is not None]
     return DataFacts(
@@ -96,13 +101,13 @@ def _open_parts(
 
     @cache
     def load() -> Tokenizer:
-        if not _is_whole(definition):
+        if not _is_intact(definition):
             _save(tokenizer_for(sources, spec, reading, progress), definition)
         tokenizer = load_tokenizer(str(definition))
         tokenizer.name = spec
         return tokenizer
 
-    load()  # its content is part of each folder's name
+    load()  # first, because the content of the file is part of the name of each prepared folder
     return [prepare_cached(source, str(definition), reading, progress=progress, load=load) for source in sources]
 
 
@@ -120,17 +125,17 @@ def _digest_file(definition: Path) -> Path:
     return definition.with_name(f"{definition.name}.sha256")
 
 
-def _is_whole(definition: Path) -> bool:
-    """Whether a cached tokenizer is there and agrees with its digest; older releases wrote none."""
+def _is_intact(definition: Path) -> bool:
+    """Return whether a cached tokenizer exists and agrees with its digest; older releases wrote no digest."""
     if not definition.is_file() or not _digest_file(definition).is_file():
         return definition.is_file()
     return hashlib.sha256(read_bytes(definition)).hexdigest() == read_text(_digest_file(definition)).strip()
 
 
-def _together(parts: Sequence[Part], opened: Sequence[TokenData]) -> TokenData:
+def _combine(parts: Sequence[Part], opened: Sequence[TokenData]) -> TokenData:
     if len(opened) > 1:
-        return _joined(parts, opened)
-    if parts[0].repeat is None:  # also with a weight: a share of all samples
+        return _join_sources(parts, opened)
+    if parts[0].repeat is None:  # with or without a weight: the only source has all samples
         return opened[0]
     return replace(opened[0], fingerprint=_fingerprint(parts, opened))
 
@@ -140,31 +145,31 @@ def _fingerprint(parts: Sequence[Part], opened: Sequence[TokenData]) -> str:
     return digest_of(["mixture", [[data.fingerprint, key] for data, key in zip(opened, keys, strict=True)]])
 
 
-def _joined(parts: Sequence[Part], opened: Sequence[TokenData]) -> TokenData:
+def _join_sources(parts: Sequence[Part], opened: Sequence[TokenData]) -> TokenData:
     first = opened[0]
     for part, other in zip(parts, opened, strict=True):
         if other.tokenizer_fingerprint != first.tokenizer_fingerprint:
-            what = f"made with another tokenizer ({other.tokenizer_name}) than {parts[0].source}."
-            raise UserError(what, where=part.source, fix="Prepare all parts of a mixture with the same one.")
+            what = f"the tokens were made with another tokenizer ({other.tokenizer_name}) than {parts[0].source}."
+            raise UserError(what, where=part.source, fix="Prepare all sources of a mixture with the same tokenizer.")
     held_out = [data.val for data in opened if data.val is not None]
     return TokenData(
         source=first.source,
-        train=_union([data.train for data in opened], [data.train.pieces for data in opened]),
-        val=_union(held_out, _by_turns(held_out)) if held_out else None,
+        train=_join_splits([data.train for data in opened], [data.train.pieces for data in opened]),
+        val=_join_splits(held_out, _alternating_blocks(held_out)) if held_out else None,
         tokenizer_name=first.tokenizer_name,
         tokenizer_fingerprint=first.tokenizer_fingerprint,
         vocab_size=first.vocab_size,
         eot=first.eot,
         fingerprint=_fingerprint(parts, opened),
         files=tuple(file for data in opened for file in data.files),
-        left_out=tuple(line for data in opened for line in data.left_out),
+        omissions=tuple(line for data in opened for line in data.omissions),
     )
 
 
 Pieces = tuple[np.ndarray, ...]
 
 
-def _union(splits: Sequence[TokenSplit], pieces: Sequence[Pieces]) -> TokenSplit:
+def _join_splits(splits: Sequence[TokenSplit], pieces: Sequence[Pieces]) -> TokenSplit:
     sizes = [split.bytes for split in splits]
     return TokenSplit(
         [piece for some in pieces for piece in some],
@@ -175,36 +180,40 @@ def _union(splits: Sequence[TokenSplit], pieces: Sequence[Pieces]) -> TokenSplit
     )
 
 
-def _by_turns(splits: Sequence[TokenSplit]) -> list[Pieces]:
-    """All of the splits in blocks of whole documents where possible, in turns by their sizes."""
+def _alternating_blocks(splits: Sequence[TokenSplit]) -> list[Pieces]:
+    """Cut the splits into blocks, and interleave the blocks in proportion to the sizes of the splits."""
     blocks = [[block for piece in split.pieces for block in _blocks(piece, split.eot)] for split in splits]
     order = turns([len(some) for some in blocks])
     following = [iter(some) for some in blocks]
-    return [tuple(next(following[part]) for part in order)]
+    return [tuple(next(following[source]) for source in order)]
 
 
 def _blocks(piece: np.ndarray, eot: int) -> list[np.ndarray]:
+    """Cut the tokens into blocks, between two documents if one begins soon after the end of a block."""
     cuts = []
-    for border in range(_BLOCK, len(piece), _BLOCK):
-        ends = np.flatnonzero(piece[border : border + _BLOCK // 2] == eot)
-        cuts.append(border + int(ends[0]) if len(ends) else border)
+    for end in range(_BLOCK_TOKENS, len(piece), _BLOCK_TOKENS):
+        starts = np.flatnonzero(piece[end : end + _BLOCK_TOKENS // 2] == eot)
+        cuts.append(end + int(starts[0]) if len(starts) else end)
     return [block for block in np.split(piece, cuts) if len(block)]
 
 
 def _open_stream(data: Data, reading: Reading, progress: ProgressCallback | None) -> Corpus:
-    """Returns as soon as training may begin. The fingerprint names source and tokenizer: the tokens are yet to come."""
+    """Open a stream, and wait until training may begin.
+
+    The fingerprint stands for source and tokenizer, because the tokens are not known yet.
+    """
     source = data.parts[0].source
     path = Path(source).expanduser()
     folder = prepared_folder(source, data.tokenizer, reading, stream=True)
-    job = {
+    task = {
         "source": str(path.resolve()) if path.exists() and source != EMBEDDED else source,
         "tokenizer": data.tokenizer,
         "reading": asdict(reading),
-        "workers": max(1, default_workers() - 1),  # training has work for a core too
+        "workers": max(1, default_workers() - 1),  # one core is left for training
     }
     if _is_damaged(folder, read_state(folder)):
         discard_dir(folder)
-    stream = TokenStream(folder, job)
+    stream = TokenStream(folder, task)
     if progress:
         progress(Progress(f"preparing the first shard of {source}", 0, None, 0))
     state = stream.wait(lambda now: now.ready)
@@ -237,11 +246,12 @@ def _stream_facts(data: Data, tokens: TokenData, *, complete: bool) -> DataFacts
 
 
 def _is_damaged(folder: Path, state: StreamState) -> bool:
+    """Return whether what an earlier process wrote cannot be continued, so that the stream has to begin again."""
     meta = state.description
     if not meta.get("splits"):
         return False
     try:
-        if "digest" in meta and not is_sealed(meta):
+        if "digest" in meta and not has_valid_digest(meta):
             return True
         check_definition(folder, meta)
         for entry in meta["splits"].values():

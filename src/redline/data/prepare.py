@@ -1,6 +1,6 @@
-"""From documents to a prepared folder of tokens, once; and the cache of such folders.
+"""Documents to a prepared folder of tokens, the cache of such folders, and a preview of what a model will read.
 
-Memory does not grow with the text: documents stream through in pieces, and what is remembered of each is eight bytes.
+Memory does not grow with the text: documents are read and written in pieces, and eight bytes are kept of each.
 """
 
 from __future__ import annotations
@@ -9,25 +9,38 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from redline.cache import atomic_dir, discard_dir, explain_write_errors, write_atomically
-from redline.data.encode import default_workers, encode_pieces
-from redline.data.origin import EMBEDDED, SCHEMA, Reading, holds_tokens, prepared_folder
-from redline.data.read_stats import Progress, ProgressCallback, Tally, nothing_to_train_on
+from redline.data.encode import Piece, cut_pieces, default_workers, encode_pieces
+from redline.data.read_stats import Progress, ProgressCallback, ReadStats, nothing_to_train_on
 from redline.data.shards import ShardWriter, TokenFile, token_dtype
-from redline.data.sources import AnyDocument, source_bytes, source_documents
-from redline.data.splits import TRAIN, VAL, Piece, cut_pieces, split_documents, without_duplicates
+from redline.data.sources import (
+    SCHEMA,
+    AnyDocument,
+    Reading,
+    holds_tokens,
+    prepared_folder,
+    source_bytes,
+    source_documents,
+)
+from redline.data.splits import TRAIN, VAL, split_documents, without_duplicates
+from redline.data.text import EMBEDDED
 from redline.data.tokenizer import Tokenizer, load_tokenizer
-from redline.data.tokens import TokenData, data_fingerprint, open_tokens, sealed
+from redline.data.tokens import TokenData, data_fingerprint, open_tokens, with_digest
 from redline.errors import UserError
 
 SHARD_TOKENS = 100_000_000
-# Words repeat: more text than this changes a trained vocabulary little, and takes long to learn from.
+# Words repeat, so more text than this hardly changes a trained vocabulary and takes long to read.
 _TOKENIZER_BYTES = 64 << 20
+
+
+# ----------------------------------------------------------------------------------------------------
+# Writing a prepared folder.
 
 
 def prepare(
@@ -39,22 +52,25 @@ def prepare(
     dedup: bool = False,
     shard_tokens: int = SHARD_TOKENS,
     workers: int = 1,
-    tally: Tally | None = None,
+    stats: ReadStats | None = None,
     progress: ProgressCallback | None = None,
 ) -> TokenData:
-    """Write the prepared folder `out`, whole or not at all; `tally` is where the reading of `documents` counts."""
+    """Write the prepared folder `out`, which appears complete or not at all, and open it.
+
+    `stats` are those in which the reading of `documents` counts what it leaves out.
+    """
     refuse_content(out)
-    tally = tally or Tally(str(out))
-    pieces = cut_pieces(split_documents(without_duplicates(documents, tally, drop=dedup), val_fraction))
+    stats = stats or ReadStats(str(out))
+    pieces = cut_pieces(split_documents(without_duplicates(documents, stats, drop=dedup), val_fraction))
     try:
         with ExitStack() as stack:
             with explain_write_errors(out):
                 temporary = stack.enter_context(atomic_dir(out))
-            meta = _write_splits(pieces, tokenizer, temporary, shard_tokens, workers, tally, progress)
+            meta = _write_splits(pieces, tokenizer, temporary, shard_tokens, workers, stats, progress)
             tokenizer.save(temporary / "tokenizer.json")
-            write_atomically(temporary / "meta.json", json.dumps(sealed(meta, temporary), indent=1) + "\n")
+            write_atomically(temporary / "meta.json", json.dumps(with_digest(meta, temporary), indent=1) + "\n")
     except OSError:
-        refuse_content(out)  # another process was first
+        refuse_content(out)  # another process has written the folder in the meantime
         raise
     return open_tokens(out, tokenizer.fingerprint)
 
@@ -65,15 +81,15 @@ def _write_splits(
     folder: Path,
     shard_tokens: int,
     workers: int,
-    tally: Tally,
+    stats: ReadStats,
     progress: ProgressCallback | None,
 ) -> dict[str, Any]:
     counts = {split: {"tokens": 0, "bytes": 0, "documents": 0} for split in (TRAIN, VAL)}
     written = 0
 
-    def say(tokens: int) -> None:
+    def report(tokens: int) -> None:
         if progress:
-            progress(Progress(f"preparing {tally.source}", int(tally.bytes), tally.total, tokens))
+            progress(Progress(f"preparing {stats.source}", int(stats.bytes), stats.total, tokens))
 
     with ExitStack() as stack:
         writers = {
@@ -88,28 +104,29 @@ def _write_splits(
             )
             for split in counts
         }
-        say(0)
+        report(0)
         for piece, ids, utf8_bytes in encode_pieces(pieces, tokenizer, workers):
             writers[piece.split].append(np.concatenate([[tokenizer.eot], ids]) if piece.begins else ids)
             count_piece(counts[piece.split], piece, len(ids), utf8_bytes)
             written += len(ids) + piece.begins
-            say(written)
+            report(written)
         files = {split: writer.finish() for split, writer in writers.items()}
     if not files[TRAIN]:
-        raise nothing_to_train_on(tally)
-    return description(tokenizer, files, counts, tally)
+        raise nothing_to_train_on(stats)
+    return description(tokenizer, files, counts, stats)
 
 
 def count_piece(count: dict[str, int], piece: Piece, tokens: int, utf8_bytes: int) -> None:
+    """Add a piece to the counts of its split."""
     count["tokens"] += tokens + piece.begins
     count["bytes"] += utf8_bytes
     count["documents"] += piece.begins
 
 
 def description(
-    tokenizer: Tokenizer, files: dict[str, list[TokenFile]], counts: dict[str, dict[str, int]], tally: Tally
+    tokenizer: Tokenizer, files: dict[str, list[TokenFile]], counts: dict[str, dict[str, int]], stats: ReadStats
 ) -> dict[str, Any]:
-    """What meta.json holds. What was counted on the way is no part of the fingerprint: it changes no token."""
+    """Return the content of meta.json. The counts are not part of the fingerprint, because they change no token."""
     splits = {
         split: {
             "shards": [
@@ -127,49 +144,73 @@ def description(
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
         "splits": splits,
-        "counts": tally.counts(),
+        "counts": stats.counts(),
         "fingerprint": data_fingerprint(tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eot, splits),
     }
 
 
 def refuse_content(out: Path) -> None:
-    # neither `.` nor a link can be renamed onto
+    """Raise UserError if `out` cannot become a new folder."""
+    # A folder cannot be renamed onto `.` or onto a link.
     if not out.name or out.is_file() or out.is_symlink() or (out.is_dir() and any(out.iterdir())):
-        raise UserError("there is something already.", where=str(out), fix="Name a new folder for the tokens.")
+        raise UserError("the path exists and is not an empty folder.", where=str(out), fix="Choose another --out.")
+
+
+# ----------------------------------------------------------------------------------------------------
+# The text that a tokenizer is trained on.
 
 
 def training_texts(
-    sources: Sequence[str], reading: Reading, *, most: int = _TOKENIZER_BYTES, beginning: bool = False
+    sources: Sequence[str], reading: Reading, *, max_bytes: int = _TOKENIZER_BYTES, from_start: bool = False
 ) -> Iterator[str]:
-    """Text to train a tokenizer on: what is not held out, evenly thinned to about `most` bytes.
+    """Yield text to train a tokenizer on: every n-th piece that is not held out, about `max_bytes` in total.
 
-    With `beginning`, and of a source whose size nobody knows, the first so many characters.
+    With `from_start`, and of a source whose size is not known, yield the first pieces instead.
     """
     sizes = [source_bytes(source) for source in sources]
-    known = sum(size for size in sizes if size is not None)
+    total = sum(size for size in sizes if size is not None)
     for source, size in zip(sources, sizes, strict=True):
         pieces = _training_pieces(source, reading)
-        if beginning or size is None:
-            yield from _first(pieces, most)
-        else:  # thinned by size on disk, which compression makes smaller than the text: hence a limit as well
-            yield from _first(itertools.islice(pieces, 0, None, max(1, -(-known // most))), 4 * most)
+        if from_start or size is None:
+            yield from _first(pieces, max_bytes)
+        else:
+            # n follows from the bytes on disk. Of compressed files these are fewer than the bytes of text, so the
+            # amount of text is limited too.
+            yield from _first(itertools.islice(pieces, 0, None, max(1, -(-total // max_bytes))), 4 * max_bytes)
 
 
 def _training_pieces(source: str, reading: Reading) -> Iterator[str]:
-    tally = Tally(source)
-    documents = source_documents(source, tally, reading.text_key)
-    unique = without_duplicates(documents, tally, drop=reading.dedup)
+    stats = ReadStats(source)
+    documents = source_documents(source, stats, reading.text_key)
+    unique = without_duplicates(documents, stats, drop=reading.dedup)
     pieces = cut_pieces(split_documents(unique, reading.val_fraction))
     return (piece.text for piece in pieces if piece.split == TRAIN)
 
 
-def _first(texts: Iterable[str], most: int) -> Iterator[str]:
-    met = 0
+def _first(texts: Iterable[str], max_characters: int) -> Iterator[str]:
+    characters = 0
     for text in texts:
         yield text
-        met += len(text)
-        if met >= most:
+        characters += len(text)
+        if characters >= max_characters:
             return
+
+
+def tokenizer_for(
+    sources: Sequence[str], spec: str, reading: Reading, progress: ProgressCallback | None = None
+) -> Tokenizer:
+    """Return the tokenizer that `spec` names; train it on the texts of all sources if that is train:N."""
+
+    def texts() -> Iterator[str]:
+        if progress:
+            progress(Progress(f"training the tokenizer {spec}", 0, None, 0))
+        return training_texts(sources, reading)
+
+    return load_tokenizer(spec, texts)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Sources, and the cache of prepared folders.
 
 
 def prepare_source(
@@ -181,31 +222,18 @@ def prepare_source(
     workers: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> TokenData:
-    """The tokens of a source of text, in the new folder `out`."""
-    tally = Tally(source, source_bytes(source))
+    """Write the tokens of a source of text to the new folder `out`, and open it."""
+    stats = ReadStats(source, source_bytes(source))
     return prepare(
-        source_documents(source, tally, reading.text_key),
+        source_documents(source, stats, reading.text_key),
         tokenizer,
         out,
         val_fraction=reading.val_fraction,
         dedup=reading.dedup,
         workers=default_workers() if workers is None else workers,
-        tally=tally,
+        stats=stats,
         progress=progress,
     )
-
-
-def tokenizer_for(
-    sources: Sequence[str], spec: str, reading: Reading, progress: ProgressCallback | None = None
-) -> Tokenizer:
-    """The tokenizer that `spec` names; train:N learns from the texts of all the sources."""
-
-    def texts() -> Iterator[str]:
-        if progress:
-            progress(Progress(f"training the tokenizer {spec}", 0, None, 0))
-        return training_texts(sources, reading)
-
-    return load_tokenizer(spec, texts)
 
 
 def prepare_cached(
@@ -216,9 +244,9 @@ def prepare_cached(
     progress: ProgressCallback | None = None,
     load: Callable[[], Tokenizer] | None = None,
 ) -> TokenData:
-    """The tokens of a source, prepared at most once; what holds tokens already is opened.
+    """Open the tokens of a source, and prepare them in the cache first if they are not there yet.
 
-    `load` gives the tokenizer where the spec alone does not (one trained on several sources).
+    `load` returns the tokenizer if the spec does not say enough to load it (one that is trained on several sources).
     """
     reading = reading or Reading()
     path = Path(source).expanduser()
@@ -228,7 +256,7 @@ def prepare_cached(
     if out.exists():
         try:
             return open_tokens(out)
-        except UserError:
+        except UserError:  # damaged: prepare it again
             discard_dir(out)
     tokenizer = load() if load else tokenizer_for([source], tokenizer_spec, reading, progress)
     try:
@@ -236,4 +264,64 @@ def prepare_cached(
     except UserError:
         if not out.exists():
             raise
-        return open_tokens(out)  # another process prepared the same in the meantime
+        return open_tokens(out)  # another process has prepared the same source in the meantime
+
+
+# ----------------------------------------------------------------------------------------------------
+# A preview of documents as a model reads them: tokens, and the text of each.
+
+
+_PREVIEW_TOKENS = 400
+_MAX_CHARACTER_TOKENS = 4  # a character has at most four bytes, and a token at least one
+_REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens that together make complete characters: nearly always one token."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Preview:
+    spans: list[Span]
+    tokens: int  # of the document, or of its first piece if it is long
+    whole: bool  # whether the spans are the complete document
+    more: bool = False  # whether the document is so long that `tokens` counts only its first piece
+
+    @property
+    def ids(self) -> list[int]:
+        return [i for span in self.spans for i in span.ids]
+
+
+def preview(
+    source: str, tokenizer: Tokenizer, reading: Reading, count: int, *, max_tokens: int = _PREVIEW_TOKENS
+) -> Iterator[Preview]:
+    """Yield the beginnings of the first `count` training documents; the first token is the end-of-text token."""
+    stats = ReadStats(source)
+    documents = without_duplicates(source_documents(source, stats, reading.text_key), stats, drop=reading.dedup)
+    pieces = cut_pieces(split_documents(documents, reading.val_fraction))
+    pairs = itertools.pairwise(itertools.chain(pieces, [None]))
+    first_pieces = ((piece, after) for piece, after in pairs if piece and piece.split == TRAIN and piece.begins)
+    for piece, after in itertools.islice(first_pieces, count):
+        ids = [tokenizer.eot, *tokenizer.encode(piece.text)]
+        more = after is not None and not after.begins
+        yield Preview(spans(tokenizer, ids[:max_tokens]), len(ids), len(ids) <= max_tokens and not more, more)
+
+
+def spans(tokenizer: Tokenizer, ids: list[int]) -> list[Span]:
+    """Return the text of each token. Tokens that end inside a character are joined with those that complete it."""
+    joined = []
+    start = 0
+    while start < len(ids):
+        for end in range(start + 1, min(start + _MAX_CHARACTER_TOKENS, len(ids)) + 1):
+            text = tokenizer.decode(ids[start:end])
+            if not text.endswith(_REPLACEMENT):
+                break
+        else:
+            end, text = start + 1, tokenizer.decode(ids[start : start + 1])
+        joined.append(Span(text, tuple(ids[start:end])))
+        start = end
+    return joined

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from redline.data.splits import key_of
 from redline.errors import UserError, did_you_mean
 from redline.units import parse_count
 
@@ -424,8 +425,8 @@ class Record:
 
     @property
     def key(self) -> int:
-        """64 bits that stand for what is asked; not for how it is answered."""
-        return int.from_bytes(hashlib.blake2b(self.question.encode(), digest_size=8).digest(), "little")
+        """64 bits that stand for the question, whatever its solution is."""
+        return key_of(self.question)
 
 
 PREFIX = "problems:"

@@ -1,28 +1,45 @@
-"""Tables of texts: JSONL (plain, .gz, .zst) and Parquet. A row is a document; what cannot be used is counted."""
+"""Rows of JSONL (plain, .gz, .zst), Parquet, hub datasets and SQuAD's JSON. All rows of all jobs are read here.
+
+A row is a dictionary together with its place (file and line). A row that cannot be used is counted in `ReadStats` with
+the reason; a source of which more than half of the rows cannot be used is refused.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from redline.data.origin import EMBEDDED, DatasetId, dataset_id
-from redline.data.read_stats import Tally
-from redline.data.text import COMPRESSED, Document, SourceFile, opened, text_files
+from redline.data.read_stats import EMPTY, ReadStats
+from redline.data.text import COMPRESSED, EMBEDDED, Document, SourceFile, open_decompressed, text_files
 from redline.errors import UserError, install_hint
 
 JSON_LINES = (".jsonl", ".ndjson")
 PARQUET = ".parquet"
-LONGEST_ROW = 64 << 20
-_BATCH_ROWS = 512
+MAX_ROW_BYTES = 64 << 20
+_PARQUET_BATCH_ROWS = 512
+_MAX_JSON_BYTES = 1 << 30  # of SQuAD's JSON, which is parsed at once
 
-Row = tuple[str, dict[str, Any]]  # where it stands, and what it holds
+T = TypeVar("T")
+Fields = Mapping[str, Any]
+Row = tuple[str, dict[str, Any]]  # place and fields
 
 
-def table_kind(file: SourceFile) -> str | None:
-    """ ".jsonl" or ".parquet" when the file is a table, else None: it is a text."""
+class UnusableRowError(Exception):
+    """A row cannot be used; the message is the reason."""
+
+
+# ----------------------------------------------------------------------------------------------------
+# Files: JSON Lines and Parquet.
+
+
+def row_format(file: SourceFile) -> str | None:
+    """Return ".jsonl" or ".parquet" for a file of rows, None for a text file."""
     suffixes = [suffix.lower() for suffix in file.path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -30,112 +47,59 @@ def table_kind(file: SourceFile) -> str | None:
     return ".jsonl" if last in JSON_LINES else last if last == PARQUET else None
 
 
-def json_documents(file: SourceFile, text_key: str, tally: Tally) -> Iterator[Document]:
-    for place, row in json_rows(file, tally, f"Write one JSON object a line, with a text under {text_key!r}."):
-        text = usable_text(row, text_key, place, tally)
-        if text is not None:
-            yield Document(place, text)
-
-
-def json_rows(file: SourceFile, tally: Tally, fix: str) -> Iterator[Row]:
-    """Every line that holds a JSON object; the others are counted, with `fix` as the advice for the first."""
-    with opened(file.path) as (stream, raw):
+def json_rows(file: SourceFile, stats: ReadStats, fix: str) -> Iterator[Row]:
+    """Yield every line that is a JSON object; count the other lines, with `fix` as the advice for the first."""
+    with open_decompressed(file.path) as (stream, raw):
         number, position = 0, 0
-        while line := stream.readline(LONGEST_ROW):
+        # The length is bounded because a damaged file may be one line of many gigabytes.
+        while line := stream.readline(MAX_ROW_BYTES):
             number += 1
-            whole = line.endswith(b"\n") or len(line) < LONGEST_ROW
-            while not whole and (rest := stream.readline(LONGEST_ROW)):
-                whole = rest.endswith(b"\n")
-            tally.read(raw.tell() - position)
+            complete = line.endswith(b"\n") or len(line) < MAX_ROW_BYTES
+            while not complete and (rest := stream.readline(MAX_ROW_BYTES)):
+                complete = rest.endswith(b"\n")
+            stats.read(raw.tell() - position)
             position = raw.tell()
             if not line.strip():
                 continue
-            tally.rows += 1
+            stats.rows += 1
             place = f"{file.name}:{number}"
-            row = _object_of(line, place, tally, fix)
+            row = _parse_object(line, place, stats, fix)
             if row is not None:
                 yield place, row
 
 
-def _object_of(line: bytes, place: str, tally: Tally, fix: str) -> dict[str, Any] | None:
-    if len(line) == LONGEST_ROW and not line.endswith(b"\n"):
-        tally.bad_row(place, f"longer than {LONGEST_ROW >> 20} MiB", fix)
+def _parse_object(line: bytes, place: str, stats: ReadStats, fix: str) -> dict[str, Any] | None:
+    if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
+        stats.bad_row(place, f"longer than {MAX_ROW_BYTES >> 20} MiB", fix)
         return None
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
-        tally.bad_row(place, "not JSON", fix)
+        stats.bad_row(place, "not JSON", fix)
         return None
     if not isinstance(row, dict):
-        tally.bad_row(place, "not a JSON object", fix)
+        stats.bad_row(place, "not a JSON object", fix)
         return None
     return row
 
 
-def usable_text(row: Mapping[str, Any], text_key: str, place: str, tally: Tally) -> str | None:
-    """The row's text; None, and counted, when there is none to train on."""
-    if text_key not in row:
-        tally.bad_row(place, f"no {text_key!r} in it", _other_key(row))
-        return None
-    text = row[text_key]
-    fix = f"Check what stands under {text_key!r}, or name another key (data.text_key, --text-key)."
-    if not isinstance(text, str):
-        tally.bad_row(place, f"{text_key!r} is no text", fix)
-    elif not text.strip():
-        tally.bad_row(place, "empty", fix)
-    elif not is_clean(text):
-        tally.bad_row(place, "binary data, not text", fix)
-    else:
-        return text
-    return None
-
-
-def is_clean(text: str) -> bool:
-    """Text, not binary data. JSON can spell half a character, which no UTF-8 can hold."""
-    try:
-        return b"\0" not in text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-
-
-def _other_key(row: Mapping[str, Any]) -> str:
-    keys = ", ".join(str(key) for key in list(row)[:20])
-    return (
-        f"Name the right one with data.text_key (--text-key); there are {keys}." if keys else "Give rows with a text."
-    )
-
-
-def parquet_documents(file: SourceFile, text_key: str, tally: Tally) -> Iterator[Document]:
-    def chosen(names: list[str]) -> list[str]:
-        if text_key in names:
-            return [text_key]
-        what = f"there is no column {text_key!r}; the columns are {', '.join(names)}."
-        fix = "Name the one that holds the text with data.text_key (--text-key)."
-        raise UserError(what, where=str(file.path), fix=fix)
-
-    for place, row in parquet_rows(file, tally, chosen):
-        text = usable_text(row, text_key, place, tally)
-        if text is not None:
-            yield Document(place, text)
-
-
-def parquet_rows(file: SourceFile, tally: Tally, choose: Callable[[list[str]], list[str]]) -> Iterator[Row]:
-    """By row groups, and within them by batches: a group is all that is ever held. Of the columns what is chosen."""
+def parquet_rows(file: SourceFile, stats: ReadStats, choose: Callable[[list[str]], list[str]]) -> Iterator[Row]:
+    """Yield the rows, with the columns that `choose` picks; no more than a row group is held in memory."""
     pq = _pyarrow_parquet(file)
     try:
         table = pq.ParquetFile(file.path)
         columns = choose(table.schema_arrow.names)
         number = 0
         for group in range(table.num_row_groups):
-            for batch in table.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns):
+            for batch in table.iter_batches(_PARQUET_BATCH_ROWS, row_groups=[group], columns=columns):
                 for row in batch.to_pylist():
                     number += 1
-                    tally.rows += 1
+                    stats.rows += 1
                     yield f"{file.name}:{number}", row
-            tally.read(file.size / table.num_row_groups)
-    except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these
-        what = f"not a Parquet file that can be read ({str(error).splitlines()[0]})."
-        raise UserError(what, where=str(file.path), fix="Copy it again, or write it anew.") from None
+            stats.read(file.size / table.num_row_groups)
+    except (OSError, ValueError) as error:  # pyarrow's own errors are subclasses of these
+        what = f"the Parquet file cannot be read ({str(error).splitlines()[0]})."
+        raise UserError(what, where=str(file.path), fix="Copy or write the file again.") from None
 
 
 def _pyarrow_parquet(file: SourceFile) -> Any:
@@ -147,38 +111,80 @@ def _pyarrow_parquet(file: SourceFile) -> Any:
     return pq
 
 
+def squad_rows(path: Path, stats: ReadStats, fix: str) -> Iterator[Row]:
+    """Yield a row with title, context, question and answers for each question of a file in SQuAD's own JSON layout."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ValueError("too large")
+        articles = json.loads(path.read_text(encoding="utf-8"))["data"]
+        rows = [
+            (f"{path.name}: {qa['id'] if 'id' in qa else qa['question']}", article, paragraph, qa)
+            for article in articles
+            for paragraph in article["paragraphs"]
+            for qa in paragraph["qas"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        what = f"the JSON file does not have SQuAD's layout ({type(error).__name__})."
+        fix = f"{fix} Rows belong in a .jsonl file, one object per line."
+        raise UserError(what, where=str(path), fix=fix) from None
+    for place, article, paragraph, qa in rows:
+        stats.rows += 1
+        fields = {"title": article.get("title"), "context": paragraph.get("context")}
+        yield place, {**fields, "question": qa.get("question"), "answers": qa.get("answers")}
+
+
 # ----------------------------------------------------------------------------------------------------
-# Datasets of a hub by their id, row by row as they arrive, through the optional `datasets` package.
+# Hub datasets by their id, streamed row by row through the optional `datasets` package.
 
 
+@dataclass(frozen=True)
+class DatasetId:
+    """`owner/name[:config][@split]` on a hub."""
+
+    name: str
+    config: str | None
+    split: str
+
+
+_DATASET = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?")
+_FILE_SUFFIXES = (".txt", ".md", ".json", ".jsonl", ".ndjson", ".parquet", ".bin", ".tok", ".gz", ".zst", ".csv", ".py")
 _OFFLINE = ("OfflineModeIsEnabled", "ConnectionError", "ConnectTimeout", "ReadTimeout", "LocalEntryNotFoundError")
 _UNKNOWN = ("DatasetNotFoundError", "RepositoryNotFoundError", "RevisionNotFoundError")
 
 
-def hub_documents(source: str, dataset: DatasetId, text_key: str, tally: Tally) -> Iterator[Document]:
+def dataset_id(source: str) -> DatasetId | None:
+    """Return the dataset that `source` names; None if it is an existing path or has the suffix of a file."""
+    match = _DATASET.fullmatch(source)
+    if match is None or source.endswith(_FILE_SUFFIXES):
+        return None
+    try:
+        if Path(source).expanduser().exists():
+            return None
+    except OSError:  # the name is too long for a path, or a folder above it may not be entered
+        return None
+    return DatasetId(match["name"], match["config"], match["split"] or "train")
+
+
+def dataset_rows(source: str, dataset: DatasetId, stats: ReadStats) -> Iterator[Row]:
+    """Yield the rows of a hub dataset as they arrive."""
     rows = open_dataset(source, dataset)
     while True:
         try:
             row = next(rows, None)
-        except Exception as error:  # the package, the network and each file format raise their own kinds
+        except Exception as error:  # the package, the network and each file format raise errors of their own
             raise dataset_error(source, dataset, error) from None
         if row is None:
             return
-        if not tally.rows and text_key not in row:
-            what = f"there is no column {text_key!r}; the columns are {', '.join(row)}."
-            raise UserError(what, where=source, fix="Name the one that holds the text with data.text_key (--text-key).")
-        tally.rows += 1
-        place = f"{source}:{tally.rows}"
-        text = usable_text(row, text_key, place, tally)
-        if text is not None:
-            yield Document(place, text)
+        stats.rows += 1
+        yield f"{source}:{stats.rows}", row
 
 
 def open_dataset(source: str, dataset: DatasetId) -> Iterator[dict[str, Any]]:
+    """Open a hub dataset for streaming."""
     try:
         import datasets
     except ImportError:
-        what = "is no file or folder here, and reading it as a dataset id needs the datasets package."
+        what = "no such file or folder, and reading a hub dataset needs the datasets package."
         raise UserError(what, where=source, fix=f"Check the path, or install it: {install_hint('data')}.") from None
     try:
         opened = datasets.load_dataset(dataset.name, dataset.config, split=dataset.split, streaming=True)
@@ -188,77 +194,178 @@ def open_dataset(source: str, dataset: DatasetId) -> Iterator[dict[str, Any]]:
 
 
 def dataset_error(source: str, dataset: DatasetId, error: Exception) -> UserError:
-    """What the package's error means to the one who typed the id."""
-    names = {kind.__name__ for one in _chain(error) for kind in type(one).__mro__}
-    text = " ".join(str(one) for one in _chain(error))
+    """Explain an error of the `datasets` package to the user who typed the id."""
+    chain = list(_causes(error))
+    names = {kind.__name__ for cause in chain for kind in type(cause).__mro__}
+    text = " ".join(str(cause) for cause in chain)
     if "GatedRepoError" in names or "gated" in text:
         fix = "Accept its terms on its page, then log in: `hf auth login`, or set HF_TOKEN."
-        return UserError("this dataset is gated: its owner wants to know who reads it.", where=source, fix=fix)
+        return UserError("the dataset is gated: it can be read only with an account.", where=source, fix=fix)
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") or names & {*_OFFLINE}:
         fix = "Go online (and unset HF_HUB_OFFLINE), or give a path to files on this machine."
-        return UserError("is no file or folder here, and the hub cannot be reached for it.", where=source, fix=fix)
+        return UserError("no such file or folder, and the hub cannot be reached.", where=source, fix=fix)
     if names & {*_UNKNOWN}:
-        fix = "Check the spelling (owner/name); a private one needs HF_TOKEN."
-        return UserError("is no file or folder here, and no dataset of that name is on the hub.", where=source, fix=fix)
+        fix = "Check the spelling (owner/name); a private dataset needs HF_TOKEN."
+        return UserError("no such file or folder, and no such dataset on the hub.", where=source, fix=fix)
     first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
-    fix = "An id is written owner/name:config@split."
+    fix = "Write the id as owner/name:config@split."
     return UserError(f"the dataset {dataset.name} cannot be read: {first_line.rstrip('.')}.", where=source, fix=fix)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what caused it."""
-    one: BaseException | None = error
-    while one is not None:
-        yield one
-        one = one.__cause__ or one.__context__
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error and its causes."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 # ----------------------------------------------------------------------------------------------------
-# The rows of a source that holds tables: a file, a folder of them, or a dataset of a hub.
+# Rows with one text each, for training on plain text.
 
 
-_AS_LINES = "One object a line, in a file that ends with .jsonl (also .gz, .zst); `jq -c '.[]'` turns a list into it."
+def documents_in_rows(file: SourceFile, text_key: str, stats: ReadStats) -> Iterator[Document]:
+    """Yield a document for each usable row of a JSONL or Parquet file."""
+    if row_format(file) == ".jsonl":
+        fix = f"Write one JSON object per line, with the text under {text_key!r}."
+        return _documents(json_rows(file, stats, fix), text_key, stats)
+
+    def choose(names: list[str]) -> list[str]:
+        if text_key in names:
+            return [text_key]
+        raise _no_column(text_key, names, str(file.path))
+
+    return _documents(parquet_rows(file, stats, choose), text_key, stats)
 
 
-def source_rows(source: str, tally: Tally, fields: Sequence[str], *, fix: str, instead: str) -> Iterator[Row]:
-    """Every row, counted; of Parquet the columns among `fields` alone. `fix` says what a row must have; `instead`, what
-    to name in place of running text."""
+def documents_in_dataset(source: str, dataset: DatasetId, text_key: str, stats: ReadStats) -> Iterator[Document]:
+    """Yield a document for each usable row of a hub dataset."""
+    rows = dataset_rows(source, dataset, stats)
+    for first in rows:
+        if text_key not in first[1]:
+            raise _no_column(text_key, list(first[1]), source)
+        yield from _documents(itertools.chain([first], rows), text_key, stats)
+
+
+def _no_column(text_key: str, names: Sequence[str], where: str) -> UserError:
+    what = f"there is no column {text_key!r}; the columns are {', '.join(names)}."
+    return UserError(what, where=where, fix="Set data.text_key (--text-key) to the column that holds the text.")
+
+
+def _documents(rows: Iterable[Row], text_key: str, stats: ReadStats) -> Iterator[Document]:
+    for place, row in rows:
+        if text_key not in row:
+            stats.bad_row(place, f"no {text_key!r} field", _advise_key(row))
+            continue
+        try:
+            yield Document(place, text_field(row[text_key], text_key))
+        except UnusableRowError as reason:
+            fix = f"Check the values of {text_key!r}, or set data.text_key (--text-key) to another key."
+            stats.bad_row(place, str(reason), fix)
+
+
+def _advise_key(row: Fields) -> str:
+    keys = ", ".join(str(key) for key in list(row)[:20])
+    return f"Set data.text_key (--text-key) to one of: {keys}." if keys else "Give rows with a text."
+
+
+# ----------------------------------------------------------------------------------------------------
+# Rows with several fields, for the jobs that learn from questions and answers.
+
+
+_JSONL_HINT = "Write one object per line in a .jsonl file (also .gz, .zst); `jq -c '.[]'` converts a JSON list."
+
+
+def source_rows(source: str, stats: ReadStats, fields: Sequence[str], *, fix: str, instead: str) -> Iterator[Row]:
+    """Yield every row of a file, a folder or a hub dataset, in a fixed order; of Parquet only the columns in `fields`.
+
+    `fix` says which fields a row needs, `instead` which source to use in place of the embedded text.
+    """
     if source == EMBEDDED:
-        what = "the embedded corpus is running text, without questions and answers."
+        what = "the embedded corpus is plain text without questions and answers."
         raise UserError(what, where="data.source", fix=f"{instead} {fix}")
     if dataset := dataset_id(source):
-        return _dataset_rows(source, dataset, tally)
-    return _file_rows(Path(source).expanduser(), tally, fields, fix)
+        return dataset_rows(source, dataset, stats)
+    return _rows_in_files(Path(source).expanduser(), stats, fields, fix)
 
 
-def _dataset_rows(source: str, dataset: DatasetId, tally: Tally) -> Iterator[Row]:
-    rows = open_dataset(source, dataset)
-    while True:
-        try:
-            row = next(rows, None)
-        except Exception as error:  # the package, the network and each file format raise their own kinds
-            raise dataset_error(source, dataset, error) from None
-        if row is None:
-            return
-        tally.rows += 1
-        yield f"{source}:{tally.rows}", row
-
-
-def _file_rows(path: Path, tally: Tally, fields: Sequence[str], fix: str) -> Iterator[Row]:
-    def columns(names: list[str]) -> list[str]:
+def _rows_in_files(path: Path, stats: ReadStats, fields: Sequence[str], fix: str) -> Iterator[Row]:
+    def choose(names: list[str]) -> list[str]:
         if chosen := [name for name in names if name in fields]:
             return chosen
-        raise UserError(f"none of the known columns; there are {', '.join(names)}.", where=str(file.path), fix=fix)
+        raise UserError(f"none of the columns is known: {', '.join(names)}.", where=str(file.path), fix=fix)
 
     files = text_files(path)
     for file in files:
-        kind = table_kind(file)
+        kind = row_format(file)
         if kind == ".jsonl":
-            yield from json_rows(file, tally, f"Write one JSON object a line. {fix}")
+            yield from json_rows(file, stats, f"Write one JSON object per line. {fix}")
         elif kind == ".parquet":
-            yield from parquet_rows(file, tally, columns)
-        else:  # a licence or a page about the data beside them
-            tally.binary_file(file.name, "neither JSONL nor Parquet")
-    if tally.binary_files == len(files):
-        what = "neither JSONL nor Parquet." if path.is_file() else "the folder holds neither JSONL nor Parquet."
-        raise UserError(what, where=str(path), fix=f"{_AS_LINES} {fix}")
+            yield from parquet_rows(file, stats, choose)
+        else:  # a licence or a readme that lies in the same folder
+            stats.binary_file(file.name, "neither JSONL nor Parquet")
+    if stats.binary_files == len(files):
+        what = "the file is neither JSONL nor Parquet." if path.is_file() else "the folder holds no JSONL or Parquet."
+        raise UserError(what, where=str(path), fix=f"{_JSONL_HINT} {fix}")
+
+
+def parse_rows(rows: Iterable[Row], parse: Callable[[str, Fields], T], stats: ReadStats, fix: str) -> Iterator[T]:
+    """Yield `parse(place, fields)` of each row, and count the rows for which it raises UnusableRowError.
+
+    Raise UserError at the end if more than half of the rows, or all of them, are unusable.
+    """
+    usable = False
+    for place, row in rows:
+        try:
+            parsed = parse(place, row)
+        except UnusableRowError as reason:
+            stats.bad_row(place, str(reason), fix)
+            continue
+        usable = True
+        yield parsed
+    stats.refuse_mostly_bad()
+    if not usable:
+        raise UserError("the source holds no rows.", where=stats.source, fix=fix)
+
+
+def text_field(value: Any, name: str) -> str:
+    """Return the value of the field `name` if it is usable text; otherwise raise UnusableRowError."""
+    if not isinstance(value, str):
+        raise UnusableRowError(f"{name!r} is not text")
+    if not value.strip():
+        raise UnusableRowError(f"{EMPTY}{name!r}")
+    if not is_clean(value):
+        raise UnusableRowError(f"{name!r} is binary data, not text")
+    return value
+
+
+def is_clean(text: str) -> bool:
+    """Return whether the text is valid UTF-8 without NUL bytes. JSON can spell lone surrogates, which UTF-8 cannot."""
+    try:
+        return b"\0" not in text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+
+
+@dataclass(frozen=True)
+class RowReport:
+    """How many rows a source has, and why some of them cannot be used."""
+
+    source: str
+    rows: int
+    bad: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)  # bad rows by reason
+    examples: list[str] = field(default_factory=list)  # the first few bad rows: place and reason
+
+    @classmethod
+    def of(cls, stats: ReadStats) -> RowReport:
+        counts = stats.counts()
+        return cls(stats.source, stats.rows, counts["bad_rows"], counts["bad_rows_by_reason"], stats.examples)
+
+    def line(self) -> str:
+        """Return the report as one line."""
+        text = f"{self.source}: {self.rows:,} rows"
+        if not self.bad:
+            return text
+        why = ", ".join(f"{count:,} × {reason}" for reason, count in self.reasons.items())
+        return f"{text}, {self.bad:,} of them unusable: {why}; the first is {self.examples[0]}"

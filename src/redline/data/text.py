@@ -1,7 +1,9 @@
-"""Documents: text with a name; which files a source has; and the running Python's own library as a corpus.
+"""Documents, the text files they are read from, and the embedded corpus.
 
-The embedded corpus lets every recipe run without a download: Python's documentation topics and the
-sources of its standard library, about 13 MB of English-rich code that is the same for a given Python.
+The embedded corpus lets every recipe run without a download: the documentation topics and the standard library of the
+running Python, about 13 MB of code with much English in it, which is the same for a given Python.
+
+Text files may be compressed. A long file is read in pieces, so that memory does not grow with its length.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from typing import Any, BinaryIO, cast
 
 from redline.errors import UserError, install_hint
 
+EMBEDDED = "embedded"
 EMBEDDED_BYTES = 13_000_000
 
-# Not language: installed packages, caches, character maps, build settings, and the raw form of the topics.
+# Not natural language: installed packages, caches, character maps, build settings, and the topics in raw form.
 _SKIPPED_FOLDERS = (
     "site-packages",
     "dist-packages",
@@ -34,16 +37,16 @@ _SKIPPED_FOLDERS = (
     "lib-dynload",
     "pydoc_data",
 )
-# Written by programs: long tables that teach a model nothing but their numbers.
+# Files written by programs: long tables from which a model learns nothing but numbers.
 _GENERATED = ("_sysconfigdata*.py", "stringprep.py", "re/_casefix.py", "html/entities.py")
 _TEST_FOLDERS = {"test", "tests", "idle_test"}
 
-Places = tuple[tuple[int, int], ...]  # folders, by device and number
+Inodes = tuple[tuple[int, int], ...]  # folders, by device and inode number
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text that is held in memory."""
+    """A text in memory."""
 
     name: str
     text: str
@@ -52,13 +55,13 @@ class Document:
         yield self.text
 
     def digest(self) -> bytes:
-        """Eight bytes that stand for the text."""
+        """Return eight bytes that stand for the text."""
         return hashlib.blake2b(self.text.encode("utf-8"), digest_size=8).digest()
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that will be read as one document; size and time stand for its content in cache keys."""
+    """A file of a source. In the names of cache folders its size and modification time stand for its content."""
 
     name: str
     path: Path
@@ -69,34 +72,34 @@ class SourceFile:
 def _topics() -> dict[str, str]:
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions package the documentation apart
+    except ImportError:  # some distributions put the documentation into a separate package
         return {}
     return dict(topics)
 
 
 def _walk(
-    root: Path, skipped_folders: tuple[str, ...], inside: str = "", *, follow: bool = False, above: Places = ()
+    root: Path, skipped_folders: tuple[str, ...], inside: str = "", *, follow: bool = False, parents: Inodes = ()
 ) -> Iterator[SourceFile]:
-    """The files below `root`; hidden ones are left out. `scandir`, because plans list the library while one waits.
+    """Yield the files below `root` without hidden ones. `scandir` is fast enough to list the library for each plan.
 
-    With `follow` links to folders are entered, but for those that lead back to where they are met.
+    With `follow`, links to folders are entered, except links to a parent folder, which would never end.
     """
     stat = root.stat()
-    above = (*above, (stat.st_dev, stat.st_ino))
+    parents = (*parents, (stat.st_dev, stat.st_ino))
     with os.scandir(root) as entries:
         for entry in entries:
             name = inside + entry.name
             if entry.is_dir(follow_symlinks=follow):
-                again = entry.is_symlink() and (entry.stat().st_dev, entry.stat().st_ino) in above
-                if not again and not any(fnmatch(entry.name, pattern) for pattern in skipped_folders):
-                    yield from _walk(Path(entry.path), skipped_folders, f"{name}/", follow=follow, above=above)
+                is_cycle = entry.is_symlink() and (entry.stat().st_dev, entry.stat().st_ino) in parents
+                if not is_cycle and not any(fnmatch(entry.name, pattern) for pattern in skipped_folders):
+                    yield from _walk(Path(entry.path), skipped_folders, f"{name}/", follow=follow, parents=parents)
             elif not entry.name.startswith(".") and entry.is_file():
                 stat = entry.stat()
                 yield SourceFile(name, Path(entry.path), stat.st_size, stat.st_mtime_ns)
 
 
 def embedded_files() -> list[SourceFile]:
-    """The library's sources by path; then, while there is room in the budget, its tests by path."""
+    """Return the library's source files by path, then as many of its tests by path as fit into EMBEDDED_BYTES."""
     root = Path(sysconfig.get_paths()["stdlib"])
     sources = [
         file
@@ -121,23 +124,23 @@ def _is_test(file: SourceFile) -> bool:
 
 
 def embedded_documents() -> Iterator[Document]:
-    """The running Python's documentation topics, then its library's sources. The same on every call."""
+    """Yield the running Python's documentation topics, then the source files of its library, in a fixed order."""
     for topic, text in sorted(_topics().items()):
         yield Document(f"topics/{topic}", text)
     for file in embedded_files():
         try:
             yield Document(f"lib/{file.name}", file.path.read_bytes().decode("utf-8"))
         except UnicodeDecodeError:
-            continue  # a few tests of Python itself are in other encodings on purpose
+            continue  # a few of Python's own tests are in other encodings on purpose
 
 
 def text_files(path: Path) -> list[SourceFile]:
-    """The file itself, or the non-empty files of a folder by path; hidden ones (.git, .DS_Store) are left out."""
+    """Return the file itself, or the non-empty files of a folder by path, without hidden ones (.git, .DS_Store)."""
     try:
         return _text_files(path)
-    except OSError as error:  # a name too long for any file, a folder that may not be entered, a device
-        what = f"cannot be read ({error.strerror})."
-        raise UserError(what, where=str(path), fix="Check the path of the text.") from None
+    except OSError as error:  # for example a name that is too long, or a folder that may not be entered
+        what = f"the path cannot be read ({error.strerror})."
+        raise UserError(what, where=str(path), fix="Check the path and its permissions.") from None
 
 
 def _text_files(path: Path) -> list[SourceFile]:
@@ -154,41 +157,34 @@ def _text_files(path: Path) -> list[SourceFile]:
     return files
 
 
-def is_validation(digest: bytes, fraction: float) -> bool:
-    """Whether a document is held out: by its text alone, so that no order, name or neighbour matters, and no copy of it
-    in this source, or in another of many documents, is on the other side."""
-    return int.from_bytes(digest, "big") < fraction * 2.0**64
-
-
 # ----------------------------------------------------------------------------------------------------
-# Text files, plain or compressed, at constant memory: a long one is read in pieces, however long it is.
+# Reading text files, plain or compressed, in constant memory.
 
 
 COMPRESSED = (".gz", ".zst")
-_WHOLE_BYTES = 1 << 22  # up to here a file is simply read
+_IN_MEMORY_BYTES = 1 << 22  # a longer file is read in chunks
 _CHUNK_BYTES = 1 << 20
-BINARY = "this is a binary file, not text."
+BINARY = "the file is binary, not text."
 
 
 class NotTextError(Exception):
-    """The file holds something else: why."""
+    """The file is not UTF-8 text; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class LongDocument:
-    """Bytes `start` to `stop` of a text file, read when they are asked for."""
+    """Bytes `start` to `stop` of a text file, which are read only when they are needed."""
 
     name: str
     path: Path
     start: int
     stop: int
     recorded_digest: bytes
-    # hears how many of the file's bytes on disk have been read
-    on_read: Callable[[float], None]
+    on_read: Callable[[float], None]  # called with the number of bytes that were read from disk
     disk_share: float  # bytes on disk per byte of text
 
     def chunks(self) -> Iterator[str]:
-        # A byte-order mark is no part of the text; elsewhere in a file the same bytes are.
+        # At the start of a file the bytes of a byte-order mark are not text; elsewhere they are.
         decoder = codecs.getincrementaldecoder("utf-8-sig" if self.start == 0 else "utf-8")()
         for chunk in _read_between(self.path, self.start, self.stop):
             self.on_read(len(chunk) * self.disk_share)
@@ -199,47 +195,53 @@ class LongDocument:
         return self.recorded_digest
 
     def cut(self, fraction: float) -> tuple[LongDocument, LongDocument]:
-        """Without its last `fraction` of bytes, and those: the rule of `cut_tail`."""
+        """Return the document without its last `fraction` of bytes, and those bytes, as `cut_tail` does."""
         low, at = tail_bounds(self.stop - self.start, fraction)
         window = _read_between(self.path, self.start + low, min(self.start + at + 1, self.stop))
-        border = self.start + tail_start(window, low, at)
-        return replace(self, stop=border), replace(self, start=border)
+        start = self.start + tail_start(window, low, at)
+        return replace(self, stop=start), replace(self, start=start)
 
 
 def cut_tail(text: str, fraction: float) -> tuple[str, str]:
-    """The text without its last `fraction` of bytes, and those; at a line's start if one is near."""
+    """Return the text without its last `fraction` of bytes, and those bytes; cut at the start of a line if possible."""
     content = text.encode("utf-8")
     low, at = tail_bounds(len(content), fraction)
-    border = tail_start([content[low : at + 1]], low, at)
-    return content[:border].decode("utf-8"), content[border:].decode("utf-8")
+    start = tail_start([content[low : at + 1]], low, at)
+    return content[:start].decode("utf-8"), content[start:].decode("utf-8")
 
 
 def tail_bounds(size: int, fraction: float) -> tuple[int, int]:
-    """Where the tail would begin, and how far back at most: what comes before one enormous line must not move all."""
+    """Return the earliest byte at which the tail may begin, and the byte at which it should.
+
+    The search for the start of a line is bounded, because otherwise one enormous line would be held out as a whole.
+    """
     held_out = int(size * fraction)
     return max(0, size - 2 * held_out), size - held_out
 
 
 def tail_start(window: Iterable[bytes], low: int, at: int) -> int:
-    """The start of the last line in bytes `low` to `at` (`window` holds one more); else of the character at `at`."""
+    """Return the start of the last line in bytes `low` to `at`; without a line break, of the character at `at`.
+
+    `window` yields bytes `low` to `at + 1`.
+    """
     position, line, character = low, 0, low
     for chunk in window:
         inside = chunk[: at - position]
-        if (found := inside.rfind(b"\n")) >= 0:
-            line = position + found + 1
+        if (newline := inside.rfind(b"\n")) >= 0:
+            line = position + newline + 1
         first = max(0, at - position - 3)
         for offset in range(first, min(len(chunk), at - position + 1)):
-            if chunk[offset] & 0xC0 != 0x80:  # not the continuation of a character
+            if chunk[offset] & 0xC0 != 0x80:  # the first byte of a character
                 character = position + offset
         position += len(chunk)
     return line or (at if position <= at else character)
 
 
 def read_document(file: SourceFile, on_read: Callable[[float], None]) -> Document | LongDocument:
-    """The file as a document; raises NotTextError for what is no UTF-8."""
-    with opened(file.path) as (stream, _):
-        start = stream.read(_WHOLE_BYTES + 1)
-    if len(start) > _WHOLE_BYTES:
+    """Read the file as a document; raise NotTextError if it is not UTF-8 text."""
+    with open_decompressed(file.path) as (stream, _):
+        start = stream.read(_IN_MEMORY_BYTES + 1)
+    if len(start) > _IN_MEMORY_BYTES:
         size, digest = _scan(file.path)
         return LongDocument(file.name, file.path, 0, size, digest, on_read, file.size / size)
     on_read(file.size)
@@ -252,16 +254,18 @@ def read_document(file: SourceFile, on_read: Callable[[float], None]) -> Documen
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The file's bytes, decompressed; and the file as it lies on disk, whose position tells how far one is."""
+def open_decompressed(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Open the file; yield its decompressed bytes, and the raw file, whose position shows the progress."""
     try:
         with ExitStack() as stack:
             raw = stack.enter_context(open(path, "rb"))
             yield stack.enter_context(_decompressed(path, raw)), raw
     except PermissionError:
-        raise UserError("the file may not be read.", where=str(path), fix="Give yourself the right to.") from None
+        fix = "Change its permissions, for example with `chmod u+r`."
+        raise UserError("no permission to read the file.", where=str(path), fix=fix) from None
     except FileNotFoundError:
-        raise UserError("the file is gone.", where=str(path), fix="Leave the text alone while it is read.") from None
+        fix = "Do not change the folder while it is read."
+        raise UserError("the file has disappeared.", where=str(path), fix=fix) from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise _damaged(path, error) from None
     except Exception as error:
@@ -293,7 +297,7 @@ def _damaged(path: Path, error: Exception) -> UserError:
 
 
 def _read_between(path: Path, start: int, stop: int) -> Iterator[bytes]:
-    with opened(path) as (stream, _):
+    with open_decompressed(path) as (stream, _):
         _skip(stream, start, compressed=path.suffix.lower() in COMPRESSED)
         while start < stop and (chunk := stream.read(min(_CHUNK_BYTES, stop - start))):
             start += len(chunk)
@@ -308,17 +312,20 @@ def _skip(stream: BinaryIO, count: int, *, compressed: bool) -> None:
 
 
 def _scan(path: Path) -> tuple[int, bytes]:
-    """Size and digest of a long text. Read through before use, so that junk at its end is found before, not after."""
+    """Return the size and the digest of a long text file; raise NotTextError if any part of it is not text.
+
+    The file is read to its end before it is used: otherwise bad bytes at its end would stop a preparation after hours.
+    """
     digest, decoder, size = hashlib.blake2b(digest_size=8), codecs.getincrementaldecoder("utf-8")(), 0
-    with opened(path) as (stream, _):
+    with open_decompressed(path) as (stream, _):
         while chunk := stream.read(_CHUNK_BYTES):
             if b"\0" in chunk:
                 raise NotTextError(BINARY)
-            waiting = len(decoder.getstate()[0])
+            pending = len(decoder.getstate()[0])  # bytes of an incomplete character
             try:
                 decoder.decode(chunk)
             except UnicodeDecodeError as error:
-                raise NotTextError(f"not UTF-8 text (byte {size - waiting + error.start}).") from None
+                raise NotTextError(f"not UTF-8 text (byte {size - pending + error.start}).") from None
             digest.update(chunk.removeprefix(codecs.BOM_UTF8) if not size else chunk)
             size += len(chunk)
     if decoder.getstate()[0]:

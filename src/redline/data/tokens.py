@@ -1,7 +1,7 @@
-"""Reading tokens: a prepared folder, or token files made elsewhere, as memory-mapped splits.
+"""Opening tokens: a prepared folder, or token files made elsewhere, as memory-mapped splits.
 
 A prepared folder holds `meta.json`, `tokenizer.json` (none for bytes) and shards `train-00000.tok`,
-`val-00000.tok`, … An end-of-text token stands before each document.
+`val-00000.tok`, … An end-of-text token precedes each document.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from redline.cache import cache_dir, open_regular, read_bytes, read_text, write_atomically
-from redline.data.origin import SCHEMA, held_out_of
-from redline.data.read_stats import left_out
+from redline.data.read_stats import omission_messages
 from redline.data.shards import (
     HEADER_BYTES,
     MAGIC,
@@ -33,48 +32,51 @@ from redline.data.shards import (
     scan_tokens,
     token_dtype,
 )
+from redline.data.sources import SCHEMA
+from redline.data.splits import tail_tokens
 from redline.data.tokenizer import Tokenizer, load_tokenizer, named_vocabulary, trained_size
 from redline.errors import UserError
 
 # ----------------------------------------------------------------------------------------------------
 # Token files made elsewhere: bare little-endian uint16 ids, as nanoGPT writes them.
 #
-# Such a file says nothing about itself, so it is read through once; what that found is remembered
-# in the cache by path, size and time of change.
+# Such a file does not describe itself, so it is read once to its end. The result is kept in the cache by path, size and
+# modification time.
 
 
 _DTYPE: np.dtype[np.unsignedinteger] = np.dtype("<u2")
-# llm.c and its descendants put a header of 256 int32 in front, which begins with this number.
+# Token files of llm.c and its descendants begin with a header of 256 int32, and that with this number.
 _LLM_C_MAGIC = (20240520).to_bytes(4, "little")
-_ENOUGH_TO_JUDGE = 64
-_LOOK = 4096  # bytes at the beginning
+_MIN_TOKENS_TO_JUDGE = 64  # of a shorter file, too few bytes tell text from ids
+_PEEK_BYTES = 4096
 _OTHER_FILES = {b"\x93NUMPY": "numpy's .npy", b"PK\x03\x04": "a zip file"}
 
 
 def open_raw(path: Path) -> TokenFile:
-    """The ids of a raw file, after the checks that need no vocabulary."""
+    """Open a raw token file, after the checks that need no vocabulary."""
     size = path.stat().st_size
     where = str(path)
     if not size:
         raise UserError("the file is empty.", where=where, fix="Write the tokens again.")
     with open(path, "rb", opener=open_regular) as file:
-        start = file.read(_LOOK)
+        start = file.read(_PEEK_BYTES)
     if start.startswith(MAGIC):
-        raise UserError("this is one shard of a prepared folder.", where=where, fix="Give the folder instead.")
+        raise UserError("the file is one shard of a prepared folder.", where=where, fix="Give the folder instead.")
     if start.startswith(_LLM_C_MAGIC):
         raise UserError(
             "the file begins with a 1024-byte header.", where=where, fix="Cut it off: `tail -c +1025 OLD > NEW`."
         )
     if named := next((name for magic, name in _OTHER_FILES.items() if start.startswith(magic)), None):
         fix = "Write the bare ids: numpy's `.astype('<u2').tofile(…)`."
-        raise UserError(f"this is {named}, not bare token ids.", where=where, fix=fix)
-    if size >= 2 * _ENOUGH_TO_JUDGE and _is_text(start):
-        raise UserError("this is text, not token ids.", where=where, fix="Rename it to .txt, and give that.")
+        raise UserError(f"the file is {named}, not bare token ids.", where=where, fix=fix)
+    if size >= 2 * _MIN_TOKENS_TO_JUDGE and _is_text(start):
+        raise UserError("the file is text, not token ids.", where=where, fix="Rename it so that it ends with .txt.")
     if size % _DTYPE.itemsize:
-        raise UserError(f"{size} bytes are no whole number of uint16 tokens.", where=where, fix="Copy the file again.")
-    scan = _remembered_scan(path)
+        what = f"the file has {size} bytes, which is not a whole number of uint16 tokens."
+        raise UserError(what, where=where, fix="Copy the file again.")
+    scan = _cached_scan(path)
     tokens = size // _DTYPE.itemsize
-    if tokens >= _ENOUGH_TO_JUDGE and scan.max_odd == 0 and scan.max_id > 0:
+    if tokens >= _MIN_TOKENS_TO_JUDGE and scan.max_odd == 0 and scan.max_id > 0:
         raise UserError(
             "every second token is 0, so the ids are uint32, not uint16.",
             where=where,
@@ -84,7 +86,7 @@ def open_raw(path: Path) -> TokenFile:
 
 
 def _is_text(start: bytes) -> bool:
-    """Ids have bytes everywhere; text has hardly any below the space, and is UTF-8."""
+    """Return whether the bytes look like text: valid UTF-8 with no control characters except white space."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(start)  # the last character may be cut
     except UnicodeDecodeError:
@@ -92,35 +94,40 @@ def _is_text(start: bytes) -> bool:
     return all(character >= " " or character in "\t\n\r\f" for character in text)
 
 
-def _remembered_scan(path: Path) -> Scan:
-    memory = cache_dir() / "fingerprints.json"
+def _cached_scan(path: Path) -> Scan:
+    """Scan the file, or return the result of an earlier scan if the file has not changed since."""
+    results = cache_dir() / "fingerprints.json"
     stat = path.stat()
     key, identity = str(path.resolve()), [stat.st_size, stat.st_mtime_ns]
-    known: Any = _read_memory(memory).get(key)
+    known: Any = _read_results(results).get(key)
     try:
         if known["identity"] == identity:
             return Scan(**known["scan"])
     except (KeyError, TypeError):
-        pass  # unknown, or written by another release: read the file again
+        pass  # no result, or one written by another release: scan the file
     scan = scan_tokens(path, _DTYPE)
-    # Two processes that do this at once may lose one entry; the price is one more reading of a file.
-    # A cache that cannot be written is no reason to stop either.
+    # Two processes that write at once may lose one result; the file is then scanned once more. A cache that cannot be
+    # written is no reason to stop either.
     with contextlib.suppress(OSError):
-        entries = _read_memory(memory) | {key: {"identity": identity, "scan": asdict(scan)}}
-        write_atomically(memory, json.dumps(entries, indent=1, sort_keys=True))
+        entries = _read_results(results) | {key: {"identity": identity, "scan": asdict(scan)}}
+        write_atomically(results, json.dumps(entries, indent=1, sort_keys=True))
     return scan
 
 
-def _read_memory(memory: Path) -> dict[str, Any]:
+def _read_results(path: Path) -> dict[str, Any]:
     try:
-        entries = json.loads(read_text(memory))
+        entries = json.loads(read_text(path))
     except (OSError, ValueError):
         return {}
     return entries if isinstance(entries, dict) else {}
 
 
+# ----------------------------------------------------------------------------------------------------
+# Opened tokens.
+
+
 class TokenSplit:
-    """The tokens of one split, as if its shards were one array."""
+    """The tokens of one split. Its shards, called pieces here, are read as if they were one array."""
 
     def __init__(
         self,
@@ -132,65 +139,68 @@ class TokenSplit:
         fingerprint: str,
     ) -> None:
         self.pieces = tuple(pieces)
-        self.borders = np.cumsum([0, *(len(piece) for piece in self.pieces)])
+        self.piece_starts = np.cumsum([0, *(len(piece) for piece in self.pieces)])
         self.vocab_size, self.eot, self.fingerprint = vocab_size, eot, fingerprint
-        self.bytes = utf8_bytes  # of the text behind the tokens, for bits per byte; None when unknown
+        self.bytes = utf8_bytes  # of the text that the tokens stand for, for bits per byte; None if unknown
 
     def __len__(self) -> int:
-        return int(self.borders[-1])
+        return int(self.piece_starts[-1])
 
     def read(self, start: int, count: int) -> npt.NDArray[np.unsignedinteger]:
-        """`count` tokens from `start` on, in the type they are stored in."""
+        """Return `count` tokens from `start` on, in the type in which they are stored."""
         if start < 0 or count < 0 or start + count > len(self):
             raise IndexError(f"tokens {start}…{start + count} of {len(self)}")
         out = np.empty(count, dtype=np.result_type(*self.pieces))
         done = 0
         while done < count:
-            piece = int(np.searchsorted(self.borders, start + done, side="right")) - 1
-            inside = start + done - int(self.borders[piece])
-            part = self.pieces[piece][inside : inside + count - done]
+            piece = int(np.searchsorted(self.piece_starts, start + done, side="right")) - 1
+            offset = start + done - int(self.piece_starts[piece])
+            part = self.pieces[piece][offset : offset + count - done]
             out[done : done + len(part)] = part
             done += len(part)
-        self._refuse_unknown(out, np.array([start]))
+        self._check_ids(out, np.array([start]))
         return out
 
     def windows(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-        """[n, length]: the tokens from each start on; only windows across a shard border are read one by one."""
+        """Return [n, length]: `length` tokens from each start on.
+
+        Windows inside a shard are gathered at once; only those that cross from one shard into the next are read alone.
+        """
         starts = np.asarray(starts, dtype=np.int64)
         if starts.size and (starts.min() < 0 or starts.max() + length > len(self)):
             raise IndexError(f"windows of {length} from {starts.min()}…{starts.max()} in {len(self)} tokens")
         out = np.empty((len(starts), length), dtype=np.int64)
-        first = np.searchsorted(self.borders, starts, side="right") - 1
-        last = np.searchsorted(self.borders, starts + length - 1, side="right") - 1
+        first = np.searchsorted(self.piece_starts, starts, side="right") - 1
+        last = np.searchsorted(self.piece_starts, starts + length - 1, side="right") - 1
         for piece in np.unique(first[first == last]):
             rows = np.flatnonzero((first == piece) & (last == piece))
             views = np.lib.stride_tricks.sliding_window_view(self.pieces[piece], length)
-            out[rows] = views[starts[rows] - self.borders[piece]]
+            out[rows] = views[starts[rows] - self.piece_starts[piece]]
         for row in np.flatnonzero(first != last):
             out[row] = self.read(int(starts[row]), length)
-        self._refuse_unknown(out, starts)
+        self._check_ids(out, starts)
         return out
 
     @property
     def files(self) -> tuple[TokenFile, ...]:
-        """Shards that were opened after the others: none, unless they are still being prepared."""
+        """Return the shards that were opened later than the split, which only a stream has."""
         return ()
 
-    def _refuse_unknown(self, ids: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> None:
+    def _check_ids(self, ids: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> None:
         """Raise DamagedDataError for an id outside the vocabulary: an embedding has no row for it."""
         if not ids.size or int(ids.max()) < self.vocab_size:
             return
         rows = np.atleast_2d(ids)
         row, column = np.argwhere(rows >= self.vocab_size)[0]
-        place = int(starts[row]) + int(column)
-        piece = self.pieces[int(np.searchsorted(self.borders, place, side="right")) - 1]
-        what = f"token {place:,} is {int(rows[row, column])}, outside the vocabulary of {self.vocab_size} ids"
+        position = int(starts[row]) + int(column)
+        piece = self.pieces[int(np.searchsorted(self.piece_starts, position, side="right")) - 1]
+        what = f"token {position:,} is {int(rows[row, column])}, outside the vocabulary of {self.vocab_size} ids"
         raise damaged(Path(getattr(piece, "filename", None) or "the tokens"), what)
 
 
 @dataclass(frozen=True)
 class TokenData:
-    """A source of tokens, opened and checked."""
+    """The tokens of a source, opened and checked."""
 
     source: Path
     train: TokenSplit
@@ -201,37 +211,37 @@ class TokenData:
     eot: int
     fingerprint: str
     files: tuple[TokenFile, ...]
-    left_out: tuple[str, ...] = ()  # of what was read to make them, in sentences
+    omissions: tuple[str, ...] = ()  # which rows and files were left out when they were prepared, in sentences
 
     def stored(self) -> tuple[TokenFile, ...]:
-        """Every file that tokens are read from, those that were prepared since it was opened included."""
+        """Return every file that tokens are read from, including shards that were opened later."""
         return (*self.files, *self.train.files)
 
     def verify(self) -> None:
-        """Read every token once and compare with the digests that were recorded."""
+        """Read every token once and compare with the recorded digests."""
         for file in self.files:
             file.verify()
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens, for samples; a UserError when its files are not there."""
+        """Load the tokenizer that the tokens were made with; raise UserError if its files are missing."""
         own = self.source / "tokenizer.json"
         tokenizer = load_tokenizer(str(own) if own.is_file() else self.tokenizer_name)
         if tokenizer.fingerprint != self.tokenizer_fingerprint:
-            raise damaged(own, "this is not the tokenizer that made the tokens")
+            raise damaged(own, "the tokenizer is not the one that the tokens were made with")
         return tokenizer
 
 
 def open_tokens(source: Path, tokenizer: str | None = None) -> TokenData:
     """Open a prepared folder, a folder with `train.bin` (and `val.bin`), or one `.bin` file.
 
-    `tokenizer` is a spec or a fingerprint that the tokens must have been made with. Raw files need a spec, for
-    they do not name their own; a prepared folder does, and takes None.
+    `tokenizer` is the spec or the fingerprint of the tokenizer that the tokens must have been made with. Raw files do
+    not name theirs, so they need a spec; a prepared folder does, so it may be None.
     """
     try:
         return _open_tokens(source, tokenizer)
     except OSError as error:
         fix = "Give a prepared folder or a .bin file of tokens."
-        raise UserError(f"cannot be read ({error.strerror}).", where=str(source), fix=fix) from None
+        raise UserError(f"the tokens cannot be read ({error.strerror}).", where=str(source), fix=fix) from None
 
 
 def _open_tokens(source: Path, tokenizer: str | None) -> TokenData:
@@ -248,38 +258,44 @@ def _open_tokens(source: Path, tokenizer: str | None) -> TokenData:
 
 
 def data_fingerprint(tokenizer_fingerprint: str, vocab_size: int, eot: int, splits: dict[str, Any]) -> str:
-    """Names the content: the same tokens in the same shards, wherever they lie."""
+    """Return the fingerprint of prepared tokens: equal for the same tokens in the same shards, in any folder."""
     return digest_of([tokenizer_fingerprint, vocab_size, eot, splits])
 
 
 def digest_of(content: object) -> str:
+    """Return 16 hexadecimal digits that stand for a value that JSON can hold."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 DEFINITION = "tokenizer.json"
-_UNSEALED = frozenset(("schema", "dtype", "tokenizer", "vocab_size", "eot", "splits", "counts", "fingerprint"))
+_KEYS_WITHOUT_DIGEST = frozenset(
+    ("schema", "dtype", "tokenizer", "vocab_size", "eot", "splits", "counts", "fingerprint")
+)
 
 
-def sealed(meta: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the description of a prepared folder with the SHA-256 of its tokenizer.json and a digest of itself."""
+def with_digest(meta: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the content of meta.json with the SHA-256 of tokenizer.json and a digest of the content itself."""
     body = {key: value for key, value in meta.items() if key != "digest"}
     definition = folder / DEFINITION
-    if definition.is_file() and "tokenizer" in body:  # bytes have none
+    if definition.is_file() and "tokenizer" in body:  # the bytes tokenizer has no definition
         digest = hashlib.sha256(read_bytes(definition)).hexdigest()
         body["tokenizer"] = {**body["tokenizer"], "sha256": digest}
     body = json.loads(json.dumps(body))
     return {**body, "digest": digest_of(body)}
 
 
-def is_sealed(meta: dict[str, Any]) -> bool:
-    """Whether a description agrees with its own digest. Older releases wrote none, and only the keys that are known."""
+def has_valid_digest(meta: dict[str, Any]) -> bool:
+    """Return whether the content of meta.json agrees with its digest.
+
+    Older releases wrote no digest; their files are valid if they have no key that those releases did not write.
+    """
     if "digest" not in meta:
-        return _UNSEALED.issuperset(meta)
+        return _KEYS_WITHOUT_DIGEST.issuperset(meta)
     return bool(meta["digest"] == digest_of({key: value for key, value in meta.items() if key != "digest"}))
 
 
 def check_definition(folder: Path, meta: dict[str, Any]) -> None:
-    """Compare tokenizer.json with the SHA-256 that was recorded for it, where one was."""
+    """Raise DamagedDataError if tokenizer.json does not have the SHA-256 that meta.json records for it."""
     recorded, path = meta["tokenizer"].get("sha256"), folder / DEFINITION
     if recorded is None:
         return
@@ -288,7 +304,7 @@ def check_definition(folder: Path, meta: dict[str, Any]) -> None:
     except OSError as error:
         raise damaged(path, f"the tokenizer cannot be read ({error.strerror})") from None
     if not same:
-        raise damaged(path, "this is not the tokenizer.json that was written with the tokens")
+        raise damaged(path, "tokenizer.json is not the one that was written with the tokens")
 
 
 def _open_prepared(folder: Path, tokenizer: str | None) -> TokenData:
@@ -298,15 +314,15 @@ def _open_prepared(folder: Path, tokenizer: str | None) -> TokenData:
         made_with, vocab_size, eot = meta["tokenizer"], int(meta["vocab_size"]), int(meta["eot"])
         name, tokenizer_fingerprint = str(made_with["name"]), str(made_with["fingerprint"])
         files = {split: shard_files(folder, vocab_size, entry) for split, entry in meta["splits"].items()}
-        whole = meta["fingerprint"] == data_fingerprint(tokenizer_fingerprint, vocab_size, eot, meta["splits"])
-        whole = whole and meta["schema"] == SCHEMA and meta["dtype"] == token_dtype(vocab_size).name
-        whole = whole and is_sealed(meta)
+        intact = meta["fingerprint"] == data_fingerprint(tokenizer_fingerprint, vocab_size, eot, meta["splits"])
+        intact = intact and meta["schema"] == SCHEMA and meta["dtype"] == token_dtype(vocab_size).name
+        intact = intact and has_valid_digest(meta)
     except FileNotFoundError:
-        raise damaged(path, "the folder is not a prepared one, for it has no meta.json") from None
+        raise damaged(path, "the folder has no meta.json, so it is not a prepared folder") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        whole = False
-    if not whole or not files.get("train"):
-        raise damaged(path, "the description of the data is damaged")
+        intact = False
+    if not intact or not files.get("train"):
+        raise damaged(path, "meta.json is damaged")
     check_definition(folder, meta)
     _check_tokenizer(folder, name, tokenizer_fingerprint, tokenizer)
     for file in (file for split in files.values() for file in split):
@@ -336,17 +352,17 @@ def _open_prepared(folder: Path, tokenizer: str | None) -> TokenData:
         vocab_size=vocab_size,
         eot=eot,
         fingerprint=meta["fingerprint"],
-        files=tuple(file for each in files.values() for file in each),
-        left_out=left_out(meta.get("counts")),
+        files=tuple(file for some in files.values() for file in some),
+        omissions=omission_messages(meta.get("counts")),
     )
 
 
 def shard_files(folder: Path, vocab_size: int, entry: dict[str, Any]) -> list[TokenFile]:
-    """The shards that a description lists; ValueError when one cannot be meant."""
+    """Return the shards that a split of meta.json lists; raise ValueError for an entry that cannot be valid."""
     files = []
     for shard in entry["shards"]:
         if Path(shard["file"]).name != shard["file"] or int(shard["tokens"]) < 1:
-            raise ValueError("a shard lies beside meta.json and holds something")
+            raise ValueError("a shard must lie next to meta.json and hold at least one token")
         files.append(
             TokenFile(
                 path=folder / shard["file"],
@@ -365,16 +381,16 @@ def _check_tokenizer(folder: Path, name: str, fingerprint: str, requested: str |
         return
     if re.fullmatch(r"[0-9a-f]{16}", requested):
         same = requested == fingerprint
-    elif trained_size(requested) is not None:  # what it was trained on cannot be known here: its name must do
+    elif trained_size(requested) is not None:  # on which text it was trained is not known here, so the sizes decide
         same = name.startswith("train:") and trained_size(requested) == trained_size(name)
     else:
         known = named_vocabulary(requested)
         same = fingerprint == (known[2] if known else load_tokenizer(requested).fingerprint)
     if not same:
         by_name = named_vocabulary(name) or name.startswith("train:")
-        own = name if by_name else folder / "tokenizer.json"  # where it was read from may be another machine
+        own = name if by_name else folder / "tokenizer.json"  # the path in `name` may be one of another machine
         raise OtherTokenizerError(
-            f"wrong tokenizer for the shards: they were made with {name} ({fingerprint}), not {requested}.",
+            f"wrong tokenizer: the tokens were made with {name} ({fingerprint}), not {requested}.",
             where=str(folder),
             fix=f"Set data.tokenizer={own}, or prepare the text again with {requested}.",
         )
@@ -389,14 +405,18 @@ def _open_raw_files(train: Path, val: Path | None, source: Path, spec: str | Non
         file.check_vocabulary(name, vocab_size)
     pieces = [file.map() for file in files]
     if len(files) == 1:
-        border = files[0].tokens - held_out_of(files[0].tokens)
-        pieces = [pieces[0][:border], pieces[0][border:]]
+        val_start = files[0].tokens - tail_tokens(files[0].tokens)
+        pieces = [pieces[0][:val_start], pieces[0][val_start:]]
     digests = [file.sha256 for file in files]
     splits = [
         TokenSplit(
-            [piece], vocab_size=vocab_size, eot=eot, utf8_bytes=None, fingerprint=digest_of([digests, part, len(piece)])
+            [piece],
+            vocab_size=vocab_size,
+            eot=eot,
+            utf8_bytes=None,
+            fingerprint=digest_of([digests, split, len(piece)]),
         )
-        for part, piece in zip(("train", "val"), pieces, strict=True)
+        for split, piece in zip(("train", "val"), pieces, strict=True)
     ]
     return TokenData(
         source=source,
@@ -425,18 +445,18 @@ def _raw_vocabulary(path: Path, spec: str | None) -> tuple[str, int, int, str]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Documents of a split of tokens: their keys, to find those that two splits share, and the first one's text.
+# Documents in a split: their keys, which show the documents that two splits share, and the text of the first one.
 
 
-MOST_TOKENS = 50_000_000  # of a split that is read through for its keys: about 200 MB
-KEY_TOKENS = 64  # the first of a document, which its key is made of: the held-out end of a file may be cut off
+MAX_TOKENS_FOR_KEYS = 50_000_000  # a larger split is not read for its keys; this one takes about 200 MB of memory
+KEY_TOKENS = 64  # a key stands for the first tokens only, because the end of a document may be in the other split
 
 
 def document_keys(split: TokenSplit) -> list[bytes] | None:
-    """Return one key per document, made of its first tokens; None for a split too large to read through."""
-    if len(split) > MOST_TOKENS:
+    """Return one key per document, made of its first tokens; None for a split that is too large to read."""
+    if len(split) > MAX_TOKENS_FOR_KEYS:
         return None
-    return list(dict.fromkeys(hashlib.blake2b(one.tobytes(), digest_size=16).digest() for one in _beginnings(split)))
+    return list(dict.fromkeys(hashlib.blake2b(ids.tobytes(), digest_size=16).digest() for ids in _beginnings(split)))
 
 
 def _beginnings(split: TokenSplit) -> Iterator[npt.NDArray[np.int64]]:
@@ -449,7 +469,7 @@ def _beginnings(split: TokenSplit) -> Iterator[npt.NDArray[np.int64]]:
 
 
 def first_tokens(split: TokenSplit, count: int) -> list[int]:
-    """Return the first `count` tokens of the split's first document, without its end-of-text mark."""
+    """Return the first `count` tokens of the split's first document, without the end-of-text token before it."""
     tokens = split.read(0, min(len(split), count + 1)).tolist()
     body = tokens[1:] if tokens and tokens[0] == split.eot else tokens[:count]
     return body[: body.index(split.eot)] if split.eot in body else body

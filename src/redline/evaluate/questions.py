@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
-from redline.data.facts import expected_facts
+from redline.data.estimate import expected_facts
 from redline.data.problems import is_problems
 from redline.data.rows import is_clean
 from redline.data.sources import source_bytes

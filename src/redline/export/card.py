@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from redline.errors import redact_all
-from redline.runs.events import History, number, read_events, section
+from redline.runs.events import EventList, number, read_events, section
+from redline.runs.summary import last_number
 from redline.units import format_count, format_seconds
 from redline.vocabulary import EVENTS_FILE
 
@@ -69,9 +70,10 @@ def _loading(tokenizer: bool) -> str:
     )
 
 
-def data_facts(events: History, lock: Mapping[str, Any], step: int) -> dict[str, Any]:
+def data_facts(events: EventList, lock: Mapping[str, Any], step: int) -> dict[str, Any]:
     data, recipe = section(lock, "data"), section(lock, "recipe")
-    tokens = events.until(step).last_number("tokens", "step", "eval", "stop")
+    seen = [e for e in events if e["type"] in ("step", "eval", "stop") and (number(e, "step") or 0) <= step]
+    tokens = last_number(seen, "tokens")
     return {
         "source": f"`{json.dumps(section(recipe, 'data').get('source'), ensure_ascii=False)}`",
         "fingerprint of the tokens": f"`{data.get('fingerprint')}`",
@@ -83,9 +85,9 @@ def data_facts(events: History, lock: Mapping[str, Any], step: int) -> dict[str,
     }
 
 
-def quality(events: History, exported: Mapping[str, Any]) -> str:
+def quality(events: EventList, exported: Mapping[str, Any]) -> str:
     step = exported["step"]
-    evals = events.until(step).of_type("eval")
+    evals = [e for e in events if e["type"] == "eval" and (number(e, "step") or 0) <= step]
     if not evals or number(evals[-1], "loss") is None:
         return "It was not evaluated on text that was held out."
     last = evals[-1]
@@ -113,9 +115,10 @@ def _limits(lock: Mapping[str, Any]) -> str:
     return "\n".join(f"- {limit}" for limit in limits)
 
 
-def making(events: History, lock: Mapping[str, Any], exported: Mapping[str, Any]) -> dict[str, Any]:
+def making(events: EventList, lock: Mapping[str, Any], exported: Mapping[str, Any]) -> dict[str, Any]:
     versions, machine = section(lock, "versions"), section(lock, "machine")
-    hours = events.until(exported["step"]).last_number("hours", "step")
+    steps = [e for e in events if e["type"] == "step" and (number(e, "step") or 0) <= exported["step"]]
+    hours = last_number(steps, "hours")
     git = section(lock, "git")
     return {
         "run": f"`{lock.get('run_id')}`, seed {lock.get('seed')}",
@@ -146,13 +149,8 @@ _PROMPTS = {
 }
 
 
-def finetuned_card(
-    run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], *, learn: str, template: bool
-) -> str:
-    """Return README.md, with the front matter that model hubs read. `exported` is the content of redline.json.
-
-    `learn` names the tokens that the loss was taken over; `template` says whether there is a chat template.
-    """
+def tuned_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], *, template: bool) -> str:
+    """README.md, with the front matter that model hubs read. `exported` is what redline.json says."""
     events = read_events(run / EVENTS_FILE)
     is_adapter = exported["form"] == "adapter"
     front = {
@@ -162,11 +160,12 @@ def finetuned_card(
         "pipeline_tag": "text-generation",
         "tags": ["redline", str(exported["objective"]), str(exported["method"]), str(exported["model_type"])],
     }
+    options = section(section(lock, "recipe"), "finetune")
     entries = section(lock, "data").get("vocab_size")
     facts = {
         **data_facts(events, lock, exported["step"]),
         "tokenizer": f"the base's, {entries} entries",
-        "the loss was of": learn,
+        "the loss was of": options.get("learn"),
     }
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",

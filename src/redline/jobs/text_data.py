@@ -35,7 +35,7 @@ class TextData:
 
     @property
     def messages(self) -> tuple[str, ...]:
-        return self.tokens.left_out
+        return self.tokens.omissions
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

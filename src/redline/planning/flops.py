@@ -30,43 +30,40 @@ class FlopsPerToken:
     formula: str = FORMULA
     formula_executed: str = FORMULA_CAUSAL
     formula_recomputed: str = ""
-    assumed: str = ""  # about data that have not been read; "" if the counts are those of the data
+    assumed: str = ""  # about data that have not been read; empty when the counts are those of the data
 
     @property
     def causal(self) -> float:
-        """The name of `executed` in older versions, which plan events and locks still carry."""
+        """The older name of `executed`."""
         return self.executed
 
     @property
     def computed(self) -> float:
-        """All FLOPs of a step, with recomputation."""
+        """Everything a step multiplies, recomputation included."""
         return self.executed + self.recomputed
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields of the plan event and the lock; older versions read `causal`."""
+        """As in the plan event and the lock; readers of older versions look for `causal`."""
         return {**asdict(self), "causal": self.executed}
 
 
 @dataclass(frozen=True)
 class Passes:
-    """What a decoder computes for one token of the data."""
+    """What one token of the data makes a decoder do."""
 
-    read: float  # positions that pass through the blocks
-    scored: float  # positions whose logits are computed
-    seen: float  # keys that the queries of all those positions attend to, in sum
-    mask: str = "causal"  # the kind of mask, which selects the measured attention rate
+    read: float  # positions that go through the blocks
+    scored: float  # positions whose logits are formed
+    seen: float  # keys, by the queries of all those positions together
+    mask: str = "causal"  # who sees whom: the kind that attention was timed with
 
 
 def causal_passes(seq_len: float, scored: float = 1.0) -> Passes:
-    """Return the passes of next-token prediction.
-
-    `seq_len` is the token-weighted mean length of a document where documents do not attend to each other.
-    """
+    """`seq_len` is the token-weighted mean document length where documents do not see each other."""
     return Passes(1.0, scored, seq_len / 2)
 
 
 def layout_passes(layout: Layout, hidden: float = 1.0) -> Passes:
-    """Return the passes of block diffusion; `hidden` is the mean share of noised positions that are masked."""
+    """`hidden` is the mean share of the noised positions that are hidden and have a loss."""
     length, mask = layout.length, "blocks" if layout.read > layout.denoised else "causal"
     return Passes(layout.read / length, hidden * layout.denoised / length, layout.pairs / length, mask)
 
@@ -74,7 +71,7 @@ def layout_passes(layout: Layout, hidden: float = 1.0) -> Passes:
 def decoder_flops(
     shape: DecoderShape, seq_len: float, checkpointing: str = "none", *, scored: float = 1.0, assumed: str = ""
 ) -> FlopsPerToken:
-    """Return the FLOPs of next-token prediction; `scored` is the share of the positions that have a target."""
+    """Of next-token prediction; `scored` is the share of the positions that have a target."""
     attention = shape.layers * shape.d_attention * seq_len
     matmuls = 6.0 * (shape.layers * shape.layer_matmul_parameters + scored * shape.head_parameters)
     useful, executed = matmuls + 12.0 * attention, matmuls + 6.0 * attention
@@ -86,16 +83,14 @@ def decoder_flops(
 
 
 def with_scored_head(formula: str, every: str, scored: float) -> str:
-    """Return the formula with the head as a term of its own if it does not run at every position."""
+    """The formula with the head counted apart where it does not run at every position."""
     return formula if scored == 1.0 else formula.replace(every, f"(N_layers + {scored:.3g}·N_head)")
 
 
 def layout_flops(
     shape: DecoderShape, layout: Layout, hidden: float, checkpointing: str = "none", assumed: str = ""
 ) -> FlopsPerToken:
-    """Return the FLOPs of block diffusion.
-
-    For a text in equal blocks they are 6·(2·N_trunk + hidden·N_head) + 12·L·d·(n + block).
+    """Of a denoiser: 6·(2·N_trunk + hidden·N_head) + 12·L·d·(n + block) for a text in equal blocks.
 
     Both forms are the same: a bidirectional mask has no half that a kernel skips, and the head runs only where a
     position is hidden and has a loss.
@@ -115,10 +110,8 @@ def layout_flops(
 
 
 def recomputes_attention(checkpointing: str, mask: str) -> bool:
-    """Return whether the backward pass computes attention's forward again.
-
-    `selective` keeps attention's output where attention is a single operation of torch, as under a causal mask.
-    """
+    """Whether the backward runs attention's forward once more: `selective` keeps what it makes where that is one
+    operation of torch, as it is under a causal mask."""
     return checkpointing == "full" or (checkpointing == "selective" and mask == "blocks")
 
 
@@ -128,5 +121,5 @@ def _formula(passes: Passes) -> str:
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float | None) -> float | None:
-    """Return the share of the dense peak, or None if the peak is unknown."""
+    """Share of the dense peak; unknown stays unknown."""
     return None if not peak_flops else tokens_per_s * flops_per_token / peak_flops

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,13 +20,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from redline.data.chat import RowReport, UnusableError, usable
 from redline.data.corpus import Corpus
-from redline.data.index import Index, order_keys
+from redline.data.index import Index
 from redline.data.mixture import RowIndex, epoch_sample, row_index, row_mixture_key
 from redline.data.problems import PREFIX, Record, is_problems, problems
-from redline.data.read_stats import Progress, ProgressCallback
-from redline.data.rows import is_clean, source_rows
+from redline.data.read_stats import Progress, ProgressCallback, ReadStats
+from redline.data.rows import RowReport, UnusableRowError, parse_rows, source_rows, text_field
+from redline.data.splits import split_rows
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer, load_tokenizer
 from redline.data.tokens import TokenSplit, digest_of
 from redline.errors import UserError
@@ -60,23 +60,21 @@ _CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # GSM8K's annotations: 48/2 = <<48/2=
 _SEPARATOR = " ** "
 _ANSWER_MARK = "####"
 _NUMBER = re.compile(r"[-−]?\s?\$?\s?[-−]?(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.?\d+)")
-_SPLIT_GROUP = 1 << 16  # the split's own random stream, separate from those of the data order and of the noise
 
 
 def read_records(source: str) -> tuple[list[Record], RowReport]:
-    """Return every usable record in the order of the source.
-
-    A source of which more than half is unusable, or that holds nothing, is an error.
-    """
+    """Return every usable record in the order of the source; raise UserError if more than half is unusable."""
     if is_problems(source):
         records = problems(source)
         return records, RowReport(source, len(records))
-    rows = partial(source_rows, source, fields=_FIELDS, fix=_FIX, instead=_INSTEAD)
-    return usable(source, rows, parse_record, _FIX)
+    stats = ReadStats(source)
+    rows = source_rows(source, stats, _FIELDS, fix=_FIX, instead=_INSTEAD)
+    parsed = list(parse_rows(rows, lambda place, row: parse_record(row), stats, _FIX))
+    return parsed, RowReport.of(stats)
 
 
 def parse_record(row: Mapping[str, Any]) -> Record:
-    """Parse a row of any of the three forms; raise UnusableError if it has none of them.
+    """Parse a row of any of the three forms; raise UnusableRowError if it has none of them.
 
     A null field counts as absent, because Parquet files and hub datasets give every column to every row.
     """
@@ -97,28 +95,22 @@ def parse_record(row: Mapping[str, Any]) -> Record:
 def _text(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if value is None:
-        raise UnusableError(f"no field {name!r}")
+        raise UnusableRowError(f"no {name!r} field")
     if name == "answer" and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if name == "answer" and isinstance(value, float) and math.isfinite(value):
         value = str(int(value)) if value == int(value) else str(value)
-    if not isinstance(value, str):
-        raise UnusableError(f"{name!r} is not text")
-    if not value.strip():
-        raise UnusableError(f"empty {name!r}")
-    if not is_clean(value):
-        raise UnusableError(f"{name!r} is binary data, not text")
-    return value.strip()
+    return text_field(value, name).strip()
 
 
 def _final_number(answer: str) -> str:
     """Return the number after the last `####`, without thousands separators and currency signs."""
     _, mark, tail = answer.rpartition(_ANSWER_MARK)
     if not mark:
-        raise UnusableError(f"no {_ANSWER_MARK} in its answer")
+        raise UnusableRowError(f"no {_ANSWER_MARK} in its answer")
     match = _NUMBER.search(tail)
     if match is None:
-        raise UnusableError(f"no number after the {_ANSWER_MARK} of its answer")
+        raise UnusableRowError(f"no number after the {_ANSWER_MARK} of its answer")
     minus = "-" if "-" in match[0] or "−" in match[0] else ""
     return minus + match["digits"].replace(",", "")
 
@@ -138,40 +130,14 @@ class SplitRecords:
     duplicates: int  # left out: the question is held out (or, with dedup, has occurred before)
 
 
-def split_records(parts: Mapping[str, Sequence[Record]], seed: int, fraction: float, *, dedup: bool) -> SplitRecords:
-    """Hold out the records for which a seeded hash of the question falls below `fraction`.
-
-    The hash makes the split independent of the order of rows and of the other sources. Of each source at least one
-    question is held out and at least one is not. A held-out question is not trained on in any source.
-    """
-    keys = [np.array([record.key for record in records], dtype=np.uint64) for records in parts.values()]
-    held_out = set(np.concatenate([_held_out_keys(some, seed, fraction) for some in keys]).tolist())
-    train: list[list[Record]] = []
-    val: list[list[Record]] = []
-    seen: set[int] = set()
-    for name, records in parts.items():
-        train.append([])
-        val.append([])
-        for record in records:
-            key = record.key
-            held, first = key in held_out, key not in seen
-            seen.add(key)
-            if first or not (held or dedup):
-                (val if held else train)[-1].append(record)
-        if not train[-1]:
-            what = "no record is left for training: every question is held out or occurs in an earlier source."
-            raise UserError(what, where=name, fix="Give more rows, set data.val_fraction=0, or remove the source.")
-    kept = sum(len(some) for some in [*train, *val])
-    return SplitRecords(train, val, sum(len(records) for records in parts.values()) - kept)
-
-
-def _held_out_keys(keys: npt.NDArray[np.uint64], seed: int, fraction: float) -> npt.NDArray[np.uint64]:
-    unique = np.unique(keys)
-    if not fraction:
-        return unique[:0]
-    chance = order_keys(seed, unique.view(np.int64), _SPLIT_GROUP)
-    count = int((chance < np.uint64(fraction * 2.0**64)).sum())
-    return unique[np.argsort(chance)][: min(max(count, 1), len(unique) - 1)]
+def split_records(sources: Mapping[str, Sequence[Record]], seed: int, fraction: float, *, dedup: bool) -> SplitRecords:
+    """Split the records of each source by the row rule of `data.splits`. Records with the same question are one row."""
+    keys = [np.array([record.key for record in records], dtype=np.uint64) for records in sources.values()]
+    splits = split_rows(list(sources), keys, seed, fraction, dedup=dedup)
+    train = [[records[n] for n in split.train] for records, split in zip(sources.values(), splits, strict=True)]
+    val = [[records[n] for n in split.val] for records, split in zip(sources.values(), splits, strict=True)]
+    kept = sum(len(records) for records in [*train, *val])
+    return SplitRecords(train, val, sum(len(records) for records in sources.values()) - kept)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """What fine-tuning reads: samples of weighted sources, split, measured against `seq_len`, and packed.
 
 A sample longer than `seq_len` is overlong: it is dropped, cut (its beginning is kept; if no learnt token is in that,
-it is dropped too), or an error. A row is held out for validation if a seeded hash of what it says falls below
-`val_fraction`, so neither order nor neighbours matter; at least one of a source is, and at least one is not. A row of
-which an equal is held out is never trained on.
+it is dropped too), or an error. Rows are held out by the row rule of
+`data.splits`.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from redline.cache import (
     open_regular,
     read_text,
 )
-from redline.data.chat import EMPTY, Conversation, RowTally, read_conversations
+from redline.data.chat import Conversation, read_conversations
 from redline.data.chat_template import KEY, ChatTokenizer, Coded, Rendered, TemplateRefusalError, load_chat_tokenizer
 from redline.data.index import order_keys, permute
 from redline.data.mixture import RowIndex, epoch_sample, row_index, row_mixture_key, shares_of
-from redline.data.origin import origin_of
-from redline.data.packing import IGNORE
-from redline.data.read_stats import Progress, ProgressCallback
-from redline.data.sources import source_bytes
+from redline.data.packing import IGNORE, best_fit
+from redline.data.read_stats import EMPTY, Progress, ProgressCallback, ReadStats
+from redline.data.sources import source_bytes, source_identity
+from redline.data.splits import split_rows
 from redline.data.tokens import digest_of
 from redline.errors import UserError
 from redline.jobs.preview import SampleView, token_runs
@@ -90,7 +89,7 @@ def open_store(
     source: str, tokenizer: ChatTokenizer, learn: str, progress: ProgressCallback | None = None
 ) -> AnswerStore:
     """The source's samples; from the cache when they are there."""
-    folder = cache_dir() / "answers" / digest_of([SCHEMA, origin_of(source), tokenizer.identity, learn])
+    folder = cache_dir() / "answers" / digest_of([SCHEMA, source_identity(source), tokenizer.identity, learn])
     if folder.exists():
         try:
             return _read(folder)
@@ -127,19 +126,19 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _write(folder: Path, source: str, tokenizer: ChatTokenizer, learn: str, progress: ProgressCallback | None) -> None:
-    tally = RowTally(source, source_bytes(source))
+    stats = ReadStats(source, source_bytes(source))
     files = {name: _Growing(folder / f"{name}.npy", np.dtype(kind)) for name, kind in _DTYPES.items()}
     try:
         files["offsets"].append(np.zeros(1))
-        for samples in _coded(source, tokenizer, learn, tally):
+        for samples in _coded(source, tokenizer, learn, stats):
             _append(files, samples)
             if progress:
-                progress(Progress(f"preparing {source}", int(tally.bytes), tally.total, files["tokens"].length))
+                progress(Progress(f"preparing {source}", int(stats.bytes), stats.total, files["tokens"].length))
     finally:
         for file in files.values():
             file.close()
-    tally.refuse_mostly_bad()
-    counts = {**tally.counts(), "empty": tally.empty, "examples": tally.examples}
+    stats.refuse_mostly_bad()
+    counts = {**stats.counts(), "empty": stats.empty_rows, "examples": stats.examples}
     meta = json.loads(json.dumps({"schema": SCHEMA, "digests": _digests(folder), "counts": counts}))
     (folder / "meta.json").write_text(json.dumps({**meta, "digest": digest_of(meta)}), encoding="utf-8")
 
@@ -147,9 +146,9 @@ def _write(folder: Path, source: str, tokenizer: ChatTokenizer, learn: str, prog
 Sample = tuple[int, int, Coded]  # number and key of its row
 
 
-def _coded(source: str, tokenizer: ChatTokenizer, learn: str, tally: RowTally) -> Iterator[list[Sample]]:
+def _coded(source: str, tokenizer: ChatTokenizer, learn: str, stats: ReadStats) -> Iterator[list[Sample]]:
     tokenizer.begin_source()
-    numbered = enumerate(read_conversations(source, tally))
+    numbered = enumerate(read_conversations(source, stats))
     while some := list(itertools.islice(numbered, _AT_ONCE)):
         texts: list[Rendered] = []
         origins: list[tuple[int, Conversation]] = []
@@ -157,7 +156,7 @@ def _coded(source: str, tokenizer: ChatTokenizer, learn: str, tally: RowTally) -
             try:
                 rendered = tokenizer.render(conversation, learn)
             except TemplateRefusalError as reason:
-                tally.bad_row(conversation.place, f"the chat template ({tokenizer.template_name}): {reason}", _FIX)
+                stats.bad_row(conversation.place, f"the chat template ({tokenizer.template_name}): {reason}", _FIX)
                 continue
             texts += rendered
             origins += [(number, conversation)] * len(rendered)
@@ -166,7 +165,7 @@ def _coded(source: str, tokenizer: ChatTokenizer, learn: str, tally: RowTally) -
             if coded.learnt.any():
                 found.append((number, conversation.key(), coded))
             else:
-                tally.bad_row(conversation.place, f"{EMPTY}answer once it is tokenised", _FIX)
+                stats.bad_row(conversation.place, f"{EMPTY}answer once it is tokenised", _FIX)
         if found:
             yield found
 
@@ -343,38 +342,10 @@ def packed(members: Members, seq_len: int, *, pack: bool, seed: int | None, grou
     return shuffled.take(np.argsort(bins, kind="stable")), borders
 
 
-def best_fit(lengths: Int64s, room: int) -> Int64s:
-    """Which bin each item goes to, in their order: the one that it fills best, or a new one.
-
-    Open bins lie in piles by the room they have left, and the bits of one whole number say which piles are not empty:
-    the lowest bit at or above a length is the pile to take from, without a search.
-    """
-    if len(lengths) and not 0 < int(lengths.min()) <= int(lengths.max()) <= room:
-        raise ValueError(f"lengths must lie between 1 and {room}")
-    bins = np.empty(len(lengths), dtype=np.int64)
-    piles: list[list[int]] = [[] for _ in range(room + 1)]
-    filled, opened = 0, 0
-    for item, length in enumerate(lengths.tolist()):
-        if fitting := filled >> length:
-            left = length + (fitting & -fitting).bit_length() - 1
-            chosen = piles[left].pop()
-            if not piles[left]:
-                filled ^= 1 << left
-        else:
-            left, chosen = room, opened
-            opened += 1
-        bins[item] = chosen
-        left -= length
-        if left:
-            piles[left].append(chosen)
-            filled |= 1 << left
-    return bins
-
-
 DROP, CUT, ERROR = "drop", "cut", "error"
 _KEY = "finetune.overlong"
-# Randomness for different ends; the epochs' own are from 0 to the number of parts.
-_SPLIT_GROUP, _VAL_GROUP, _PACK_GROUP = 1 << 16, 1 << 17, 1 << 18
+# Numbers of random streams, so that no two uses share one; epochs use the numbers of the sources, splits 1 << 16.
+_VAL_GROUP, _PACK_GROUP = 1 << 17, 1 << 18
 
 
 @dataclass(frozen=True)
@@ -507,8 +478,16 @@ def load_answers(
     names = [part.source for part in data.parts]
     stores = tuple(open_store(name, tokenizer, learn, progress) for name in names)
     fitting = [_fitting(name, stores, part, seq_len, overlong) for part, name in enumerate(names)]
-    held_out = _held_out(stores, fitting, seed, val_fraction)
-    train, val = _divided(names, stores, fitting, held_out, dedup=data.dedup)
+    splits = split_rows(
+        names,
+        [store.keys[members.number] for store, members in zip(stores, fitting, strict=True)],
+        seed,
+        val_fraction,
+        dedup=data.dedup,
+        rows=[store.rows[members.number] for store, members in zip(stores, fitting, strict=True)],
+    )
+    train = [members.take(split.train) for members, split in zip(fitting, splits, strict=True)]
+    val = [members.take(split.val) for members, split in zip(fitting, splits, strict=True)]
     order = seed if data.shuffle else None
     each = [packed(some, seq_len, pack=pack, seed=order, group=_PACK_GROUP + part) for part, some in enumerate(train)]
     sizes = [len(borders) - 1 for _, borders in each]
@@ -555,52 +534,6 @@ def _fitting(source: str, stores: tuple[AnswerStore, ...], part: int, seq_len: i
         what = f"none of its {len(store):,} samples fits into data.seq_len={seq_len}; the shortest has {lengths.min()}."
         raise UserError(what, where=source, fix=f"Raise it, or cut them: {_KEY}={CUT}.")
     return Members(stores, np.full(len(kept), part), kept, np.minimum(lengths[kept], seq_len))
-
-
-def _held_out(
-    stores: Sequence[AnswerStore], fitting: Sequence[Members], seed: int, fraction: float
-) -> npt.NDArray[np.uint64]:
-    """What the rows of validation say, as keys in order."""
-    if not fraction:
-        return np.empty(0, dtype=np.uint64)
-    found = []
-    for store, members in zip(stores, fitting, strict=True):
-        keys = np.unique(store.keys[members.number])
-        chance = order_keys(seed, keys.view(np.int64), _SPLIT_GROUP)
-        ranked = keys[np.argsort(chance)]
-        count = int((chance < np.uint64(fraction * 2.0**64)).sum())
-        found.append(ranked[: min(max(count, 1), len(keys) - 1)])
-    return np.unique(np.concatenate(found))
-
-
-def _divided(
-    sources: Sequence[str],
-    stores: Sequence[AnswerStore],
-    fitting: Sequence[Members],
-    held_out: npt.NDArray[np.uint64],
-    *,
-    dedup: bool,
-) -> tuple[list[Members], list[Members]]:
-    """Each part's samples of training and of validation, in which no row says what another one there says."""
-    train, val = [], []
-    met = np.empty(0, dtype=np.uint64)
-    for source, store, members in zip(sources, stores, fitting, strict=True):
-        keys, rows = store.keys[members.number], store.rows[members.number]
-        is_held, is_first = np.isin(keys, held_out), _first_of_its_kind(keys, rows, met)
-        met = np.union1d(met, keys)
-        train.append(members.take(np.flatnonzero(~is_held & (is_first | (not dedup)))))
-        val.append(members.take(np.flatnonzero(is_held & is_first)))
-        if not len(train[-1]):
-            what = "nothing of it is left to train on: all of its rows are held out, or came before."
-            raise UserError(what, where=source, fix="Give more rows, set data.val_fraction=0, or take the source out.")
-    return train, val
-
-
-def _first_of_its_kind(keys: npt.NDArray[np.uint64], rows: Int64s, met: npt.NDArray[np.uint64]) -> Bools:
-    """Whether no earlier row says the same; all samples of a row share its fate."""
-    _, first, kind = np.unique(keys, return_index=True, return_inverse=True)
-    same: Bools = rows == rows[first][kind]
-    return same & ~np.isin(keys, met)
 
 
 def _all_borders(each: Sequence[tuple[Members, Int64s]]) -> Int64s:

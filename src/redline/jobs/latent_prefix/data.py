@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from redline.data.chat import RowReport, RowTally, UnusableError, usable
 from redline.data.chat_template import load_chat_tokenizer
-from redline.data.index import order_keys
 from redline.data.mixture import RowIndex, epoch_sample, row_index, row_mixture_key
 from redline.data.packing import IGNORE
 from redline.data.problems import PREFIX, is_problems, problems
-from redline.data.read_stats import Progress, ProgressCallback
-from redline.data.rows import is_clean, source_rows
+from redline.data.read_stats import Progress, ProgressCallback, ReadStats
+from redline.data.rows import RowReport, UnusableRowError, parse_rows, source_rows, squad_rows, text_field
+from redline.data.splits import split_groups
 from redline.data.tokenizer import ByteTokenizer
 from redline.data.tokens import digest_of
 from redline.errors import Problem, RecipeError, UserError
@@ -39,8 +38,6 @@ _FIELDS = ("source", "question", "context", "answer", "answers", "title")
 _FIX = "Give SQuAD's JSON, or rows with source and answer, or with question, context and answer (or answers)."
 _INSTEAD = f"Take the embedded word problems, {PREFIX}easy. Or:"
 _MARK = "####"  # GSM8K: what is behind it is the answer
-_SPLIT_GROUP = 1 << 16
-_LARGEST_JSON = 1 << 30  # bytes
 
 
 @dataclass(frozen=True)
@@ -56,49 +53,27 @@ class Pair:
 
 
 def read_pairs(source: str) -> tuple[list[Pair], RowReport]:
-    """Every usable row, in an order that never changes. More than half unusable, or nothing at all, is refused."""
+    """Return every usable row in a fixed order; raise UserError if more than half of the rows are unusable."""
     if is_problems(source):
         made = [Pair(_asked(one.question), "", (one.answer,), one.question) for one in problems(source)]
         return made, RowReport(source, len(made))
-    return usable(source, lambda tally: _rows(source, tally), pair_of, _FIX)
-
-
-def _rows(source: str, tally: RowTally) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    path = Path(source).expanduser()
+    stats, path = ReadStats(source), Path(source).expanduser()
     if path.suffix == ".json" and path.is_file():
-        return _squad(path, tally)
-    return iter(source_rows(source, tally, _FIELDS, fix=_FIX, instead=_INSTEAD))
+        rows = squad_rows(path, stats, _FIX)
+    else:
+        rows = source_rows(source, stats, _FIELDS, fix=_FIX, instead=_INSTEAD)
+    pairs = list(parse_rows(rows, lambda place, row: parse_pair(row), stats, _FIX))
+    return pairs, RowReport.of(stats)
 
 
-def _squad(path: Path, tally: RowTally) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """SQuAD's layout: articles, their paragraphs, and the questions about each."""
-    try:
-        if path.stat().st_size > _LARGEST_JSON:
-            raise ValueError("too large")
-        articles = json.loads(path.read_text(encoding="utf-8"))["data"]
-        rows = [
-            (f"{path.name}: {qa['id'] if 'id' in qa else qa['question']}", article, paragraph, qa)
-            for article in articles
-            for paragraph in article["paragraphs"]
-            for qa in paragraph["qas"]
-        ]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        what = f"is not laid out as SQuAD is ({type(error).__name__})."
-        raise UserError(what, where=str(path), fix=f"{_FIX} Rows go into a .jsonl file, one object a line.") from None
-    for place, article, paragraph, qa in rows:
-        tally.rows += 1
-        named = {"title": article.get("title"), "context": paragraph.get("context")}
-        yield place, {**named, "question": qa.get("question"), "answers": qa.get("answers")}
-
-
-def pair_of(row: Mapping[str, Any]) -> Pair:
-    """A field that holds null counts as absent."""
+def parse_pair(row: Mapping[str, Any]) -> Pair:
+    """Return the row as a pair; raise UnusableRowError if it is not one. A field with null counts as absent."""
     if row.get("source") is not None:
-        text = _text(row["source"], "source")
+        text = text_field(row["source"], "source")
         return Pair(_ended(text), "", _answers(row), text)
     if row.get("question") is None:
-        raise UnusableError("neither 'source' nor 'question' in it")
-    question = _text(row["question"], "question").strip()
+        raise UnusableRowError("neither a 'source' nor a 'question' field")
+    question = text_field(row["question"], "question").strip()
     if row.get("context") is None:
         return Pair(_asked(question), "", _answers(row), question)
     context = _context(row["context"])
@@ -123,8 +98,8 @@ def _context(value: Any) -> str:
         try:
             value = "\n".join(f"{title}: {''.join(sentences)}" for title, sentences in value)
         except (TypeError, ValueError):
-            raise UnusableError("'context' is neither a text nor paragraphs of one") from None
-    return _text(value, "context").strip()
+            raise UnusableRowError("'context' is neither text nor paragraphs of text") from None
+    return text_field(value, "context").strip()
 
 
 def _answers(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -134,23 +109,15 @@ def _answers(row: Mapping[str, Any]) -> tuple[str, ...]:
         value = value.get("text")
     several = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     if not several or several == [None]:
-        raise UnusableError("no answer in it")
+        raise UnusableRowError("no answer")
     found = [one.get("text") if isinstance(one, Mapping) else one for one in several]
-    texts = [_text(str(one) if isinstance(one, int) and not isinstance(one, bool) else one, "answer") for one in found]
+    texts = [
+        text_field(str(one) if isinstance(one, int) and not isinstance(one, bool) else one, "answer") for one in found
+    ]
     plain = [text.rpartition(_MARK)[2].replace(",", "") if _MARK in text else text for text in texts]
     if not all(text.strip() for text in plain):
-        raise UnusableError(f"nothing behind the {_MARK} of its answer")
+        raise UnusableRowError(f"nothing after the {_MARK} of its answer")
     return tuple(dict.fromkeys(text.strip() for text in plain))
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise UnusableError(f"{name!r} is no text")
-    if not value.strip():
-        raise UnusableError(f"empty {name!r}")
-    if not is_clean(value):
-        raise UnusableError(f"{name!r} is binary data, not text")
-    return value
 
 
 def strangers(pairs: Sequence[Pair]) -> list[int] | None:
@@ -167,24 +134,16 @@ def strangers(pairs: Sequence[Pair]) -> list[int] | None:
     return None
 
 
-def divided(pairs: Sequence[Pair], seed: int, fraction: float, where: str) -> tuple[list[Pair], list[Pair]]:
-    """Those to train on, and those held out: groups whose seeded hash falls below `fraction`, so no order matters.
-
-    At least one group is held out, and one is not. What is in the text of one is never trained on.
-    """
-    names = sorted({pair.group for pair in pairs})
-    if not fraction:
-        return list(pairs), []
-    if len(names) < 2:
-        what = "there is one text (or article) in it: none can be held out."
-        raise UserError(what, where=where, fix="Give more, or set data.val_fraction=0.")
-    digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
-    chance = order_keys(seed, np.array([int.from_bytes(one, "little", signed=True) for one in digests]), _SPLIT_GROUP)
-    count = min(max(int((chance < np.uint64(fraction * 2.0**64)).sum()), 1), len(names) - 1)
-    held = {names[place] for place in np.argsort(chance)[:count].tolist()}
-    val = [pair for pair in pairs if pair.group in held]
-    read = {pair.text for pair in val}
-    return [pair for pair in pairs if pair.group not in held and pair.text not in read], val
+def split_pairs(
+    sources: Mapping[str, Sequence[Pair]], seed: int, fraction: float
+) -> tuple[list[list[Pair]], list[list[Pair]]]:
+    """Return the pairs of training and of validation by source: the group rule of `data.splits`."""
+    groups = [[pair.group for pair in pairs] for pairs in sources.values()]
+    texts = [[pair.text for pair in pairs] for pairs in sources.values()]
+    splits = split_groups(list(sources), groups, texts, seed, fraction)
+    train = [[pairs[n] for n in split.train] for pairs, split in zip(sources.values(), splits, strict=True)]
+    val = [[pairs[n] for n in split.val] for pairs, split in zip(sources.values(), splits, strict=True)]
+    return train, val
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -397,17 +356,13 @@ def load_pairs(
         raise UserError(
             what, where="data.seq_len", fix=f"Use at least {data.seq_len + 2 - min(room)}; {slots + 64} is usual."
         )
-    reports, trained, held = [], [], []
+    reports, pairs = [], {}
     for part in data.parts:
         if progress:
             progress(Progress(f"reading {part.source}", 0, None, 0))
-        pairs, report = read_pairs(part.source)
+        pairs[part.source], report = read_pairs(part.source)
         reports.append(report)
-        kept, out = divided(pairs, seed, val_fraction, part.source)
-        trained.append(kept)
-        held.append(out)
-    read = {pair.text for some in held for pair in some}  # in one source to train on, in another held out
-    trained = [[pair for pair in some if pair.text not in read] for some in trained]
+    trained, held = split_pairs(pairs, seed, val_fraction)
     told = PairsReport(reports, 0, 0)
     tell = _Fitting(told, readers, Lengths(most_bytes, patch, tuple(room), words), data.overlong, names)
     each = [tell.rows(list(dict.fromkeys(some)) if data.dedup else some) for some in trained]

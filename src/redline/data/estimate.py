@@ -1,5 +1,8 @@
-"""What can be said of the data before anything is prepared, for `redline plan`: measured where it lies ready, else
-estimated from the sizes of files. Pure: nothing is read but descriptions."""
+"""The size of the data for `redline plan`, before anything is prepared.
+
+The counts of prepared folders and token files are exact; those of text are estimated from the sizes of its files.
+Nothing but file sizes and descriptions is read.
+"""
 
 from __future__ import annotations
 
@@ -10,49 +13,44 @@ from pathlib import Path
 from typing import Any
 
 from redline.cache import read_text
-from redline.data.origin import (
-    EMBEDDED,
-    Reading,
-    dataset_id,
-    held_out_of,
-    holds_tokens,
-    prepared_folder,
-    shared_tokenizer,
-)
 from redline.data.problems import is_problems, problem_count
-from redline.data.text import EMBEDDED_BYTES, text_files
+from redline.data.rows import dataset_id
+from redline.data.sources import Reading, holds_tokens, prepared_folder, shared_tokenizer
+from redline.data.splits import tail_tokens
+from redline.data.text import EMBEDDED, EMBEDDED_BYTES, text_files
 from redline.data.tokenizer import named_vocabulary, trained_size
 from redline.errors import UserError
 from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Data
 
-# Measured on 26 MB of English prose. Code has fewer bytes per GPT-2 token (2.2), for its indentation is many of them.
+# Measured on 26 MB of English prose. Code has fewer bytes per GPT-2 token (2.2), because its indentation takes many.
 GPT2_BYTES_PER_TOKEN = 4.42
-# Share of a file's bytes that becomes text, by the end of its name; compressed English grows about threefold.
+# Bytes of text per byte of a file, by its suffix. Compressed English text is about a third of its size.
 _TEXT_SHARE = {".jsonl": 0.95, ".ndjson": 0.95, ".parquet": 1.8, ".gz": 3.0, ".zst": 3.2}
 _RAW_TOKEN_BYTES = 2
 
 
 def expected_facts(data: Data, base_vocabulary: int = 0) -> DataFacts:
-    """The facts of `data`, `estimated` unless its tokens lie ready; a base's tokenizer is known by its vocabulary.
+    """Return the facts of `data`; they are `estimated` unless its tokens are prepared.
 
-    `train_tokens` 0 means unknown: a dataset id, or a path that is not on this machine. Fingerprints are empty
-    unless the tokens lie ready.
+    `base_vocabulary` is the vocabulary of the base model, for `data.tokenizer=base`. `train_tokens` is 0 if it is
+    unknown: of a dataset id, or of a path that is not on this machine. Fingerprints are empty unless the tokens are
+    prepared.
     """
     vocab_size = base_vocabulary if data.tokenizer == "base" else vocabulary(data.tokenizer)
-    found = [_repeated(_part(part.source, data, vocab_size), part.reads_per_epoch) for part in data.parts]
-    if len(found) == 1:
-        return found[0]
-    known = all(part.train_tokens for part in found)
+    parts = [_repeated(_source_facts(part.source, data, vocab_size), part.reads_per_epoch) for part in data.parts]
+    if len(parts) == 1:
+        return parts[0]
+    known = all(part.train_tokens for part in parts)
     return DataFacts(
-        vocab_size=max(part.vocab_size for part in found),
-        train_tokens=sum(part.train_tokens for part in found) if known else 0,
-        val_tokens=sum(part.val_tokens for part in found) if known else 0,
+        vocab_size=max(part.vocab_size for part in parts),
+        train_tokens=sum(part.train_tokens for part in parts) if known else 0,
+        val_tokens=sum(part.val_tokens for part in parts) if known else 0,
         fingerprint="",
         tokenizer=data.tokenizer,
         tokenizer_fingerprint="",
-        estimated=any(part.estimated for part in found),
-        made=all(part.made for part in found),
+        estimated=any(part.estimated for part in parts),
+        made=all(part.made for part in parts),
     )
 
 
@@ -63,14 +61,14 @@ def _repeated(facts: DataFacts, repeat: float) -> DataFacts:
 
 
 def vocabulary(tokenizer: str) -> int:
-    """How many ids the tokenizer has, without loading it."""
+    """Return the number of ids of the tokenizer, without loading it."""
     if known := named_vocabulary(tokenizer):
         return known[0]
     return trained_size(tokenizer) or _defined_vocabulary(Path(tokenizer).expanduser())
 
 
 def bytes_per_token(tokenizer: str, vocab_size: int) -> float:
-    """By kind: bytes 1, GPT-2 4.42, and a byte-level BPE by its size (2.0 at 512, 3.3 at 4096, 4.1 at 16384)."""
+    """Estimate bytes of text per token: bytes 1, GPT-2 4.42, other BPE by size (512: 2.0, 4096: 3.3, 16384: 4.1)."""
     if tokenizer == "bytes":
         return 1.0
     if tokenizer == "gpt2":
@@ -81,25 +79,25 @@ def bytes_per_token(tokenizer: str, vocab_size: int) -> float:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # a name too long for any file, or in a folder that may not be entered
+    except OSError:  # the name is too long, or a folder above it may not be entered
         return False
 
 
-def _part(source: str, data: Data, vocab_size: int) -> DataFacts:
+def _source_facts(source: str, data: Data, vocab_size: int) -> DataFacts:
     path = Path(source).expanduser()
     if is_problems(source):
         return _problems(source, data, vocab_size)
     if source != EMBEDDED and not _exists(path):
         return _estimate(data, vocab_size, 0.0, 0)
     if source != EMBEDDED and holds_tokens(path):
-        return replace(_made(path, data, vocab_size), made=True)
-    if dataset_id(source) is None and (ready := _described(_cached(source, data))):
-        return ready
+        return replace(_token_facts(path, data, vocab_size), made=True)
+    if dataset_id(source) is None and (facts := _described(_cache_folder(source, data))):
+        return facts
     return _estimate(data, vocab_size, *_text_bytes(source, path))
 
 
-def _made(path: Path, data: Data, vocab_size: int) -> DataFacts:
-    """Of tokens that lie there."""
+def _token_facts(path: Path, data: Data, vocab_size: int) -> DataFacts:
+    """Return the facts of a path that holds tokens."""
     if path.suffix == ".bin":
         return _raw(path, path.with_name("val.bin") if path.name == "train.bin" else None, data, vocab_size)
     if (path / "train.bin").is_file():
@@ -108,7 +106,7 @@ def _made(path: Path, data: Data, vocab_size: int) -> DataFacts:
 
 
 def _problems(source: str, data: Data, vocab_size: int) -> DataFacts:
-    """As many sequences as there are problems."""
+    """Return the facts of word problems: one sequence for each."""
     count = problem_count(source)
     held_out = round(count * data.val_fraction)
     return replace(
@@ -118,17 +116,17 @@ def _problems(source: str, data: Data, vocab_size: int) -> DataFacts:
     )
 
 
-def _cached(source: str, data: Data) -> Path:
+def _cache_folder(source: str, data: Data) -> Path:
     reading = Reading(data.val_fraction, data.text_key, data.dedup)
     tokenizer, sources = data.tokenizer, [part.source for part in data.parts]
     if len(sources) > 1 and trained_size(tokenizer) is not None:
-        here = all(source == EMBEDDED or _exists(Path(source).expanduser()) for source in sources)
-        tokenizer = str(shared_tokenizer(sources, tokenizer, reading)) if here else tokenizer
+        exist = all(source == EMBEDDED or _exists(Path(source).expanduser()) for source in sources)
+        tokenizer = str(shared_tokenizer(sources, tokenizer, reading)) if exist else tokenizer
     return prepared_folder(source, tokenizer, reading, stream=data.stream)
 
 
 def _described(folder: Path) -> DataFacts | None:
-    """The facts of a prepared folder as it states them; None when it is not there or not readable."""
+    """Return the facts that a prepared folder states; None if it does not exist or cannot be read."""
     try:
         meta = json.loads(read_text(folder / "meta.json"))
         return DataFacts(
@@ -145,13 +143,13 @@ def _described(folder: Path) -> DataFacts | None:
 
 
 def _raw(train: Path, val: Path | None, data: Data, vocab_size: int) -> DataFacts:
-    """The counts are exact; what the file holds is not looked at."""
+    """Return the facts of raw token files by their sizes; their content is not read."""
     tokens = train.stat().st_size // _RAW_TOKEN_BYTES
-    beside = val is not None and val.is_file()
-    held_out = val.stat().st_size // _RAW_TOKEN_BYTES if val is not None and beside else held_out_of(tokens)
+    has_val = val is not None and val.is_file()
+    held_out = val.stat().st_size // _RAW_TOKEN_BYTES if val is not None and has_val else tail_tokens(tokens)
     return DataFacts(
         vocab_size=vocab_size,
-        train_tokens=tokens if beside else tokens - held_out,
+        train_tokens=tokens if has_val else tokens - held_out,
         val_tokens=held_out,
         fingerprint="",
         tokenizer=data.tokenizer,
@@ -160,7 +158,7 @@ def _raw(train: Path, val: Path | None, data: Data, vocab_size: int) -> DataFact
 
 
 def _text_bytes(source: str, path: Path) -> tuple[float, int]:
-    """About how many bytes of text, in how many files."""
+    """Estimate the bytes of text; return them with the number of files."""
     if source == EMBEDDED:
         return EMBEDDED_BYTES, 0
     files = text_files(path)
@@ -182,11 +180,11 @@ def _estimate(data: Data, vocab_size: int, text_bytes: float, documents: int) ->
 
 
 def _defined_vocabulary(path: Path) -> int:
-    """The largest id of a tokenizer.json, and one."""
+    """Return the number of ids of a tokenizer.json: the largest id plus one."""
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
         definition: Any = json.loads(read_text(path))
-        vocab = definition["model"]["vocab"]  # of Unigram a list, whose places are the ids
+        vocab = definition["model"]["vocab"]  # Unigram has a list: the positions are the ids
         ids = [*vocab.values()] if isinstance(vocab, dict) else [len(vocab) - 1]
         return max(int(i) for i in [*ids, *(token["id"] for token in definition["added_tokens"])]) + 1
     except FileNotFoundError:
@@ -194,4 +192,4 @@ def _defined_vocabulary(path: Path) -> int:
         raise UserError("no such tokenizer.", where=str(path), fix=fix) from None
     except (OSError, ValueError, KeyError, TypeError):
         fix = "Save it again with `tokenizers`."
-        raise UserError("not a tokenizer.json that can be read.", where=str(path), fix=fix) from None
+        raise UserError("the tokenizer.json cannot be read.", where=str(path), fix=fix) from None
