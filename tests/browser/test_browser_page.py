@@ -72,7 +72,7 @@ def test_it_is_live_and_survives_a_restart(page: Any, served: Any, tmp_path: Pat
     page.wait("document.querySelector('.far').innerText.includes('step 80')")
     append(run, start(time=1200.0, resumed_from=60), step(61), {"type": "warning", "time": 1201.0, "message": "again"})
     page.wait("document.querySelector('.far').innerText.includes('step 61')")
-    assert "went on from the checkpoint of step 60" in page.text("#notes")
+    assert "resumed from the checkpoint of step 60" in page.text("#notes")
     served.stop()
     page.wait("document.getElementById('link').innerText.includes('trying again')")
     append(run, step(62))

@@ -175,5 +175,5 @@ def test_only_python_is_begun_with_python(recipe: str, inside: Any) -> None:
 def test_a_price_that_is_none_is_told(words: Any, recipe: str, inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDLINE_PRICE", "abc")
     done = inside(*words, recipe)
-    assert "REDLINE_PRICE='abc' is not a number, so no cost is shown; write dollars per hour" in done.out + done.err
+    assert "REDLINE_PRICE='abc' is not a number, so no cost is shown" in done.out + done.err
     assert "REDLINE_PRICE" not in (given := inside(*words, recipe, "monitor.price_per_hour=2")).out + given.err

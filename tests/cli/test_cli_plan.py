@@ -100,14 +100,14 @@ def test_what_fits_nowhere_is_not_said_to_fit() -> None:
     plan = planned("pretrain-350m", "model.vocab=100000000", "--gpu", "h100")
     reasons = {choice["key"]: choice["reason"] for choice in plan["choices"]}
     assert reasons["train.micro_batch"] == "nothing fits 71.2 GiB by estimate"
-    assert "a smaller model would help" in plan["warnings"][0]
+    assert "a smaller model" in plan["warnings"][0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_is_not_planned_as_a_cpu() -> None:
     done = redline("pretrain-350m", "train.device=cuda")
     assert done.returncode == 1
-    assert "Name the card to plan for, as --gpu h100" in done.stderr
+    assert "--gpu h100" in done.stderr
 
 
 @pytest.mark.parametrize("gpu", SPECS)

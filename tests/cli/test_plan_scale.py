@@ -94,7 +94,7 @@ def test_a_world_that_it_does_not_fit_is_no_measure_of_others() -> None:
     words = ("model.layers=72", "model.d_model=4096", "model.heads=32", "model.d_ff=11008", "--gpu", "h100", "--gpus")
     nowhere = planned("pretrain-350m", *words, "8")["scaling"]
     assert not any(row["fits"] for row in nowhere["rows"])
-    assert (nowhere["pays_up_to"], nowhere["verdict"]) == (None, "by estimate it fits on none of these")
+    assert nowhere["pays_up_to"] is None
     there = planned("pretrain-350m", *words, "64")["scaling"]
     first = next(row for row in there["rows"] if row["fits"])
     assert first["efficiency"] == 1.0
@@ -106,7 +106,6 @@ def test_ranks_on_a_cpu_get_no_figure_that_nobody_has() -> None:
     plan = planned("quickstart", "--gpu", "cpu", "--gpus", "2")
     assert plan["throughput"]["tokens_per_s"] is None
     assert plan["scaling"]["pays_up_to"] is None
-    assert "nothing is said of several" in plan["scaling"]["verdict"]
 
 
 def test_a_probe_times_one_cards_share_of_a_step() -> None:

@@ -99,9 +99,9 @@ def test_a_snapshot(inside: Any, home: Path) -> None:
     assert answer.code == 0
     assert re.search(r"^runs/\S+  finished · toy · ", answer.out)
     for label in (
-        "how far    Finished: ",
-        "how fast   ",
-        "health     It ended well.",
+        "progress   Finished: ",
+        "speed      ",
+        "health     Finished",
         "cost       ",
         "last step  loss ",
     ):

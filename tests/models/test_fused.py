@@ -128,7 +128,7 @@ def test_what_it_cannot_do_is_named() -> None:
     assert "grad_checkpointing" in SHAPE.not_fused(dropout=0.0, checkpointing="full")
     facts = DataFacts(50257, 10**10, 10**6, "", "gpt2", "")
     recipe = load("pretrain-350m", ["model.kernels=fused", "model.dropout=0.1"]).recipe
-    with pytest.raises(RecipeError, match=r"model\.kernels: fused cannot be: model\.dropout is on"):
+    with pytest.raises(RecipeError, match=r"model\.kernels: .*model\.dropout"):
         resolve(recipe, named_gpu("h100"), facts)
 
 

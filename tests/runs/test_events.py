@@ -178,7 +178,7 @@ def test_only_finite_numbers_are_numbers(value):
 
 
 def test_of_very_many_steps_the_lows_and_highs_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("redline.runs.events.MOST_EVENTS", 100)
+    monkeypatch.setattr("redline.runs.events.MAX_EVENTS", 100)
     spikes, skipped = {333: 99.0, 777: 0.5}, 501
     with open(tmp_path / "events.jsonl", "w", encoding="utf-8") as file:
         for step in range(1, 1001):

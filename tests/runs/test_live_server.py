@@ -218,7 +218,7 @@ def _serving() -> int:
 
 
 def test_half_open_connections_hold_few_threads(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 4)
     monkeypatch.setattr(server_module, "_REQUEST_S", 600.0)
     server, _ = open_server(watch, "127.0.0.1", 0, guarded=False)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -312,7 +312,7 @@ def test_the_line_for_a_remote_box(monkeypatch: pytest.MonkeyPatch, connection: 
 
 def test_a_huge_log_is_answered_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of it is, and the rest while one looks."""
-    monkeypatch.setattr("redline.runs.live.watch._AT_ONCE_S", 0.0)
+    monkeypatch.setattr("redline.runs.live.watch._READ_S", 0.0)
     run = write_run(tmp_path / "run", [start(), PLAN])
     with open(run / "events.jsonl", "ab") as file:
         for begin in range(1, 20_001, 1000):

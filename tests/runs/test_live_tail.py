@@ -23,7 +23,7 @@ NOW = 2000.0
 
 def told(run: WatchedRun) -> dict[str, Any]:
     """All that a page would show; numbers that only count changes are left out."""
-    answer = run.tell(Cursor(), NOW, seconds=None)
+    answer = run.update(Cursor(), NOW, seconds=None)
     return {key: value for key, value in answer.items() if key not in ("generation", "held_back")}
 
 
@@ -86,7 +86,7 @@ class _Page:
         self.losses: list[Any] = []
 
     def take(self, run: WatchedRun) -> None:
-        answer = run.tell(self.cursor, NOW)
+        answer = run.update(self.cursor, NOW)
         new, keep = answer["steps"], answer["steps"]["from"]
         self.steps = self.steps[:keep] + new["x"]["step"]
         self.losses = self.losses[:keep] + new["y"].get("loss", [None] * new["rows"])
@@ -153,7 +153,7 @@ def test_pipes_links_and_folders_are_no_logs(tmp_path: Path) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), max_size=400), st.integers(8, 60))
 def test_no_spike_of_a_curve_is_lost(values: list[float | None], most: int) -> None:
-    curve = Curve(("step",), ("y",), most=most)
+    curve = Curve(("step",), ("y",), max_buckets=most)
     for place, value in enumerate(values):
         curve.add([place], [value])
     shown = curve.since(0)

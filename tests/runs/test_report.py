@@ -12,8 +12,7 @@ import pytest
 from redline.errors import UserError
 from redline.runs.events import EventLog
 from redline.runs.report.figures import draw_figures, thin
-from redline.runs.report.html import write_page
-from redline.runs.report.page import report_data, write_report
+from redline.runs.report.page import report_data, write_page, write_report
 
 LOCK = {
     "schema": 1,
@@ -115,7 +114,7 @@ def test_the_page_says_what_the_run_says(whole_run):
     text = write_report(whole_run).read_text()
     for part in ("my-run", "finished", "reached 60 steps", "NVIDIA H200", "4.5000", "best 4.0000", "1.6000", "61k"):
         assert part in text
-    for part in ("50.0%", "6N + 12LHQT", "60.6 GiB", "30m00s", "little data", "micro-batch 32 → 16", "2 update(s)"):
+    for part in ("50.0%", "6N + 12LHQT", "60.6 GiB", "30m00s", "little data", "micro-batch 32 → 16", "2 updates"):
         assert part in text
     for part in ("checkpoints/step-00000060", "3.0 GiB", "abc123", "2.13.0", "seed 7", "objective: causal_lm"):
         assert part in text
@@ -218,9 +217,7 @@ def test_what_a_resumed_run_did_again_is_told_once(run):
     )
     data = report_data(run)
     assert [step["step"] for step in data["steps"]] == list(range(1, 61))
-    assert data["incidents"] == [
-        {"kind": "resumed", "step": 40, "message": "Went on from the checkpoint of this step."}
-    ]
+    assert data["incidents"] == [{"kind": "resumed", "step": 40, "message": "resumed from the checkpoint of step 40"}]
 
 
 def test_a_torn_log_is_admitted(run):
@@ -244,7 +241,7 @@ def test_a_page_that_cannot_be_written_is_an_error_for_people(whole_run, tmp_pat
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no run"):
+    with pytest.raises(UserError, match="not a run"):
         write_report(tmp_path)
 
 
@@ -252,7 +249,7 @@ def test_what_is_no_page_is_not_replaced_by_one(tmp_path: Path) -> None:
     """A run's own files, first of all."""
     lock = tmp_path / "lock.json"
     lock.write_text("{}")
-    with pytest.raises(UserError, match="a file that is no HTML page is there"):
+    with pytest.raises(UserError, match="not an HTML page"):
         write_page(lock, "<!doctype html>")
     assert lock.read_text() == "{}"
     for content in ("", "<!DOCTYPE html> old", "<html>"):

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from redline.recipe.load import load
 from redline.runs.events import EventLog
+from redline.runs.prose import dollars, gap_sentence
+from redline.runs.report.figures import draw_timeline, time_unit, timeline
 from redline.runs.report.page import PlanRow, how_to_repeat, report_data, write_report
-from redline.runs.report.roofline import Bar, Standing
-from redline.runs.report.timeline import draw_timeline, time_unit, timeline
-from redline.runs.report.verdict import dollars, head_room, loader_share
+from redline.runs.roofline import Bar, Roofline, data_wait_share, largest_gap
 
 PLAN: dict[str, Any] = {
     "gpus": 1,
@@ -80,12 +80,12 @@ WHOLE = (
 def test_the_verdict_says_what_one_wants_to_know(tmp_path: Path) -> None:
     said = report_data(write(tmp_path / "run", *WHOLE))["verdict"]
     assert said.startswith("Reached validation loss 2.5 in 1m40s on 50k tokens for $2.00 at 45.0 % MFU.")
-    assert "90 % of the planned speed (50 % over all its time) and 90 % of what the best kernels seen allow" in said
+    assert "90 % of the planned speed (50 % over the whole run) and 90 % of the speed at the best known kernels" in said
     even = (*WHOLE[:-1], ("stop", {"reason": "steps", "step": 100, "tokens": 50_000, "hours": 55 / 3600}))
     said_of_even = report_data(write(tmp_path / "even", *even))["verdict"]
-    assert "90 % of the planned speed and 90 % of what" in said_of_even, "where all its time says the same, once"
-    assert "The data loader cost 2.0 % of the time." in said
-    assert "Most head-room: attention kernels (30 % of a step)." in said, "150 of 500 ms: more than the others"
+    assert "90 % of the planned speed and 90 % of" in said_of_even, "the share over the whole run only where it differs"
+    assert "aiting for data took 2.0 % of the time" in said
+    assert "attention kernels (30 % of a step)" in said, "150 of 500 ms: the largest gap"
 
 
 def test_a_worse_end_than_the_best_is_said(tmp_path: Path) -> None:
@@ -97,9 +97,9 @@ def test_a_worse_end_than_the_best_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        (None, "Broke off without a word at step 40 of 100. It had reached"),
-        ("preempted", "Had to make room at step 40 of 100."),
-        ("nonfinite losses", "Failed at step 40 of 100."),
+        (None, "Crashed at step 40 of 100: the log ends without a stop event. It had reached"),
+        ("preempted", "Preempted at step 40 of 100"),
+        ("nonfinite losses", "Failed at step 40 of 100: nonfinite losses."),
     ],
 )
 def test_a_run_that_ended_early_says_so_and_how_to_go_on(tmp_path: Path, reason: str | None, words: str) -> None:
@@ -113,34 +113,34 @@ def test_a_run_that_ended_early_says_so_and_how_to_go_on(tmp_path: Path, reason:
 
 def test_nothing_measured_is_said_and_not_guessed(tmp_path: Path) -> None:
     data = report_data(write(tmp_path / "run", ("start", {})))
-    assert data["verdict"] == "Broke off without a word before anything was measured."
+    assert data["verdict"] == "Crashed before anything was measured: the log ends without a stop event."
     assert data["planned"] == []
 
 
 def test_trouble_on_the_way_is_counted(tmp_path: Path) -> None:
     trouble = (("recovery", {"message": "a"}), ("recovery", {"message": "b"}), ("warning", {"message": "c"}))
     said = report_data(write(tmp_path / "run", *WHOLE[:-1], *trouble, WHOLE[-1]))["verdict"]
-    assert said.endswith("On the way: 2 recoveries, 1 warning.")
+    assert said.endswith("2 recoveries, 1 warning.")
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"throttle": "power_cap"}, " Power binds. "),
-        ({"throttle": "thermal"}, " Heat or the power supply binds. "),
-        ({"data_wait_ms": 100.0}, " The loader binds. "),
+        ({"throttle": "power_cap"}, "limited by the GPU's power limit"),
+        ({"throttle": "thermal"}, "limited by heat"),
+        ({"data_wait_ms": 100.0}, "limited by data loading"),
     ],
 )
 def test_what_binds_from_outside_is_said(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
     said = report_data(write(tmp_path / "a", WHOLE[0], WHOLE[1], *steps(100, **fields), *WHOLE[-2:]))["verdict"]
     assert words in said
-    assert " binds" not in report_data(write(tmp_path / "b", *WHOLE))["verdict"]
+    assert "limited by" not in report_data(write(tmp_path / "b", *WHOLE))["verdict"]
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(1e-3, 1e4)), min_size=1, max_size=20))
 def test_the_loaders_share_is_of_all_time(pairs: list[tuple[float, float]]) -> None:
     events = [{"data_wait_ms": wait, "step_ms": wait + work} for wait, work in pairs]
-    share = loader_share([*events, {"step_ms": 5.0}, {"data_wait_ms": None}])
+    share = data_wait_share([*events, {"step_ms": 5.0}, {"data_wait_ms": None}])
     assert share == pytest.approx(sum(w for w, _ in pairs) / sum(w + s for w, s in pairs))
     assert 0 <= share <= 1
 
@@ -149,8 +149,8 @@ def test_the_loaders_share_is_of_all_time(pairs: list[tuple[float, float]]) -> N
     ("step_ms", "words"),
     [
         (500.0, "attention"),
-        (900.0, "memory-bound work and whatever else is beside the kernels (50 % of a step)"),
-        (255.0, "there is little head-room"),
+        (900.0, "memory-bound work and other time outside these kernels (50 % of a step)"),
+        (255.0, "near the dense peak"),
     ],
 )
 def test_head_room_is_where_most_time_above_the_peak_is(step_ms: float, words: str) -> None:
@@ -159,8 +159,8 @@ def test_head_room_is_where_most_time_above_the_peak_is(step_ms: float, words: s
         Bar("dense peak", {"matmul": 200.0, "attention": 50.0}),
         Bar("best kernels", best, {"memory-bound": 60.0}),
     ]
-    assert words in head_room(Standing(bars, step_ms, 0.5, None, [], [], []))
-    assert head_room(Standing(bars[1:], step_ms, 0.5, None, [], [], [])) == "", "no peak, no distance from it"
+    assert words in gap_sentence(Roofline(bars, step_ms, 0.5, None, None, [], []))
+    assert largest_gap(Roofline(bars[1:], step_ms, 0.5, None, None, [], [])) is None, "without a peak there is no gap"
 
 
 def test_a_cent_is_never_shown_as_nothing() -> None:
@@ -213,19 +213,19 @@ def test_the_timeline_counts_work_not_the_time_between_attempts() -> None:
     ]
     told = [(m.kind, m.seconds, m.step, m.message) for m in timeline(events)]
     assert told == [
-        ("begin", 0.0, None, "begun"),
+        ("begin", 0.0, None, "started"),
         ("checkpoint", 12.0, 5, "1.0 MiB in 1.0s"),
-        ("begin", 12.0, 5, "resumed from step 5"),
+        ("begin", 12.0, 5, "resumed from the checkpoint of step 5"),
         ("warning", 17.0, 5, "hot <b>"),
-        ("skipped", 20.0, 9, "2 not finite"),
+        ("skipped", 20.0, 9, "2 updates skipped: a loss or gradient was not finite"),
         ("evaluation", 20.0, 9, "validation loss 1.5000"),
-        ("stop", 22.0, 9, "steps"),
+        ("stop", 22.0, 9, "reached the last step"),
     ]
     figure = draw_timeline(timeline(events))
     assert figure is not None
     ElementTree.fromstring(figure.svg)
     assert "begin × 2" in figure.svg
-    assert "seconds at work" in figure.svg
+    assert "seconds of work" in figure.svg
 
 
 def test_a_long_timeline_stays_a_small_figure() -> None:
@@ -263,7 +263,7 @@ def test_a_shipped_recipe_is_repeated_by_name_overrides_and_commit() -> None:
     assert found.commands[0] == "git checkout abc"
     assert shlex.split(found.commands[1]) == ["redline", "train", "quickstart", *overrides, "--gpus", "4"]
     assert load("quickstart", shlex.split(found.commands[1])[3:5]).recipe.eval.prompt == "a  'b'"
-    assert found.remarks == ["The code had changes that were not committed."]
+    assert found.remarks == ["The code had uncommitted changes."]
 
 
 def test_a_file_of_the_same_name_is_not_taken_for_the_shipped_recipe() -> None:

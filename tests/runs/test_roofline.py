@@ -14,8 +14,10 @@ from redline.hardware.machine import Machine
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, resolve
 from redline.runs.events import EventLog
+from redline.runs.prose import limit_sentences
+from redline.runs.report.figures import draw_roofline
 from redline.runs.report.page import report_data, write_report
-from redline.runs.report.roofline import draw_roofline, standing, step_points, step_roofs
+from redline.runs.roofline import LimitKind, analyse, step_points, step_roofs
 
 RESULT = json.loads(
     (Path(__file__).parents[2] / "benchmarks/results/pretrain-350m-h200-20261115.json").read_text(encoding="utf-8")
@@ -42,7 +44,7 @@ def lines(count: int = 12, **fields: Any) -> list[dict[str, Any]]:
 
 def test_the_bars_are_the_plans_parts_and_the_step_is_the_runs() -> None:
     plan, lock = planned()
-    now = standing(lines(), plan, lock)
+    now = analyse(lines(), plan, lock)
     peak, best = now.bars
     tokens, n_matmul = 131_072, 350_355_456
     assert peak.ms["matmul"] == pytest.approx(1e3 * tokens * 6 * n_matmul / 989e12, rel=1e-3)
@@ -51,7 +53,7 @@ def test_the_bars_are_the_plans_parts_and_the_step_is_the_runs() -> None:
     assert set(best.may_hide) == {"memory-bound"}
     assert now.step_ms == RESULT["step_ms"]
     assert now.planned_ms == pytest.approx(1e3 * tokens / plan["throughput"]["tokens_per_s"])
-    assert f"A step takes {now.step_ms:.0f} ms: {now.step_ms / peak.total:.2f} times" in now.sentences[0]
+    assert f"A step takes {now.step_ms:.0f} ms: {now.step_ms / peak.total:.2f} times" in limit_sentences(now)[0]
 
 
 def test_points_stand_under_their_roofs() -> None:
@@ -80,62 +82,66 @@ def test_fp8_adds_its_roof_and_moves_the_matmuls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "kind", "words"),
     [
-        ({"throttle": "power_cap"}, "Power binds: the card was at its power limit in 11 of 11 log lines"),
-        ({"throttle": "power_cap"}, "(median 694 W at 1,485 MHz)"),
-        ({"throttle": "power_cap+hw_thermal"}, "Heat or the power supply binds"),
-        ({"throttle": "power_cap", "data_wait_ms": 100.0}, "The loader binds: 16% of a step"),
-        ({"throttle": ""}, "Neither power nor heat held the card back in most log lines"),
-        ({"throttle": None}, "The kernels bind: matmul needs "),
-        ({"throttle": 7, "power_w": None, "sm_clock_mhz": None}, "The kernels bind"),
+        ({"throttle": "power_cap"}, LimitKind.POWER, "11 of 11 log lines (median 694 W at 1,485 MHz)"),
+        ({"throttle": "power_cap+hw_thermal"}, LimitKind.HEAT, "11 of 11 log lines"),
+        ({"throttle": "power_cap", "data_wait_ms": 100.0}, LimitKind.DATA_LOADING, "16% of a step"),
+        ({"throttle": ""}, LimitKind.KERNELS, "Neither power nor heat"),
+        ({"throttle": None}, LimitKind.KERNELS, "matmul needs "),
+        ({"throttle": 7, "power_w": None, "sm_clock_mhz": None}, LimitKind.KERNELS, "matmul needs "),
     ],
 )
-def test_one_sentence_says_what_binds(fields: dict[str, Any], said: str) -> None:
-    assert said in " ".join(standing(lines(**fields), *planned()).sentences)
+def test_the_limit_of_a_step_is_found_and_described(fields: dict[str, Any], kind: LimitKind, words: str) -> None:
+    found = analyse(lines(**fields), *planned())
+    assert found.limit is not None
+    assert found.limit.kind is kind
+    assert words in limit_sentences(found)[-1]
 
 
-def test_a_step_near_the_best_kernels_is_bound_by_their_rates() -> None:
+def test_a_step_near_the_best_kernels_is_limited_by_their_rates() -> None:
     plan, lock = planned()
-    best = standing(lines(), plan, lock).bars[1].total
-    near = standing(lines(throttle=None, step_ms=1.05 * best), plan, lock)
-    assert "The kernels' rates bind, those of matmul most" in near.sentences[-1]
+    best = analyse(lines(), plan, lock).bars[1].total
+    near = analyse(lines(throttle=None, step_ms=1.05 * best), plan, lock)
+    assert "above all matmul" in limit_sentences(near)[-1]
 
 
-def test_a_power_limit_that_is_touched_now_and_then_does_not_bind() -> None:
+def test_a_power_limit_that_is_reached_in_few_lines_is_not_the_limit() -> None:
     steps = lines(9)
     for step in steps[:4]:
         step["throttle"] = "power_cap"
-    assert "Power binds" not in " ".join(standing(steps, *planned()).sentences)
+    found = analyse(steps, *planned())
+    assert found.limit is not None
+    assert found.limit.kind is LimitKind.KERNELS
 
 
 def test_a_cpu_is_held_against_what_was_measured_on_it() -> None:
     measured = {"fp32": 1e11, "bf16": 0.5e11, "copy": 2e10}
     cpu = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11, measured=measured)
     plan, lock = planned(cpu, "train.global_batch=4", "train.precision=fp32")
-    now = standing(lines(tokens_per_s=30.0, step_ms=136_000.0, mfu=None, throttle=None), plan, lock)
+    now = analyse(lines(tokens_per_s=30.0, step_ms=136_000.0, mfu=None, throttle=None), plan, lock)
     (bar,) = now.bars
     flops = plan["flops_per_token"]
     assert flops["recomputed"] > 0, "this machine has little memory"
     assert bar.total == pytest.approx(1e3 * 4096 * (flops["executed"] + flops["recomputed"]) / 1e11)
     older = {"executed": 5e9, "useful": 6e9}  # in older logs it includes recomputation
-    (bar,) = standing(lines(step_ms=136_000.0), plan | {"flops_per_token": older}, lock).bars
+    (bar,) = analyse(lines(step_ms=136_000.0), plan | {"flops_per_token": older}, lock).bars
     assert bar.total == pytest.approx(1e3 * 4096 * 5e9 / 1e11)
     assert [(roof.name, roof.measured) for roof in now.roofs] == [("bandwidth", True), ("fp32", True)]
     assert [point.name for point in now.points] == ["this run"]
-    assert "No table has a peak of a CPU" in now.sentences[1]
+    assert "The peak of a CPU is unknown" in limit_sentences(now)[1]
     assert len(draw_roofline(now)) == 2
 
 
 def test_of_an_unknown_card_only_what_is_known_is_drawn() -> None:
     unknown = Machine("cuda", "NVIDIA X1", 80 << 30, 16, (9, 0), fast_bf16=True)
-    now = standing(lines(mfu=None), *planned(unknown))
+    now = analyse(lines(mfu=None), *planned(unknown))
     assert (now.bars, now.points, draw_roofline(now)) == ([], [], [])
-    assert "No table has a peak of NVIDIA X1" in now.sentences[0]
+    assert "The peak of NVIDIA X1 is unknown" in limit_sentences(now)[0]
     probed = Machine(
         "cuda", "NVIDIA X1", 80 << 30, 16, (9, 0), fast_bf16=True, measured={"bf16": 7e14, "fp32": 5e13, "copy": 4e12}
     )
-    now = standing(lines(mfu=None), *planned(probed))
+    now = analyse(lines(mfu=None), *planned(probed))
     assert [bar.name for bar in now.bars] == ["best kernels"], "a peak that was worked back is nobody's peak"
     assert all(roof.measured for roof in now.roofs)
     assert len(draw_roofline(now)) == 2
@@ -143,7 +149,7 @@ def test_of_an_unknown_card_only_what_is_known_is_drawn() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_the_figures_are_whole_and_name_their_parts(precision: str) -> None:
-    figures = draw_roofline(standing(lines(), *planned(H200, f"train.precision={precision}")))
+    figures = draw_roofline(analyse(lines(), *planned(H200, f"train.precision={precision}")))
     bars, roofs = (ElementTree.fromstring(figure.svg) for figure in figures)
     words = " ".join("".join(node.itertext()) for tree in (bars, roofs) for node in tree.iter() if node.tag == "text")
     for word in ("dense peak", "best kernels", "this run", "49.6% MFU", "matmul", "memory-bound", "4.8 TB/s"):
@@ -171,7 +177,7 @@ PLANS: list[Any] = [
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("steps", [[], [{"step": 1}], lines(3), lines(3, step_ms=0.0, tokens_per_s=0)])
 def test_logs_of_any_age_give_what_they_have(lock: Any, plan: Any, steps: Any) -> None:
-    now = standing(steps, plan, lock)
+    now = analyse(steps, plan, lock)
     assert now.points == []
     draw_roofline(now)
     json.dumps(now.data(), allow_nan=False)
@@ -188,7 +194,7 @@ def test_the_report_of_a_run_shows_it(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     assert "<h2>How close to the limit</h2>" in page
     assert "<figcaption>A step against its ceilings</figcaption>" in page
-    assert "Power binds: the card was at its power limit in 11 of 11 log lines" in page
+    assert "it was reached in 11 of 11 log lines" in page
     ids = re.findall(r'\sid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     data = json.loads(json.dumps(report_data(tmp_path), allow_nan=False))["roofline"]

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from redline.errors import UserError
-from redline.runs.events import EventLog
+from redline.runs.events import EventLog, History
 from redline.runs.summary import (
     find_runs,
     is_locked,
@@ -167,7 +167,7 @@ def test_a_directory_that_is_no_run_does_not_hide_the_run_of_that_name(root, tmp
         ("quickstrat-1@best", "Did you mean 'quickstart-1'?"),
         ("zzz", "redline runs"),
         ("", "RUN: no run is named. Write its path, its name or `latest`; `redline runs`"),
-        ("@best", "@best: no run is named before @best. Write for instance latest@best."),
+        ("@best", "@best: no run is named before @best. Write, for example, latest@best."),
         ("quickstart-1@worst", "@best"),
         ("quickstart-1@-5", "@best"),
         ("quickstart-1@٣", "@best"),
@@ -198,5 +198,5 @@ def test_without_any_run_the_advice_is_to_train(tmp_path, name):
 
 def test_who_could_not_save_has_not_finished(tmp_path):
     stop = {"type": "stop", "reason": "steps"}
-    assert run_status(tmp_path, [{"type": "start"}, stop]) == "finished"
-    assert run_status(tmp_path, [{"type": "start"}, {**stop, "saved": False}]) == "failed"
+    assert run_status(tmp_path, History([{"type": "start"}, stop])) == "finished"
+    assert run_status(tmp_path, History([{"type": "start"}, {**stop, "saved": False}])) == "failed"

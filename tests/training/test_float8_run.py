@@ -115,7 +115,8 @@ def test_without_units_it_is_off_and_says_so(world: Any) -> None:
     plain = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
     resolved = resolve(world.recipe("train.precision=fp8"), plain, FACTS)
     assert resolved.recipe.train.precision == "fp32"
-    assert resolved.warnings == ["fp8 is off: a CPU has no units for it"]
+    (warning,) = resolved.warnings
+    assert "fp8" in warning
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redline.runs.events import Event, read_events
+from redline.runs.events import Event, History, read_events
+from redline.vocabulary import StopReason
 
 LIMIT_S = 3600
 _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")  # as a traceback ends
@@ -25,11 +26,11 @@ class ChildError(Exception):
 @dataclass(frozen=True)
 class TrainedRun:
     begun: float  # wall-clock seconds, as in the events' `time`
-    events: list[Event]
+    events: History
     lock: dict[str, Any]
 
     def of_type(self, name: str) -> list[Event]:
-        return [event for event in self.events if event["type"] == name]
+        return self.events.of_type(name)
 
 
 class DivergedError(ChildError):
@@ -49,8 +50,8 @@ def train(
     try:
         _run(command, "", environment, limit_s)
     except ChildError:
-        stops = [event.get("reason") for event in read_events(run / "events.jsonl") if event["type"] == "stop"]
-        if "nonfinite" in stops:
+        stops = [event.get("reason") for event in read_events(run / "events.jsonl").of_type("stop")]
+        if StopReason.NONFINITE in stops:
             raise DivergedError(_read_run(run, begun)) from None
         raise
     return _read_run(run, begun)
@@ -59,7 +60,7 @@ def train(
 def _read_run(run: Path, begun: float) -> TrainedRun:
     lock = json.loads((run / "lock.json").read_text())
     lock.pop("began_in", None)  # results are committed: no path of this machine in them
-    return TrainedRun(begun, list(read_events(run / "events.jsonl")), lock)
+    return TrainedRun(begun, read_events(run / "events.jsonl"), lock)
 
 
 def ask(module: str, request: dict[str, Any], limit_s: float = LIMIT_S) -> dict[str, Any]:

@@ -6,17 +6,12 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from redline import __version__
 from redline.runs.summary import RUNS
 
-if TYPE_CHECKING:
-    from redline.runs.events import Event
-
-_TAIL = 64 << 10  # bytes of a log: how a run ended stands in its last lines
 _ENDED_EARLY = ("crashed", "preempted", "stopped", "failed")
 
 
@@ -77,25 +72,12 @@ def _steps(newest: Newest | None) -> list[tuple[str, str]]:
 
 
 def newest_run(root: Path) -> Newest | None:
-    from redline.runs.console import one_line
+    from redline.runs.events import one_line, read_last_events
     from redline.runs.summary import run_paths, run_status
     from redline.vocabulary import EVENTS_FILE
 
     paths = run_paths(root)
     if not paths:
         return None
-    status = run_status(paths[0], _last_events(paths[0] / EVENTS_FILE))
+    status = run_status(paths[0], read_last_events(paths[0] / EVENTS_FILE))
     return Newest(shlex.quote(one_line(paths[0].relative_to(root).as_posix())), status, len(paths))
-
-
-def _last_events(path: Path) -> list[Event]:
-    from redline.cache import open_regular
-    from redline.runs.events import parse_event
-
-    try:
-        with open(path, "rb", opener=open_regular) as file:
-            file.seek(max(0, path.stat().st_size - _TAIL))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return []
-    return [event for line in lines if (event := parse_event(line)) is not None]

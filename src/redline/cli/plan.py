@@ -268,7 +268,7 @@ def check_figure(path: Path | None, world: int) -> None:
 def write_figure(path: Path, scaling: Mapping[str, Any], title: str) -> None:
     if scaling["pays_up_to"] is None:
         raise UserError(f"there is nothing to draw: {scaling['verdict']}.", where="--figure")
-    from redline.runs.report.scaling import scaling_svg
+    from redline.runs.report.figures import scaling_svg
 
     try:
         path.write_text(scaling_svg(scaling, title), encoding="utf-8")

@@ -12,7 +12,8 @@ from redline.cli.completion import complete_words
 from redline.cli.help import VerbCommand, VerbGroup
 from redline.cli.options import JsonOption
 from redline.errors import UsageError
-from redline.runs.console import one_line, print_whole
+from redline.runs.console import print_table
+from redline.runs.events import one_line
 from redline.runs.summary import RUNS, RunSummary, find_runs
 from redline.units import format_bytes, format_seconds, format_usd
 
@@ -56,7 +57,7 @@ def _list(json_: bool) -> None:
         table.add_row(
             *(Text(one_line(show(run))) for show in columns.values())
         )  # as Text, or rich would interpret brackets in a name as markup
-    print_whole(table)
+    print_table(table)
 
 
 MISSING = "–"

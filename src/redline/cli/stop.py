@@ -8,7 +8,7 @@ import typer
 
 from redline.cli.options import RunArgument
 from redline.errors import UserError
-from redline.runs.summary import is_locked, whole_run
+from redline.runs.summary import is_locked, run_without_checkpoint
 from redline.vocabulary import STOP_REQUEST_FILE
 
 
@@ -21,7 +21,7 @@ def stop(run: RunArgument = "latest") -> None:
       redline stop latest
       redline stop runs/pretrain-350m-20261115-101500
     """
-    path = whole_run(run)
+    path = run_without_checkpoint(run)
     if not is_locked(path):
         raise UserError("the run is not running.", where=str(path), fix="`redline runs` shows the status of every run.")
     try:

@@ -8,7 +8,7 @@ import typer
 
 from redline.cli.options import JsonOption, RunsArgument
 from redline.errors import EXIT_INTERRUPTED, UsageError
-from redline.runs.summary import RUNS, whole_run
+from redline.runs.summary import RUNS, run_without_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,7 +46,7 @@ def watch(
     """
     if json_ and not once:
         raise UsageError("--json prints a snapshot and needs --once.", where="--json", fix="Add --once.")
-    named = list(dict.fromkeys(whole_run(run) for run in runs or (["latest"] if once else [])))
+    named = list(dict.fromkeys(run_without_checkpoint(run) for run in runs or (["latest"] if once else [])))
     if once:
         _snapshots(named, json_)
     else:

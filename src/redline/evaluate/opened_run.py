@@ -28,8 +28,7 @@ from redline.models.pretrained import Base, open_base
 from redline.planning.shapes import TARGETS
 from redline.recipe.load import parse_overrides, validate
 from redline.recipe.lock import check_model_identity, locked_recipe, read_lock
-from redline.recipe.parallel import adapt_to_world
-from redline.recipe.resolve import DataFacts, resolve
+from redline.recipe.resolve import DataFacts, adapt_to_world, resolve
 from redline.recipe.schema import Recipe
 from redline.training.checkpoint import copy_weights, find_weights
 

@@ -10,8 +10,7 @@ from typing import Any
 import yaml
 
 from redline.errors import redact_all
-from redline.runs.events import EventList, number, read_events, section
-from redline.runs.summary import last_number
+from redline.runs.events import History, number, read_events, section
 from redline.units import format_count, format_seconds
 from redline.vocabulary import EVENTS_FILE
 
@@ -70,10 +69,9 @@ def _loading(tokenizer: bool) -> str:
     )
 
 
-def data_facts(events: EventList, lock: Mapping[str, Any], step: int) -> dict[str, Any]:
+def data_facts(events: History, lock: Mapping[str, Any], step: int) -> dict[str, Any]:
     data, recipe = section(lock, "data"), section(lock, "recipe")
-    seen = [e for e in events if e["type"] in ("step", "eval", "stop") and (number(e, "step") or 0) <= step]
-    tokens = last_number(seen, "tokens")
+    tokens = events.until(step).last_number("tokens", "step", "eval", "stop")
     return {
         "source": f"`{json.dumps(section(recipe, 'data').get('source'), ensure_ascii=False)}`",
         "fingerprint of the tokens": f"`{data.get('fingerprint')}`",
@@ -85,9 +83,9 @@ def data_facts(events: EventList, lock: Mapping[str, Any], step: int) -> dict[st
     }
 
 
-def quality(events: EventList, exported: Mapping[str, Any]) -> str:
+def quality(events: History, exported: Mapping[str, Any]) -> str:
     step = exported["step"]
-    evals = [e for e in events if e["type"] == "eval" and (number(e, "step") or 0) <= step]
+    evals = events.until(step).of_type("eval")
     if not evals or number(evals[-1], "loss") is None:
         return "It was not evaluated on text that was held out."
     last = evals[-1]
@@ -115,10 +113,9 @@ def _limits(lock: Mapping[str, Any]) -> str:
     return "\n".join(f"- {limit}" for limit in limits)
 
 
-def making(events: EventList, lock: Mapping[str, Any], exported: Mapping[str, Any]) -> dict[str, Any]:
+def making(events: History, lock: Mapping[str, Any], exported: Mapping[str, Any]) -> dict[str, Any]:
     versions, machine = section(lock, "versions"), section(lock, "machine")
-    steps = [e for e in events if e["type"] == "step" and (number(e, "step") or 0) <= exported["step"]]
-    hours = last_number(steps, "hours")
+    hours = events.until(exported["step"]).last_number("hours", "step")
     git = section(lock, "git")
     return {
         "run": f"`{lock.get('run_id')}`, seed {lock.get('seed')}",
@@ -149,8 +146,13 @@ _PROMPTS = {
 }
 
 
-def tuned_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], *, template: bool) -> str:
-    """README.md, with the front matter that model hubs read. `exported` is what redline.json says."""
+def finetuned_card(
+    run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], *, learn: str, template: bool
+) -> str:
+    """Return README.md, with the front matter that model hubs read. `exported` is the content of redline.json.
+
+    `learn` names the tokens that the loss was taken over; `template` says whether there is a chat template.
+    """
     events = read_events(run / EVENTS_FILE)
     is_adapter = exported["form"] == "adapter"
     front = {
@@ -160,12 +162,11 @@ def tuned_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], 
         "pipeline_tag": "text-generation",
         "tags": ["redline", str(exported["objective"]), str(exported["method"]), str(exported["model_type"])],
     }
-    options = section(section(lock, "recipe"), "finetune")
     entries = section(lock, "data").get("vocab_size")
     facts = {
         **data_facts(events, lock, exported["step"]),
         "tokenizer": f"the base's, {entries} entries",
-        "the loss was of": options.get("learn"),
+        "the loss was of": learn,
     }
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",

@@ -32,7 +32,7 @@ from redline.export.adapter import (
     to_peft,
     whole_tensors,
 )
-from redline.export.card import CARD, model_card, tuned_card
+from redline.export.card import CARD, finetuned_card, model_card
 from redline.export.tensors import Named, Shapes, write_json, write_tensors
 from redline.export.tokenizer import end_of_text, run_tokenizer, write_tokenizer
 from redline.jobs.base import job
@@ -430,4 +430,5 @@ def _base_origin(one: _Tuned) -> dict[str, Any]:
 
 def _card(one: _Tuned) -> Callable[[Mapping[str, Any]], str]:
     trained, template = one.trained, one.tokenizer.template is not None
-    return lambda origin: tuned_card(trained.run, trained.lock, origin, template=template)
+    learn = one.learnt.learn
+    return lambda origin: finetuned_card(trained.run, trained.lock, origin, learn=learn, template=template)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from redline.errors import Problem
+from redline.jobs.base import BASE_MODEL_JOB
 from redline.planning.flops import ASSUMES_FULL_ROWS, FlopsPerToken, Passes, causal_passes, decoder_flops
 from redline.planning.memory import MemoryParts, training_memory
 from redline.planning.shapes import DecoderShape
@@ -18,7 +19,8 @@ def unused_base_keys(recipe: Any) -> list[Problem]:
     """Report keys about a pretrained base, for a job that trains a model from random weights."""
     fields, what = type(recipe.model).model_fields, f"does nothing with objective={recipe.objective}."
     unused = [name for name in _BASE_KEYS if getattr(recipe.model, name) != fields[name].default]
-    return [Problem(f"model.{name}", what, "Remove it, or use objective=finetune.") for name in unused]
+    fix = f"Remove it, or use objective={BASE_MODEL_JOB}."
+    return [Problem(f"model.{name}", what, fix) for name in unused]
 
 
 class DecoderCosts:

@@ -15,7 +15,7 @@ from redline.cache import read_bytes, sync
 from redline.errors import EXIT_PREEMPTED, UsageError, redact_all
 from redline.recipe.horizon import STOPS, remaining_fields
 from redline.recipe.lock import make_lock, read_lock, write_lock
-from redline.recipe.resolve import Choice, Resolved
+from redline.recipe.resolve import Choice, Resolved, adapt_to_world
 from redline.runs.events import SCHEMA, EventLog, NullEventLog, read_events
 from redline.runs.monitor import Monitor, View, paid_until, price_of
 from redline.runs.summary import RUNS
@@ -44,7 +44,6 @@ from collections.abc import Callable
 
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from redline.recipe.load import validate
-from redline.recipe.parallel import adapt_to_world
 from redline.recipe.resolve import DataFacts, resolve
 from redline.runs.events import Event, number
 from redline.training import recovery as trouble
@@ -222,7 +221,7 @@ def _look_back(run: RunDirectory, monitor: Monitor) -> dict[str, Any]:
     storms = trouble.nonfinite_failures(trouble.read_failures(run.path))
     newest = newest_valid(run.checkpoints, monitor.warn)
     if newest is None:
-        saved = any(event["type"] == "checkpoint" for event in read_events(run.path / EVENTS_FILE))
+        saved = bool(read_events(run.path / EVENTS_FILE).of_type("checkpoint"))
         if committed_steps(run.checkpoints) or saved:
             none = "is valid" if committed_steps(run.checkpoints) else "is left"
             monitor.warn(f"no checkpoint of this run {none}: it begins again at step 0")
@@ -246,7 +245,7 @@ def _look_back(run: RunDirectory, monitor: Monitor) -> dict[str, Any]:
 def _ended_after(run: Path, step: int) -> float:
     """Seconds. Texts are written after the last save, and were paid for, too: a clock that knows the save alone goes
     back."""
-    stops = [event for event in read_events(run / EVENTS_FILE) if event["type"] == "stop" and event.get("step") == step]
+    stops = [event for event in read_events(run / EVENTS_FILE).of_type("stop") if event.get("step") == step]
     return 3600 * (number(stops[-1], "hours") or 0.0) if stops else 0.0
 
 
@@ -381,7 +380,7 @@ class OneRun:
             from redline.evaluate.init_from import reopen_initial
 
             self.initial = reopen_initial(read_lock(self.path)["init_from"], RUNS, monitor.warn)
-        monitor.say("building the model")
+        monitor.status("building the model")
         trainer.build(begin.checkpoint, self.initial.tensors() if self.initial else None)
         trainer.state = replace(trainer.state, seconds=max(trainer.state.seconds, begin.seconds))
         if self.resumed and self.ranks.is_main:

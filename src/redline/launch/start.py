@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import shlex
 import signal
@@ -20,14 +19,13 @@ import typer
 
 from redline.errors import UsageError
 from redline.launch.session import Leaving, OneRun, Quiet, join_ranks, refuse_run, resolved_alike
-from redline.recipe.horizon import STOPS, recipe_steps, remaining_fields
+from redline.recipe.horizon import recipe_steps, remaining_fields
 from redline.recipe.load import Loaded, load, validate
 from redline.recipe.lock import locked_recipe, read_lock
-from redline.recipe.parallel import adapt_to_world
-from redline.recipe.resolve import Resolved, resolve
+from redline.recipe.resolve import Resolved, adapt_to_world, resolve
 from redline.recipe.schema import RESUMABLE, Recipe
 from redline.runs.console import Console
-from redline.runs.events import Event, number, read_events, section
+from redline.runs.events import Event, number, read_events
 from redline.runs.monitor import View, price_notes, price_of
 from redline.runs.summary import RUNS, refuse_links, refuse_too_long, refuse_unreadable, resolve_run
 from redline.runs.trackers import require_packages
@@ -128,7 +126,7 @@ def due_in(path: Path, given: str | None, overrides: list[str]) -> Due:
         changes = [word for key, word in typed.items() if key.startswith(RESUMABLE)]
     else:
         changes = [word for key, word in typed.items() if before.get(key) != word]
-    return Due(locked_recipe(path, lock, changes, _changed_before(path)), True, changes)
+    return Due(locked_recipe(path, lock, changes, read_events(path / EVENTS_FILE).resume_overrides()), True, changes)
 
 
 def continue_run(path: Path, given: str | None, overrides: list[str], *, dry_run: bool, gpus: int = 1) -> int:
@@ -152,7 +150,7 @@ def refuse_other_recipe(path: Path, given: str | None, name: str) -> None:
 def _last_command(run: Path) -> dict[str, str] | None:
     """Return the overrides of the last command that started the run or continued it, by key; None if the run's log does
     not have them, as when it was killed before its first event."""
-    starts = [event for event in read_events(run / EVENTS_FILE) if event["type"] == "start"]
+    starts = read_events(run / EVENTS_FILE).of_type("start")
     commands = [event.get("continued_with") or event.get("overrides") for event in starts[:1]]
     commands += [event["continued_with"] for event in starts[1:] if isinstance(event.get("continued_with"), list)]
     return _by_key([str(word) for word in commands[-1]]) if commands and isinstance(commands[-1], list) else None
@@ -169,7 +167,7 @@ def resumable(name: str, overrides: list[str]) -> tuple[Path, Loaded]:
     if selector is not None:
         fix = f"redline train --resume {shlex.quote(str(path))}"
         raise UsageError("a run goes on from its newest checkpoint.", where=name, fix=f"Leave out @{selector}: {fix}")
-    return path, locked_recipe(path, read_lock(path), overrides, _changed_before(path))
+    return path, locked_recipe(path, read_lock(path), overrides, read_events(path / EVENTS_FILE).resume_overrides())
 
 
 def _is_finished(path: Path, recipe: Recipe, *, changed: bool) -> bool:
@@ -188,8 +186,7 @@ def nothing_left(path: Path, recipe: Recipe, *, changed: bool) -> str | None:
     `train.hours` or `train.target_loss` may leave something to do, which the trainer finds out itself."""
     from redline.training.checkpoint import newest_valid, step_name
 
-    ends = [event for event in read_events(path / EVENTS_FILE) if event["type"] in ("start", "stop")]
-    last: Event = ends[-1] if ends else {}
+    last: Event = read_events(path / EVENTS_FILE).stop or {}
     reason, step = str(last.get("reason")), number(last, "step")
     if reason not in OWN_ENDS or step is None:
         return None
@@ -229,23 +226,6 @@ def _reached(path: Path, recipe: Recipe, step: int) -> bool:
     except (KeyError, TypeError, ValueError):
         return False  # an older lock: whoever goes on says so
     return end is not None and end <= step
-
-
-def _changed_before(run: Path) -> list[list[str]]:
-    """Return the overrides of earlier resumes, which stay in force.
-
-    `stops` holds the counted stop conditions that were in force then. Logs of older versions lack it: there an
-    override changed one of the three and left the others.
-    """
-    words: list[list[str]] = []
-    for event in read_events(run / EVENTS_FILE):
-        given = event.get("overrides")
-        if event["type"] != "start" or event.get("resumed_from") is None or not isinstance(given, list):
-            continue
-        counted = [(key, section(event, "stops").get(key.removeprefix("train."))) for key in STOPS]
-        known = counted if isinstance(event.get("stops"), dict) else []
-        words += [[str(word) for word in given], [f"{key}={json.dumps(value)}" for key, value in known]]
-    return words
 
 
 def _start(

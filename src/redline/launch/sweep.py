@@ -20,13 +20,12 @@ import typer
 from redline.cache import read_text, write_atomically
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError, UserError
 from redline.recipe.load import load
-from redline.runs.console import print_whole
-from redline.runs.events import read_events
-from redline.runs.report.compare import Row, compare_run
+from redline.runs.console import print_table
+from redline.runs.report.compare import Row, sweep_row
 from redline.runs.summary import run_status
 from redline.training.signals import preemption_signals
 from redline.units import format_count, format_seconds
-from redline.vocabulary import EVENTS_FILE, RECIPE_LOCK_FILE, SWEEP_FILE
+from redline.vocabulary import EVENTS_FILE, RECIPE_LOCK_FILE, SWEEP_FILE, Status
 
 COMPARISON = "comparison.json"
 _LEAVING = {EXIT_INTERRUPTED, EXIT_PREEMPTED}  # a member that was asked to leave takes the sweep with it
@@ -122,7 +121,7 @@ def run_sweep(sweep: Sweep, directory: Path, *, dry_run: bool = False) -> int:
                 codes[member.name] = run(_command(sweep, member, path))
             if codes.get(member.name) in _LEAVING:
                 break
-    rows = [compare_run(directory / m.name, m.values, codes.get(m.name)) for m in members]
+    rows = [sweep_row(directory / m.name, m.values, codes.get(m.name)) for m in members]
     _compare(directory, sweep, rows)
     left = [code for code in codes.values() if code in _LEAVING]
     if left:
@@ -154,7 +153,7 @@ def _begin(directory: Path, description: dict[str, object]) -> None:
 
 
 def _finished(path: Path) -> bool:
-    return (path / RECIPE_LOCK_FILE).is_file() and run_status(path, read_events(path / EVENTS_FILE)) == "finished"
+    return (path / RECIPE_LOCK_FILE).is_file() and run_status(path) is Status.FINISHED
 
 
 def _command(sweep: Sweep, member: Member, path: Path) -> list[str]:
@@ -243,4 +242,4 @@ def _print_table(sweep: Sweep, rows: list[Row], best: Row | None) -> None:
             shown(row.hours, lambda hours: format_seconds(3600 * hours)),
         )
         table.add_row(*map(escape, row.values.values()), status, *figures, "← best" if row is best else "")
-    print_whole(table)
+    print_table(table)

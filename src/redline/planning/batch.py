@@ -1,4 +1,7 @@
-"""Micro-batch × accumulation × world = global batch. Any two give the third; three must agree."""
+"""How a global batch is divided: micro-batch × accumulation × world size = global batch.
+
+The recipe may state any two of the three; if it states all three, they must agree.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,9 @@ from dataclasses import dataclass
 
 from redline.errors import Problem
 
-# ----------------------------------------------------------------------------------------------------
-# One batch and one model among several GPUs: which numbers of them divide it, and what each has to hold.
-
 
 def indivisible_batch(total: int, world: int) -> Problem | None:
-    """What to do about a global batch that so many ranks cannot share; None when they can."""
+    """Return the problem if `world` ranks cannot divide the global batch evenly, with numbers that would work."""
     if total % world == 0:
         return None
     batches = [number for number in (total // world * world, (total // world + 1) * world) if number]
@@ -24,7 +24,7 @@ def indivisible_batch(total: int, world: int) -> Problem | None:
     return Problem("train.global_batch", f"{total} sequences cannot be shared by {world} GPUs.", fix)
 
 
-# name → (share of the memory, factor on the global batch), as in the H200 guide
+# preset → (share of the GPU's memory that a plan may use, factor on the global batch)
 PRESETS = {
     "conservative": (0.45, 0.5),
     "recommended": (0.65, 1.0),
@@ -44,7 +44,10 @@ class BatchPlan:
         return self.micro * self.accumulation * self.world
 
     def halved(self) -> BatchPlan | None:
-        """The same global batch in micro-batches of half the size, or of the next that divides it; 1 has none."""
+        """Return the same global batch in smaller micro-batches, or None if the micro-batch is 1 already.
+
+        The size is divided by its smallest prime factor, so that accumulation stays a whole number.
+        """
         if self.micro == 1:
             return None
         parts = next(n for n in range(2, self.micro + 1) if self.micro % n == 0)
@@ -54,7 +57,7 @@ class BatchPlan:
 def solve_batch(
     global_batch: int | None, micro: int | None, accumulation: int | None, world: int = 1
 ) -> BatchPlan | Problem | None:
-    """The batch when the recipe settles it, what is wrong when it contradicts itself, None when the plan may choose."""
+    """Return the batch that the recipe determines, a problem if it contradicts itself, None if the plan may choose."""
     if global_batch and micro and accumulation and micro * accumulation * world != global_batch:
         return Problem(
             "train.global_batch",
@@ -81,13 +84,16 @@ def solve_batch(
 
 
 def _divisors(number: int) -> list[int]:
-    """Largest first."""
+    """Return the divisors, largest first."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)}, reverse=True)
 
 
 def round_to_divisible(share: float) -> int:
-    """A whole number near it that has divisors of many sizes: no more than four of its bits count."""
+    """Round to a whole number with many divisors, so that the plan can choose among many micro-batches.
+
+    Only the four leading bits are kept; all others become zero.
+    """
     unit = 1 << max(0, math.floor(math.log2(max(1.0, share))) - 3)
     return max(1, round(share / unit)) * unit
 
@@ -95,7 +101,10 @@ def round_to_divisible(share: float) -> int:
 def largest_micro_batch(
     global_batch: int, world: int, fits: Callable[[int], bool], cap: int | None = None
 ) -> BatchPlan:
-    """The largest divisor of a rank's share that fits; 1 when nothing does (the warm-up then says what happens)."""
+    """Return the batch with the largest micro-batch that divides a rank's share and fits.
+
+    If none fits, the micro-batch is 1: the estimate may be wrong, and the dry run before step 1 reports a real failure.
+    """
     share = global_batch // world
     micro = next((m for m in _divisors(share) if (cap is None or m <= cap) and fits(m)), 1)
     return BatchPlan(micro, share // micro, world)

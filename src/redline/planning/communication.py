@@ -1,5 +1,7 @@
-"""What cards say to each other in a step: how many bytes, and how long that takes. The bytes are counted; the seconds
-are an estimate, for no cluster has been measured.
+"""Communication between GPUs in a step: the bytes, which are exact, and the seconds, which are an estimate.
+
+Tests compare the bytes with what the trainer sends. The seconds rest on assumptions, because no cluster was available
+to measure (docs/decisions/0018-several-cards.md).
 """
 
 from __future__ import annotations
@@ -11,42 +13,45 @@ from dataclasses import dataclass, replace
 from redline.planning.shapes import DecoderShape
 
 MODES = ("ddp", "fsdp")
-# Assumptions, not measurements: the share of a rated wire that large messages reach, and what a message costs at each
-# card it passes, however small it is.
+# Assumptions, not measurements: the share of its rated bandwidth that a link reaches with large messages, and the
+# latency that a message of any size adds at each GPU of a ring.
 WIRE_SHARE = 0.8
 HOP_SECONDS = 5e-6
-NETWORK_GBPS_PER_CARD = 400.0  # where a recipe does not say: an adapter of 400 Gbit/s for each card
-BUCKET = 25 << 20  # bytes that DDP reduces at once
+NETWORK_GBPS_PER_CARD = 400.0  # if the recipe states none: an adapter of 400 Gbit/s for each GPU
+BUCKET = 25 << 20  # bytes that DDP all-reduces in one message
 GIGABIT = 1e9 / 8
 
 
 @dataclass(frozen=True)
 class Volume:
-    """Bytes of one step as the collectives are given them: whole tensors, not a card's share of them."""
+    """Bytes of one step as passed to the collectives: whole tensors, not one GPU's share of them."""
 
     reduced: float = 0.0  # gradients, all-reduced
     gathered: float = 0.0  # parameters, all-gathered from their shards
     scattered: float = 0.0  # gradients, reduce-scattered to their shards
-    exchanged: float = 0.0  # by all cards together: rows of what one of them orthogonalises, and of its result
+    exchanged: float = 0.0  # by all GPUs together, for Muon: rows sent to the owner of a matrix and back
     calls: int = 0
-    micros: int = 1  # forwards and backwards behind which it hides
+    micros: int = 1  # micro-batches, whose forward and backward passes hide the messages
 
     def sent(self, world: int) -> float:
-        """Bytes that each card sends, by rings: an all-reduce is a reduce-scatter and an all-gather."""
+        """Return the bytes that each GPU sends in rings, where an all-reduce is a reduce-scatter and an all-gather."""
         return (world - 1) / world * (2 * self.reduced + self.gathered + self.scattered + self.exchanged / world)
 
 
 def ddp_volume(gradient_bytes: float) -> Volume:
-    """Gradients once a step, however many micro-batches made them."""
+    """Return the volume of DDP: gradients once a step, for any number of micro-batches."""
     return Volume(reduced=gradient_bytes, calls=math.ceil(gradient_bytes / BUCKET))
 
 
 def fsdp_volume(
     *, blocks: float, root: float, gradients: float, layers: int, micros: int, orthogonalised: float = 0.0
 ) -> Volume:
-    """Every micro-batch gathers each block for the forward and again for the backward; the rest of the model, which
-    the backward needs first, is gathered once and kept. Gradients go to their shards once a step. Muon's update takes
-    whole matrices: their rows go to one card each, and come back."""
+    """Return the volume of FSDP.
+
+    Every micro-batch gathers each block for the forward pass and again for the backward pass. The rest of the model
+    (`root`) is gathered once and kept, because the backward pass needs it first. Gradients are scattered to their
+    shards once a step. Muon needs whole matrices: the rows of each go to one GPU, and the update's rows come back.
+    """
     return Volume(
         gathered=micros * (2 * blocks + root),
         scattered=gradients,
@@ -57,12 +62,12 @@ def fsdp_volume(
 
 
 def padded_bytes(tensors: Iterable[tuple[int, int]], world: int, bytes_per_value: int = 4) -> int:
-    """Of tensors that are shared by rows: the shares are equal, so that the last is filled up."""
+    """Return the bytes of tensors sharded by rows: FSDP pads the rows to a multiple of the world size."""
     return sum(-(-rows // world) * world * columns for rows, columns in tensors) * bytes_per_value
 
 
 def block_tensors(shape: DecoderShape) -> list[tuple[int, int]]:
-    """Rows and columns of a block's parameters."""
+    """Return rows and columns of each parameter of a block."""
     d = shape.d_model
     matrices = [(shape.d_qkv, d), (d, shape.d_attention), (shape.d_up, d), (d, shape.d_ff)]
     norms = [(d, 1), (d, 1), *[(shape.head_dim, 1)] * (2 if shape.qk_norm else 0)]
@@ -70,7 +75,7 @@ def block_tensors(shape: DecoderShape) -> list[tuple[int, int]]:
 
 
 def root_tensors(shape: DecoderShape) -> list[tuple[int, int]]:
-    """The same of what no block holds: embeddings, head, the last norm, the weights of skips."""
+    """Return rows and columns of each parameter outside the blocks: embeddings, head, last norm, skip weights."""
     tables = [(shape.vocab, shape.d_model)] * (1 if shape.tied else 2)
     values = [(shape.vocab, shape.d_kv)] * shape.value_embeddings
     return [*tables, *values, (shape.d_model, 1), *([(shape.skip_count, 1)] if shape.skip_count else [])]
@@ -78,12 +83,12 @@ def root_tensors(shape: DecoderShape) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Fabric:
-    """The wires: cards in each node, nodes, and bytes/s in one direction; None where nobody knows."""
+    """The links between GPUs, in bytes/s in one direction; None means unknown."""
 
     gpus: int = 1
     nodes: int = 1
-    link: float | None = None  # of a card to the others of its node
-    network: float | None = None  # of a node to the others, all its adapters together
+    link: float | None = None  # from one GPU to the others of its node
+    network: float | None = None  # from one node to the others, all its adapters together
 
     @property
     def world(self) -> int:
@@ -91,14 +96,13 @@ class Fabric:
 
     @property
     def bandwidth(self) -> float | None:
-        """Of rings over all cards at their narrowest: a card's link carries all of them, and so do the adapters of a
-        node together."""
-        wires = [self.link] * (self.gpus > 1) + [self.network] * (self.nodes > 1)
-        known = [wire for wire in wires if wire]
-        return min(known, default=math.inf) if len(known) == len(wires) else None
+        """Return the bandwidth of a ring over all GPUs: that of its slowest link. None if a link is unknown."""
+        links = [self.link] * (self.gpus > 1) + [self.network] * (self.nodes > 1)
+        known = [link for link in links if link]
+        return min(known, default=math.inf) if len(known) == len(links) else None
 
     def seconds(self, volume: Volume) -> float | None:
-        """Of all messages of a step one after the other, if nothing hid them."""
+        """Return the seconds of all messages of a step if none overlapped with computation."""
         bandwidth = self.bandwidth
         if bandwidth is None:
             return None
@@ -107,28 +111,31 @@ class Fabric:
 
 
 def exposed_seconds(volume: Volume, fabric: Fabric, micro: float) -> float | None:
-    """What the messages add to a step whose micro-batches take `micro` seconds each.
+    """Return the seconds that communication adds to a step whose micro-batches take `micro` seconds each.
 
-    All-reduces hide behind the last backward, gathers behind the blocks before them; the last message of a backward,
-    the first gather, and what an update waits for hide behind nothing.
+    All-reduces overlap with the last backward pass, and gathers with the blocks before them. Nothing overlaps with the
+    last message of a backward pass, the first gather, or the messages of Muon's update.
     """
-    within = replace(volume, exchanged=0.0, calls=volume.calls - 2 * (volume.exchanged > 0))
-    whole, total = fabric.seconds(volume), fabric.seconds(within)
-    if whole is None or total is None or fabric.world == 1:
-        return whole
-    return whole - total + _unhidden(within, total, micro)
+    in_passes = replace(volume, exchanged=0.0, calls=volume.calls - 2 * (volume.exchanged > 0))
+    every, overlapping = fabric.seconds(volume), fabric.seconds(in_passes)
+    if every is None or overlapping is None or fabric.world == 1:
+        return every
+    return every - overlapping + _exposed_in_passes(in_passes, overlapping, micro)
 
 
-def _unhidden(volume: Volume, total: float, micro: float) -> float:
-    one = total / max(volume.calls, 1)
+def _exposed_in_passes(volume: Volume, total: float, micro: float) -> float:
+    """Return the part of `total` seconds of messages that the forward and backward passes do not hide."""
+    message = total / max(volume.calls, 1)
 
-    def beyond(spoken: float, hidden: float) -> float:
-        return min(spoken, max(one, spoken - hidden))
+    def exposed(sending: float, computing: float) -> float:
+        # At least one message is exposed: the computation that would hide the last one has ended.
+        return min(sending, max(message, sending - computing))
 
+    # A forward pass takes a third of a micro-batch's time, a backward pass two thirds.
     if not volume.gathered:
-        return beyond(total, micro * 2 / 3)
+        return exposed(total, micro * 2 / 3)
     gathering = total * volume.gathered / (volume.gathered + volume.scattered)
-    each = gathering / volume.micros / 2  # in a forward, and in a backward
-    forwards = volume.micros * beyond(each, micro / 3)
-    backwards = (volume.micros - 1) * beyond(each, micro * 2 / 3)
-    return forwards + backwards + beyond(each + total - gathering, micro * 2 / 3)
+    each = gathering / volume.micros / 2  # once in a forward pass, once in a backward pass
+    forwards = volume.micros * exposed(each, micro / 3)
+    backwards = (volume.micros - 1) * exposed(each, micro * 2 / 3)
+    return forwards + backwards + exposed(each + total - gathering, micro * 2 / 3)

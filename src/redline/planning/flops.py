@@ -30,40 +30,43 @@ class FlopsPerToken:
     formula: str = FORMULA
     formula_executed: str = FORMULA_CAUSAL
     formula_recomputed: str = ""
-    assumed: str = ""  # about data that have not been read; empty when the counts are those of the data
+    assumed: str = ""  # about data that have not been read; "" if the counts are those of the data
 
     @property
     def causal(self) -> float:
-        """The older name of `executed`."""
+        """The name of `executed` in older versions, which plan events and locks still carry."""
         return self.executed
 
     @property
     def computed(self) -> float:
-        """Everything a step multiplies, recomputation included."""
+        """All FLOPs of a step, with recomputation."""
         return self.executed + self.recomputed
 
     def as_dict(self) -> dict[str, Any]:
-        """As in the plan event and the lock; readers of older versions look for `causal`."""
+        """Return the fields of the plan event and the lock; older versions read `causal`."""
         return {**asdict(self), "causal": self.executed}
 
 
 @dataclass(frozen=True)
 class Passes:
-    """What one token of the data makes a decoder do."""
+    """What a decoder computes for one token of the data."""
 
-    read: float  # positions that go through the blocks
-    scored: float  # positions whose logits are formed
-    seen: float  # keys, by the queries of all those positions together
-    mask: str = "causal"  # who sees whom: the kind that attention was timed with
+    read: float  # positions that pass through the blocks
+    scored: float  # positions whose logits are computed
+    seen: float  # keys that the queries of all those positions attend to, in sum
+    mask: str = "causal"  # the kind of mask, which selects the measured attention rate
 
 
 def causal_passes(seq_len: float, scored: float = 1.0) -> Passes:
-    """`seq_len` is the token-weighted mean document length where documents do not see each other."""
+    """Return the passes of next-token prediction.
+
+    `seq_len` is the token-weighted mean length of a document where documents do not attend to each other.
+    """
     return Passes(1.0, scored, seq_len / 2)
 
 
 def layout_passes(layout: Layout, hidden: float = 1.0) -> Passes:
-    """`hidden` is the mean share of the noised positions that are hidden and have a loss."""
+    """Return the passes of block diffusion; `hidden` is the mean share of noised positions that are masked."""
     length, mask = layout.length, "blocks" if layout.read > layout.denoised else "causal"
     return Passes(layout.read / length, hidden * layout.denoised / length, layout.pairs / length, mask)
 
@@ -71,7 +74,7 @@ def layout_passes(layout: Layout, hidden: float = 1.0) -> Passes:
 def decoder_flops(
     shape: DecoderShape, seq_len: float, checkpointing: str = "none", *, scored: float = 1.0, assumed: str = ""
 ) -> FlopsPerToken:
-    """Of next-token prediction; `scored` is the share of the positions that have a target."""
+    """Return the FLOPs of next-token prediction; `scored` is the share of the positions that have a target."""
     attention = shape.layers * shape.d_attention * seq_len
     matmuls = 6.0 * (shape.layers * shape.layer_matmul_parameters + scored * shape.head_parameters)
     useful, executed = matmuls + 12.0 * attention, matmuls + 6.0 * attention
@@ -83,14 +86,16 @@ def decoder_flops(
 
 
 def with_scored_head(formula: str, every: str, scored: float) -> str:
-    """The formula with the head counted apart where it does not run at every position."""
+    """Return the formula with the head as a term of its own if it does not run at every position."""
     return formula if scored == 1.0 else formula.replace(every, f"(N_layers + {scored:.3g}·N_head)")
 
 
 def layout_flops(
     shape: DecoderShape, layout: Layout, hidden: float, checkpointing: str = "none", assumed: str = ""
 ) -> FlopsPerToken:
-    """Of a denoiser: 6·(2·N_trunk + hidden·N_head) + 12·L·d·(n + block) for a text in equal blocks.
+    """Return the FLOPs of block diffusion.
+
+    For a text in equal blocks they are 6·(2·N_trunk + hidden·N_head) + 12·L·d·(n + block).
 
     Both forms are the same: a bidirectional mask has no half that a kernel skips, and the head runs only where a
     position is hidden and has a loss.
@@ -110,8 +115,10 @@ def layout_flops(
 
 
 def recomputes_attention(checkpointing: str, mask: str) -> bool:
-    """Whether the backward runs attention's forward once more: `selective` keeps what it makes where that is one
-    operation of torch, as it is under a causal mask."""
+    """Return whether the backward pass computes attention's forward again.
+
+    `selective` keeps attention's output where attention is a single operation of torch, as under a causal mask.
+    """
     return checkpointing == "full" or (checkpointing == "selective" and mask == "blocks")
 
 
@@ -121,5 +128,5 @@ def _formula(passes: Passes) -> str:
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float | None) -> float | None:
-    """Share of the dense peak; unknown stays unknown."""
+    """Return the share of the dense peak, or None if the peak is unknown."""
     return None if not peak_flops else tokens_per_s * flops_per_token / peak_flops

@@ -1,8 +1,8 @@
-"""Which positions of a sequence are denoised together: its segments, and the blocks they are cut into.
+"""The layout of a sequence for block diffusion: its segments, and the blocks of positions that are denoised together.
 
-Block diffusion reads a noisy and a clean copy of a sequence side by side. A noisy block sees itself and the clean
-blocks before it; a clean block sees the clean ones up to itself. So what is never noised needs no noisy copy, and where
-all is one block nobody reads the clean copy.
+Block diffusion (BD3-LM, arXiv 2503.09573) computes a noisy and a clean copy of a sequence side by side. A noisy block
+attends to itself and to the clean blocks before it; a clean block attends to the clean blocks up to itself. A segment
+that is never noised therefore needs no noisy copy, and a sequence of a single block needs no clean copy.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from itertools import accumulate
 class Segment:
     name: str
     length: int
-    block: int  # positions that are denoised together
-    given: bool = False  # never noised: one block
-    weight: float = 1.0  # of its part of the loss
+    block: int  # number of positions that are denoised together
+    given: bool = False  # part of the input that is never noised; it is one block
+    weight: float = 1.0  # factor on this segment's part of the loss
 
     @property
     def blocks(self) -> int:
@@ -26,7 +26,7 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """Of its blocks."""
+        """The number of positions in each of its blocks."""
         return self.length if self.given else self.block
 
 
@@ -40,47 +40,47 @@ class Layout:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each segment begins."""
+        """The first position of each segment."""
         return tuple(accumulate((segment.length for segment in self.segments[:-1]), initial=0))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Of all blocks, in order."""
+        """The size of each block, in order."""
         return tuple(segment.size for segment in self.segments for _ in range(segment.blocks))
 
     @cached_property
     def block_of(self) -> tuple[int, ...]:
-        """The block of each position."""
+        """The index of the block of each position."""
         return tuple(block for block, size in enumerate(self.sizes) for _ in range(size))
 
     @cached_property
     def noised(self) -> tuple[bool, ...]:
-        """Of each position, whether it is ever hidden."""
+        """For each position, whether it is ever masked."""
         return tuple(not segment.given for segment in self.segments for _ in range(segment.length))
 
     @cached_property
     def noisy(self) -> tuple[int, ...]:
-        """Positions of the noisy copy."""
-        return tuple(place for place, hidden in enumerate(self.noised) if hidden)
+        """The positions in the noisy copy."""
+        return tuple(position for position, noised in enumerate(self.noised) if noised)
 
     @cached_property
     def clean(self) -> tuple[int, ...]:
-        """Positions of the clean copy, which follows the noisy one."""
+        """The positions in the clean copy, which follows the noisy one."""
         return tuple(range(self.length)) if self._copied else ()
 
     @property
     def denoised(self) -> int:
-        """How many positions are ever hidden."""
+        """The number of positions that are ever masked."""
         return sum(segment.length for segment in self.segments if not segment.given)
 
     @property
     def read(self) -> int:
-        """Positions that the model reads for one sequence."""
+        """The number of positions that the model computes for one sequence."""
         return self.denoised + (self.length if self._copied else 0)
 
     @cached_property
     def pairs(self) -> int:
-        """Of queries and keys that see each other."""
+        """The number of (query, key) pairs that the mask allows."""
         return sum(
             _pairs(start, segment) * ((not segment.given) + self._copied)
             for start, segment in zip(self.starts, self.segments, strict=True)
@@ -88,16 +88,16 @@ class Layout:
 
     @property
     def _copied(self) -> bool:
-        """Whether anybody reads the clean copy."""
+        """Whether the clean copy is needed: a noisy block attends to the blocks before it."""
         return sum(segment.blocks for segment in self.segments) > 1
 
 
 def _pairs(start: int, segment: Segment) -> int:
-    """Σ over blocks of size · (positions up to the block's end): what one copy of a segment sees."""
+    """Return the (query, key) pairs of one copy: Σ over blocks of size · (positions up to the block's end)."""
     size, blocks = segment.size, segment.blocks
     return size * (blocks * start + size * blocks * (blocks + 1) // 2)
 
 
 def uniform(length: int, block: int) -> Layout:
-    """A text of one segment."""
+    """Return the layout of a text in one segment of equal blocks."""
     return Layout((Segment("text", length, block),))

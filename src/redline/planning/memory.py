@@ -1,4 +1,7 @@
-"""What a step needs, part by part, from shapes alone. The warm-up verifies it with the worst-case batch."""
+"""The memory that a training step needs, part by part, computed from shapes.
+
+Before step 1 a dry run of the largest batch shows whether the estimate holds.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,29 @@ from dataclasses import asdict, dataclass, replace
 from redline.planning.shapes import DecoderShape
 from redline.units import GIB
 
-LOGITS_PER_CHUNK = 1 << 29  # the head runs over this many logits at once (never 2^31: kernels index in int32)
-WORKSPACE = 1.0 * GIB  # buffers of cuBLAS, cuDNN and compiled kernels, by measurement
+LOGITS_PER_CHUNK = 1 << 29  # logits that exist at once; must stay below 2^31, because kernels index in int32
+WORKSPACE = 1.0 * GIB  # measured: buffers of cuBLAS, cuDNN and compiled kernels
 WORKSPACE_FUSED = 0.1 * GIB
-PROCESS = 0.26 * GIB  # Python and torch themselves, which share the memory of a CPU
-COMPILER = 0.12 * GIB  # torch's, once it is imported
+PROCESS = 0.26 * GIB  # Python and torch, which occupy the same memory when training on a CPU
+COMPILER = 0.12 * GIB  # torch's compiler, once it is imported
 LOW_BIT = ("adamw_8bit", "paged_adamw_8bit")
-MUON = ("muon", "normuon")  # of the hidden matrices, with AdamW for the rest
+MUON = ("muon", "normuon")  # they update the hidden matrices, and AdamW the rest
 LOW_BIT_BLOCK = 256  # values that share one fp32 scale
-LOW_BIT_FROM = 4096  # smaller tensors keep 32-bit moments, as bitsandbytes has it
-RECOMPUTED_AT_ONCE = 0.8  # of a block that is computed again: compiled, its parts go as they are used
+LOW_BIT_FROM = 4096  # values; smaller tensors keep 32-bit moments, as in bitsandbytes
+# Share of a recomputed block that exists at once: compiled code frees parts of it as they are used.
+RECOMPUTED_AT_ONCE = 0.8
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """How the step is computed, as far as costs depend on it."""
+    """How a step is computed, as far as its costs depend on it."""
 
     gpu: bool = True
     compiled: bool = True
-    fused: bool = False  # a block's backward written out
-    fp8: bool = False  # what its matmuls read, kept in one byte
-    packed: bool = False  # attention by documents of any length
-    scores: int = 0  # keys whose weights are kept in float32, by attention that forms them
+    fused: bool = False  # blocks with a hand-written backward pass (models/fused.py)
+    fp8: bool = False  # operands of matmuls are kept in one byte
+    packed: bool = False  # attention within documents of any length
+    scores: int = 0  # keys per query whose attention weights are kept in float32; 0 if they are never stored
 
 
 @dataclass(frozen=True)
@@ -50,14 +54,14 @@ class MemoryParts:
 
 
 def head_chunk(vocab: int, tokens: int) -> int:
-    """Tokens whose logits are held at once."""
+    """Return the number of tokens whose logits exist at once."""
     return max(1, min(tokens, LOGITS_PER_CHUNK // vocab))
 
 
 def activation_bytes_per_token(
     shape: DecoderShape, bytes_per_value: int, checkpointing: str, kernels: Kernels = Kernels()
 ) -> float:
-    """What the forward keeps for the backward, one token, all layers."""
+    """Return the bytes per token that the forward pass keeps for the backward pass, over all layers."""
     whole = _block_bytes(shape, bytes_per_value, kernels)
     d = shape.d_model
     kept = {
@@ -65,13 +69,13 @@ def activation_bytes_per_token(
         "selective": bytes_per_value * (d + shape.d_qkv + shape.d_attention + shape.d_up + d),  # matmuls, attention
         "full": bytes_per_value * d,
     }[checkpointing] + 4 * shape.heads  # + log-sum-exp, fp32
-    # the first states, for the skips; gradients of looked-up values, from the last layers until the first add theirs
+    # The first states, for the skips; gradients of value embeddings, which wait for those of the first layers.
     besides = (2 + (shape.skips != "none")) * d + shape.value_embeddings * shape.d_kv
     return shape.layers * kept + besides * bytes_per_value
 
 
 def _backward_bytes(shape: DecoderShape, bytes_per_value: int, checkpointing: str, kernels: Kernels) -> float:
-    """What the backward of one block needs besides, per token: the block again, and uncompiled its gradients too."""
+    """Return the bytes per token that one block's backward pass adds: recomputation and, uncompiled, gradients."""
     whole = _block_bytes(shape, bytes_per_value, kernels)
     if kernels.fused:
         return _fused_backward_bytes(shape, bytes_per_value, kernels.fp8)
@@ -79,11 +83,12 @@ def _backward_bytes(shape: DecoderShape, bytes_per_value: int, checkpointing: st
 
 
 def _fused_backward_bytes(shape: DecoderShape, bytes_per_value: int, fp8: bool) -> float:
-    """All gradients that a block's written-out backward has made when it ends, less what the last norm let go before.
+    """Return the bytes per token of all gradients that exist when the hand-written backward pass of a block ends.
 
-    The stream's on the way in, between and out, and of both normed inputs; of the activation; of attention's output; of
-    queries, keys and values, and these merged. That of the up-projection takes the place of its output; in fp8 it does
-    not, and there three of the stream's are kept as operands too, two bytes a value.
+    They are: of the residual stream before, within and after the block, and of both normed inputs (5·d); of the
+    activation (d_ff); of attention's output; of queries, keys and values, separately and merged (2·d_qkv). The gradient
+    of the up-projection takes the place of its output, except in fp8, where three gradients of the stream are kept as
+    operands too, at two bytes a value. The last norm has freed 2·d by then.
     """
     d = shape.d_model
     made = 5 * d + shape.d_ff + shape.d_attention + 2 * shape.d_qkv + (3 * d + shape.d_up if fp8 else 0)
@@ -92,16 +97,16 @@ def _fused_backward_bytes(shape: DecoderShape, bytes_per_value: int, fp8: bool) 
 
 def _block_bytes(shape: DecoderShape, bytes_per_value: int, kernels: Kernels) -> float:
     d, rotated, scores = shape.d_model, (shape.heads + shape.kv_heads) * shape.head_dim, kernels.scores
-    # fixed-length kernels give the output in a layout of their own, kept beside ours
+    # Kernels for fixed lengths return the output in a layout of their own, which is kept beside ours.
     attention = shape.d_qkv + rotated + (1 if kernels.packed else 2) * shape.d_attention
-    if kernels.fused:  # rotated in place, and attention's output in our layout
-        copied = rotated if shape.qk_norm else 0  # what is normed is not rotated in place
+    if kernels.fused:  # rotary positions are applied in place, and attention's output has our layout
+        copied = rotated if shape.qk_norm else 0  # with QK norm they are not in place
         wide = bytes_per_value * (2 * d + shape.d_qkv + copied + shape.d_attention + shape.d_up)
-        if kernels.fp8:  # attention keeps its output, and the matmul that reads it an operand of that
+        if kernels.fp8:  # attention's output is kept, and also its fp8 copy for the next matmul
             return float(wide + 2 * d + shape.d_ff + shape.d_attention)
         return float(wide + bytes_per_value * (2 * d + shape.d_ff))
-    if kernels.compiled:  # block input, both normalised inputs, the stream between attention and MLP
-        normed_heads = shape.d_attention if shape.qk_norm else 0  # kept for these norms, by measurement
+    if kernels.compiled:  # 4·d: block input, both normed inputs, the stream between attention and MLP
+        normed_heads = shape.d_attention if shape.qk_norm else 0  # measured: kept for these norms
         return float(bytes_per_value * (4 * d + attention + normed_heads + shape.d_up + shape.d_ff))
     normed = 2 * d + (rotated if shape.qk_norm else 0)
     wide = 2 * 4 * normed  # each norm keeps its input and its result in float32
@@ -112,10 +117,12 @@ def _block_bytes(shape: DecoderShape, bytes_per_value: int, kernels: Kernels) ->
 
 
 def moment_bytes(shape: DecoderShape, optimizer: str) -> float:
-    """What the optimizer keeps of every parameter's past."""
+    """Return the bytes of the optimizer's moments."""
     total, matrices = shape.parameters, shape.layers * shape.layer_matmul_parameters
     if optimizer in MUON:
-        rows = shape.layers * (shape.d_qkv + shape.d_up + 2 * shape.d_model)  # each with a second moment
+        rows = shape.layers * (
+            shape.d_qkv + shape.d_up + 2 * shape.d_model
+        )  # NorMuon keeps a second moment for each row
         return 4.0 * matrices + 8.0 * (total - matrices) + (4.0 * rows if optimizer == "normuon" else 0.0)
     if optimizer in LOW_BIT:
         small = shape.scalar_parameters if shape.d_model < LOW_BIT_FROM else 0
@@ -124,7 +131,7 @@ def moment_bytes(shape: DecoderShape, optimizer: str) -> float:
 
 
 def adapter_moments(parameters: int, optimizer: str) -> float:
-    """The same for the many small matrices of adapters."""
+    """Return the bytes of the optimizer's moments for adapters, whose matrices are all quantised."""
     if optimizer in LOW_BIT:
         return 2 * (1 + 4 / LOW_BIT_BLOCK) * parameters
     return (4.0 if optimizer in MUON else 8.0) * parameters
@@ -142,9 +149,10 @@ def training_memory(
     scored: int | None = None,
     accumulates: bool = True,
 ) -> MemoryParts:
-    """Of so many `tokens` that the blocks read; `scored` of them have logits, all if not given.
+    """Return the parts of memory at the moment when their sum is largest.
 
-    The parts as they are when most is held. Gradients are all there only when micro-batches are added up.
+    `tokens` is the number of tokens that pass through the blocks in a micro-batch, and `scored` how many of them have
+    logits (None: all). With a single micro-batch a step, gradients exist in full only after the activations are freed.
     """
     activations, logits = activation_memory(
         shape,
@@ -157,7 +165,7 @@ def training_memory(
     gradients = shape.parameters
     if kernels.gpu and not accumulates:
         if 4.0 * (shape.parameters - shape.head_parameters) > activations + logits:
-            activations = logits = 0.0  # most is held at the update: all gradients, and nothing that passed
+            activations = logits = 0.0  # the peak is at the update: all gradients, no activations
         else:
             gradients = shape.head_parameters
     return MemoryParts(
@@ -180,42 +188,45 @@ def activation_memory(
     scored: int | None = None,
     head_learns: bool = True,
 ) -> tuple[float, float]:
-    """Activations and logits when most is held: while the head runs, or the last block's backward, logits gone."""
-    copied = 0 if scored is None else 2 * scored * shape.d_model * bytes_per_value  # with their gradient
+    """Return the bytes of activations and logits at their peak.
+
+    That is while the head runs, or during the last block's backward pass, when the logits have been freed.
+    """
+    copied = 0 if scored is None else 2 * scored * shape.d_model * bytes_per_value  # the head's input, and its gradient
     kept = copied + tokens * activation_bytes_per_token(shape, bytes_per_value, checkpointing, kernels)
     backward = tokens * _backward_bytes(shape, bytes_per_value, checkpointing, kernels)
     logits = _head_bytes(shape, tokens if scored is None else scored, bytes_per_value, kernels, head_learns)
-    if not (kernels.compiled or kernels.fused):  # nothing is let go early
+    if not (kernels.compiled or kernels.fused):  # nothing is freed early
         return kept + backward, logits
     return (kept, logits) if logits > backward else (kept + backward, 0.0)
 
 
 def _head_bytes(shape: DecoderShape, tokens: int, bytes_per_value: int, kernels: Kernels, learns: bool) -> float:
-    """A chunk's logits and their gradient, and the head's weight gradient, summed in float32."""
+    """Return the bytes of a chunk's logits and their gradient, and of the head's weight gradient in float32."""
     chunk, weights = head_chunk(shape.vocab, tokens), shape.head_parameters
     logits = chunk * shape.vocab
-    if kernels.fused and kernels.fp8 and learns:  # gradients both ways round, and the last until there is one more
+    if kernels.fused and kernels.fp8 and learns:  # gradients in both layouts, of two chunks for a moment
         second = min(chunk, tokens - chunk) * shape.vocab
         most = max(logits * (bytes_per_value + 2), logits * 2 + second * (bytes_per_value + 2))
         return float(most + 2 * tokens * shape.d_model + (2 + 4) * weights)
-    if kernels.fused:  # the gradient takes the logits' place
+    if kernels.fused:  # the gradient overwrites the logits
         return float((logits + tokens * shape.d_model) * bytes_per_value + (4 * weights if learns else 0))
-    copies = 0 if kernels.gpu else 12 if bytes_per_value == 2 else 4  # a CPU's kernel makes float32 ones
+    copies = 0 if kernels.gpu else 12 if bytes_per_value == 2 else 4  # CPU kernels make float32 copies
     return float(logits * (2 * bytes_per_value + copies) + (6 * weights if learns else 0))
 
 
 def workspace(kernels: Kernels, *, imported: bool = False) -> float:
-    """`imported`: the compiler, whether or not anything is compiled."""
+    """Return the bytes of buffers and of the process; `imported`: torch's compiler counts even if it is idle."""
     if not kernels.gpu:
         return PROCESS + (COMPILER if imported or kernels.compiled else 0.0)
     return WORKSPACE_FUSED if kernels.fused else WORKSPACE
 
 
 def _cast_weights(shape: DecoderShape, bytes_per_value: int, kernels: Kernels, checkpointing: str) -> float:
-    """Weights in the compute precision, kept from the forward to the backward; of fp8 ones, one way round.
+    """Return the bytes of weights cast to the compute precision for forward and backward; fp8 keeps one layout.
 
-    A checkpointed block casts its weights inside the checkpoint: autograd keeps none of them, and the backward casts
-    those of one block at a time.
+    A checkpointed block casts its weights inside the checkpoint: autograd keeps none of them, and the backward pass
+    casts those of one block at a time.
     """
     if bytes_per_value != 2:
         return 0.0
@@ -224,15 +235,15 @@ def _cast_weights(shape: DecoderShape, bytes_per_value: int, kernels: Kernels, c
     return float((1 if kernels.fused and kernels.fp8 else 2) * shape.matmul_parameters)
 
 
-GATHERED_BLOCKS = 2  # at once: the one that runs, and the one that is fetched meanwhile
+GATHERED_BLOCKS = 2  # FSDP holds the block that runs and prefetches the next
 
 
 def fsdp_rank_memory(parts: MemoryParts, shape: DecoderShape, world: int, *, accumulates: bool = True) -> MemoryParts:
-    """What one of `world` ranks holds under fsdp, where `parts` are those of a model that is not shared, with all
-    gradients: its rows of weights, averages and moments, and what is gathered while it is used.
+    """Return the memory of one of `world` ranks under FSDP; `parts` are those of the model on a single GPU.
 
-    Micro-batches that accumulate add up whole gradients until the last of a step. With one micro-batch a step, each
-    block's gradient is scattered when its backward ends: a rank holds its rows, and the whole of what is under way.
+    A rank holds its rows of weights, averages and moments, and the blocks that are gathered at the time. Accumulated
+    micro-batches add up unsharded gradients until the last of a step. With one micro-batch a step, each block's
+    gradient is scattered when its backward pass ends, so a rank holds its rows and the blocks in progress.
     """
     block = 4.0 * shape.layer_matmul_parameters
     root = 4.0 * (shape.parameters - shape.layers * shape.layer_matmul_parameters)

@@ -1,7 +1,9 @@
-"""Learning-rate shapes: warm-up counts steps, decay follows progress (0 at the start, 1 at the horizon).
+"""Learning-rate schedules. Warm-up counts steps; decay follows progress, which is 0 at the start and 1 at the horizon.
 
 `one_cycle` is torch's OneCycleLR with its defaults (Smith and Topin, arXiv 1708.07120), step for step. `cosine_cycle`
-is the shape that older versions called one_cycle: runs that began with it keep it.
+is the shape that older versions called one_cycle; runs that began with it keep it.
+
+To add a schedule, add its name to `SCHEDULES` and its shape to `lr_factor`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def lr_factor(
     pct_start: float | None = None,
     per_step: float = 0.0,
 ) -> float:
-    """Return what the peak LR is multiplied by at `step` (0-based).
+    """Return the factor on the peak LR at `step` (0-based).
 
     `one_cycle` also reads `pct_start`, which replaces `warmup`, and `per_step`, the progress that this step makes.
     """
@@ -35,13 +37,13 @@ def lr_factor(
         rising, done = _cycle_phase(step, warmup, progress, pct_start, per_step)
         return _anneal(_INITIAL, 1.0, done) if rising else _anneal(1.0, _FINAL, done)
     rise = _rise(schedule, (step + 1) / warmup) if step < warmup else 1.0
-    if schedule == "wsd":  # warm-up, stable, decay: which may begin before the peak in a short run
+    if schedule == "wsd":  # warm-up, stable, decay; in a short run the decay may begin before the peak
         return min(rise, floor + (1.0 - floor) * min(1.0, (1.0 - progress) / decay_fraction))
     if schedule == "constant":
         return rise
     if step >= warmup:
         return _fall(schedule, _since_warmup(step, warmup, progress), floor)
-    # where the end comes before the peak, the rate has decayed by then all the same
+    # If the run ends during warm-up, the LR still decays towards the end instead of stopping at its highest.
     return min(rise, _fall(schedule, progress, floor)) if step < progress * warmup else rise
 
 
@@ -75,7 +77,7 @@ def _cycle_phase(
 
 
 def _anneal(start: float, end: float, done: float) -> float:
-    """Go from `start` to `end` on a half cosine."""
+    """Interpolate from `start` to `end` on a half cosine."""
     return end + (start - end) / 2.0 * (1.0 + math.cos(math.pi * done))
 
 
@@ -94,7 +96,7 @@ def _rise(schedule: str, share: float) -> float:
 
 
 def _since_warmup(step: int, warmup: int, progress: float) -> float:
-    """Progress counted from the warm-up's end, so that the decay begins at the peak and the LR does not jump.
+    """Return the progress counted from the end of the warm-up, so that decay begins at the peak LR without a jump.
 
     (step − warmup) / (total − warmup) with total = step / progress; it stays continuous when the horizon moves.
     """
@@ -110,7 +112,7 @@ def sqrt_scaled_lr(lr_base: float, batch: int, batch_base: int) -> float:
 def horizon_steps(
     *, steps: int | None, tokens: int | None, epochs: float | None, train_tokens: int, tokens_per_step: int
 ) -> int | None:
-    """The earliest of the counted stops, in steps; None when only a clock stops the run."""
+    """Return the earliest of the stop conditions in steps; None if only `train.hours` ends the run."""
     limits = [tokens, None if epochs is None else epochs * train_tokens]
     counted = [math.ceil(limit / tokens_per_step) for limit in limits if limit is not None]
     return min([*counted, *([steps] if steps is not None else [])], default=None)

@@ -1,11 +1,14 @@
-"""The decoder as numbers: what is built follows from these, and so do all counts."""
+"""The decoder's shape: the numbers from which the model is built and its parameters and FLOPs are counted.
+
+Beside the shape, this module has the named sizes, the RoPE scaling options and the shapes of adapters.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Any
 
-VOCAB_MULTIPLE = 64  # tensor cores want it, and 50257 → 50304
+VOCAB_MULTIPLE = 64  # tensor cores are faster with it; 50257 becomes 50304
 
 
 def padded_vocab(vocab: int) -> int:
@@ -14,7 +17,7 @@ def padded_vocab(vocab: int) -> int:
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Its fields are keys of a recipe's model."""
+    """The fields are keys of the recipe's `model` section."""
 
     layers: int
     d_model: int
@@ -26,9 +29,9 @@ class DecoderShape:
     mlp: str = "swiglu"
     tied: bool = True
     qk_norm: bool = False
-    qkv_bias: bool = False  # on queries, keys and values
-    value_embeddings: int = 0  # tables of tokens, added to values
-    skips: str = "none"  # none, x0, unet: earlier states of the stream, added to it
+    qkv_bias: bool = False  # biases on queries, keys and values
+    value_embeddings: int = 0  # embedding tables whose rows are added to the values of attention
+    skips: str = "none"  # none, x0 or unet: which earlier states of the residual stream are added to it
 
     @property
     def d_attention(self) -> int:
@@ -40,17 +43,17 @@ class DecoderShape:
 
     @property
     def d_up(self) -> int:
-        """Width of the first feed-forward matrix: gate and up are stored merged."""
+        """Width of the first feed-forward matrix, which holds gate and up merged."""
         return 2 * self.d_ff if self.mlp == "swiglu" else self.d_ff
 
     @property
     def d_kv(self) -> int:
-        """Of the keys, and of the values."""
+        """Width of the keys, which is that of the values."""
         return self.kv_heads * self.head_dim
 
     @property
     def value_tables(self) -> list[int | None]:
-        """For each layer the table that its values are added to: the first layers and the last share them."""
+        """For each layer, the table that is added to its values; the first layers share them with the last."""
         tables: list[int | None] = [None] * self.layers
         for table in range(self.value_embeddings):
             tables[table] = tables[self.layers - self.value_embeddings + table] = table
@@ -58,7 +61,7 @@ class DecoderShape:
 
     @property
     def skip_sources(self) -> list[int | None]:
-        """For each layer the one whose input is added to its own."""
+        """For each layer, the layer whose input is added to its own."""
         layers = range(self.layers)
         if self.skips == "x0":
             return [0 if layer else None for layer in layers]
@@ -77,7 +80,10 @@ class DecoderShape:
 
     @property
     def layer_recomputed_parameters(self) -> int:
-        """Of a layer that is run again for its backward: no gradient asks for what `down` makes, and it is left out."""
+        """Parameters of a layer that recomputation multiplies again.
+
+        `down` is left out: no gradient depends on its output.
+        """
         return self.layer_matmul_parameters - self.d_ff * self.d_model
 
     @property
@@ -86,7 +92,7 @@ class DecoderShape:
 
     @property
     def matmul_parameters(self) -> int:
-        """Parameters that multiply a token: the head counts (tied or not), the looked-up embedding does not."""
+        """Parameters that multiply a token: the head, tied or not, but not the embedding, which is looked up."""
         return self.layers * self.layer_matmul_parameters + self.head_parameters
 
     @property
@@ -99,7 +105,7 @@ class DecoderShape:
         return self.vocab * (self.d_model * (1 if self.tied else 2) + self.d_kv * self.value_embeddings)
 
     def not_fused(self, *, dropout: float, checkpointing: str) -> str:
-        """Why the hand-written blocks cannot compute such a model; empty when they can."""
+        """Return why the fused blocks cannot compute such a model, or "" if they can."""
         reasons = {
             "model.dropout is on": dropout > 0,
             "train.grad_checkpointing is on": checkpointing != "none",
@@ -129,7 +135,7 @@ SIZES: dict[str, tuple[int, int, int, int]] = {
 
 
 _HUGE = 1e18
-# rope_type → its numbers, by the names that published models use
+# rope_type → its parameters, by the names that published models use
 ROPE_SCALING: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -137,7 +143,7 @@ ROPE_SCALING: dict[str, tuple[str, ...]] = {
 
 
 def checked_rope_scaling(value: Any) -> dict[str, Any]:
-    """`rope_type` and the numbers of that type, no more and no less; a ValueError says what is wrong."""
+    """Return `rope_type` and exactly the parameters of that type. Raise a ValueError that says what is wrong."""
     kind = value.get("rope_type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in ROPE_SCALING:
         form = f"a mapping with a rope_type of {', '.join(ROPE_SCALING)}"
@@ -158,10 +164,10 @@ def checked_rope_scaling(value: Any) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Low-rank adapters (arXiv 2106.09685) on a frozen base, as numbers.
+# Low-rank adapters (arXiv 2106.09685) on a frozen base.
 
 
-# what transformers calls the matrices of a block → the decoder's linear that holds it, and which part of it
+# transformers' name of a block's matrix → the decoder's linear layer that holds it, and which part of it
 TARGETS: dict[str, tuple[str, str]] = {
     "q_proj": ("qkv", "q"),
     "k_proj": ("qkv", "k"),
@@ -171,11 +177,14 @@ TARGETS: dict[str, tuple[str, str]] = {
     "up_proj": ("up", "up"),
     "down_proj": ("down", "down"),
 }
-NF4_BLOCK, NESTED_BLOCK = 64, 256  # values that share a scale; scales that share one, doubly quantised
+NF4_BLOCK, NESTED_BLOCK = 64, 256  # values that share a scale; scales that share a scale if quantised doubly
 
 
 def nf4_bytes(values: float, double: bool) -> float:
-    """Of so many values: half a byte each, and a scale for each block: four bytes, or one that has a scale itself."""
+    """Return the bytes of `values` in NF4: half a byte each, and a scale per block.
+
+    A scale takes four bytes, or one byte and its part of a shared scale if quantised doubly.
+    """
     scale = 1 + 4 / NESTED_BLOCK if double else 4
     return values * (0.5 + scale / NF4_BLOCK)
 
@@ -192,37 +201,42 @@ class Adapter:
         return shape.layers * sum(self.r * sum(sides[name]) for name in self.targets)
 
     def base_bytes(self, shape: DecoderShape, bytes_per_value: int) -> float:
-        """The frozen weights as they lie in memory; norms and biases stay in float32."""
+        """Return the bytes of the frozen weights in memory; norms and biases stay in float32."""
         matrices = shape.layers * shape.layer_matmul_parameters
         blocks = nf4_bytes(matrices, self.double) if self.quantised else bytes_per_value * matrices
         return blocks + bytes_per_value * shape.embedding_parameters + 4.0 * shape.scalar_parameters
 
     def kept_values(self) -> int:
-        """What its forward keeps for the backward besides, one token, one block: the narrow products. The masks of
-        dropout are drawn again."""
+        """Return the values per token and block that the forward keeps for the backward: the narrow products.
+
+        Dropout masks are not kept; the backward pass draws them again.
+        """
         return self.r * len(self.targets)
 
     def moved_values(self, shape: DecoderShape) -> int:
-        """What the narrow matmuls read and write beside the base's, one token, one block.
+        """Return the values per token and block that the narrow matmuls read and write, beside those of the base.
 
-        Forward: the input in; the wide output out, and in again where the base's product is added. Backward: the
-        output's gradient in twice, the input in, its gradient out, and in again.
+        Forward: read the input, write the wide output, and read it again to add the base's product. Backward: read the
+        output's gradient twice, read the input, write its gradient, and read it again.
         """
         return sum(4 * inputs + 4 * outputs for inputs, outputs in _linear_sides(shape, self.targets))
 
 
 def _linear_sides(shape: DecoderShape, targets: tuple[str, ...]) -> list[tuple[int, int]]:
-    """Inputs, and outputs that have adapters, of each of a block's linears: merged matrices read one input."""
-    sides, found = matrix_sides(shape), dict[str, tuple[int, int]]()
+    """Return the inputs, and the outputs with adapters, of each linear layer of a block.
+
+    Merged matrices count their input once, because one matmul reads it for all of them.
+    """
+    sides, linears = matrix_sides(shape), dict[str, tuple[int, int]]()
     for name in targets:
         if name in sides:
             linear, (inputs, outputs) = TARGETS[name][0], sides[name]
-            found[linear] = (inputs, found.get(linear, (0, 0))[1] + outputs)
-    return list(found.values())
+            linears[linear] = (inputs, linears.get(linear, (0, 0))[1] + outputs)
+    return list(linears.values())
 
 
 def matrix_sides(shape: DecoderShape) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of each matrix of a block."""
+    """Return the numbers of inputs and outputs of each matrix of a block."""
     d, f = shape.d_model, shape.d_ff
     gated = {"gate_proj": (d, f)} if shape.mlp == "swiglu" else {}
     return {

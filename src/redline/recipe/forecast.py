@@ -1,7 +1,7 @@
 """Predict a run's speed, duration and cost, and the ceiling that the hardware sets.
 
 `forecast` takes a resolved recipe and combines what a step has to compute (`planning.speed.Work`), the card's peaks and
-the communication between cards (`recipe.parallel`). `check_target` compares a requested speed with the ceiling.
+the communication between cards. `check_target` compares a requested speed with the ceiling.
 """
 
 from __future__ import annotations
@@ -13,9 +13,19 @@ from typing import TYPE_CHECKING, Any
 from redline.errors import Problem, RecipeError, UserError
 from redline.hardware.machine import Machine
 from redline.jobs.base import costs
-from redline.planning.communication import Fabric, Volume
+from redline.planning.communication import (
+    GIGABIT,
+    NETWORK_GBPS_PER_CARD,
+    Fabric,
+    Volume,
+    block_tensors,
+    ddp_volume,
+    fsdp_volume,
+    padded_bytes,
+    root_tensors,
+)
 from redline.planning.flops import mfu
-from redline.planning.memory import Kernels
+from redline.planning.memory import MUON, Kernels
 from redline.planning.speed import (
     BEST_MATMUL_SHARE,
     COPY_SHARE,
@@ -29,7 +39,6 @@ from redline.planning.speed import (
     seconds_at_best_rates,
     seconds_at_peak,
 )
-from redline.recipe.parallel import communication_volume, parallel_mode, planned_fabric
 from redline.recipe.schema import Recipe
 from redline.units import format_count
 
@@ -251,6 +260,38 @@ def _prior(resolved: Resolved, work: Work, peaks: Peaks | None, known: bool) -> 
     else:
         source = "prior: H200 kernel rates, scaled to this card"
     return time, source + costs(resolved.recipe).assumed
+
+
+def parallel_mode(resolved: Resolved) -> str:
+    """Return "fsdp" if each card holds a shard of the model, else "ddp"."""
+    return "fsdp" if resolved.recipe.parallel.mode == "fsdp" else "ddp"
+
+
+def planned_fabric(resolved: Resolved) -> Fabric:
+    """Return how the cards are connected: links as in the table of cards, the network as in the recipe or assumed."""
+    gpus, spec = resolved.batch.world // resolved.nodes, resolved.machine.spec
+    gbps = resolved.recipe.parallel.network_gbps or NETWORK_GBPS_PER_CARD * gpus
+    return Fabric(gpus, resolved.nodes, spec.link if spec else None, gbps * GIGABIT)
+
+
+def communication_volume(resolved: Resolved) -> Volume:
+    """Return the bytes that the cards exchange in a step."""
+    shape, batch = resolved.shape, resolved.batch
+    if batch.world == 1:
+        return Volume()
+    if parallel_mode(resolved) == "ddp":
+        return ddp_volume(4.0 * costs(resolved.recipe).parameters(shape)["trainable"])
+    blocks = shape.layers * padded_bytes(block_tensors(shape), batch.world)
+    root = padded_bytes(root_tensors(shape), batch.world)
+    muon = resolved.recipe.train.optimizer in MUON
+    return fsdp_volume(
+        blocks=blocks,
+        root=root,
+        gradients=blocks + root,
+        layers=shape.layers,
+        micros=batch.accumulation,
+        orthogonalised=4.0 * shape.layers * shape.layer_matmul_parameters if muon else 0.0,
+    )
 
 
 def _hours(resolved: Resolved, tokens_per_s: float | None) -> float | None:

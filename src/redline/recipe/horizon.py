@@ -1,4 +1,4 @@
-"""How long a run is: which stop conditions count, the step they lead to, and what to warn about."""
+"""The length of a run: which stop conditions count, the last step they lead to, the warm-up, and warnings."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from redline.planning.batch import BatchPlan, solve_batch
 from redline.planning.schedule import horizon_steps
 from redline.recipe.schema import Recipe
 
-STOPS = ("train.steps", "train.tokens", "train.epochs")  # counted stop conditions; train.hours is a budget beside them
-FEW_STEPS = 20
+STOPS = ("train.steps", "train.tokens", "train.epochs")  # the counted stop conditions; train.hours is a time budget
+FEW_STEPS = 20  # outside of these limits a run is probably a mistake
 FEW_EPOCHS, MANY_EPOCHS = 0.1, 10.0
 
 
@@ -21,10 +21,10 @@ def replace_stop_conditions(base: Mapping[str, Any], typed: Mapping[str, Any]) -
 
     Otherwise `train.steps=40` on a recipe of three epochs would end after three epochs, which may be a single step.
     """
-    given = [key for key in STOPS if typed.get(key) is not None]
-    dropped = [key for key in STOPS if given and key not in typed]
-    by = " and ".join(f"{key}={typed[key]}" for key in given)
-    notes = [f"{by} replaces {key}={base[key]} of the recipe" for key in dropped if base.get(key) is not None]
+    set_keys = [key for key in STOPS if typed.get(key) is not None]
+    dropped = [key for key in STOPS if set_keys and key not in typed]
+    replacement = " and ".join(f"{key}={typed[key]}" for key in set_keys)
+    notes = [f"{replacement} replaces {key}={base[key]} of the recipe" for key in dropped if base.get(key) is not None]
     return {key: value for key, value in base.items() if key not in dropped}, notes
 
 
@@ -35,11 +35,12 @@ def epoch_tokens(recipe: Recipe, train_tokens: int) -> int:
 
 
 def recipe_steps(recipe: Recipe, train_tokens: int, tokens_per_step: int) -> int | None:
+    """Return the step at which the first counted stop condition is met, or None if none is set or known."""
     train, epoch = recipe.train, epoch_tokens(recipe, train_tokens)
     return horizon_steps(
         steps=train.steps,
         tokens=train.tokens,
-        epochs=train.epochs if epoch else None,  # unknown before the data are prepared
+        epochs=train.epochs if epoch else None,  # the length of an epoch is unknown before the data are prepared
         train_tokens=epoch,
         tokens_per_step=tokens_per_step,
     )
@@ -48,7 +49,7 @@ def recipe_steps(recipe: Recipe, train_tokens: int, tokens_per_step: int) -> int
 def horizon_fields(
     *, steps: int | None, hours: float | None, expected_tokens: int | None, tokens_per_step: int, epoch: int
 ) -> dict[str, Any]:
-    """Return the plan's `horizon`. The `expected_…` fields are set where train.hours ends the run before a count."""
+    """Return the plan's `horizon`. The `expected_…` fields are set if train.hours ends the run before a count."""
     tokens = steps * tokens_per_step if steps else None
     return {
         "steps": steps,
@@ -62,7 +63,7 @@ def horizon_fields(
 
 
 def remaining_fields(plan: Mapping[str, Any], step: int, seconds: float) -> dict[str, Any]:
-    """Return what a run that resumes at `step`, after `seconds` of training, still has to do by its plan."""
+    """Return what is left to do, by the plan, for a run that resumes at `step` after `seconds` of training."""
     horizon, rate = plan["horizon"], plan["throughput"]["tokens_per_s"]
     per_step = plan["batch"]["tokens_per_step"]
     steps = None if horizon["steps"] is None else max(0, horizon["steps"] - step)
@@ -78,24 +79,23 @@ def remaining_fields(plan: Mapping[str, Any], step: int, seconds: float) -> dict
 
 
 def horizon_warnings(horizon: Mapping[str, Any], *, embedded: bool) -> list[str]:
-    """Return warnings about a run that is too short or too long to be what was meant; `embedded`: on our own text."""
+    """Warn about a run that is probably too short or too long. `embedded` is whether it trains on the built-in text."""
     by_clock = horizon["expected_tokens"] is not None
     about, prefix = ("about ", "expected_") if by_clock else ("", "")
     steps, epochs = horizon[f"{prefix}steps"], horizon[f"{prefix}epochs"]
     longer = "Raise train.hours" if by_clock else "Raise train.steps, train.tokens or train.epochs"
-    found = []
+    warnings = []
     if steps is not None and steps < FEW_STEPS:
         counted = f"{steps:,} {'step' if steps == 1 else 'steps'}"
-        found.append(f"the run is only {about}{counted} long. {longer}, or lower train.global_batch")
+        warnings.append(f"the run is only {about}{counted} long. {longer}, or lower train.global_batch")
     if epochs is not None and epochs < FEW_EPOCHS:
-        found.append(f"the run sees {about}{epochs:.2g} epochs: most of the training data is never used. {longer}")
+        warnings.append(f"the run sees {about}{epochs:.2g} epochs: most of the training data is never used. {longer}")
     if epochs is not None and epochs > MANY_EPOCHS:
         shorter = "a smaller train.hours" if by_clock else "fewer train.steps, train.tokens or train.epochs"
         seen = f"{epochs:.3g}" if epochs < 1000 else f"{epochs:,.0f}"
-        learnt = f"the run sees {about}{seen} epochs and may learn the training data by heart"
-        more = "Give your own text with data.source=…" if embedded else "Use more data"
-        found.append(f"{learnt}. {more}, or {shorter}")
-    return found
+        more = "Use your own text with data.source=PATH" if embedded else "Use more data"
+        warnings.append(f"the run sees {about}{seen} epochs and may memorise the training data. {more}, or {shorter}")
+    return warnings
 
 
 def _epochs(tokens: int | None, epoch: int) -> float | None:
@@ -103,7 +103,7 @@ def _epochs(tokens: int | None, epoch: int) -> float | None:
 
 
 def token_limit(recipe: Recipe, train_tokens: int, world: int) -> float:
-    """The earliest of its counted stops, in tokens, before the batch is chosen."""
+    """Return the earliest counted stop condition in tokens, before the batch is chosen; infinity if there is none."""
     train = recipe.train
     limits = [math.inf]
     if train.epochs and train_tokens:
@@ -111,24 +111,24 @@ def token_limit(recipe: Recipe, train_tokens: int, world: int) -> float:
     if train.tokens:
         limits.append(train.tokens)
     if train.steps:
-        asked = requested_batch(recipe)
-        given = solve_batch(*asked, world)
-        batch = given.global_batch if isinstance(given, BatchPlan) else asked[0] or train.batch_base
+        requested = requested_batch(recipe)
+        solved = solve_batch(*requested, world)
+        batch = solved.global_batch if isinstance(solved, BatchPlan) else requested[0] or train.batch_base
         limits.append(train.steps * batch * recipe.data.seq_len)
     return min(limits)
 
 
 def requested_batch(recipe: Recipe) -> tuple[int | None, int | None, int | None]:
-    """Global, of a micro-batch, and how many of those; None is for the plan to choose."""
+    """Return global batch, micro-batch and accumulation as the recipe sets them; None for those the plan chooses."""
     train = recipe.train
     return none_if_auto(train.global_batch), none_if_auto(train.micro_batch), none_if_auto(train.accumulation)
 
 
-UNKNOWN_WARMUP = 100
+UNKNOWN_WARMUP = 100  # steps of warm-up if the length of the run is not known
 
 
 def default_warmup(expected_steps: float) -> tuple[int, str]:
-    """Steps, and why so many."""
+    """Return the steps of warm-up and the reason: 2 % of the run, at least 5 and at most 1000."""
     if math.isinf(expected_steps):
         return UNKNOWN_WARMUP, "the length of the run is not known yet"
     value = min(1000, max(min(5, expected_steps // 2), expected_steps // 50, 1))
@@ -136,10 +136,10 @@ def default_warmup(expected_steps: float) -> tuple[int, str]:
     return int(value), f"about 2 % of an expected {expected_steps:.0f} steps{least}"
 
 
-def warmup_warnings(asked: int, expected_steps: float) -> list[str]:
-    """What is to be said of a warm-up that was asked for, in a run of so many steps."""
-    if asked <= expected_steps / 2:
+def warmup_warnings(warmup_steps: int, expected_steps: float) -> list[str]:
+    """Warn about a warm-up that takes more than half of the run."""
+    if warmup_steps <= expected_steps / 2:
         return []
-    what = f"train.warmup_steps={asked} is more than half of an expected {expected_steps:.0f} steps"
-    tenth = f"{max(1, expected_steps // 10):.0f} would be a tenth."
+    what = f"train.warmup_steps={warmup_steps} is more than half of an expected {expected_steps:.0f} steps"
+    tenth = f"Use, for example, a tenth: {max(1, expected_steps // 10):.0f}"
     return [f"{what}: the learning rate hardly reaches its peak. {tenth}"]

@@ -1,4 +1,8 @@
-"""Every `auto` becomes a value with a reason. Pure: the machine and the data come in as facts."""
+"""Replace every `auto` of a recipe by a value, and record the reason.
+
+`resolve` is a pure function: it reads neither the machine nor the data, but takes facts about them (`Machine`,
+`DataFacts`). So a plan for another machine, a dry run and a training run all make the same choices.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from redline.hardware.machine import Machine
 from redline.jobs.base import costs
 from redline.planning.batch import BatchPlan, indivisible_batch, largest_micro_batch, round_to_divisible, solve_batch
 from redline.planning.flops import FlopsPerToken
-from redline.planning.memory import MemoryParts, fsdp_rank_memory
+from redline.planning.memory import LOW_BIT, MemoryParts, fsdp_rank_memory
 from redline.planning.schedule import ONE_CYCLE, PCT_START, sqrt_scaled_lr
 from redline.planning.shapes import SHAPE_KEYS, SIZES, DecoderShape, padded_vocab
 from redline.recipe.forecast import CPU_SHARE, ProbeResult, forecast, planned_kernels
@@ -29,39 +33,41 @@ from redline.recipe.horizon import (
     warmup_warnings,
 )
 from redline.recipe.load import preset_factor, preset_text
-from redline.recipe.parallel import FSDP, choose_mode
 from redline.recipe.schema import Data, Recipe
 from redline.units import GIB, format_count
 
 # ----------------------------------------------------------------------------------------------------
-# Whether a block is the hand-written one, over our own kernels.
+# Which implementation of a decoder block to use: the fused kernels or plain torch.
 
 
-def not_fused(
+def reason_not_fused(
     recipe: Recipe, machine: Machine, shape: DecoderShape, *, precision: str, checkpointing: str, sharded: bool
 ) -> str:
-    """Why the blocks are not the hand-written ones; empty when they are."""
+    """Return why the blocks are not the fused kernels, or "" if they are."""
     model, backend = recipe.model, recipe.train.fp8
-    missing = shape.not_fused(dropout=model.dropout, checkpointing=checkpointing)
-    missing = missing or ("fsdp gathers a block when it is called, and these are not" if sharded else "")
+    unsupported = shape.not_fused(dropout=model.dropout, checkpointing=checkpointing)
+    if not unsupported and sharded:
+        # FSDP gathers the parameters of a block in a hook on its forward call; the fused blocks bypass that call.
+        unsupported = "fused blocks do not work with fsdp"
     if model.kernels == "fused":
-        if missing or (backend == "torchao" and precision == "fp8"):  # without fp8 a back-end of it says nothing
-            what = missing or "torchao's fp8 is for the others"
-            raise _problem("model.kernels", f"fused cannot be: {what}.", "Use model.kernels: torch.")
+        # train.fp8 matters only with precision fp8, so it contradicts nothing without.
+        if unsupported or (backend == "torchao" and precision == "fp8"):
+            what = unsupported or "torchao's fp8 works with torch kernels only"
+            raise _problem("model.kernels", f"fused is not possible: {what}.", "Use model.kernels=torch.")
         return ""
     if model.kernels == "torch":
         if backend == "native" and precision == "fp8":
-            fix = "Use model.kernels: auto, or train.fp8: torchao."
+            fix = "Use model.kernels=auto, or train.fp8=torchao."
             raise _problem("train.fp8", "native fp8 is part of the fused kernels.", fix)
-        return "as asked"
+        return "set in the recipe"
     reasons = {
-        "the fused ones need a GPU": machine.device != "cuda",
-        "the fused ones are measured on Hopper only": (machine.capability or (0, 0)) < (9, 0),
-        "the fused ones are for half precision": precision == "fp32",
+        "the fused kernels need a GPU": machine.device != "cuda",
+        "the fused kernels are measured on Hopper only": (machine.capability or (0, 0)) < (9, 0),
+        "the fused kernels support half precision only": precision == "fp32",
         (unmeasured := costs(recipe).unmeasured(shape)): bool(unmeasured),
-        "torchao's fp8 is for these": backend == "torchao" and precision == "fp8",
+        "torchao's fp8 works with torch kernels only": backend == "torchao" and precision == "fp8",
     }
-    return next((reason for reason, holds in reasons.items() if holds), missing)
+    return next((reason for reason, holds in reasons.items() if holds), unsupported)
 
 
 def _problem(key: str, what: str, fix: str) -> RecipeError:
@@ -69,46 +75,98 @@ def _problem(key: str, what: str, fix: str) -> RecipeError:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What a run's data lack or leave unread: validation, and keys that only text obeys.
+# How several GPUs share a run: each holds a copy of the model (ddp) or a shard of it (fsdp).
 
 
-FEW_ROWS = 30  # below this a score says little: one row is worth more than 3 %
-_OF_TEXT = ("val_fraction", "text_key", "dedup")
+DDP, FSDP = "ddp", "fsdp"
 
 
-def nothing_held_out(recipe: Recipe, train_tokens: int, val_tokens: int, *, made: bool) -> list[str]:
-    """Of data that are known; nobody who asked for none is told so, unless something waits for it."""
+def choose_parallel_mode(
+    recipe: Recipe, world: int, *, frozen: bool, needed: float, available: float
+) -> tuple[str, str]:
+    """Return the mode and the reason for it.
+
+    `needed` is the least memory (bytes) of a rank that holds the whole model, and `available` what a rank has.
+    `frozen` is whether some of the model is not trained.
+    """
+    mode, reason = recipe.parallel.mode, _reason_not_sharded(recipe, frozen)
+    if mode == FSDP and reason:
+        raise _problem("parallel.mode", f"fsdp is not possible: {reason}.", "Use parallel.mode=ddp.")
+    if mode != AUTO:
+        return mode, "set in the recipe"
+    if world == 1:
+        return DDP, ""
+    if reason:
+        return DDP, reason
+    memory = f"a copy of the model needs {needed / GIB:.1f} of {available / GIB:.1f} GiB with one sequence"
+    return (DDP, memory) if needed <= available else (FSDP, f"{memory}: each GPU holds a share of 1/{world}")
+
+
+def _reason_not_sharded(recipe: Recipe, frozen: bool) -> str:
+    """Return why FSDP cannot shard the model by rows, or "" if it can."""
+    if recipe.model.quant != "none":
+        return "a quantised base has no rows that could be sharded; each GPU holds all of its 4 bits"
+    if frozen:
+        return "a frozen base has no gradients and moments to shard; each GPU holds all of it"
+    if recipe.train.optimizer in LOW_BIT:
+        return f"{recipe.train.optimizer} keeps moments in blocks that do not end where rows do"
+    return ""
+
+
+def adapt_to_world(recipe: Recipe, world: int) -> Recipe:
+    """Return a resolved recipe for another number of ranks.
+
+    The global batch stays the same. If micro-batch and accumulation do not fit it any more, they become `auto`, the
+    micro-batch only if it has to.
+    """
+    train = recipe.train
+    total, micro, accumulation = (none_if_auto(x) for x in (train.global_batch, train.micro_batch, train.accumulation))
+    if not total or not micro or micro * (accumulation or 0) * world == total:
+        return recipe
+    keep_micro = total % (micro * world) == 0
+    update = {"accumulation": AUTO, "micro_batch": micro if keep_micro else AUTO}
+    return recipe.model_copy(update={"train": train.model_copy(update=update)})
+
+
+# ----------------------------------------------------------------------------------------------------
+# Warnings about the data: no or little validation data, keys without effect, weights that are not stated.
+
+
+FEW_ROWS = 30  # a score of fewer rows says little: each row is worth more than 3 %
+_KEYS_FOR_TEXT = ("val_fraction", "text_key", "dedup")  # they have no effect on a source of prepared tokens
+
+
+def _no_validation_warnings(recipe: Recipe, train_tokens: int, val_tokens: int, *, made: bool) -> list[str]:
+    """Warn if known data have no validation tokens, unless the recipe asks for none and nothing depends on them."""
     if not train_tokens or val_tokens:
         return []
-    waiting = {"train.target_loss will not be reached": recipe.train.target_loss}
-    waiting["eval.patience will not stop the run"] = recipe.eval.patience
-    if told := [text for text, value in waiting.items() if value is not None]:
-        return [f"nothing is held out, so no validation loss is known: {', and '.join(told)}"]
+    effects = {"train.target_loss will not be reached": recipe.train.target_loss}
+    effects["eval.patience will not stop the run"] = recipe.eval.patience
+    if without_effect := [text for text, value in effects.items() if value is not None]:
+        return [f"no data are held out, so there is no validation loss: {', and '.join(without_effect)}"]
     if recipe.data.val_fraction:
-        larger = "a larger --val-fraction to `redline prepare`" if made else "a larger data.val_fraction"
-        more = f"Give more text, or {larger}"
-        return [f"nothing of the text is held out, so no validation loss will be known. {more}"]
+        larger = "a larger --val-fraction for `redline prepare`" if made else "a larger data.val_fraction"
+        return [f"no text is held out, so there will be no validation loss. Use more text, or {larger}"]
     return []
 
 
-def few_held_out(rows: int | None) -> list[str]:
-    """Return a warning where a validation loss would be that of a few rows."""
+def _few_rows_warnings(rows: int | None) -> list[str]:
     if not rows or rows >= FEW_ROWS:
         return []
     what = f"only {rows} rows are held out, fewer than {FEW_ROWS}: the validation loss is a rough estimate"
     return [f"{what}. Raise data.val_fraction, or use more rows"]
 
 
-def unread(recipe: Recipe) -> list[str]:
-    """Of tokens that were made before: whoever made them has cut, chosen and held out."""
-    plain = Data()
-    asked = [key for key in _OF_TEXT if getattr(recipe.data, key) != getattr(plain, key)]
-    how = "`redline prepare` has an option for each"
-    return [f"data.{key} does nothing: the source holds tokens, which are taken as they are; {how}" for key in asked]
+def _unused_key_warnings(recipe: Recipe) -> list[str]:
+    """Warn about keys that only apply while text is turned into tokens, for a source that holds tokens already."""
+    defaults = Data()
+    unused = [key for key in _KEYS_FOR_TEXT if getattr(recipe.data, key) != getattr(defaults, key)]
+    what = "has no effect: the source holds prepared tokens. Use the option of `redline prepare` instead"
+    return [f"data.{key} {what}" for key in unused]
 
 
-def weight_notes(data: Data) -> list[str]:
-    """Say what becomes of weights that the recipe leaves to a rule: some are unstated, or there is nothing to share."""
+def _weight_warnings(data: Data) -> list[str]:
+    """Explain weights of sources that have no effect, or that the recipe does not state."""
     stated = [part for part in data.parts if part.weight is not None]
     if stated and len(data.parts) == 1:
         return ["the weight of a single source has no effect: all samples come from it"]
@@ -122,19 +180,19 @@ def weight_notes(data: Data) -> list[str]:
     return [f"data.source: {names} {verb} as 1. Shares of the samples: {shares}"]
 
 
-# Share of the peak that training reaches, before even the shape is known.
+# The share of the peak that training is assumed to reach before the shape of the model is known.
 PRIOR_SHARE = {"cuda": 0.35, "cpu": CPU_SHARE}
-# quickstart: a larger model learns more from each token, until it is too large for the tokens it will see.
+# For model.size=auto: a larger model learns more from each token, until it is too large for the tokens it will see.
 TOKENS_PER_PARAMETER = {"cuda": 0.3, "cpu": 0.6}
-CPU_MICRO_TOKENS = 2048
-ENOUGH_STEPS = 1000
+CPU_MICRO_TOKENS = 2048  # larger micro-batches fall out of a CPU's cache and gain nothing
+ENOUGH_STEPS = 1000  # a short run learns by its number of updates, so global_batch=auto leaves about so many
 WORTH_COMPILING = 600.0  # seconds of a CPU run: compiling takes 20 and then saves about a tenth
-UNKNOWN_GPU_FLOPS = 20e12  # only to size the demonstration model on a card without a spec
+UNKNOWN_GPU_FLOPS = 20e12  # only sizes the model of model.size=auto, on a card that is not in the table
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What the plan must know of the data."""
+    """What the plan has to know about the data."""
 
     vocab_size: int
     train_tokens: int
@@ -142,12 +200,12 @@ class DataFacts:
     fingerprint: str
     tokenizer: str
     tokenizer_fingerprint: str
-    estimated: bool = False  # true: from the sizes of files; then `train_tokens` 0 means unknown
-    made: bool = False  # true: the source is tokens that somebody made before
-    content: str = ""  # of rows: a digest of what they say, whatever the seed and the packing; of text empty
-    text_bytes: list[int] | None = None  # of the training and the validation text, whatever the tokenizer
-    val_rows: int | None = None  # rows that are held out; None: the data are text, or not read yet
-    rows: dict[str, Any] | None = None  # means over the rows to train on, by which a job counts FLOPs; None: not read
+    estimated: bool = False  # computed from the sizes of files; then `train_tokens` 0 means unknown
+    made: bool = False  # the source holds prepared tokens
+    content: str = ""  # digest of the rows, independent of seed and packing; empty for text
+    text_bytes: list[int] | None = None  # bytes of training and validation text, independent of the tokenizer
+    val_rows: int | None = None  # held-out rows; None for text, or if not read yet
+    rows: dict[str, Any] | None = None  # means over the training rows, from which a job counts FLOPs; None if not read
 
 
 @dataclass(frozen=True)
@@ -159,7 +217,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe without a single `auto`, why each was chosen, and the arithmetic behind it."""
+    """A recipe without any `auto`, the reasons for what was chosen, and the arithmetic behind it."""
 
     recipe: Recipe
     shape: DecoderShape
@@ -173,19 +231,20 @@ class Resolved:
     warnings: list[str] = field(default_factory=list)
     epoch_tokens: int = 0  # 0: not known before the data are prepared
     rows: dict[str, Any] | None = None  # as in DataFacts
+    warmup_warned: bool = False  # `warnings` has one about a long train.warmup_steps; the trainer does not repeat it
 
     @property
     def tokens_per_step(self) -> int:
         return self.batch.global_batch * int(self.recipe.data.seq_len)
 
     def plan_event(self, *, price: float | None = None, measured: ProbeResult | None = None) -> dict[str, Any]:
-        """The plan as programs and the console read it; `measured` is what a few real steps showed."""
-        train, ahead = self.recipe.train, forecast(self, price=price, measured=measured)
+        """Return the fields of the `plan` event. `measured` replaces the estimated speed by a measurement."""
+        train, predicted = self.recipe.train, forecast(self, price=price, measured=measured)
         counted = self.horizon_steps * self.tokens_per_step if self.horizon_steps else None
         horizon = horizon_fields(
             steps=self.horizon_steps,
             hours=train.hours,
-            expected_tokens=ahead.tokens_by_clock(train.hours, counted),
+            expected_tokens=predicted.tokens_by_clock(train.hours, counted),
             tokens_per_step=self.tokens_per_step,
             epoch=self.epoch_tokens,
         )
@@ -204,24 +263,28 @@ class Resolved:
             },
             "learning_rate": train.lr,
             "horizon": horizon,
-            **ahead.event(),
+            **predicted.event(),
             "choices": [asdict(choice) for choice in self.choices],
             "warnings": [*self.warnings, *horizon_warnings(horizon, embedded=self.recipe.data.source == "embedded")],
         }
 
     def parameters(self) -> dict[str, int]:
-        found: dict[str, int] = costs(self.recipe).parameters(self.shape)
-        return found
+        counts: dict[str, int] = costs(self.recipe).parameters(self.shape)
+        return counts
 
 
 class _Resolver:
-    """Collects values and reasons, one key after the other."""
+    """Choose one key after the other, and collect the values, reasons and warnings.
+
+    Later choices depend on earlier ones, so the order in `resolve` matters.
+    """
 
     def __init__(self, recipe: Recipe, machine: Machine, data: DataFacts, world: int) -> None:
         self.recipe, self.machine, self.data, self.world = recipe, machine, data, world
         self.values: dict[str, dict[str, Any]] = {"model": {}, "train": {}, "data": {}, "parallel": {}}
         self.choices: list[Choice] = []
         self.warnings: list[str] = []
+        self.warmup_warned = False
 
     def choose(self, key: str, value: Any, reason: str) -> Any:
         section, name = key.split(".")
@@ -238,14 +301,15 @@ class _Resolver:
     def vocab(self) -> int:
         given, needed = none_if_auto(self.recipe.model.vocab), self.data.vocab_size
         if given is None:
-            # a tokenizer that is still to be trained finds as many pieces as its text has
+            # A tokenizer that is still to be trained may find fewer pieces in its text than were asked for.
             most = "at most " if self.data.estimated and self.data.tokenizer.startswith("train:") else ""
-            why = f"{most}{needed:,} entries, to a multiple of 64"
+            why = f"{most}{needed:,} entries, rounded up to a multiple of 64"
             return int(self.choose("model.vocab", padded_vocab(needed), why))
         if given < needed:
-            theirs = "Put the tokenizer that belongs to the base beside it."
-            fix = theirs if self.recipe.model.base else f"Use at least {needed}, or model.vocab: auto."
-            raise RecipeError("recipe", [Problem("model.vocab", f"{given} is below the tokenizer's {needed}.", fix)])
+            fix = f"Use at least {needed}, or model.vocab=auto."
+            if self.recipe.model.base:
+                fix = "Put the tokenizer that belongs to the base into its folder."
+            raise _problem("model.vocab", f"{given} is less than the tokenizer's {needed} entries.", fix)
         return int(given)
 
     def shape(self) -> DecoderShape:
@@ -268,7 +332,7 @@ class _Resolver:
         return DecoderShape(**{key: self.get(f"model.{key}") for key in SHAPE_KEYS})
 
     def size(self, vocab: int) -> str:
-        """The largest model that sees enough tokens within the budget."""
+        """Choose the largest model that sees enough tokens within the budget of the recipe."""
         ratio = TOKENS_PER_PARAMETER[self.machine.device]
         best, seen = "", 0.0
         for name, (layers, d_model, heads, d_ff) in SIZES.items():
@@ -277,11 +341,12 @@ class _Resolver:
             if best and tokens < ratio * shape.parameters:
                 break
             best, seen = name, tokens
-        fits = f"the largest that sees {ratio:g} tokens per parameter"
-        reason = f"{fits}: {format_count(seen)} at {self.rate() / 1e12:.3g} TFLOP/s within the budget"
+        largest = f"the largest that sees {ratio:g} tokens per parameter"
+        reason = f"{largest}: {format_count(seen)} within the budget, at {self.rate() / 1e12:.3g} TFLOP/s"
         return str(self.choose("model.size", best, reason))
 
     def rate(self) -> float:
+        """Return the FLOP/s that training is assumed to reach on one card."""
         machine = self.machine
         peak = machine.cpu_flops if machine.device == "cpu" else machine.peak("bf16") or UNKNOWN_GPU_FLOPS
         return (peak or 1e11) * PRIOR_SHARE[machine.device]
@@ -289,51 +354,54 @@ class _Resolver:
     # --- training
 
     def precision(self) -> str:
-        asked, machine = self.recipe.train.precision, self.machine
-        if asked == "fp8" and not machine.fp8:
-            self.warnings.append(f"fp8 is off: {machine.name} has no units for it")
-            asked = AUTO
-        if asked == AUTO:
+        precision, machine = self.recipe.train.precision, self.machine
+        if precision == "fp8" and not machine.fp8:
+            self.warnings.append(f"fp8 is off: {machine.name} has no fp8 units")
+            precision = AUTO
+        if precision == AUTO:
             if machine.fast_bf16:
-                native = "native tensor-core bf16" if machine.device == "cuda" else "this CPU multiplies bf16 natively"
+                native = "the tensor cores compute in bf16" if machine.device == "cuda" else "this CPU computes in bf16"
                 return str(self.choose("train.precision", "bf16", native))
             if machine.device == "cuda":
                 return str(self.choose("train.precision", "fp16", "the card is older than Ampere: no bf16 units"))
             return str(self.choose("train.precision", "fp32", "this CPU has no fast bf16"))
-        if asked == "fp16" and machine.device == "cpu":
-            fix = "Use bf16 or fp32."
-            raise RecipeError("recipe", [Problem("train.precision", "fp16 is for GPUs; CPUs emulate it.", fix)])
-        return asked
+        if precision == "fp16" and machine.device == "cpu":
+            raise _problem("train.precision", "fp16 is for GPUs; CPUs only emulate it.", "Use bf16 or fp32.")
+        return precision
 
     def compile(self, shape: DecoderShape) -> bool:
         if self.recipe.train.compile != AUTO:
             return bool(self.recipe.train.compile)
-        against = self._against_compiling(shape) if self.machine.device != "cuda" else ""
-        fuses = "fuses the memory-bound work; cached after the first run"
-        return bool(self.choose("train.compile", not against, against or fuses))
+        against = self._reason_not_compiled(shape) if self.machine.device != "cuda" else ""
+        benefit = "fuses memory-bound operations; cached after the first run"
+        return bool(self.choose("train.compile", not against, against or benefit))
 
-    def idle_compile_mode(self, compiled: bool) -> list[str]:
-        """Return a warning where `train.compile_mode` has nothing to act on."""
+    def compile_mode_warnings(self, compiled: bool) -> list[str]:
+        """Warn if `train.compile_mode` has no effect."""
         mode, fused = self.recipe.train.compile_mode, self.get("model.kernels") == "fused"
         if mode == "default" or (compiled and not fused):
             return []
         why = (
             "the decoder's blocks are fused kernels (model.kernels=torch compiles them)" if fused else "compile is off"
         )
-        return [f"train.compile_mode={mode} does nothing: {why}"]
+        return [f"train.compile_mode={mode} has no effect: {why}"]
 
-    def _against_compiling(self, shape: DecoderShape) -> str:
+    def _reason_not_compiled(self, shape: DecoderShape) -> str:
+        """Return why a CPU run is not compiled, or "" if it is."""
         if not self.machine.compiler:
             return "no C++ compiler (g++ or clang++) on this machine"
         tokens = token_limit(self.recipe, self.data.train_tokens, self.world)
         by_tokens = 6.0 * shape.matmul_parameters * tokens / self.rate()
         short = 3600 * (self.recipe.train.hours or 0.0) < WORTH_COMPILING or by_tokens < WORTH_COMPILING
-        return "on a CPU it pays only where train.hours gives over ten minutes" if short else ""
+        return "on a CPU it pays off only in runs of more than ten minutes" if short else ""
 
     def batch(self, shape: DecoderShape, precision: str, compiled: bool) -> tuple[BatchPlan, str, MemoryParts]:
-        """Micro-batch and checkpointing: no recomputation if the batch can be split instead."""
+        """Choose parallel mode, gradient checkpointing and batch; return batch, checkpointing and memory.
+
+        Splitting the batch into micro-batches is preferred to recomputing activations.
+        """
         train, seq_len = self.recipe.train, self.recipe.data.seq_len
-        asked = train.grad_checkpointing
+        requested = train.grad_checkpointing
 
         def memory(micro: int, checkpointing: str, accumulates: bool = True) -> MemoryParts:
             parts: MemoryParts = costs(self.recipe).memory(
@@ -349,101 +417,103 @@ class _Resolver:
                     self.machine.device,
                     precision=precision,
                     compiled=compiled,
-                    fused=not self.not_fused(shape, precision, checkpointing),
+                    fused=not self.reason_not_fused(shape, precision, checkpointing),
                 ),
             )
             return parts
 
-        room = train.memory_fraction * self.machine.memory_bytes
+        available = train.memory_fraction * self.machine.memory_bytes
         if train.memory_gb is not None:
-            room = min(1e9 * train.memory_gb, self.machine.memory_bytes)
-        every = ("none",) if self.recipe.model.kernels == "fused" else ("none", "selective", "full")
-        levels = every if asked == AUTO else (asked,)
-        sharded = self.mode(shape, memory(1, levels[-1]).peak, room) == FSDP
+            available = min(1e9 * train.memory_gb, self.machine.memory_bytes)
+        supported = ("none",) if self.recipe.model.kernels == "fused" else ("none", "selective", "full")
+        levels = supported if requested == AUTO else (requested,)
+        sharded = self.parallel_mode(shape, memory(1, levels[-1]).peak, available) == FSDP
 
-        def memory_of_a_rank(micro: int, checkpointing: str, accumulates: bool = True) -> MemoryParts:
+        def rank_memory(micro: int, checkpointing: str, accumulates: bool = True) -> MemoryParts:
             if sharded:
                 return fsdp_rank_memory(memory(micro, checkpointing), shape, self.world, accumulates=accumulates)
             return memory(micro, checkpointing, accumulates)
 
-        needs = memory_of_a_rank
-        checkpointing = next((c for c in levels if needs(1, c).peak <= room), levels[-1])
-        if asked == AUTO:
-            fits = needs(1, checkpointing).peak <= room
+        checkpointing = next((level for level in levels if rank_memory(1, level).peak <= available), levels[-1])
+        if requested == AUTO:
             reason = "one sequence fits without recomputation" if checkpointing == "none" else "less would not fit"
-            self.choose("train.grad_checkpointing", checkpointing, reason if fits else "nothing fits by estimate")
+            if rank_memory(1, checkpointing).peak > available:
+                reason = "nothing fits by estimate"
+            self.choose("train.grad_checkpointing", checkpointing, reason)
 
         batch = solve_batch(*requested_batch(self.recipe), self.world)
         if isinstance(batch, Problem):
             raise RecipeError("recipe", [batch])
         if batch is None:
-            batch = self._choose_batch(shape, lambda micro: needs(micro, checkpointing).peak <= room, room)
+            batch = self._choose_batch(
+                shape, lambda micro: rank_memory(micro, checkpointing).peak <= available, available
+            )
         self.values["train"] |= {
             "micro_batch": batch.micro,
             "accumulation": batch.accumulation,
             "global_batch": batch.global_batch,
         }
-        return batch, checkpointing, needs(batch.micro, checkpointing, batch.accumulation > 1)
+        return batch, checkpointing, rank_memory(batch.micro, checkpointing, batch.accumulation > 1)
 
-    def mode(self, shape: DecoderShape, copy: float, room: float) -> str:
-        """How the ranks share the model; `copy` bytes is the least for all of it, of `room`."""
-        counted = costs(self.recipe).parameters(shape)
-        frozen = counted["trainable"] < counted["total"]
-        mode, reason = choose_mode(self.recipe, self.world, frozen=frozen, copy=copy, room=room)
+    def parallel_mode(self, shape: DecoderShape, needed: float, available: float) -> str:
+        """Choose ddp or fsdp. `needed` is the least memory of a rank that holds the whole model."""
+        parameters = costs(self.recipe).parameters(shape)
+        frozen = parameters["trainable"] < parameters["total"]
+        mode, reason = choose_parallel_mode(self.recipe, self.world, frozen=frozen, needed=needed, available=available)
         self.values["parallel"]["mode"] = mode
         if self.world > 1 and self.recipe.parallel.mode == AUTO:
             self.choices.append(Choice("parallel.mode", mode, reason))
         return mode
 
     def kernels(self, shape: DecoderShape, precision: str, checkpointing: str) -> None:
-        """Which implementation of a block; the other is always there for what it cannot do."""
-        reason = self.not_fused(shape, precision, checkpointing)
+        """Choose the implementation of a decoder block. Also raise if the recipe asks for one that is not possible."""
+        reason = self.reason_not_fused(shape, precision, checkpointing)
         if self.recipe.model.kernels == AUTO:
-            found, why = ("torch", reason) if reason else ("fused", "each value between matmuls is moved once")
-            self.choose("model.kernels", found, why)
+            value, why = ("torch", reason) if reason else ("fused", "reads and writes each value between matmuls once")
+            self.choose("model.kernels", value, why)
 
-    def not_fused(self, shape: DecoderShape, precision: str, checkpointing: str) -> str:
-        how = {"precision": precision, "checkpointing": checkpointing}
+    def reason_not_fused(self, shape: DecoderShape, precision: str, checkpointing: str) -> str:
         sharded = self.values["parallel"].get("mode") == FSDP
-        return not_fused(self.recipe, self.machine, shape, sharded=sharded, **how)
+        return reason_not_fused(
+            self.recipe, self.machine, shape, precision=precision, checkpointing=checkpointing, sharded=sharded
+        )
 
     def expected_tokens(self, shape: DecoderShape) -> float:
-        """How many tokens the run will see: by its limits, or by the clock at the speed one may expect."""
+        """Return how many tokens the run will see: its counted limit, or train.hours at the assumed speed."""
         hours = self.recipe.train.hours
         by_clock = hours * 3600 * self.rate() / (6.0 * shape.matmul_parameters) if hours else math.inf
         return min(token_limit(self.recipe, self.data.train_tokens, self.world), by_clock)
 
     def _choose_global_batch(self, shape: DecoderShape, multiple: int) -> int:
-        """A short run learns by its number of updates: as large as leaves about a thousand of them."""
+        """Choose a batch that leaves a short run about ENOUGH_STEPS updates, and that is a multiple of `multiple`."""
         base, seq_len = self.recipe.train.batch_base, self.recipe.data.seq_len
         expected = self.expected_tokens(shape)
         wanted = base if math.isinf(expected) else max(base, expected / (ENOUGH_STEPS * seq_len))
         total = preset_factor(self.recipe.train.preset) * base * 2 ** min(6, round(math.log2(wanted / base)))
         total = round_to_divisible(total / multiple) * multiple
         if math.isinf(expected):
-            return int(self.choose("train.global_batch", total, "the batch that lr_base was tuned for"))
+            return int(self.choose("train.global_batch", total, "the batch that train.lr_base was tuned for"))
         reason = f"leaves about {expected / (total * seq_len):.0f} steps of an expected {format_count(expected)} tokens"
         return int(self.choose("train.global_batch", total, reason))
 
-    def _choose_batch(self, shape: DecoderShape, fits: Callable[[int], bool], room: float) -> BatchPlan:
+    def _choose_batch(self, shape: DecoderShape, fits: Callable[[int], bool], available: float) -> BatchPlan:
         train = self.recipe.train
         micro, accumulation = none_if_auto(train.micro_batch), none_if_auto(train.accumulation)
         multiple = (micro or accumulation or 1) * self.world
         total = none_if_auto(train.global_batch) or self._choose_global_batch(shape, multiple)
-        settled = solve_batch(total, micro, accumulation, self.world)
-        if isinstance(settled, BatchPlan):
-            return settled
-        # on a CPU large micro-batches fall out of the cache and gain nothing
+        solved = solve_batch(total, micro, accumulation, self.world)
+        if isinstance(solved, BatchPlan):
+            return solved
         cap = max(1, CPU_MICRO_TOKENS // self.recipe.data.seq_len) if self.machine.device == "cpu" else None
         if problem := indivisible_batch(total, self.world):
             raise RecipeError("recipe", [problem])
         batch = largest_micro_batch(total, self.world, fits, cap)
-        where = f"the largest divisor of {total // self.world} that fits {room / GIB:.0f} GiB by estimate"
+        reason = f"the largest divisor of {total // self.world} that fits {available / GIB:.0f} GiB by estimate"
         if not fits(batch.micro):
-            where = f"nothing fits {room / GIB:.1f} GiB by estimate"
-        self.choose(
-            "train.micro_batch", batch.micro, where if cap is None else f"about {CPU_MICRO_TOKENS} tokens suit a CPU"
-        )
+            reason = f"nothing fits {available / GIB:.1f} GiB by estimate"
+        if cap is not None:
+            reason = f"about {CPU_MICRO_TOKENS} tokens suit a CPU"
+        self.choose("train.micro_batch", batch.micro, reason)
         return batch
 
     def lr(self, batch: int) -> float:
@@ -460,19 +530,21 @@ class _Resolver:
             speed = self.rate() / flops.executed / tokens_per_step
             expected = min(expected, self.recipe.train.hours * 3600 * speed)
         if (share := self.pct_start()) is not None:
-            steps_up = UNKNOWN_WARMUP if math.isinf(expected) else round(share * expected)
+            rising = UNKNOWN_WARMUP if math.isinf(expected) else round(share * expected)
             if self.recipe.train.warmup_steps != AUTO:
                 given = f"train.warmup_steps={self.recipe.train.warmup_steps}"
                 self.warnings.append(f"train.pct_start={share:g} sets the warm-up, so {given} has no effect")
-            return int(self.choose("train.warmup_steps", steps_up, f"train.pct_start={share:g} of the run"))
+            return int(self.choose("train.warmup_steps", rising, f"train.pct_start={share:g} of the run"))
         if self.recipe.train.warmup_steps != AUTO:
-            asked = int(self.recipe.train.warmup_steps)
-            self.warnings += warmup_warnings(asked, expected)
-            return asked
+            requested = int(self.recipe.train.warmup_steps)
+            too_long = warmup_warnings(requested, expected)
+            self.warmup_warned = bool(too_long)
+            self.warnings += too_long
+            return requested
         return int(self.choose("train.warmup_steps", *default_warmup(expected)))
 
     def pct_start(self) -> float | None:
-        """Return the share of the run in which one_cycle rises; None if train.warmup_steps says how long it does."""
+        """Return the share of the run in which one_cycle rises; None if train.warmup_steps sets the length instead."""
         train = self.recipe.train
         if train.schedule != ONE_CYCLE or train.pct_start is not None or train.warmup_steps != AUTO:
             return train.pct_start
@@ -480,7 +552,7 @@ class _Resolver:
 
 
 def _learning_rates(recipe: Recipe, lr: float) -> dict[str, float]:
-    """Every rate as a number, where `lr` is the one for all. A tied head has the embedding's."""
+    """Return the learning rate of every parameter role as a number; a tied head has that of the embedding."""
     train = recipe.train.model_copy(update={"lr": lr})
     rates = {role: train.role_lr(role) for role in ("embedding", "head", "scalar")}
     if recipe.model.tied:
@@ -489,7 +561,10 @@ def _learning_rates(recipe: Recipe, lr: float) -> dict[str, float]:
 
 
 def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1, nodes: int = 1) -> Resolved:
-    """`gpus` is how many there are in each of the `nodes`."""
+    """Choose everything that the recipe leaves `auto`, for `nodes` machines with `gpus` cards each.
+
+    Raise a RecipeError if the recipe is impossible on this machine or with these data.
+    """
     r = _Resolver(recipe, machine, data, gpus * nodes)
     r.choose("train.device", machine.device, machine.name)
     if recipe.train.preset:
@@ -510,21 +585,34 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
         "warmup_steps": r.warmup(steps, flops, tokens_per_step),
         "pct_start": r.pct_start(),
     }
-    r.warnings += r.idle_compile_mode(compiled)
+    r.warnings += r.compile_mode_warnings(compiled)
     held_out = 1 if data.estimated else data.val_tokens
-    r.warnings += nothing_held_out(recipe, data.train_tokens, held_out, made=data.made)
-    r.warnings += [*(unread(recipe) if data.made else []), *few_held_out(data.val_rows)]
-    r.warnings += weight_notes(recipe.data)
+    r.warnings += _no_validation_warnings(recipe, data.train_tokens, held_out, made=data.made)
+    r.warnings += [*(_unused_key_warnings(recipe) if data.made else []), *_few_rows_warnings(data.val_rows)]
+    r.warnings += _weight_warnings(recipe.data)
     if recipe.train.optimizer.startswith("paged") and machine.device == "cpu":
-        r.warnings.append("on a CPU the 8-bit moments are not paged: paged_adamw_8bit is adamw_8bit here")
+        r.warnings.append("a CPU does not page optimizer states: paged_adamw_8bit runs as adamw_8bit")
     if memory.peak > machine.memory_bytes:
-        smaller = "more cards, one with more memory or a smaller model would help"
+        advice = "use more cards, a card with more memory or a smaller model"
+        if batch.micro > 1:
+            advice = "training will reduce the micro-batch"
         r.warnings.append(
             f"by estimate this needs {memory.peak / GIB:.1f} GiB and {machine.name} has "
-            f"{machine.memory_bytes / GIB:.1f} GiB: {'expect smaller micro-batches' if batch.micro > 1 else smaller}"
+            f"{machine.memory_bytes / GIB:.1f} GiB: {advice}"
         )
     sections = {name: getattr(recipe, name).model_copy(update=values) for name, values in r.values.items() if values}
-    done = recipe.model_copy(update=sections)
-    epoch = epoch_tokens(recipe, data.train_tokens)
-    notes = (r.choices, r.warnings)
-    return Resolved(done, shape, batch, flops, memory, machine, steps, nodes, *notes, epoch, data.rows)
+    return Resolved(
+        recipe=recipe.model_copy(update=sections),
+        shape=shape,
+        batch=batch,
+        flops=flops,
+        memory=memory,
+        machine=machine,
+        horizon_steps=steps,
+        nodes=nodes,
+        choices=r.choices,
+        warnings=r.warnings,
+        epoch_tokens=epoch_tokens(recipe, data.train_tokens),
+        rows=data.rows,
+        warmup_warned=r.warmup_warned,
+    )

@@ -1,6 +1,6 @@
-"""What one sees while a run goes: the event log, rendered. A live bar on a terminal, plain lines anywhere else.
+"""The console: events of a run as text while it trains. A live bar on a terminal, plain lines anywhere else.
 
-Nothing here may disturb training: every field may be missing, the terminal may be gone, and model samples may hold
+Nothing here may disturb training: any field may be missing, the terminal may be gone, and samples of a model may hold
 brackets, escape codes or half characters.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from redline.runs.events import Event, finite, number, section
+from redline.runs.events import Event, clean, finite, number, one_line, section
+from redline.runs.prose import ending, totals
 from redline.units import format_bytes, format_count, format_seconds, format_usd
 from redline.vocabulary import status_of_stop
 
@@ -23,13 +23,12 @@ if TYPE_CHECKING:
 
     from redline.runs.screen import Screen
 
-# C0 and C1 controls (escape codes among them), lone surrogates, and the marks that reverse the reading direction.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
-_EVAL_SHOWN = frozenset({"type", "time", "step", "tokens", "loss", "perplexity", "bits_per_byte", "seconds", "hours"})
+# Fields of an evaluation that have a place of their own in its line; every other number is a metric of the job.
+_EVAL_FIELDS = frozenset({"type", "time", "step", "tokens", "loss", "perplexity", "bits_per_byte", "seconds", "hours"})
 
 
 class Console:
-    """Renders events. `interactive=None` asks the file whether it is a terminal; `total` is the number of steps."""
+    """Show events. `interactive=None` asks the file whether it is a terminal; `total` is the number of steps."""
 
     def __init__(self, file: TextIO | None = None, interactive: bool | None = None, total: int | None = None) -> None:
         self._file = file if file is not None else sys.stderr
@@ -41,7 +40,7 @@ class Console:
         self._screen = _open_screen(self._file) if self.interactive else None
 
     def event(self, event: Event) -> None:
-        """Show one event. Never raises: what cannot be shown is said in one line, or not at all if no line can be."""
+        """Show one event. Never raise: an event that cannot be shown is replaced by one line that says so."""
         with self._lock:
             try:
                 self._show(event)
@@ -49,12 +48,12 @@ class Console:
                 self._write(f"({clean(event.get('type'))} could not be shown: {type(error).__name__})", "yellow")
 
     def tick(self, step: int, progress: float | None = None, eta_s: float | None = None) -> None:
-        """Move the bar between logged steps: only stores what the screen draws about 8 times a second."""
+        """Move the bar between logged steps. This only stores values; the screen draws them 8 times a second."""
         if self._screen is not None and not self._closed:
             self._screen.move(finite(progress), self._step_label(step), _duration("ETA", eta_s))
 
     def progress(self, share: float | None, label: str, facts: list[str]) -> None:
-        """A bar for work before the run; where there is no terminal, nothing."""
+        """Show a bar for work before the run, such as reading data; nothing without a terminal."""
         if self._screen is not None and not self._closed:
             self._screen.facts = [one_line(fact) for fact in facts]
             self._screen.move(finite(share), one_line(label), "")
@@ -63,7 +62,7 @@ class Console:
         with self._lock, contextlib.suppress(OSError, ValueError):
             self._closed = True
             if self._screen is not None:
-                self._screen.settle()
+                self._screen.close()
 
     def _show(self, event: Event) -> None:
         kind = event.get("type")
@@ -117,16 +116,16 @@ class Console:
 
     def _eval(self, event: Event) -> None:
         loss = number(event, "loss")
-        change = "" if loss is None or self._last_loss is None else f" ({loss - self._last_loss:+.4f})"
+        change = None if loss is None or self._last_loss is None else loss - self._last_loss
         self._last_loss = loss if loss is not None else self._last_loss
-        worse = change.startswith(" (+")
-        others = [_number(event, key, f"{one_line(key)} {{:.4g}}") for key in event if key not in _EVAL_SHOWN]
+        worse = change is not None and change >= 0
+        metrics = [_number(event, key, f"{one_line(key)} {{:.4g}}") for key in event if key not in _EVAL_FIELDS]
         parts = [
             self._step_label(event.get("step")),
-            _number(event, "loss", "val loss {:.4f}") + change,
+            _number(event, "loss", "val loss {:.4f}") + ("" if change is None else f" ({change:+.4f})"),
             _number(event, "perplexity", "ppl {:.2f}"),
             _number(event, "bits_per_byte", "bits/byte {:.4f}"),
-            *others,
+            *metrics,
         ]
         self._write("eval  " + "  ".join(filter(None, parts)), "yellow" if worse else "green")
 
@@ -140,12 +139,12 @@ class Console:
             self._write("\n".join([title, *(f"    {line}" for line in body.split("\n"))]))
 
     def _stop(self, event: Event) -> None:
-        rows = list(_stop_rows(event, self._step_label(event.get("step"))))
+        lines = _stop_lines(event)
         if self._screen is not None:
-            self._screen.finish(rows)
+            self._screen.finish(lines)
         else:
-            for label, text in rows:
-                self._write(f"{label:<11}{text}")
+            for line in lines:
+                self._write(line)
 
     def _step_label(self, step: object) -> str:
         step = finite(step)
@@ -156,7 +155,7 @@ class Console:
         return f"step {step:>{len(f'{self._total:,}')},}/{self._total:,}"
 
     def _write(self, text: str, style: str = "") -> None:
-        # A closed pipe or terminal is no reason to stop training; the log has the event.
+        # A closed pipe or terminal must not stop training; the log has the event.
         with contextlib.suppress(OSError, ValueError):
             if self._screen is not None:
                 self._screen.line(text, style)
@@ -166,20 +165,11 @@ class Console:
                 self._file.flush()
 
 
-def clean(value: object) -> str:
-    """Text of unknown origin, made safe to print: no escape codes, no half characters."""
-    return "" if value is None else _UNPRINTABLE.sub("�", str(value).replace("\r\n", "\n"))
-
-
-def one_line(value: object) -> str:
-    return " ".join(clean(value).split())
-
-
 def step_facts(event: Event) -> list[str]:
-    """A step in a few words; what is not known is not shown."""
-    lost = "loss not finite" if "loss" in event and event["loss"] is None else ""
+    """Return the figures of a step that are known, each as a few characters."""
+    not_finite = "loss not finite" if "loss" in event and event["loss"] is None else ""
     facts = [
-        _number(event, "loss", "loss {:.4f}") or lost,
+        _number(event, "loss", "loss {:.4f}") or not_finite,
         _number(event, "skipped", "{:.0f} skipped") if event.get("skipped") else "",
         _number(event, "tokens_per_s", "{} tok/s", format_count),
         _number(event, "mfu", "MFU {:.1%}"),
@@ -192,7 +182,7 @@ def step_facts(event: Event) -> list[str]:
 
 
 def plan_rows(event: Event) -> Iterator[tuple[str, str]]:
-    """The plan as (label, text); a row without a label goes on with the one above."""
+    """Return the plan as (label, text). A row without a label continues the one above."""
     parameters, flops = section(event, "parameters"), section(event, "flops_per_token")
     yield from _row(
         "model",
@@ -201,9 +191,10 @@ def plan_rows(event: Event) -> Iterator[tuple[str, str]]:
             _number(parameters, "trainable", "{} trainable", format_count),
         ],
     )
-    again = [_flops(flops, "recomputed", "formula_recomputed")] if number(flops, "recomputed") else []
-    forms = [_flops(flops, "useful", "formula"), _flops(flops, "executed", "formula_executed"), *again]
-    yield from _row("compute", forms)
+    recomputed = [_flops(flops, "recomputed", "formula_recomputed")] if number(flops, "recomputed") else []
+    yield from _row(
+        "compute", [_flops(flops, "useful", "formula"), _flops(flops, "executed", "formula_executed"), *recomputed]
+    )
     yield from _row("", [f"assuming {one_line(flops['assumed'])}" if flops.get("assumed") else ""])
     batch = section(event, "batch")
     yield from _row(
@@ -223,35 +214,41 @@ def plan_rows(event: Event) -> Iterator[tuple[str, str]]:
 
 
 def _horizon_rows(event: Event) -> Iterator[tuple[str, str]]:
-    """The length of the run; where train.hours ends it first, what is expected by then. Resumed: what remains."""
+    """Return the length of the run and, for a resumed run, what remains.
+
+    If train.hours ends the run before its steps do, the expected length by then is shown instead.
+    """
     horizon = section(event, "horizon")
-    asked = [
+    length = [
         _number(horizon, "steps", "{:,} steps"),
         _number(horizon, "tokens", "{} tokens", format_count),
         _number(horizon, "epochs", "{} epochs", _epochs),
     ]
-    if by_clock := number(horizon, "expected_tokens") is not None:
-        before = ", ".join(filter(None, asked))
-        asked = [
+    ends_by_hours = number(horizon, "expected_tokens") is not None
+    note = ""
+    if ends_by_hours:
+        before = ", ".join(filter(None, length))
+        length = [
             _number(horizon, "expected_steps", "about {:,} steps"),
             _number(horizon, "expected_tokens", "{} tokens", format_count),
             _number(horizon, "expected_epochs", "{} epochs", _epochs),
         ]
-        ends = "train.hours ends it" + (f" before {before}" if before else "")
-    known = number(section(event, "throughput"), "tokens_per_s") is not None  # else train.hours is all there is
-    time = "{}" if by_clock else "about {}" if known else "at most {}"
+        note = "train.hours ends it" + (f" before {before}" if before else "")
+    # Without an estimate of the speed, train.hours is all that is known of the time.
+    speed_known = number(section(event, "throughput"), "tokens_per_s") is not None
+    time = "{}" if ends_by_hours else "about {}" if speed_known else "at most {}"
     cost = _number(event, "cost_usd", "{}", format_usd)
-    took = _number(event, "hours", time, lambda hours: format_seconds(3600 * hours))
-    yield from _row("horizon", [*asked, took, cost, ends if by_clock else ""])
-    left = section(horizon, "remaining")
+    hours = _number(event, "hours", time, lambda hours: format_seconds(3600 * hours))
+    yield from _row("horizon", [*length, hours, cost, note])
+    remaining = section(horizon, "remaining")
     total = _number(horizon, "steps", " of {:,}")
     yield from _row(
         "remaining",
         [
-            _number(left, "steps", "{:,}") + (f"{total} steps" if number(left, "steps") is not None else ""),
-            _number(left, "tokens", "{} tokens", format_count),
-            _number(left, "epochs", "{} epochs", _epochs),
-            _number(left, "seconds", "about {}" if known else "at most {}", format_seconds),
+            _number(remaining, "steps", "{:,}") + (f"{total} steps" if number(remaining, "steps") is not None else ""),
+            _number(remaining, "tokens", "{} tokens", format_count),
+            _number(remaining, "epochs", "{} epochs", _epochs),
+            _number(remaining, "seconds", "about {}" if speed_known else "at most {}", format_seconds),
         ],
     )
 
@@ -261,10 +258,10 @@ def _epochs(epochs: float) -> str:
 
 
 def _speed_rows(event: Event) -> Iterator[tuple[str, str]]:
-    """What is expected, and what the hardware would allow."""
+    """Return the expected speed, and what the hardware would allow."""
     speed, ceiling, measured = section(event, "throughput"), section(event, "ceiling"), section(event, "measured")
     source = one_line(speed.get("source"))
-    unknown = "unknown here; --probe measures it" if source == "unknown" else ""
+    unknown = "unknown on this machine; --probe measures it" if source == "unknown" else ""
     yield from _row(
         "speed",
         [
@@ -338,22 +335,9 @@ def _checkpoint_line(event: Event) -> str:
     return "saved  " + "  ".join(filter(None, parts))
 
 
-def _stop_rows(event: Event, step: str) -> Iterator[tuple[str, str]]:
-    parts = [one_line(event.get("reason")) or "no reason given", one_line(event.get("message"))]
-    yield status_of_stop(event), ": ".join(filter(None, parts))
-    yield from _row(
-        "after",
-        [
-            step,
-            _number(event, "tokens", "{} tokens", format_count),
-            _number(event, "hours", "{}", lambda hours: format_seconds(hours * 3600)),
-            _number(event, "cost_usd", "{}", format_usd),
-        ],
-    )
-    yield from _row("report", [one_line(event.get("report"))])
-    following = event.get("next")
-    for index, command in enumerate(following if isinstance(following, list) else []):
-        yield "" if index else "next", one_line(command)
+def _stop_lines(event: Event) -> list[str]:
+    lines = [ending(status_of_stop(event), event), totals(event), one_line(event.get("message"))]
+    return [line for line in lines if line]
 
 
 def _number(fields: Mapping[str, Any], key: str, form: str, show: Callable[[float], Any] = lambda value: value) -> str:
@@ -367,13 +351,14 @@ def _duration(label: str, seconds: object) -> str:
 
 
 def _open_screen(file: TextIO) -> Screen:
-    from redline.runs.screen import Screen  # rich takes a tenth of a second to import, and only a terminal needs it
+    # Imported here: rich takes a tenth of a second, and only a terminal needs it.
+    from redline.runs.screen import Screen
 
     return Screen(file)
 
 
 def _is_terminal(file: TextIO) -> bool:
-    """A terminal that can draw the bar: it takes control codes and characters beyond ASCII."""
+    """Return whether the file is a terminal that can draw the bar: with control codes and more than ASCII."""
     encoding = getattr(file, "encoding", None) or ""
     try:
         return file.isatty() and os.environ.get("TERM") != "dumb" and encoding.lower().startswith("utf")
@@ -381,12 +366,12 @@ def _is_terminal(file: TextIO) -> bool:
         return False
 
 
-_WIDEST = 1000
+_MAX_WIDTH = 1000
 
 
-def print_whole(table: Table) -> None:
-    """All of it: where a terminal is narrower its lines break, and no column is lost."""
+def print_table(table: Table) -> None:
+    """Print every column of a table. On a narrower terminal lines wrap; rich would cut columns off instead."""
     from rich.console import Console as RichConsole
 
-    whole = RichConsole(width=_WIDEST).measure(table).maximum
-    RichConsole(width=max(whole, RichConsole().width)).print(table)
+    width = RichConsole(width=_MAX_WIDTH).measure(table).maximum
+    RichConsole(width=max(width, RichConsole().width)).print(table)

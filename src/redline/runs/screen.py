@@ -1,13 +1,15 @@
-"""The terminal's side of the console: lines that scroll above one live area, drawn with rich.
+"""What the console draws on a terminal, with rich: lines that scroll above one live area.
 
-Everything is a `Text`, never markup, so that brackets in a model's sample stay brackets.
+A module of its own because rich takes a tenth of a second to import and only a terminal needs it. All text is a rich
+`Text` and never markup, so that brackets in a sample of a model stay brackets.
 """
 
 from __future__ import annotations
 
 from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -19,10 +21,10 @@ ACCENT = "#e5484d"
 
 
 class Screen:
-    """The live area holds a spinner while waiting and the bar while training; a thread of rich's redraws it."""
+    """A live area with a spinner during warm-up and a bar during training. A thread of rich redraws it."""
 
     def __init__(self, file: TextIO) -> None:
-        self._rich = _PatientConsole(file=file, force_terminal=True, markup=False, highlight=False, emoji=False)
+        self._rich = _Console(file=file, force_terminal=True, markup=False, highlight=False, emoji=False)
         self._waiting: Spinner | None = None
         self._bar: tuple[float | None, str, str] | None = None
         self.facts: list[str] = []
@@ -30,14 +32,14 @@ class Screen:
 
     def move(self, progress: float | None, step: str, eta: str) -> None:
         self._waiting, self._bar = None, (progress, step, eta)
-        self._begin()
+        self._show()
 
     def wait(self, message: str) -> None:
         self._waiting, self.facts = Spinner("dots", Text(message, style="dim"), style=ACCENT), []
-        self._begin()
+        self._show()
 
-    def settle(self) -> None:
-        """Clear the live area and give the cursor back."""
+    def close(self) -> None:
+        """Clear the live area and show the cursor again."""
         self._waiting = self._bar = None
         self._live.stop()
 
@@ -49,7 +51,7 @@ class Screen:
         if not choices:
             return
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-        for title in ("chosen", "value", "because"):
+        for title in ("choice", "value", "reason"):
             table.add_column(title)
         for key, value, reason in choices:
             table.add_row(Text(key), Text(value, style="bold"), Text(reason, style="dim"))
@@ -59,11 +61,13 @@ class Screen:
         body = Text.assemble((prompt, "bold"), text)
         self._rich.print(Panel(body, title=Text(title), title_align="left", border_style="dim"))
 
-    def finish(self, rows: list[tuple[str, str]]) -> None:
-        self.settle()
-        self._rich.print(Panel(_labelled(rows), border_style=ACCENT, expand=False))
+    def finish(self, lines: list[str]) -> None:
+        self.close()
+        first, *rest = lines
+        body = Text("\n").join([Text(first, style=f"bold {ACCENT}"), *map(Text, rest)])
+        self._rich.print(Panel(body, border_style=ACCENT, expand=False))
 
-    def _begin(self) -> None:
+    def _show(self) -> None:
         if not self._live.is_started:
             self._live.start()
 
@@ -89,9 +93,9 @@ class Screen:
         return Group(row, Text(" · ".join(self.facts), style="dim", no_wrap=True, overflow="ellipsis"))
 
 
-class _PatientConsole(Console):
+class _Console(RichConsole):
     def on_broken_pipe(self) -> None:
-        """rich would end the process; a terminal that went away must not end a training run."""
+        """Stop printing. rich would end the process, but a closed terminal must not end a training run."""
         self.quiet = True
 
 

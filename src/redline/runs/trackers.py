@@ -1,4 +1,4 @@
-"""Trackers: the event stream, told to other programs. TensorBoard always, Weights & Biases when asked for."""
+"""Trackers, fed from the events: TensorBoard for every run, Weights & Biases if `monitor.wandb` is set."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ from typing import Any, BinaryIO
 
 from redline.errors import Problem, RecipeError, install_hint
 from redline.recipe.schema import MonitorSection
-from redline.runs.console import Console, clean
-from redline.runs.events import Event, finite, number
+from redline.runs.console import Console
+from redline.runs.events import Event, clean, finite, number
 from redline.runs.monitor import Sink
 
 DEFAULT_PROJECT = "redline"
 
 
 def require_packages(options: MonitorSection) -> None:
-    """Before anything is prepared: what a recipe asks for must be installed."""
+    """Refuse a recipe whose tracker is not installed. Call it before data are prepared, which may take hours."""
     if options.wandb is not False and find_spec("wandb") is None:
-        fix = f"Install it: {install_hint('wandb')}; or leave it out with monitor.wandb=false."
-        raise RecipeError("recipe", [Problem("monitor.wandb", "needs the package wandb.", fix)])
+        fix = f"Install it: {install_hint('wandb')}. Or switch it off: monitor.wandb=false."
+        raise RecipeError("recipe", [Problem("monitor.wandb", "needs the package wandb, which is not installed.", fix)])
 
 
 def sinks_for(
-    options: MonitorSection, run: Path, config: dict[str, Any], say: Callable[[str], None] = lambda _: None
+    options: MonitorSection, run: Path, config: dict[str, Any], log: Callable[[str], None] = lambda _: None
 ) -> list[Sink]:
-    """The trackers of a run. None of them does anything before the first event."""
-
+    """Return the trackers of a run. They open their files and connections at the start event."""
     sinks: list[Sink] = [TensorBoard(run / "tensorboard")]
     if options.wandb is not False:
         project = DEFAULT_PROJECT if options.wandb is True else str(options.wandb)
-        sinks.append(WeightsAndBiases(project, run, config, say))
+        sinks.append(WeightsAndBiases(project, run, config, log))
     return sinks
 
 
 # ----------------------------------------------------------------------------------------------------
-# What trackers are shown, under the names that the H100 and H200 guides watch.
+# What trackers get, under the names that the H100 and H200 guides use.
 
 
 STEP = {
@@ -54,7 +53,7 @@ STEP = {
     "mfu_causal": "train/mfu_causal",
     "step_ms": "train/step_ms",
     "data_wait_ms": "train/data_wait_ms",
-    "memory_gib": "system/gpu_memory_allocated",  # GiB, the peak so far; on a CPU that of the process
+    "memory_gib": "system/gpu_memory_allocated",  # the peak so far in GiB; on a CPU, that of the process
     "gpu_util": "system/gpu_util",
     "power_w": "system/power_w",
     "cost_usd": "cost/usd",
@@ -63,7 +62,7 @@ _NOT_METRICS = frozenset({"type", "time", "step", "tokens", "seconds", "hours"})
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of a step or an evaluation by tag; what is not known is not shown."""
+    """Return the known numbers of a step or an evaluation by tag."""
     if event["type"] == "step":
         terms = {key: f"train/{key}" for key in event if key.startswith("loss_")}
         tags = STEP | terms
@@ -71,12 +70,12 @@ def scalars(event: Event) -> dict[str, float]:
         tags = {key: f"eval/{key}" for key in event if key not in _NOT_METRICS}
     else:
         return {}
-    found = {tag: number(event, key) for key, tag in tags.items()}
-    return {tag: value for tag, value in found.items() if value is not None}
+    values = {tag: number(event, key) for key, tag in tags.items()}
+    return {tag: value for tag, value in values.items() if value is not None}
 
 
 def texts(event: Event) -> dict[str, str]:
-    """The plan as the terminal prints it, and samples, by tag."""
+    """Return the plan, as the console prints it, and samples by tag."""
     if event["type"] == "plan":
         page = io.StringIO()
         Console(page, interactive=False).event(event)
@@ -99,9 +98,10 @@ _FILE_VERSION = "brain.Event:2"
 
 
 class TensorBoard:
-    """Writes one event file for each start of the run, with TensorBoard's own record writer and no TensorFlow.
+    """Write one event file for each attempt of the run, with TensorBoard's own record writer and no TensorFlow.
 
-    A resumed run says at which step it goes on: readers then drop what an earlier file holds from there.
+    The file of a resumed run begins with the step it continues at, so that TensorBoard drops the steps that an earlier
+    file holds from there on.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -141,7 +141,7 @@ class TensorBoard:
         self._writer.flush()
 
     def _name(self, now: float) -> str:
-        """Files are read in the order of their names: later than every other, even within one second."""
+        """Return a name that sorts after all others, even within one second: TensorBoard reads files in that order."""
         seconds = int(now)
         for path in self.folder.glob(f"{_PREFIX}*"):
             stamp = path.name.removeprefix(_PREFIX).split(".")[0]
@@ -173,7 +173,7 @@ def _text(tag: str, text: str) -> Any:
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.types_pb2 import DT_STRING
 
-    block = "\n".join(f"    {line}" for line in text.split("\n"))  # Markdown: shown as it is
+    block = "\n".join(f"    {line}" for line in text.split("\n"))  # indented, Markdown shows it as it is
     return Summary.Value(
         tag=tag,
         metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
@@ -182,22 +182,22 @@ def _text(tag: str, text: str) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Weights & Biases, an extra of the set-up, then `monitor.wandb=PROJECT`.
+# Weights & Biases: install the extra, then set `monitor.wandb=PROJECT`.
 
 
 class WeightsAndBiases:
-    """One W&B run per run_id: a resumed run goes on with it, and W&B keeps the first value of a repeated step.
+    """One W&B run per run_id: a resumed run continues it. W&B keeps the first value of a step that is logged twice.
 
-    W&B's own variables (WANDB_MODE, WANDB_ENTITY, …) hold. Who is not logged in is never asked for a key in the middle
-    of a run: it is then recorded offline. What redline hands over is the recipe, the numbers and the texts; host,
-    command and packages W&B adds by itself.
+    W&B's own variables (WANDB_MODE, WANDB_ENTITY, …) apply. Without a login the run is recorded offline, because W&B
+    would otherwise ask for a key in the middle of the run. redline sends the recipe, the numbers and the texts; W&B
+    adds host, command and packages by itself.
     """
 
     def __init__(
-        self, project: str, run: Path, config: dict[str, Any], say: Callable[[str], None] = lambda _: None
+        self, project: str, run: Path, config: dict[str, Any], log: Callable[[str], None] = lambda _: None
     ) -> None:
-        self.project, self.run, self.config, self._say = project, run, config, say
-        self._told: Counter[tuple[str, int]] = Counter()
+        self.project, self.run, self.config, self._log = project, run, config, log
+        self._texts: Counter[tuple[str, int]] = Counter()  # by tag and step
         self._wandb: Any = None
         self._run: Any = None
 
@@ -208,16 +208,18 @@ class WeightsAndBiases:
             return
         values: dict[str, Any] = dict(scalars(event))
         for tag, text in texts(event).items():
-            values[self._own(tag, step_of(event))] = self._wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
+            values[self._unique_name(tag, step_of(event))] = self._wandb.Html(
+                f"<pre>{html.escape(text)}</pre>", inject=False
+            )
         if values:
             self._run.log(values, step=step_of(event))
         if event["type"] == "stop":
             self._run.summary["stop"] = event.get("reason")
 
-    def _own(self, tag: str, step: int) -> str:
-        """W&B keeps one value per name and step, and a run may write several samples."""
-        self._told[tag, step] += 1
-        return tag if self._told[tag, step] == 1 else f"{tag} {self._told[tag, step]}"
+    def _unique_name(self, tag: str, step: int) -> str:
+        """Number the samples of one step: W&B keeps one value per name and step."""
+        self._texts[tag, step] += 1
+        return tag if self._texts[tag, step] == 1 else f"{tag} {self._texts[tag, step]}"
 
     def close(self) -> None:
         if self._run is not None:
@@ -241,8 +243,10 @@ class WeightsAndBiases:
         )
 
     def _mode(self, wandb: Any) -> str | None:
-        """None leaves it to W&B."""
+        """Return "offline" without a login; None lets W&B decide."""
         if os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False):
             return None
-        self._say(f"not logged in to W&B: recorded offline, for `wandb sync {self.run}/wandb/offline-run-*` later")
+        self._log(
+            f"not logged in to W&B: recording offline; upload later with `wandb sync {self.run}/wandb/offline-run-*`"
+        )
         return "offline"

@@ -30,12 +30,11 @@ from torch import Tensor
 from redline.cache import check_regular, open_regular, read_bytes, sync
 from redline.errors import UserError
 from redline.recipe.schema import Checkpoint
-from redline.runs.events import read_events
 from redline.runs.monitor import Monitor
 from redline.runs.summary import disk_bytes, is_locked, run_status
 from redline.training.run_directory import RunDirectory
 from redline.training.schedule import StepTimer
-from redline.vocabulary import EVENTS_FILE
+from redline.vocabulary import Status
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -636,7 +635,7 @@ def plan_prune(run: Path, keep: Keep = "best") -> PruneResult:
     a disk that cannot be read today may be readable tomorrow."""
     if is_locked(run):
         return PruneResult(run, reason="is running")
-    if run_status(run, read_events(run / EVENTS_FILE)) == "failed":
+    if run_status(run) is Status.FAILED:
         return PruneResult(run, reason="failed, and an earlier checkpoint may be what saves it")
     return _decide(run, keep)
 

@@ -121,7 +121,7 @@ class Trainer:
     ) -> None:
         self.resolved, self.recipe, self.train = resolved, resolved.recipe, resolved.recipe.train
         self.objective, self.run_directory, self.monitor = objective, run, monitor
-        objective.log = monitor.say
+        objective.log = monitor.status
         self.identity = {**identity, "model": model_identity(self.recipe)}  # what must be equal on resume
         self.ranks, self.supervised = ranks, supervised  # supervised: someone will go on after a failure
         self.skipped = list(skipped)  # steps whose data are left out

@@ -34,7 +34,7 @@ def warm_up(
     device: str,
 ) -> BatchPlan:
     """Rehearse the worst-case batch until it runs in all ranks; the plan that did."""
-    monitor.say("warming up" + (" (the first time compiles: up to a minute)" if compiled else ""))
+    monitor.status("warming up" + (" (the first time compiles: up to a minute)" if compiled else ""))
     begin = time.perf_counter()
     while True:
         try:

@@ -1,6 +1,6 @@
-"""The page's server: a few fixed files and one JSON answer, for this machine alone unless asked otherwise.
+"""The server of the live page: a few fixed files and one JSON answer, reachable only from this machine by default.
 
-It only reads. Nothing of a request becomes a path: files and runs are looked up by name in what is known already.
+It only reads. No part of a request becomes a path: files and runs are looked up by name among those already known.
 """
 
 from __future__ import annotations
@@ -48,15 +48,18 @@ _HEADERS = {
 }
 _LONGEST_QUERY = 8192
 _HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.%\w]+)\]|(?P<name>[^\s:@/\[\]]+))(?::\d{0,5})?")
-MOST_CONNECTIONS = 64  # at a time; a browser opens up to six, and each holds a thread
+MAX_CONNECTIONS = 64  # at a time; a browser opens up to six, and each holds a thread
 _REQUEST_S = 10.0  # for a whole request to arrive
-_ANSWER_S = 30.0  # for the answer to be taken
+_ANSWER_S = 30.0  # for the browser to receive the answer
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class App:
-    """WSGI. With a token, who does not show it sees nothing. On loopback only this machine's own names are answered:
-    a page elsewhere could otherwise point a name of its own here and read along (DNS rebinding)."""
+    """The WSGI application. With a token, requests without it are refused.
+
+    On loopback only requests to this machine's own names are answered. Otherwise a web page could point a name of its
+    own to 127.0.0.1 and read the runs through the user's browser (DNS rebinding).
+    """
 
     def __init__(
         self, watch: Watch, token: str | None = None, *, loopback: bool = True, cookie: str = "redline"
@@ -73,47 +76,47 @@ class App:
 
     def _answer(self, request: Request) -> Response:
         if request.method not in ("GET", "HEAD"):
-            return _sentence(405, "This only answers GET.", {"Allow": "GET, HEAD"})
+            return _text_response(405, "Only GET is supported.", {"Allow": "GET, HEAD"})
         if len(request.query_string) > _LONGEST_QUERY:
-            return _sentence(414, "Too long a question.")
+            return _text_response(414, "The query is too long.")
         host = request.environ.get("HTTP_HOST", "")
         if "@" in host:
-            return _sentence(400, "A Host header names a host and a port, and no user.")
+            return _text_response(400, "The Host header must hold a host and a port, without a user.")
         if self._loopback and not is_own_name(host):
-            return _sentence(421, "This answers to localhost and 127.0.0.1 alone.")
+            return _text_response(421, "Only requests to localhost and 127.0.0.1 are answered.")
         if self._token is not None:
             given = request.args.get("token") if request.path == "/" else None
             if given is not None:
                 return self._admit(given)
-            if not self._is_known(request):
-                return _sentence(401, "A token is needed: open the address that `redline watch` printed.")
+            if not self._is_authorized(request):
+                return _text_response(401, "The token is missing: open the address that `redline watch` printed.")
         if request.path == "/api/state":
             return self._state(request)
         content = self._files.get(request.path)
         if content is None:
-            return _sentence(404, "There is no such page.")
+            return _text_response(404, "Page not found.")
         kind = _KINDS[_PAGE[request.path].rpartition(".")[2]]
         return Response(content, content_type=f"{kind}; charset=utf-8")
 
     def _admit(self, given: str) -> Response:
-        """From the address into a cookie, so that it does not stay in the browser's history."""
+        """Move the token from the address to a cookie, so that it does not stay in the browser's history."""
         if not self._is_token(given):
-            return _sentence(401, "That is not the token: open the address that `redline watch` printed.")
+            return _text_response(401, "The token is wrong: open the address that `redline watch` printed.")
         response = Response(status=303, headers={"Location": "/"})
         response.set_cookie(self._cookie, given, httponly=True, samesite="Lax")
         return response
 
-    def _is_known(self, request: Request) -> bool:
+    def _is_authorized(self, request: Request) -> bool:
         scheme, _, credential = request.headers.get("Authorization", "").partition(" ")
-        shown = [request.cookies.get(self._cookie, ""), credential if scheme.lower() == "bearer" else ""]
-        return any(self._is_token(text) for text in shown)
+        credentials = [request.cookies.get(self._cookie, ""), credential if scheme.lower() == "bearer" else ""]
+        return any(self._is_token(text) for text in credentials)
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode("utf-8", "replace"), (self._token or "").encode())
 
     def _state(self, request: Request) -> Response:
-        told = self._watch.answer(request.args.getlist("run"), request.args.getlist("at"))
-        body = json.dumps(told, separators=(",", ":"), allow_nan=False, default=str).encode("utf-8", "replace")
+        state = self._watch.answer(request.args.getlist("run"), request.args.getlist("at"))
+        body = json.dumps(state, separators=(",", ":"), allow_nan=False, default=str).encode("utf-8", "replace")
         response = Response(body, content_type="application/json")
         if len(body) > 4096 and "gzip" in request.headers.get("Accept-Encoding", ""):
             response.data = gzip.compress(body, compresslevel=1)
@@ -121,7 +124,7 @@ class App:
         return response
 
 
-def _sentence(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
+def _text_response(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
     return Response(f"{text}\n", status=status, headers=headers, content_type="text/plain; charset=utf-8")
 
 
@@ -138,12 +141,13 @@ def is_own_name(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a socket bound to it can be reached from this machine only."""
+    """Return whether a socket bound to this address can be reached only from this machine."""
     return is_own_name(f"[{host}]" if ":" in host else host)
 
 
 class _Deadline(io.RawIOBase):
-    """Reads from a socket until a point in time: with a timeout for each read, a byte now and then holds a thread."""
+    """Read from a socket until a point in time. With a timeout per read, a client that sends a byte now and then could
+    hold a thread forever."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._end = connection, 0.0
@@ -174,21 +178,21 @@ class _Handler(WSGIRequestHandler):
         super().handle_one_request()
 
     def run_wsgi(self) -> None:
-        self.connection.settimeout(_ANSWER_S)  # of each write; the answer is one
+        self.connection.settimeout(_ANSWER_S)  # applies to each write, and the answer is one write
         super().run_wsgi()
 
     def log(self, type: str, message: str, *args: Any) -> None:
-        """The terminal is for the address, and a request may hold a token."""
+        """Log nothing: the terminal shows the address of the page, and a request may hold the token."""
 
     def version_string(self) -> str:
         return "redline"
 
 
 class _Server(ThreadedWSGIServer):
-    """A thread for each connection, and no more than MOST_CONNECTIONS of them: further ones are answered 503."""
+    """A thread per connection, at most MAX_CONNECTIONS at a time; further connections are answered with 503."""
 
     def __init__(self, *how: Any, **options: Any) -> None:
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__(*how, **options)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -200,7 +204,7 @@ class _Server(ThreadedWSGIServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread could be started
+        except BaseException:  # the thread could not be started, so it will not release its place
             self._free.release()
             raise
 
@@ -212,43 +216,43 @@ class _Server(ThreadedWSGIServer):
 
 
 def open_server(watch: Watch, host: str, port: int | None, guarded: bool) -> tuple[BaseWSGIServer, str]:
-    """A server that listens, and the address to open. Without a port, the first free one of a few."""
+    """Return a listening server and the address to open. Without a port, the first free one from FIRST_PORT on."""
     loopback = is_loopback(host)
     token = secrets.token_urlsafe(24) if guarded or not loopback else None
     listening = _listen(host, range(FIRST_PORT, FIRST_PORT + _PORTS) if port is None else [port])
     with listening:
         bound = listening.getsockname()[1]
-        # cookies know no ports: two servers must not share one
+        # Browsers share cookies between ports, so each server needs a cookie name of its own.
         app = App(watch, token, loopback=loopback, cookie=f"redline-{bound}")
         server = _Server(host, bound, app, _Handler, fd=listening.fileno())
-    return server, f"http://{_shown(host)}:{bound}/" + (f"?token={token}" if token else "")
+    return server, f"http://{_public_name(host)}:{bound}/" + (f"?token={token}" if token else "")
 
 
 def _listen(host: str, ports: Iterable[int]) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    failed = OSError("no port is left")
+    failed = OSError("no port is free")
     for port in ports:
         try:
             return socket.create_server((host, port), family=family, backlog=64)
         except (OSError, OverflowError) as error:
-            failed = error if isinstance(error, OSError) else OSError("ports end at 65535")
+            failed = error if isinstance(error, OSError) else OSError("the highest port is 65535")
     reason = failed.strerror or str(failed)
-    fix = "Name another port with --port (0 takes any that is free), or another address of this machine with --host."
+    fix = "Set another port with --port (0 takes any free one), or another address of this machine with --host."
     raise UserError(f"The page cannot be served there ({reason}).", where=f"{host}:{port}", fix=fix)
 
 
-def _shown(host: str) -> str:
-    if host in ("0.0.0.0", "::"):  # noqa: S104  # all of them: this machine's name is one that may be reached
+def _public_name(host: str) -> str:
+    if host in ("0.0.0.0", "::"):  # noqa: S104 — all addresses: the name of this machine can usually be reached
         return socket.gethostname()
     return f"[{host}]" if ":" in host else host
 
 
 # ----------------------------------------------------------------------------------------------------
-# The command that brings the page to one's own machine.
+# The ssh command that forwards the page to the user's own machine.
 
 
 def ssh_line(host: str, port: int) -> str:
-    """`ssh -N -L …` for who came here by ssh; empty for everybody else, and where the page can be reached anyway."""
+    """Return `ssh -N -L …` in an ssh session; empty elsewhere, and if the page can be reached over the network."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     if not connection or not is_loopback(host):
         return ""
@@ -265,5 +269,5 @@ def ssh_line(host: str, port: int) -> str:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a number without a name, as in some containers
+    except (KeyError, OSError):  # a user id without a name, as in some containers
         return "USER"

@@ -1,4 +1,7 @@
-"""The runs that a page looks at: found, read on when somebody asks, and told from where the asker left off."""
+"""The runs that the live page shows: finding them, following their logs, and answering what a page lacks.
+
+A log is read only when a page asks, from where the last answer ended.
+"""
 
 from __future__ import annotations
 
@@ -14,47 +17,49 @@ from typing import Any
 
 from redline.cache import read_text
 from redline.errors import UserError
-from redline.runs.console import one_line, plan_rows, step_facts
-from redline.runs.events import number, section
-from redline.runs.live.answers import answer, expected_usd, limits, recent, remaining_s
-from redline.runs.report.roofline import standing
+from redline.runs.console import plan_rows, step_facts
+from redline.runs.events import number, one_line, section
+from redline.runs.prose import answers, expected_usd, limit_sentences, recent, remaining_s, speed_levels
+from redline.runs.roofline import analyse
 from redline.runs.state import RunState
 from redline.runs.summary import is_locked, resolve_run, run_paths
 from redline.vocabulary import EVENTS_FILE, RECIPE_LOCK_FILE, Status, status_of_stop
 
 # ----------------------------------------------------------------------------------------------------
-# The end of a growing log, read on from where one was: whole lines only, and all of them again when it was begun anew.
+# Following a log that grows.
 #
-# The file belongs to another process and may lie on any file system: it may be missing, torn, cut, replaced, or no
-# file.
+# The file belongs to another process and may lie on any file system: it may be missing, torn, truncated, replaced, or
+# not a regular file.
 
 
 _BLOCK = 1 << 18
-_LONGEST_LINE = 4 << 20  # bytes; what is longer is no event of ours
-_HEAD = 256  # bytes by which a log that was begun anew is told from one that grew
+_MAX_LINE = 4 << 20  # bytes; a longer line is no event of redline
+_HEAD = 256  # first bytes of the file, compared to notice that another log took its place
 
 
 class Tail:
+    """Return the new lines of a file: whole lines only, and all of them again if the file was replaced."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.offset = self.size = 0
         self._identity: tuple[int, int] | None = None
         self._head = self._rest = b""
-        self._skipping = False  # within a line that is too long
+        self._skipping = False  # inside a line that is too long
 
     @property
     def share(self) -> float:
-        """How much of the file has been read."""
+        """The share of the file that has been read."""
         return min(1.0, self.offset / self.size) if self.size else 1.0
 
     def read(self, seconds: float | None = None) -> Iterator[list[bytes] | None]:
-        """Lists of new lines, for about so many seconds; None when what was read before no longer holds."""
+        """Yield lists of new lines, for about this many seconds; None when lines yielded before no longer hold."""
         descriptor = self._open()
         if descriptor is None:
             return
         end = None if seconds is None else time.monotonic() + seconds
         with open(descriptor, "rb", buffering=0) as file:
-            if self._begun_anew(descriptor):
+            if self._was_replaced(descriptor):
                 self.offset, self._head, self._rest, self._skipping = 0, b"", b"", False
                 yield None
             self._head = os.pread(descriptor, _HEAD, 0)
@@ -67,46 +72,51 @@ class Tail:
                     return
 
     def _open(self) -> int | None:
-        try:  # no link, and never waiting: what looks like a log may be a pipe
+        try:  # follow no link, and do not block: the name may belong to a pipe, which would wait for a writer
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             return None
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
             return None
-        self.size = about.st_size
+        self.size = status.st_size
         return descriptor
 
-    def _begun_anew(self, descriptor: int) -> bool:
-        about = os.fstat(descriptor)
-        before, self._identity = self._identity, (about.st_dev, about.st_ino)
+    def _was_replaced(self, descriptor: int) -> bool:
+        """Return whether this is another file, a shorter one, or one with another beginning."""
+        status = os.fstat(descriptor)
+        before, self._identity = self._identity, (status.st_dev, status.st_ino)
         if before is None:
             return False
         changed = os.pread(descriptor, len(self._head), 0) != self._head
-        return before != self._identity or about.st_size < self.offset or changed
+        return before != self._identity or status.st_size < self.offset or changed
 
     def _lines(self, block: bytes) -> list[bytes]:
         *lines, rest = (self._rest + block).split(b"\n")
         if lines and self._skipping:
             lines, self._skipping = lines[1:], False
-        if len(rest) > _LONGEST_LINE:
+        if len(rest) > _MAX_LINE:
             self._skipping = True
         self._rest = b"" if self._skipping else rest
-        return [line for line in lines if len(line) <= _LONGEST_LINE]
+        return [line for line in lines if len(line) <= _MAX_LINE]
 
 
-_AT_ONCE_S = 0.2  # reading for one answer: of a long log the page shows what is there so far
-_LOOK_AGAIN_S = 2.0  # for runs that began meanwhile
-_STANDING_S = 5.0
-_MOST_KNOWN, _MOST_SHOWN = 60, 8
+# ----------------------------------------------------------------------------------------------------
+# The runs of a page.
+
+
+_READ_S = 0.2  # spent reading for one answer; of a long log the page shows the part that was read so far
+_FIND_RUNS_S = 2.0  # between searches for new runs
+_ANALYSE_S = 5.0  # between analyses of the roofline, which take a moment
+_MAX_KNOWN, _MAX_SHOWN = 60, 8  # runs in the list of a page, and shown at once
 _PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
-_LARGEST_LOCK = 16 << 20
+_MAX_LOCK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """What a page has of a run already."""
+    """How much of a run a page has already: the generation of its state, buckets of its curves, and numbered notes."""
 
     generation: int = -1
     steps: int = 0
@@ -122,16 +132,18 @@ class Cursor:
 
 
 class WatchedRun:
+    """A run, its state as far as its log was read, and its lock."""
+
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
         self.state, self.tail = RunState(), Tail(path / EVENTS_FILE)
         self._lock = threading.Lock()
         self._lock_json: Mapping[str, Any] = {}
         self._lock_time: float | None = None
-        self._held_back: tuple[float, list[str]] = (-_STANDING_S, [])
+        self._limits: tuple[float, list[str]] = (-_ANALYSE_S, [])
 
-    def tell(self, cursor: Cursor, now: float, seconds: float | None = None) -> dict[str, Any]:
-        """Read on, for so long at most; then everything but the part of the curves that the asker has."""
+    def update(self, cursor: Cursor, now: float, seconds: float | None = None) -> dict[str, Any]:
+        """Read on, for at most this long, and return the state without the part of the curves that the page has."""
         with self._lock:
             self.read_on(seconds)
             state = self.state
@@ -141,7 +153,7 @@ class WatchedRun:
                 "generation": state.generation,
                 "reading": round(self.tail.share, 4),
                 "plan": self._plan(),
-                "held_back": self._binding(),
+                "held_back": self._limit_sentences(),
                 "steps": state.steps.since(have.steps),
                 "evals": state.evals.since(have.evals),
                 "samples": [sample for sample in state.samples if sample["number"] > have.number],
@@ -159,18 +171,18 @@ class WatchedRun:
         self._read_lock()
 
     def summary(self, now: float) -> dict[str, Any]:
-        """The figures and sentences of this moment."""
+        """Return the figures and sentences of this moment."""
         state, status = self.state, self.status()
-        counted = state.stop or state.step
+        newest = state.stop or state.step
         return {
             "name": self.name,
             "path": str(self.path),
             "status": status,
             "recipe": self._lock_json.get("recipe_name") or state.start.get("recipe"),
             "device": section(self._lock_json, "machine").get("name") or state.start.get("device"),
-            "step": number(counted, "step"),
+            "step": number(newest, "step"),
             "steps_planned": state.end_step,
-            "tokens": number(counted, "tokens"),
+            "tokens": number(newest, "tokens"),
             "loss": number(state.step, "loss"),
             "val_loss": number(state.eval, "loss"),
             "best_val_loss": state.best_val,
@@ -180,20 +192,20 @@ class WatchedRun:
             "tokens_per_s": recent(state, "tokens_per_s"),
             "mfu": recent(state, "mfu"),
             "memory_gib": state.peak_memory_gib,
-            "progress": 1.0 if status == "finished" else number(state.step, "progress"),
+            "progress": 1.0 if status is Status.FINISHED else number(state.step, "progress"),
             "eta_s": remaining_s(state, status, now),
-            "hours": number(counted, "hours"),
-            "cost_usd": number(counted, "cost_usd"),
+            "hours": number(newest, "hours"),
+            "cost_usd": number(newest, "cost_usd"),
             "cost_expected_usd": expected_usd(state, status, now),
             "last_event_s": None if state.last_time is None else round(max(0.0, now - state.last_time), 1),
             "skipped": state.skipped,
             "unreadable": state.unreadable,
-            "held_lines": state.held_lines,
-            "answers": answer(state, status, now, self._lock_json, str(self.path)).as_dict(),
+            "held_lines": state.throttled_lines,
+            "answers": answers(state, status, now, self._lock_json, str(self.path)).as_dict(),
         }
 
     def status(self) -> Status:
-        """As `redline runs` has it, from what is read so far."""
+        """Return the status as `redline runs` does, from the part of the log that was read."""
         if is_locked(self.path):
             return Status.RUNNING
         return status_of_stop(self.state.stop) if self.state.stop else Status.CRASHED
@@ -203,108 +215,109 @@ class WatchedRun:
         speed, ceiling = section(plan, "throughput"), number(section(plan, "ceiling"), "tokens_per_s")
         share, rate = number(speed, "mfu"), number(speed, "tokens_per_s")
         return {
-            "tokens_per_s": limits(self.state, self._lock_json),
+            "tokens_per_s": speed_levels(self.state, self._lock_json),
             "mfu": share,
-            # in the unit of the run's own `mfu`; the ceiling's in the plan is of the precision that is trained in
+            # In the unit of the run's `mfu`, a share of the bf16 peak. The ceiling's own mfu in the plan is a share of
+            # the peak of the training precision.
             "mfu_ceiling": share * ceiling / rate if share and ceiling and rate else None,
             "memory": {part: gib for part in _PARTS if (gib := number(memory, part)) is not None},
             "memory_peak": number(memory, "peak"),
             "memory_available": number(memory, "available"),
         }
 
-    def _binding(self) -> list[str]:
-        """What holds it back, as the report says it, by the last log lines. Counting it takes a moment."""
+    def _limit_sentences(self) -> list[str]:
+        """Return what limits the speed by the last log lines, in the sentences of the report."""
         now = time.monotonic()
-        if now - self._held_back[0] >= _STANDING_S and self.state.recent:
-            sentences = standing(list(self.state.recent), self.state.plan, self._lock_json).sentences
-            self._held_back = (now, sentences)
-        return self._held_back[1]
+        if now - self._limits[0] >= _ANALYSE_S and self.state.recent:
+            roofline = analyse(list(self.state.recent), self.state.plan, self._lock_json)
+            self._limits = (now, limit_sentences(roofline))
+        return self._limits[1]
 
     def _read_lock(self) -> None:
         path = self.path / RECIPE_LOCK_FILE
         try:
-            about = path.stat()
-            if about.st_mtime != self._lock_time and about.st_size < _LARGEST_LOCK:
-                self._lock_time = about.st_mtime
-                found = json.loads(read_text(path))
-                self._lock_json = found if isinstance(found, dict) else {}
-        except (OSError, ValueError, RecursionError):  # the events still tell most of it
+            status = path.stat()
+            if status.st_mtime != self._lock_time and status.st_size < _MAX_LOCK_BYTES:
+                self._lock_time = status.st_mtime
+                content = json.loads(read_text(path))
+                self._lock_json = content if isinstance(content, dict) else {}
+        except (OSError, ValueError, RecursionError):  # most of the page is made from the events
             pass
 
 
 class Watch:
-    """The runs that were named; or, when none was, those in `root`, also those that begin later."""
+    """The runs that the user named or, if none was named, all runs in `root`, including those that start later."""
 
     def __init__(self, root: Path, named: Sequence[Path] = ()) -> None:
-        self._root, self._follows = root, not named
+        self._root, self._finds_runs = root, not named
         self._runs: dict[str, WatchedRun] = {}
         self._lock = threading.Lock()
-        self._looked = float("-inf")
+        self._searched_at = float("-inf")
         names = [path.name or path.resolve().name for path in named]
         for path, name in zip(named, names, strict=True):
             unique = name if names.count(name) == 1 else str(path)
             self._runs[unique] = WatchedRun(path, unique)
 
     def answer(self, wanted: Sequence[str], cursors: Sequence[str], now: float | None = None) -> dict[str, Any]:
-        """`wanted` are names; those of no run are passed over. With none, the runs that are shown at first."""
+        """Return what a page lacks of the wanted runs, or of those shown at first if it names none that exist."""
         now = time.time() if now is None else now
-        runs = self._look()
+        runs = self._known_runs()
         shown = self._shown_first(runs)
-        places = dict(zip(wanted, map(Cursor.parse, cursors), strict=False))
-        asked = [name for name in wanted if name in runs][:_MOST_SHOWN] or shown
+        page_has = dict(zip(wanted, map(Cursor.parse, cursors), strict=False))
+        names = [name for name in wanted if name in runs][:_MAX_SHOWN] or shown
         return {
             "time": now,
-            "waiting_in": str(self._root) if self._follows else None,
+            "waiting_in": str(self._root) if self._finds_runs else None,
             "known": [{"name": name, "first": name in shown, "running": is_locked(r.path)} for name, r in runs.items()],
-            "runs": [runs[name].tell(places.get(name, Cursor()), now, _AT_ONCE_S) for name in dict.fromkeys(asked)],
+            "runs": [runs[name].update(page_has.get(name, Cursor()), now, _READ_S) for name in dict.fromkeys(names)],
         }
 
-    def _look(self) -> dict[str, WatchedRun]:
+    def _known_runs(self) -> dict[str, WatchedRun]:
         with self._lock:
-            if self._follows and time.monotonic() - self._looked > _LOOK_AGAIN_S:
-                self._looked = time.monotonic()
-                names = [path.relative_to(self._root).as_posix() for path in run_paths(self._root)[:_MOST_KNOWN]]
-                self._runs = {name: run for name in names if (run := self._found(name)) is not None}
+            if self._finds_runs and time.monotonic() - self._searched_at > _FIND_RUNS_S:
+                self._searched_at = time.monotonic()
+                names = [path.relative_to(self._root).as_posix() for path in run_paths(self._root)[:_MAX_KNOWN]]
+                self._runs = {name: run for name in names if (run := self._open_run(name)) is not None}
             return dict(self._runs)
 
-    def _found(self, name: str) -> WatchedRun | None:
+    def _open_run(self, name: str) -> WatchedRun | None:
         if name in self._runs:
             return self._runs[name]
         try:
             return WatchedRun(resolve_run(str(self._root / name), self._root)[0], name)
-        except (UserError, OSError):  # it holds links to elsewhere, or is gone again
+        except (UserError, OSError):  # the run holds links to elsewhere, or was removed
             return None
 
     def _shown_first(self, runs: Mapping[str, WatchedRun]) -> list[str]:
-        if not self._follows:
-            return list(runs)[:_MOST_SHOWN]
-        return [name for name, run in runs.items() if is_locked(run.path)][:_MOST_SHOWN] or list(runs)[:1]
+        if not self._finds_runs:
+            return list(runs)[:_MAX_SHOWN]
+        return [name for name, run in runs.items() if is_locked(run.path)][:_MAX_SHOWN] or list(runs)[:1]
 
 
 # ----------------------------------------------------------------------------------------------------
-# One look at a run as text: what the page's headline says, for a terminal or a log.
+# `redline watch --once`: the head of the page as text, for a terminal or a log.
 
 
 _NOTES = 5
-_TOLD = frozenset({"warning", "recovery", "resumed", "skipped"})
+_SHOWN_NOTES = frozenset({"warning", "recovery", "resumed", "skipped"})
 
 
 def snapshot(run: WatchedRun, now: float) -> tuple[dict[str, Any], list[str]]:
-    """The run's figures, and lines to print."""
+    """Return the figures of the run, and lines to print."""
     run.read_on()
     summary, state = run.summary(now), run.state
-    answers = summary["answers"]
+    sentences = summary["answers"]
     title = " · ".join(filter(None, (one_line(summary[key]) for key in ("status", "recipe", "device"))))
     validation = "" if summary["val_loss"] is None else f"validation {summary['val_loss']:.4f}"
     best = "" if summary["best_val_loss"] in (None, summary["val_loss"]) else f"best {summary['best_val_loss']:.4f}"
     rows = [
-        ("how far", answers["far"]),
-        ("how fast", answers["fast"]),
-        ("health", answers["health"]),
-        ("cost", answers["cost"]),
+        ("progress", sentences["far"]),
+        ("speed", sentences["fast"]),
+        ("health", sentences["health"]),
+        ("cost", sentences["cost"]),
         ("last step", "  ".join([*step_facts(state.step), *filter(None, [validation, best])])),
         ("memory", next((text for label, text in plan_rows(state.plan) if label == "memory"), "")),
     ]
-    told = [note for note in state.notes if note["kind"] in _TOLD][-_NOTES:]
+    notes = [note for note in state.notes if note["kind"] in _SHOWN_NOTES][-_NOTES:]
     lines = [f"{run.path}  {title}", *(f"  {label:<11}{text}" for label, text in rows if text)]
-    return summary, [*lines, *(f"  {note['kind']:<11}{note['message']}" for note in told)]
+    return summary, [*lines, *(f"  {note['kind']:<11}{note['message']}" for note in notes)]
