@@ -102,7 +102,7 @@ def test_bad_rows_are_counted_with_reason_and_place(tmp_path: Path) -> None:
         "not a JSON object": 1,
     }
     assert report.examples[0] == "rows.jsonl:2: no 'answer' field"
-    assert "10 cannot be used" in report.line()
+    assert "10 of them unusable" in report.line()
     assert "rows.jsonl:2" in report.line()
 
 
