@@ -40,7 +40,7 @@ def test_the_page_of_a_run(page: Any, served: Any, tmp_path: Path, width: int, s
         assert shown(page) == CHARTS
         assert page.text("h1 span") == "<i>first"
         assert page.text(".far").startswith("50 % done: step 100 of about 200")
-        assert "285k tokens/s: 50.0 % MFU, 95 % of the plan" in page.text(".say")
+        assert "285k tokens/s: 50.0 % MFU, 95 % of the plan" in page.text(".facts")
         assert page.text(".pill") == "running"
         assert "activations 61.2 GiB" in page.text("#bars")
         assert "measured 77.5 GiB" in page.text("#bars")
@@ -65,7 +65,7 @@ def test_it_is_live_and_survives_a_restart(page: Any, served: Any, tmp_path: Pat
     root = tmp_path / "runs"
     address = served(root)
     page.open(address)
-    page.wait("document.getElementById('empty').innerText.includes('as soon as one begins')")
+    page.wait("document.getElementById('empty').innerText.includes('as soon as it starts')")
     run = write_run(root / "later", GOING[:52])
     page.wait("document.querySelector('.far')?.innerText.includes('step 50')")
     append(run, *(step(n) for n in range(51, 81)))

@@ -80,7 +80,9 @@ WHOLE = (
 def test_the_verdict_says_what_one_wants_to_know(tmp_path: Path) -> None:
     said = report_data(write(tmp_path / "run", *WHOLE))["verdict"]
     assert said.startswith("Reached validation loss 2.5 in 1m40s on 50k tokens for $2.00 at 45.0 % MFU.")
-    assert "90 % of the planned speed (50 % over the whole run) and 90 % of the speed at the best known kernels" in said
+    assert (
+        "90 % of the planned speed (50 % over the whole run) and 90 % of the speed with the best known kernels" in said
+    )
     even = (*WHOLE[:-1], ("stop", {"reason": "steps", "step": 100, "tokens": 50_000, "hours": 55 / 3600}))
     said_of_even = report_data(write(tmp_path / "even", *even))["verdict"]
     assert "90 % of the planned speed and 90 % of" in said_of_even, "the share over the whole run only where it differs"

@@ -192,7 +192,7 @@ def test_the_report_of_a_run_shows_it(tmp_path: Path) -> None:
         log.emit(**step)
     log.close()
     page = write_report(tmp_path).read_text()
-    assert "<h2>How close to the limit</h2>" in page
+    assert "<h2>Speed limits</h2>" in page
     assert "<figcaption>A step against its ceilings</figcaption>" in page
     assert "it was reached in 11 of 11 log lines" in page
     ids = re.findall(r'\sid="([^"]+)"', page)

@@ -142,6 +142,11 @@ _CEILING_DETAILS = {
     **CEILING_NAMES,
     BEST_KERNELS: "the rates of the best known kernels, with memory-bound work overlapped",
 }
+_SPEED_AT = {
+    DENSE_PEAK: "the speed at the dense peak",
+    BEST_KERNELS: "the speed with the best known kernels",
+    MATMUL_RATE: "the speed at this CPU's matmul rate",
+}
 _LIMIT_NAMES = {
     LimitKind.DATA_LOADING: "data loading",
     LimitKind.HEAT: "heat or the power supply",
@@ -285,7 +290,7 @@ def _speed(headline: Mapping[str, Any], plan: Event, roofline: Roofline) -> str:
     ceiling = roofline.bars[-1] if roofline.bars else None
     if ceiling is not None and ceiling.total and roofline.step_ms:
         share = 100 * ceiling.total / roofline.step_ms
-        parts.append(f"{share:.0f} % of the speed at {CEILING_NAMES[ceiling.name]}")
+        parts.append(f"{share:.0f} % of {_SPEED_AT[ceiling.name]}")
     return f"that is {' and '.join(parts)}" if parts else ""
 
 
@@ -317,7 +322,7 @@ def gap_sentence(roofline: Roofline) -> str:
     part, share = gap
     if share < _SMALL_GAP:
         return "each part of a step is near the dense peak"
-    return f"the largest gap to the dense peak: {part} ({100 * share:.0f} % of a step)"
+    return f"the largest gap to the dense peak is in {part} ({100 * share:.0f} % of a step)"
 
 
 def _incident_counts(data: Mapping[str, Any]) -> str:

@@ -458,7 +458,7 @@ def _inside_or_beside(ax: Axes, row: int, ms: float, text: str, most: float) -> 
 def _legend(canvas: Canvas, inks: dict[str, str]) -> None:
     from matplotlib.patches import Patch
 
-    hides = {"memory-bound": "memory-bound (may hide)"}
+    hides = {"memory-bound": "memory-bound (may overlap)"}
     patches = [
         Patch(color=ink(name), alpha=0.25 if part in hides else 1.0, label=hides.get(part, part))
         for part, name in inks.items()

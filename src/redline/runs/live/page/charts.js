@@ -1,4 +1,4 @@
-// The curves, drawn by uPlot: one chart per question, one colour and dash per run, one cursor over all.
+// The curves, drawn by uPlot: one chart per measure, one colour and dash per run, one cursor for all charts.
 
 const HEIGHT = 190;
 export const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3], [4, 2], [12, 4]];
@@ -18,23 +18,24 @@ const duration = (h) => {
 };
 export const format = { count, percent, small, duration };
 
-// `lines` are levels to compare with, from the plan; `zero` begins the axis there; `whole` has ticks at whole numbers.
+// `lines`: levels of the plan to compare with; `zero`: the axis starts at zero; `whole`: ticks at whole numbers only;
+// `held`: a strip at the bottom shows where the GPU was slowed.
 const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000];
 export const CHARTS = [
   { key: "loss", title: "Loss", points: true, show: (v) => v.toFixed(3), note: "line: training, dots: validation" },
   { key: "tokens_per_s", title: "Tokens per second", zero: true, show: count, lines: (plan) => plan.tokens_per_s },
   {
     key: "mfu", title: "MFU", zero: true, show: percent,
-    // a share of the bf16 peak, whatever multiplies: fp8 may pass it
+    // MFU is a share of the bf16 peak in every precision, so a ceiling for fp8 may be above 1.
     lines: (plan) => ({ "the plan": plan.mfu, [plan.mfu_ceiling > 1 ? "fp8's ceiling" : "the ceiling"]: plan.mfu_ceiling }),
   },
-  { key: "step_ms", title: "Time of a step", zero: true, show: (v) => `${count(v)} ms` },
+  { key: "step_ms", title: "Step time", zero: true, show: (v) => `${count(v)} ms` },
   { key: "data_wait", title: "Waiting for data", zero: true, show: percent, note: "share of a step" },
   { key: "grad_norm", title: "Gradient norm", zero: true, show: small },
   { key: "lr", title: "Learning rate", zero: true, show: small },
   { key: "gpu_util", title: "GPU utilisation", zero: true, top: 100, show: (v) => `${+v.toPrecision(3)} %` },
   { key: "power_w", title: "Power", zero: true, show: (v) => `${count(v)} W` },
-  { key: "sm_clock_mhz", title: "Clock", whole: true, show: (v) => `${Math.round(v)} MHz`, held: true },
+  { key: "sm_clock_mhz", title: "GPU clock", whole: true, show: (v) => `${Math.round(v)} MHz`, held: true },
   { key: "temperature_c", title: "Temperature", whole: true, show: (v) => `${Math.round(v)} °C` },
   {
     key: "memory_gib", title: "Peak memory so far", zero: true, show: (v) => `${v.toFixed(v < 10 ? 2 : 1)} GiB`,
@@ -51,17 +52,17 @@ export class Charts {
     this.made = new Map();
     this.axis = "step";
     this.logarithmic = false;
-    // the first chart has all the width until there is a second
+    // The first chart has the full width until a second one is added, so charts must follow the size of their box.
     this.sizes = new ResizeObserver(() => this.resize());
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.remake());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw());
   }
 
-  along(axis, logarithmic) {
+  setAxis(axis, logarithmic) {
     [this.axis, this.logarithmic] = [axis, logarithmic];
-    this.remake();
+    this.redraw();
   }
 
-  remake() {
+  redraw() {
     for (const chart of this.made.values()) chart.signature = "";
     if (this.runs) this.draw(this.runs);
   }
@@ -72,19 +73,19 @@ export class Charts {
     }
   }
 
-  // `runs`: [{name, place, steps, evals, plan, …}], those that are shown.
+  // `runs`: [{name, place, steps, evals, plan, …}], the runs to show.
   draw(runs) {
     this.runs = runs;
     for (const kind of CHARTS) {
-      const having = runs.filter((run) => run.steps.has(kind.key) || (kind.points && run.evals.has("loss")));
+      const withData = runs.filter((run) => run.steps.has(kind.key) || (kind.points && run.evals.has("loss")));
       let chart = this.made.get(kind.key);
-      if (!having.length) {
+      if (!withData.length) {
         if (chart) chart.figure.hidden = true;
         continue;
       }
       if (!chart) this.made.set(kind.key, (chart = this.frame(kind)));
       chart.figure.hidden = false;
-      this.fill(chart, kind, having);
+      this.fill(chart, kind, withData);
     }
   }
 
@@ -179,7 +180,7 @@ export class Charts {
     return xs.length > 1 && (min > xs[0] || max < xs[xs.length - 1]);
   }
 
-  // One compiling step must not flatten the rest: a lone outlier may leave the picture.
+  // A lone outlier, such as a step that compiles, would flatten the rest: it may lie outside the chart.
   range(chart, low, high) {
     const { kind, levels, plot } = chart;
     chart.highest = null;
@@ -195,7 +196,7 @@ export class Charts {
     return [low - margin, high + margin];
   }
 
-  // Levels to compare with, below the curves.
+  // Draw the levels to compare with below the curves.
   levels(chart, plot) {
     const { ctx, bbox } = plot, ratio = devicePixelRatio;
     let above = -Infinity;
@@ -218,7 +219,7 @@ export class Charts {
     ctx.restore();
   }
 
-  // Where the card was held back: a strip at the foot, one row a run.
+  // Draw a strip at the bottom where the GPU was slowed, one row per run.
   strip(chart, plot) {
     if (!chart.kind.held) return;
     const { ctx, bbox } = plot, ratio = devicePixelRatio, inks = [null, colour("--warn"), colour("--accent")];
@@ -250,10 +251,10 @@ export class Charts {
     const along = this.axis === "hours" ? duration : count;
     const at = place !== null && place !== undefined ? ` at ${along(plot.data[0][place])}` : "";
     set(chart.output, parts.join(" · ") + at);
-    if (!at) chart.box.setAttribute("aria-label", `${kind.title}: ${parts.join(", ")}. Arrow keys move along it.`);
+    if (!at) chart.box.setAttribute("aria-label", `${kind.title}: ${parts.join(", ")}. Use the arrow keys to read values.`);
     const levels = chart.levels.map(({ name, value }) => `${name}: ${kind.show(value)}`);
     if (chart.highest) levels.push(`highest: ${kind.show(chart.highest)}`);
-    set(chart.lines, [kind.note, ...levels, kind.held ? heldWords(chart.runs) : ""].filter(Boolean).join(" · "));
+    set(chart.lines, [kind.note, ...levels, kind.held ? throttleText(chart.runs) : ""].filter(Boolean).join(" · "));
   }
 
   key(chart, event) {
@@ -271,10 +272,10 @@ export class Charts {
   }
 }
 
-function heldWords(runs) {
+function throttleText(runs) {
   const { all, power, heat } = runs[0].held_lines;
   if (runs.length > 1 || !all) return "";
-  return `at its power limit in ${Math.round((100 * power) / all)} %, held back by heat in ${Math.round((100 * heat) / all)} % of log lines`;
+  return `at its power limit in ${Math.round((100 * power) / all)} % of log lines, slowed by heat in ${Math.round((100 * heat) / all)} %`;
 }
 
 const lastOf = (values) => {
@@ -282,7 +283,7 @@ const lastOf = (values) => {
   return null;
 };
 
-// Runs that were joined have values at other places: the nearest one before.
+// In a chart of several runs a row may have no value of this run: take the nearest one before.
 const near = (values, place) => {
   for (let i = place; i >= 0; i--) if (values[i] !== null && values[i] !== undefined) return values[i];
   return null;

@@ -1,22 +1,22 @@
-// What the page has of a run: columns that grow at their end, or are told anew.
+// The rows of a run's curves, by column. They grow at the end; the last ones may be replaced.
 
 export class Columns {
   constructor() { this.clear(); }
 
   clear() { this.x = {}; this.y = {}; this.rows = 0; this.buckets = 0; }
 
-  // Rows from `told.from` on are replaced: the last bucket may have grown since.
-  take(told) {
-    const keep = Math.min(told.from, this.rows);
-    for (const [name, values] of Object.entries(told.x)) this.x[name] = join(this.x[name], keep, values, told.rows);
-    for (const name of new Set([...Object.keys(this.y), ...Object.keys(told.y)])) {
-      this.y[name] = join(this.y[name], keep, told.y[name], told.rows);
+  // Replace the rows from `update.from` on: the server's last bucket may have grown since the last answer.
+  replaceFrom(update) {
+    const keep = Math.min(update.from, this.rows);
+    for (const [name, values] of Object.entries(update.x)) this.x[name] = join(this.x[name], keep, values, update.rows);
+    for (const name of new Set([...Object.keys(this.y), ...Object.keys(update.y)])) {
+      this.y[name] = join(this.y[name], keep, update.y[name], update.rows);
     }
-    this.rows = keep + told.rows;
-    this.buckets = told.buckets;
+    this.rows = keep + update.rows;
+    this.buckets = update.buckets;
   }
 
-  // One field along an axis, without what has no place there.
+  // One field along an axis, without rows that have no value on that axis.
   along(axis, name, logarithmic) {
     const xs = this.x[axis] || [], ys = this.y[name] || [], outX = [], outY = [];
     for (let row = 0; row < xs.length; row++) {
@@ -39,7 +39,7 @@ export class Columns {
 
 function join(known, keep, values, rows) {
   const out = (known || []).slice(0, keep);
-  while (out.length < keep) out.push(null);  // a field that is told of for the first time
+  while (out.length < keep) out.push(null);  // the field is new
   for (let row = 0; row < rows; row++) out.push(values ? values[row] : null);
   return out;
 }

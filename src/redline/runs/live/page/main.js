@@ -1,122 +1,122 @@
-// Asks the server once a second for what is new, and draws it. Nothing else is ever asked for.
+// Polls the server once a second for new data and draws them. The page sends no other requests.
 
 import { Charts } from "./charts.js";
 import { Columns } from "./columns.js";
 import { Heads, legend, memory, samples, timeline } from "./panels.js";
 
-const EVERY_MS = 1000, PATIENCE_MS = 8000;
+const POLL_MS = 1000, TIMEOUT_MS = 8000, MAX_RETRY_MS = 8000;
 const get = (id) => document.getElementById(id);
 const charts = new Charts(get("charts")), heads = new Heads(get("heads"));
-const have = new Map();  // name → what the page has of a run
-const places = new Map();  // name → which colour and dash; kept for as long as the page is open
-let known = [], chosen = null;  // `chosen`: names, once someone chose; until then the server does
+const runs = new Map();  // name → the state of a run, as far as the page has received it
+const styles = new Map();  // name → index of its colour and dash, kept for as long as the page is open
+let known = [], selected = null;  // `selected`: names, once the user has chosen; until then the server chooses
 let failures = 0;
 
-function wanted() {
-  if (chosen) return [...chosen].filter((name) => known.some((run) => run.name === name));
+function shownNames() {
+  if (selected) return [...selected].filter((name) => known.some((run) => run.name === name));
   return known.filter((run) => run.first).map((run) => run.name);
 }
 
-function question() {
+function requestUrl() {
   const query = new URLSearchParams();
-  for (const name of wanted()) {
-    const run = have.get(name);
+  for (const name of shownNames()) {
+    const run = runs.get(name);
     query.append("run", name);
     query.append("at", run ? [run.generation, run.steps.buckets, run.evals.buckets, run.number].join(".") : "");
   }
   return `/api/state?${query}`;
 }
 
-function take(told) {
-  known = told.known;
-  for (const { steps, evals, samples: texts, notes, ...facts } of told.runs) {
-    let run = have.get(facts.name);
+function merge(answer) {
+  known = answer.known;
+  for (const { steps, evals, samples: newSamples, notes, ...facts } of answer.runs) {
+    let run = runs.get(facts.name);
     if (!run || run.generation !== facts.generation) {
       run = { steps: new Columns(), evals: new Columns(), samples: [], notes: [], generation: -1, number: 0 };
-      have.set(facts.name, run);
+      runs.set(facts.name, run);
     }
-    // a question that was overtaken by another brings what is known already
-    const fresh = (list) => list.filter((item) => item.number > run.number);
-    run.samples = [...run.samples, ...fresh(texts)].slice(-40);
-    run.notes = [...run.notes, ...fresh(notes)].slice(-200);
-    run.steps.take(steps);
-    run.evals.take(evals);
+    // The answer to an older request may arrive after a newer one, with notes that the page has already.
+    const unseen = (list) => list.filter((item) => item.number > run.number);
+    run.samples = [...run.samples, ...unseen(newSamples)].slice(-40);
+    run.notes = [...run.notes, ...unseen(notes)].slice(-200);
+    run.steps.replaceFrom(steps);
+    run.evals.replaceFrom(evals);
     Object.assign(run, facts);
   }
-  return told;
 }
 
-function draw(told) {
+function draw(answer) {
   const begin = performance.now();
-  const names = wanted().filter((name) => have.has(name));
-  for (const name of names) if (!places.has(name)) places.set(name, free());
-  const runs = names.map((name) => Object.assign(have.get(name), { place: places.get(name) }));
-  get("empty").hidden = runs.length > 0;
+  const names = shownNames().filter((name) => runs.has(name));
+  for (const name of names) if (!styles.has(name)) styles.set(name, freeStyle());
+  const shown = names.map((name) => Object.assign(runs.get(name), { place: styles.get(name) }));
+  get("empty").hidden = shown.length > 0;
   get("controls").hidden = !known.length;
-  if (!runs.length) {
-    get("empty").textContent = known.length ? "No run is chosen."
-      : `No run yet${told.waiting_in ? ` in ${told.waiting_in}/` : ""}: it will show here as soon as one begins.`;
+  if (!shown.length) {
+    get("empty").textContent = known.length ? "No run is selected."
+      : `No runs yet${answer.waiting_in ? ` in ${answer.waiting_in}/` : ""}. A run appears here as soon as it starts.`;
   }
-  heads.draw(runs);
-  legend(get("runs"), known, runs, choose);
-  charts.draw(runs);
-  memory(get("memory"), get("bars"), runs);
-  timeline(get("timeline"), get("notes"), runs);
-  samples(get("written"), get("samples"), runs);
-  const first = runs[0];
+  heads.draw(shown);
+  legend(get("runs"), known, shown, select);
+  charts.draw(shown);
+  memory(get("memory"), get("bars"), shown);
+  timeline(get("timeline"), get("notes"), shown);
+  samples(get("written"), get("samples"), shown);
+  const first = shown[0];
   document.title = first ? `${first.progress === null ? "" : `${Math.round(100 * first.progress)} % `}${first.name} · redline` : "redline";
   document.body.dataset.drawn = String(1 + Number(document.body.dataset.drawn || 0));
   document.body.dataset.drawMs = (performance.now() - begin).toFixed(1);
 }
 
-function free() {
-  const taken = new Set(wanted().map((name) => places.get(name)));
+function freeStyle() {
+  const taken = new Set(shownNames().map((name) => styles.get(name)));
   let place = 0;
   while (taken.has(place)) place++;
   return place;
 }
 
-function choose(name, on) {
-  chosen = new Set(wanted());
-  if (on) chosen.add(name); else chosen.delete(name);
-  places.delete(name);
-  ask();
+function select(name, on) {
+  selected = new Set(shownNames());
+  if (on) selected.add(name); else selected.delete(name);
+  styles.delete(name);
+  poll();
 }
 
-let asking = null, timer = 0;
+let request = null, timer = 0;
 
-async function ask() {
+async function poll() {
   clearTimeout(timer);
-  asking?.abort();
-  const mine = (asking = new AbortController());
-  let soon = EVERY_MS;
-  const patience = setTimeout(() => mine.abort(), PATIENCE_MS);
+  request?.abort();
+  const mine = (request = new AbortController());
+  let delay = POLL_MS;
+  const timeout = setTimeout(() => mine.abort(), TIMEOUT_MS);
   try {
-    const answer = await fetch(question(), { signal: mine.signal, credentials: "same-origin" });
-    if (!answer.ok) throw new Error((await answer.text()).trim());
-    const told = take(await answer.json());
-    const waiting = wanted().some((name) => !have.has(name));
-    draw(told);
+    const response = await fetch(requestUrl(), { signal: mine.signal, credentials: "same-origin" });
+    if (!response.ok) throw new Error((await response.text()).trim());
+    const answer = await response.json();
+    merge(answer);
+    const missing = shownNames().some((name) => !runs.has(name));
+    draw(answer);
     failures = 0;
-    get("link").textContent = told.runs.some((run) => run.status === "running") ? "live" : "";
-    if (waiting || told.runs.some((run) => run.reading < 1)) soon = 20;
+    get("link").textContent = answer.runs.some((run) => run.status === "running") ? "live" : "";
+    if (missing || answer.runs.some((run) => run.reading < 1)) delay = 20;  // the server is still reading a long log
   } catch (error) {
-    if (mine !== asking) return;  // overtaken by a newer question
+    if (mine !== request) return;  // a newer request replaced this one
     failures += 1;
-    soon = Math.min(8000, EVERY_MS * 2 ** failures);
+    delay = Math.min(MAX_RETRY_MS, POLL_MS * 2 ** failures);
     const why = error.name === "AbortError" || error instanceof TypeError ? "`redline watch` does not answer" : error.message;
     get("link").textContent = `${why}; trying again`;
   } finally {
-    clearTimeout(patience);
+    clearTimeout(timeout);
   }
-  if (mine === asking && !document.hidden) timer = setTimeout(ask, soon);
+  if (mine === request && !document.hidden) timer = setTimeout(poll, delay);
 }
 
 get("controls").addEventListener("submit", (event) => event.preventDefault());
 get("controls").addEventListener("change", (event) => {
   if (event.target.name === "axis" || event.target.id === "logarithmic") {
-    charts.along(document.querySelector("[name=axis]:checked").value, get("logarithmic").checked);
+    charts.setAxis(document.querySelector("[name=axis]:checked").value, get("logarithmic").checked);
   }
 });
-document.addEventListener("visibilitychange", () => { if (document.hidden) clearTimeout(timer); else ask(); });
-ask();
+document.addEventListener("visibilitychange", () => { if (document.hidden) clearTimeout(timer); else poll(); });
+poll();

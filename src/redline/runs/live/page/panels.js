@@ -1,4 +1,4 @@
-// What is not a curve: headlines, memory, the timeline and samples. Text goes in as text, never as markup.
+// Everything but the curves: headlines, memory, the timeline and samples. Text is inserted as text, never as markup.
 
 import { DASHES, format, runColour } from "./charts.js";
 
@@ -34,12 +34,12 @@ export class Heads {
     const pill = make("span"), about = make("span", "faint"), far = make("p", "far"), progress = make("progress");
     const title = make("h1", "", null, make("span", "", run.name), pill, about);
     const fast = make("dd"), health = make("dd", "mood"), cost = make("dd");
-    const rows = [["How fast", fast], ["Is it well", health], ["What it costs", cost]];
-    const say = make("dl", "say", null, ...rows.map(([name, dd]) => make("div", "", null, make("dt", "", name), dd)));
+    const rows = [["Speed", fast], ["Health", health], ["Cost", cost]];
+    const facts = make("dl", "facts", null, ...rows.map(([name, dd]) => make("div", "", null, make("dt", "", name), dd)));
     const numbers = make("dl", "numbers"), held = make("p", "held");
     progress.max = 1;
     progress.setAttribute("aria-label", `progress of ${run.name}`);
-    const card = make("section", "head", null, title, far, progress, say, numbers, held);
+    const card = make("section", "head", null, title, far, progress, facts, numbers, held);
     return { card, pill, about, far, progress, fast, health, cost, numbers, held, shown: "" };
   }
 
@@ -83,7 +83,7 @@ function figures(run) {
   return all.filter(([, value]) => value !== null && value !== undefined).map(([name, value, show]) => [name, show(value)]);
 }
 
-// --- which runs
+// --- the list of runs
 
 export function legend(fieldset, known, shown, onChange) {
   const wanted = JSON.stringify([known, shown.map((run) => [run.name, run.place])]);
@@ -108,8 +108,8 @@ function swatch(run) {
   svg.setAttribute("class", "swatch");
   svg.setAttribute("aria-hidden", "true");
   const line = document.createElementNS(name, "line");
-  const look = { x1: 0, x2: 30, y1: 6, y2: 6, stroke: runColour(run.place), "stroke-width": 2.5 };
-  for (const [key, value] of Object.entries(look)) line.setAttribute(key, value);
+  const attributes = { x1: 0, x2: 30, y1: 6, y2: 6, stroke: runColour(run.place), "stroke-width": 2.5 };
+  for (const [key, value] of Object.entries(attributes)) line.setAttribute(key, value);
   if (DASHES[run.place % DASHES.length].length) line.setAttribute("stroke-dasharray", DASHES[run.place % DASHES.length].join(" "));
   svg.append(line);
   return svg;
@@ -118,41 +118,41 @@ function swatch(run) {
 // --- memory by part
 
 export function memory(section, parent, runs) {
-  const having = runs.filter((run) => Object.keys(run.plan.memory).length && run.plan.memory_available);
-  const shown = JSON.stringify(having.map((run) => [run.name, run.plan, run.memory_gib]));
-  section.hidden = !having.length;
+  const planned = runs.filter((run) => Object.keys(run.plan.memory).length && run.plan.memory_available);
+  const shown = JSON.stringify(planned.map((run) => [run.name, run.plan, run.memory_gib]));
+  section.hidden = !planned.length;
   if (parent.dataset.shown === shown) return;
   parent.dataset.shown = shown;
-  parent.replaceChildren(...having.map((run) => memoryCard(run, having.length > 1)));
+  parent.replaceChildren(...planned.map((run) => memoryCard(run, planned.length > 1)));
 }
 
 function memoryCard(run, several) {
   const { memory: parts, memory_peak: peak, memory_available: available } = run.plan;
   const gib = (v) => `${v.toFixed(v < 10 ? 2 : 1)} GiB`;
-  const onCard = run.held_lines.all > 0;  // a CPU's peak holds the whole process, which no plan knows
-  const whole = onCard ? available : Math.max(peak * 1.1, Object.values(parts).reduce((a, b) => a + b, 0));
+  const onGpu = run.held_lines.all > 0;  // on a CPU the measured peak is that of the whole process, which is not planned
+  const total = onGpu ? available : Math.max(peak * 1.1, Object.values(parts).reduce((a, b) => a + b, 0));
   const bar = make("div", "bar"), list = make("ul", "parts");
   bar.setAttribute("role", "img");
   Object.entries(parts).forEach(([name, value], place) => {
     const piece = make("i", `part-${place}`);
-    piece.style.width = `${(100 * value) / whole}%`;
+    piece.style.width = `${(100 * value) / total}%`;
     piece.title = `${name} ${gib(value)}`;
     bar.append(piece);
     list.append(make("li", "", null, make("i", `part-${place}`), `${name} ${gib(value)}`));
   });
   let measured = run.memory_gib === null ? "" : `measured ${gib(run.memory_gib)}`;
-  if (onCard && run.memory_gib !== null) {
+  if (onGpu && run.memory_gib !== null) {
     const mark = make("i", "mark");
-    mark.style.left = `${Math.min(99.6, (100 * run.memory_gib) / whole)}%`;
+    mark.style.left = `${Math.min(99.6, (100 * run.memory_gib) / total)}%`;
     mark.title = measured;
     bar.append(mark);
     measured += " at the peak (the black mark)";
   } else if (measured) {
-    measured += " at the peak for the whole process, Python and libraries included";
+    measured += " at the peak of the whole process, including Python and libraries";
   }
-  const words = [`planned ${gib(peak)} of ${gib(available)}`, measured].filter(Boolean).join(", ");
-  bar.setAttribute("aria-label", words);
-  return make("div", "card", null, make("div", "faint", `${several ? `${run.name}: ` : ""}${words}`), bar, list);
+  const description = [`planned ${gib(peak)} of ${gib(available)}`, measured].filter(Boolean).join(", ");
+  bar.setAttribute("aria-label", description);
+  return make("div", "card", null, make("div", "faint", `${several ? `${run.name}: ` : ""}${description}`), bar, list);
 }
 
 // --- the timeline and samples: newest first
