@@ -1,44 +1,35 @@
-"""For tests of fp8: all that makes its operands, by torch and by Triton, and something to make them of."""
+"""Shared parts of the kernel tests: both implementations of operations, and random operands in fp8."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from redline.kernels import float8
-from redline.kernels import float8 as float8_mean
+from redline.kernels import activations, float8, rms_norm, rotary
+from redline.kernels.dispatch import Op
 from redline.kernels.float8 import Scale
 
 
-@pytest.fixture(scope="module", params=["torch", "triton"])
+def implementations(form: str, *modules: ModuleType) -> SimpleNamespace:
+    """Return the operations of kernel modules by name, in one form: "reference" or "triton"."""
+    ops = {name: value for module in modules for name, value in vars(module).items() if isinstance(value, Op)}
+    return SimpleNamespace(**{name: getattr(op, form) for name, op in ops.items()})
+
+
+@pytest.fixture(scope="module", params=["reference", "triton"])
 def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
-    """All that makes operands, in either form, under the public names."""
-    if request.param == "torch":
-        found, mark = vars(float8) | vars(float8_mean), "reference_"
-        return SimpleNamespace(**{name.removeprefix(mark): found[name] for name in found if name.startswith(mark)})
-    pytest.importorskip("triton", reason="the kernels need triton")
-    return in_triton()
+    """Every operation that makes an fp8 operand, in one of its implementations."""
+    if request.param == "triton":
+        return in_triton()
+    return implementations("reference", activations, float8, rms_norm, rotary)
 
 
 def in_triton() -> SimpleNamespace:
-    from redline.kernels.triton import (
-        float8 as float8_mean_triton,
-    )
-    from redline.kernels.triton import (
-        float8 as float8_triton,
-    )
-    from redline.kernels.triton import (
-        rms_norm as float8_norm_triton,
-    )
-    from redline.kernels.triton import (
-        rotary as float8_rotary_triton,
-    )
-
-    modules = (float8_triton, float8_norm_triton, float8_rotary_triton, float8_mean_triton)
-    return SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})
+    pytest.importorskip("triton", reason="the kernels need triton")
+    return implementations("triton", activations, float8, rms_norm, rotary)
 
 
 def scale_of(factor: float, device: str, amax: float | None = 0.0) -> Scale:

@@ -27,8 +27,8 @@ from redline.errors import UserError
 from redline.jobs.latent_prefix.costs import WireShape
 from redline.jobs.latent_prefix.data import options_of
 from redline.jobs.latent_prefix.encoder import Wire, word_loss
+from redline.kernels.cross_entropy import IGNORE
 from redline.kernels.matmul import DTYPES
-from redline.kernels.softmax_loss import IGNORE
 from redline.models.families import inexact
 from redline.planning.batch import BatchPlan
 from redline.planning.shapes import DecoderShape

@@ -19,9 +19,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from redline.kernels.activations import swiglu, swiglu_backward_
 from redline.kernels.rms_norm import add_rms_norm, rms_norm_backward
 from redline.kernels.rotary import merge_rotated_gradients, rotate_qkv_
-from redline.kernels.swiglu import swiglu, swiglu_backward_
 from redline.models.layers import rotary_table
 
 D, F, H, K, T, N = 1024, 2688, 16, 64, 1024, 131_072

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from benchmarks.studies.rates import copy_rate, seconds
+from redline.kernels.activations import swiglu, swiglu_backward_
 from redline.kernels.rms_norm import add_rms_norm, rms_norm_backward
 from redline.kernels.rotary import merge_rotated_gradients, rotate_qkv_
-from redline.kernels.swiglu import swiglu, swiglu_backward_
 from redline.models.layers import rotary_table
 
 D, F, H, K, T = 1024, 2688, 16, 64, 1024

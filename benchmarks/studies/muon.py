@@ -22,11 +22,10 @@ from torch import Tensor
 
 from benchmarks.studies.rates import seconds
 from redline.jobs.decoder_objective import role_groups
-from redline.kernels import muon as passes
-from redline.kernels import muon as symmetric
+from redline.kernels import muon as kernels
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
-from redline.kernels.muon import descend_, nesterov_, reference_gram, reference_square
+from redline.kernels.muon import descend_, gram, nesterov_, square
 from redline.models.decoder import Decoder
 from redline.planning.shapes import DecoderShape
 from redline.recipe.load import load
@@ -82,7 +81,7 @@ def updates(ours: muon.Muon) -> dict[str, float]:
     found: dict[str, float] = {}
     for who, chosen in (("Triton", True), ("torch", False)):
         choose = partial(_chosen, chosen)
-        with patch.object(passes, "by_triton", choose), patch.object(symmetric, "by_triton", choose):
+        with patch.object(kernels, "by_triton", choose):
             found |= {f"{name}, by {who}": 1e3 * seconds(call, 0.3) for name, call in work.items()}
     for name, ms in found.items():
         print(f"{name:48s} {ms:8.3f} ms", flush=True)
@@ -103,10 +102,10 @@ def products() -> list[dict[str, Any]]:
         x = torch.randn(count, high, wide, device=DEVICE).div_(max(high, wide) ** 0.5).bfloat16()
         if name.startswith("gram"):
             how: dict[str, Any] = {"tall": high > wide, "diagonal": -2.5}
-            whole, made = partial(reference_gram, x, **how), partial(symmetric_triton.gram, x, **how)
+            whole, made = partial(gram.reference, x, **how), partial(symmetric_triton.gram, x, **how)
         else:
             x, how = symmetric_triton.gram(x, tall=False, diagonal=-0.5), {"factor": 0.5, "diagonal": 1.5}
-            whole, made = partial(reference_square, x, **how), partial(symmetric_triton.square, x, **how)
+            whole, made = partial(square.reference, x, **how), partial(symmetric_triton.square, x, **how)
         exact, flops = _exact(x[:2], how), 2.0 * count * high * wide * min(high, wide)
         ways: list[tuple[Any, Callable[[], Tensor]]] = [(None, whole)]
         for tile in tiles:

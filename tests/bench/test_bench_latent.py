@@ -21,7 +21,7 @@ from benchmarks.peers import hf_qlora, latent_textbook
 from redline.bench.child import ChildError
 from redline.errors import UsageError, UserError
 from redline.jobs.latent_prefix import frozen as latent_models
-from redline.kernels.softmax_loss import IGNORE
+from redline.kernels.cross_entropy import IGNORE
 from redline.models import pretrained as adapted
 from redline.recipe.resolve import DataFacts, resolve
 

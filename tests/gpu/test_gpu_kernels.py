@@ -6,21 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.kernels import float8
-from redline.kernels.float8 import Float8, Scale
-from redline.kernels.rms_norm import (
-    add_rms_norm,
-    reference_add_rms_norm,
-    reference_rms_norm_backward,
-    rms_norm_backward,
-)
-from redline.kernels.rotary import (
-    merge_rotated_gradients,
-    reference_merge_rotated_gradients,
-    reference_rotate_qkv_,
-    rotate_qkv_,
-)
-from redline.kernels.swiglu import reference_swiglu, reference_swiglu_backward_, swiglu, swiglu_backward_
+from redline.kernels.activations import swiglu, swiglu8, swiglu_backward8, swiglu_backward_
+from redline.kernels.float8 import Float8, Scale, input_gradient8, linear8, quantise, weight_gradient8
+from redline.kernels.rms_norm import add_rms_norm, add_rms_norm8, rms_norm_backward, rms_norm_backward8
+from redline.kernels.rotary import merge_rotated_gradients, merge_rotated_gradients8, rotate_qkv_
 from redline.models.layers import rotary_table
 
 pytestmark = [
@@ -54,12 +43,12 @@ def test_norm(n: int, d: int, add: bool, dtype: torch.dtype) -> None:
     weight = 1.0 + 0.3 * randoms(d, dtype=torch.float32)
     total, normed, rstd = add_rms_norm(x, delta, weight, 1e-5)
     assert torch.equal(total, x if delta is None else x + delta)
-    _, wanted, wanted_rstd = reference_add_rms_norm(total.float(), None, weight, 1e-5)
+    _, wanted, wanted_rstd = add_rms_norm.reference(total.float(), None, weight, 1e-5)
     assert_rounded(normed, wanted)
     torch.testing.assert_close(rstd, wanted_rstd, rtol=1e-5, atol=0.0)
     grad, grad_weight = rms_norm_backward(g, total, rstd, weight, g_sum)
     past = None if g_sum is None else g_sum.float()
-    wanted, wanted_weight = reference_rms_norm_backward(g.float(), total.float(), rstd, weight, past)
+    wanted, wanted_weight = rms_norm_backward.reference(g.float(), total.float(), rstd, weight, past)
     assert_rounded(grad, wanted)
     torch.testing.assert_close(grad_weight, wanted_weight, rtol=1e-4, atol=1e-4 * n**0.5)
     again = rms_norm_backward(g, total, rstd, weight, g_sum)
@@ -71,8 +60,8 @@ def test_norm(n: int, d: int, add: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("n", "width"), [(4096, 2688), (1003, 2816), (515, 4096), (77, 11008), (33, 2689), (1, 7)])
 def test_swiglu(n: int, width: int, dtype: torch.dtype) -> None:
     h, grad_s = 2.0 * randoms(n, 2 * width, dtype=dtype), randoms(n, width, dtype=dtype)
-    assert_rounded(swiglu(h), reference_swiglu(h.float()))
-    wanted = reference_swiglu_backward_(grad_s.float(), h.to(torch.float32, copy=True))
+    assert_rounded(swiglu(h), swiglu.reference(h.float()))
+    wanted = swiglu_backward_.reference(grad_s.float(), h.to(torch.float32, copy=True))
     assert swiglu_backward_(grad_s, h) is h
     assert_rounded(h, wanted)
 
@@ -90,7 +79,7 @@ def test_rotary(
     cos, sin = rotary_table(length, head_dim, 1e4, torch.device("cuda"))
     qkv = randoms(batch, length, total * head_dim, dtype=dtype)
     wanted = qkv.to(torch.float32, copy=True)
-    reference_rotate_qkv_(wanted, cos, sin, heads, kv_heads, head_dim)
+    rotate_qkv_.reference(wanted, cos, sin, heads, kv_heads, head_dim)
     rotate_qkv_(qkv, cos, sin, heads, kv_heads, head_dim)
     assert_rounded(qkv, wanted)
     each = qkv.view(batch, length, total, head_dim).split((heads, kv_heads, kv_heads), 2)
@@ -99,7 +88,7 @@ def test_rotary(
         grads = [grad.contiguous() for grad in grads]
     merged = merge_rotated_gradients(*grads, cos, sin)
     q, k, v = (grad.float() for grad in grads)
-    assert_rounded(merged, reference_merge_rotated_gradients(q, k, v, cos, sin))
+    assert_rounded(merged, merge_rotated_gradients.reference(q, k, v, cos, sin))
     assert torch.equal(merged.view(batch, length, total, head_dim)[:, :, heads + kv_heads :], each[2])
 
 
@@ -126,8 +115,8 @@ def test_offsets_beyond_32_bits() -> None:
         pytest.skip("needs 16 GiB of free GPU memory")
     h, grad_s = randoms(n, 2 * width), randoms(n, width)
     tail, tail_grad = h[-9:].float(), grad_s[-9:].float()
-    assert_rounded(swiglu(h)[-9:], reference_swiglu(tail))
-    assert_rounded(swiglu_backward_(grad_s, h)[-9:], reference_swiglu_backward_(tail_grad, tail))
+    assert_rounded(swiglu(h)[-9:], swiglu.reference(tail))
+    assert_rounded(swiglu_backward_(grad_s, h)[-9:], swiglu_backward_.reference(tail_grad, tail))
 
 
 def scale_of(factor: float) -> Scale:
@@ -162,7 +151,7 @@ def test_fp8_rounds_as_torch_does(n: int, width: int, dtype: torch.dtype) -> Non
     x.view(-1)[5::1009] = float("inf")
     x.view(-1)[7::1009] = float("nan")
     seen, expected = scale_of(100.0), scale_of(100.0)
-    got, wanted = float8.quantise(x, seen), float8.reference_quantise(x, expected)
+    got, wanted = quantise(x, seen), quantise.reference(x, expected)
     assert_codes(got, wanted, seen, expected)
     assert torch.equal(codes(got.row), codes(wanted.row))
     assert torch.equal(seen.amax, expected.amax)  # type: ignore[arg-type]
@@ -175,19 +164,19 @@ def test_fp8_norm(n: int, d: int, add: bool) -> None:
     delta, g_sum = (randoms(n, d), randoms(n, d)) if add else (None, None)
     weight = 1.0 + 0.3 * randoms(d, dtype=torch.float32)
     seen, expected = [scale_of(64.0), scale_of(100.0)], [scale_of(64.0), scale_of(100.0)]
-    total, normed, rstd = float8.add_rms_norm8(x, delta, weight, 1e-5, seen[0])
-    wanted_total, wanted, wanted_rstd = float8.reference_add_rms_norm8(x, delta, weight, 1e-5, expected[0])
+    total, normed, rstd = add_rms_norm8(x, delta, weight, 1e-5, seen[0])
+    wanted_total, wanted, wanted_rstd = add_rms_norm8.reference(x, delta, weight, 1e-5, expected[0])
     assert torch.equal(total, wanted_total)
     assert (total is x) is not add
     assert_codes(normed, wanted, seen[0], expected[0], share=0.06 if d > 2048 else 0.001)  # wide: by way of bf16
     torch.testing.assert_close(rstd, wanted_rstd, rtol=1e-5, atol=0.0)
-    grad, grad8, grad_weight = float8.rms_norm_backward8(g, total, rstd, weight, g_sum, seen[1])
+    grad, grad8, grad_weight = rms_norm_backward8(g, total, rstd, weight, g_sum, seen[1])
     past = None if g_sum is None else g_sum.float()
-    wanted_grad, wanted_weight = reference_rms_norm_backward(g.float(), total.float(), rstd, weight, past)
+    wanted_grad, wanted_weight = rms_norm_backward.reference(g.float(), total.float(), rstd, weight, past)
     assert_rounded(grad, wanted_grad)
-    assert_codes(grad8, float8.reference_quantise(grad, expected[1]), seen[1], expected[1])
+    assert_codes(grad8, quantise.reference(grad, expected[1]), seen[1], expected[1])
     torch.testing.assert_close(grad_weight, wanted_weight, rtol=1e-4, atol=1e-4 * n**0.5)
-    again = float8.rms_norm_backward8(g, total, rstd, weight, g_sum, seen[1])
+    again = rms_norm_backward8(g, total, rstd, weight, g_sum, seen[1])
     assert torch.equal(grad_weight, again[2])
     assert torch.equal(codes(grad8.row), codes(again[1].row))
 
@@ -197,10 +186,10 @@ def test_fp8_swiglu(n: int, width: int) -> None:
     h, grad_s = 2.0 * randoms(n, 2 * width), randoms(n, width)
     before = h.clone()
     seen, expected = [scale_of(16.0), scale_of(50.0)], [scale_of(16.0), scale_of(50.0)]
-    s, wanted = float8.swiglu8(h, seen[0]), float8.reference_swiglu8(h, expected[0])
+    s, wanted = swiglu8(h, seen[0]), swiglu8.reference(h, expected[0])
     assert_codes(s, wanted, seen[0], expected[0])
-    grad = float8.swiglu_backward8(grad_s, h, seen[1])
-    assert_codes(grad, float8.reference_swiglu_backward8(grad_s, h, expected[1]), seen[1], expected[1])
+    grad = swiglu_backward8(grad_s, h, seen[1])
+    assert_codes(grad, swiglu_backward8.reference(grad_s, h, expected[1]), seen[1], expected[1])
     assert torch.equal(h, before)
 
 
@@ -218,8 +207,8 @@ def test_fp8_merge(batch: int, length: int, heads: int, kv_heads: int, head_dim:
         grads = [grad.contiguous() for grad in grads]
     q, k, v = grads
     seen, expected = scale_of(100.0), scale_of(100.0)
-    got = float8.merge_rotated_gradients8(q, k, v, cos, sin, seen)
-    assert_codes(got, float8.reference_merge_rotated_gradients8(q, k, v, cos, sin, expected), seen, expected)
+    got = merge_rotated_gradients8(q, k, v, cos, sin, seen)
+    assert_codes(got, merge_rotated_gradients8.reference(q, k, v, cos, sin, expected), seen, expected)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -227,20 +216,20 @@ def test_what_is_not_finite_is_nan_in_fp8(value: float) -> None:
     x, delta, weight = randoms(64, 1024), randoms(64, 1024), torch.ones(1024, device="cuda")
     delta[3, 5] = value
     scale = scale_of(16.0)
-    total, normed, rstd = float8.add_rms_norm8(x, delta, weight, 1e-5, scale)
-    grad, grad8, grad_weight = float8.rms_norm_backward8(x, total, rstd, weight, None, scale)
+    total, normed, rstd = add_rms_norm8(x, delta, weight, 1e-5, scale)
+    grad, grad8, grad_weight = rms_norm_backward8(x, total, rstd, weight, None, scale)
     assert codes(normed.row)[3, 5] == codes(grad8.row)[3, 5] == codes(grad8.column)[5, 3] == 10_000
     assert grad[3, 5].isnan()
     assert grad_weight[5].isnan()
     assert (codes(normed.row)[:3] < 10_000).all()
     h, grad_s = randoms(64, 2 * 2688), randoms(64, 2688)
     h[7, 11] = value
-    assert codes(float8.swiglu8(h, scale).row)[7, 11] == 10_000
-    back = codes(float8.swiglu_backward8(grad_s, h, scale).row)
+    assert codes(swiglu8(h, scale).row)[7, 11] == 10_000
+    back = codes(swiglu_backward8(grad_s, h, scale).row)
     assert back[7, 11] == 10_000
     assert (back[:7] < 10_000).all()
     lost = scale_of(1.0)
-    float8.quantise(torch.full((32, 64), value, device="cuda"), lost)
+    quantise(torch.full((32, 64), value, device="cuda"), lost)
     assert scale.amax is not None
     assert 0.0 < float(scale.amax) < 1e3
     assert lost.amax is not None
@@ -254,18 +243,18 @@ def test_fp8_matmuls(n: int, inner: int, outer: int) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs tensor cores for fp8")
     x, w, g = randoms(n, inner), randoms(outer, inner, dtype=torch.float32), randoms(n, outer)
-    x8, w8, g8 = (float8.quantise(value, scale_of(64.0)) for value in (x, w, g))
+    x8, w8, g8 = (quantise(value, scale_of(64.0)) for value in (x, w, g))
     x, w, g = (value.row.float() * value.unscale for value in (x8, w8, g8))  # type: ignore[union-attr]
     for got, wanted, dtype, slack in (
-        (float8.linear8(x8, w8), x @ w.T, torch.bfloat16, 4e-3),
-        (float8.input_gradient8(g8, w8), g @ w, torch.bfloat16, 4e-3),
-        (float8.weight_gradient8(g8, x8), g.T @ x, torch.float32, 3e-3),
+        (linear8(x8, w8), x @ w.T, torch.bfloat16, 4e-3),
+        (input_gradient8(g8, w8), g @ w, torch.bfloat16, 4e-3),
+        (weight_gradient8(g8, x8), g.T @ x, torch.float32, 3e-3),
     ):
         assert got.dtype == dtype
         assert (got.float() - wanted).norm() <= slack * wanted.norm()
-    odd = float8.quantise(randoms(24, inner), scale_of(64.0))
+    odd = quantise(randoms(24, inner), scale_of(64.0))
     with pytest.raises(AssertionError, match="multiples of 16"):
-        float8.linear8(odd, w8)
+        linear8(odd, w8)
 
 
 def test_fp8_offsets_beyond_32_bits() -> None:
@@ -274,8 +263,8 @@ def test_fp8_offsets_beyond_32_bits() -> None:
         pytest.skip("needs 24 GiB of free GPU memory")
     h, grad_s = randoms(n, 2 * width), randoms(n, width)
     seen, expected = scale_of(50.0), scale_of(50.0)
-    got = float8.swiglu_backward8(grad_s, h, seen)
+    got = swiglu_backward8(grad_s, h, seen)
     assert got.row is not None
-    tail = float8.reference_swiglu_backward8(grad_s[-9:], h[-9:], expected)
+    tail = swiglu_backward8.reference(grad_s[-9:], h[-9:], expected)
     assert (codes(got.row[-9:]) - codes(tail.row)).abs().max() <= 1
     assert torch.equal(codes(got.column[:, -9:].contiguous()), codes(got.row[-9:]).T)

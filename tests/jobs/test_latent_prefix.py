@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from latents import Latents, other_base, write_rows
 from redline.jobs.latent_prefix.encoder import PAD
 from redline.jobs.latent_prefix.teacher import text_prompt
-from redline.kernels.softmax_loss import IGNORE
+from redline.kernels.cross_entropy import IGNORE
 
 pytest.importorskip("transformers", reason="bases are made by transformers")
 

@@ -1,19 +1,21 @@
-"""Kernels are tested twice: as plain torch, and as Triton, by its interpreter where there is no GPU."""
+"""Every kernel is tested in both implementations: plain torch, and Triton (interpreted where there is no GPU)."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import os
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from eight_bits import implementations
+
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which no test does before this
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this when it is imported, which no test does earlier
 
 
 @pytest.fixture(scope="session")
@@ -21,21 +23,20 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(scope="module", params=["torch", "triton"])
-def kernels(request: pytest.FixtureRequest) -> ModuleType | SimpleNamespace:
-    """The functions of the kernel module that the test file names, in either form, under their public names."""
-    name = f"redline.kernels.{request.module.KERNELS}"
+@pytest.fixture(scope="module", params=["reference", "triton"])
+def kernels(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """The operations of the kernel module that the test file names in KERNELS, in one of their implementations."""
     if request.param == "triton":
         pytest.importorskip("triton", reason="the kernels need triton")
-        return importlib.import_module(f"{name}_triton")
-    found = vars(importlib.import_module(name))
-    mark = "reference_"
-    return SimpleNamespace(**{key.removeprefix(mark): found[key] for key in found if key.startswith(mark)})
+    return implementations(request.param, importlib.import_module(f"redline.kernels.{request.module.KERNELS}"))
 
 
 @pytest.fixture
 def casts_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter rounds ties up and bf16 down, wraps beyond the largest, and lets NaN win a maximum."""
+    """Make the Triton interpreter cast as a GPU does.
+
+    By itself it rounds ties up and bf16 towards zero, wraps values beyond the largest, and lets NaN win a maximum.
+    """
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return
     import triton.language as tl
@@ -48,7 +49,7 @@ def casts_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         wide = torch.from_numpy(np.array(data, dtype=np.float32)) if source == tl.float32 else None
         if wide is not None and target == tl.bfloat16:
             return wide.to(torch.bfloat16).view(torch.uint16).numpy()
-        if wide is not None and target in eight:  # as cvt.rn.satfinite: NaN stays, inf is cut off like any other
+        if wide is not None and target in eight:  # as cvt.rn.satfinite does: NaN stays, infinity saturates
             largest = torch.finfo(eight[target]).max
             return wide.clamp(-largest, largest).to(eight[target]).view(torch.uint8).numpy()
         return plain(data, source, target, rounding)
@@ -60,7 +61,10 @@ def casts_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def multiplies_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter would multiply the bits of bf16 values as whole numbers, and read 480 where fp8 holds NaN."""
+    """Make the Triton interpreter's tl.dot multiply values.
+
+    By itself it multiplies the bit patterns of bf16 as integers, and reads NaN in fp8 as 480.
+    """
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return
     import triton.language as tl

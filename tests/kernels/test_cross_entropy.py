@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.kernels import cross_entropy, softmax_loss
-from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy, reference
+from redline.kernels import cross_entropy
+from redline.kernels.cross_entropy import IGNORE, in_place_softmax_loss, linear_cross_entropy
+from redline.kernels.cross_entropy import reference_linear_cross_entropy as reference
 
 
 def problem(n: int, d: int, v: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -145,7 +146,7 @@ def test_a_gradient_in_the_logits_place_is_used_before_the_next_chunk(monkeypatc
 
     def overwriting(logits: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         options.pop("fused")
-        losses, gradient = softmax_loss.reference(logits, *rest, **options)
+        losses, gradient = in_place_softmax_loss.reference(logits, *rest, **options)
         assert gradient is not None
         return losses, logits.copy_(gradient)
 

@@ -151,10 +151,10 @@ def test_block_by_block_is_what_the_two_copies_say(changes: dict[str, Any], layo
             places = range(start, start + size)
             block = slice(start, start + size)
             if layout.noised[start]:
-                looked = model(noisy[:, block], Bound(), cache, start, whole=True, keep=False)
+                looked = model(noisy[:, block], Bound(), cache, start, bidirectional=True, update_cache=False)
                 torch.testing.assert_close(looked, torch.stack([of_noisy[p] for p in places], 1), rtol=1e-4, atol=1e-4)
                 assert all((layer.keys is None) == (start == 0) for layer in cache)
-            added = model(clean[:, block], Bound(), cache, start, whole=True)
+            added = model(clean[:, block], Bound(), cache, start, bidirectional=True)
             torch.testing.assert_close(added, torch.stack([of_clean[p] for p in places], 1), rtol=1e-4, atol=1e-4)
             start += size
             assert all(layer.keys is not None and layer.keys.shape[2] == start for layer in cache)
@@ -180,10 +180,10 @@ def test_angles_of_positions_are_made_once_and_live_as_long() -> None:
     model = decoder()
     tokens, positions = torch.zeros(1, 6, dtype=torch.long), torch.tensor([3, 4, 5, 3, 4, 5])
     model(tokens, Bound(), positions_T=positions)
-    (before,) = model._placed.values()
+    (before,) = model._rotary_at.values()
     model(tokens, Bound(), positions_T=positions)
     model(tokens, Bound(), positions_T=torch.arange(6))
-    (after,) = model._placed.values()  # of the other none is left
+    (after,) = model._rotary_at.values()  # of the other none is left
     assert all(a is b for a, b in zip(before, after, strict=True))
     cos, sin = rotary_table(6, 8, 10000.0)
     assert torch.equal(after[0], cos[positions])
@@ -205,6 +205,6 @@ def test_fused_blocks_read_the_same_positions() -> None:
 
 
 def test_without_a_cache_there_is_nothing_to_keep_or_see_whole() -> None:
-    for how in ({"whole": True}, {"keep": False}):
+    for how in ({"bidirectional": True}, {"update_cache": False}):
         with pytest.raises(AssertionError, match="without a cache"):
             decoder()(torch.zeros(1, 2, dtype=torch.long), Bound(), **how)

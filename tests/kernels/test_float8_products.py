@@ -12,7 +12,6 @@ from torch import Tensor
 
 from eight_bits import kernels, randoms, scale_of
 from redline.kernels import float8
-from redline.kernels import float8 as float8_mean
 from redline.kernels.float8 import Float8
 
 __all__ = ["kernels"]  # a fixture
@@ -78,8 +77,8 @@ def test_what_rows_share_is_multiplied_as_if_the_weight_were_exact(device: str) 
     x8, w8 = (float8.quantise(t, scale_of(16.0, device)) for t in (x, w))
     rows = x8.row.double() * x8.unscale.double()  # type: ignore[union-attr]
     for matmul, correction, exact in (
-        (float8.linear8, float8_mean.mean_correction, rows @ w.double().T),
-        (float8.input_gradient8, float8_mean.mean_gradient_correction, rows @ w.double()),
+        (float8.linear8, float8.mean_correction, rows @ w.double().T),
+        (float8.input_gradient8, float8.mean_gradient_correction, rows @ w.double()),
     ):
         plain = matmul(x8, w8).double() - exact
         mended = matmul(x8, w8, correction(x8, w8, w)).double() - exact

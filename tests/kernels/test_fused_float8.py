@@ -120,11 +120,11 @@ def test_quantise_any_size(kernels: Any, device: str, n: int, width: int) -> Non
 
 @sizes
 @given(n=st.integers(0, 300), width=st.integers(1, 300), by=st.sampled_from([1, 4]))
-def test_turned_any_size(device: str, n: int, width: int, by: int) -> None:
+def test_transpose_any_size(device: str, n: int, width: int, by: int) -> None:
     pytest.importorskip("triton", reason="the kernels need triton")
     generator = torch.Generator().manual_seed(n * 307 + width)
     codes = torch.randint(0, 256, (n * by, width * by), generator=generator, dtype=torch.uint8).to(device)
-    column = in_triton().turned(codes.view(torch.float8_e4m3fn))
+    column = in_triton().transpose(codes.view(torch.float8_e4m3fn))
     assert column.is_contiguous()
     assert torch.equal(column.view(torch.uint8), codes.T)
 
@@ -319,12 +319,12 @@ def test_rows_alone_are_the_same_rows(kernels: Any, device: str) -> None:
 
 def test_tiles_may_be_chosen_otherwise(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     pytest.importorskip("triton", reason="the kernels need triton")
-    from redline.kernels.triton import float8 as float8_triton
-    from redline.kernels.triton import rotary as float8_rotary_triton
+    from redline.kernels.triton import activations, float8, rotary
 
-    tile = float8_triton.Tile(16, 32, 4)
-    monkeypatch.setattr(float8_triton, "TILES", dict.fromkeys(float8_triton.TILES, tile))
-    monkeypatch.setattr(float8_rotary_triton, "TILE", tile)
+    tile = float8.Tile(16, 32, 4)
+    for module in (float8, activations):
+        monkeypatch.setattr(module, "TILES", dict.fromkeys(module.TILES, tile))
+    monkeypatch.setattr(rotary, "TILE", tile)
     check_norm(in_triton(), device, 35, 70, True)
     check_swiglu(in_triton(), device, 35, 70)
     check_merge(in_triton(), device, (2, 9, 3, 1, 6), False)

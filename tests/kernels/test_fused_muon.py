@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from redline.jobs.objective import ParamGroup
-from redline.kernels.muon import reference_descend_, reference_nesterov_
+from redline.kernels.muon import descend_, nesterov_
 from redline.recipe.schema import Train
 from redline.training import muon
 
 KERNELS = "muon"
-references = SimpleNamespace(nesterov_=reference_nesterov_, descend_=reference_descend_)
+references = SimpleNamespace(nesterov_=nesterov_.reference, descend_=descend_.reference)
 BETA, RATE, DECAY = 0.9, 0.05, 0.02
 sizes = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

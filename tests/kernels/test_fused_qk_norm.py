@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, NamedTuple
 
 import pytest
@@ -203,7 +204,8 @@ def test_the_weights_gradients_are_the_same_every_time_however_many_programs(
     _, rstd = forward(kernels, given, shape)
     first, second = (backward(kernels, given, rstd) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    monkeypatch.setattr(kernels, "_PROGRAMS_PER_SM", 1, raising=False)
+    if importlib.util.find_spec("triton") is not None:
+        monkeypatch.setattr("redline.kernels.triton.qk_norm._PROGRAMS_PER_SM", 1)
     fewer = backward(kernels, given, rstd)
     assert torch.equal(fewer[0], first[0])
     for got, wanted in zip(fewer[1:], first[1:], strict=True):

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from redline.kernels.float8 import LARGEST, Float8, Scale, reference_quantise
+from redline.kernels.float8 import LARGEST, Float8, Scale, quantise
 
-KERNELS = "relu2"
+KERNELS = "activations"
 pytestmark = pytest.mark.usefixtures("casts_as_on_a_gpu")
 # a half-precision result is one rounding away from float32's
 SLACK = {torch.float32: 2e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -161,7 +161,7 @@ def test_they_are_the_codes_of_the_plain_square(kernels: Any, device: str) -> No
         (kernels.relu2_8(h, scale_of(4.0, device, None)), kernels.relu2(h)),
         (kernels.relu2_backward8(grad_s, h, scale_of(4.0, device, None)), kernels.relu2_backward_(grad_s, h.clone())),
     ):
-        expected = reference_quantise(plain, scale_of(4.0, device, None)).row
+        expected = quantise.reference(plain, scale_of(4.0, device, None)).row
         assert expected is not None
         assert torch.equal(got.row.view(torch.uint8), expected.view(torch.uint8))
 
@@ -196,9 +196,10 @@ def test_in_eight_bits_what_is_not_finite_is_nan_and_no_magnitude(kernels: Any, 
 
 def test_the_tile_may_be_chosen_otherwise(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     pytest.importorskip("triton", reason="the kernels need triton")
-    from redline.kernels.triton import relu2 as relu2_triton
+    from redline.kernels.triton import activations as in_triton
 
-    monkeypatch.setattr(relu2_triton, "TILE", relu2_triton.TILE._replace(tokens=16, columns=32))
-    monkeypatch.setattr(relu2_triton, "_RUN", 64)
-    check_eight(relu2_triton, device, 35, 70)
-    check(relu2_triton, device, 35, 70, torch.float32)
+    tile = in_triton.TILES["relu2"]._replace(tokens=16, columns=32)
+    monkeypatch.setitem(in_triton.TILES, "relu2", tile)
+    monkeypatch.setattr(in_triton, "_RELU2_VALUES", 64)
+    check_eight(in_triton, device, 35, 70)
+    check(in_triton, device, 35, 70, torch.float32)

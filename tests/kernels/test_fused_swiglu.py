@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-KERNELS = "swiglu"
+KERNELS = "activations"
 # a half-precision result is one rounding away from float32's; the interpreter rounds bf16 towards zero
 SLACK = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11 + 2e-6}
 sizes = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from redline.kernels.muon import gram, reference_gram, reference_square, square
+from redline.kernels.muon import gram, square
 from redline.planning.shapes import DecoderShape
 from redline.planning.speed import SYMMETRIC_TILE, decoder_work
 from redline.training import muon
 
-KERNELS = "symmetric"
+KERNELS = "muon"
 ROUNDING = 2**-8
 sizes = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 pytestmark = pytest.mark.usefixtures("casts_as_on_a_gpu", "multiplies_as_a_gpu")
@@ -149,9 +149,9 @@ def test_elsewhere_torch_multiplies() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         x = matrices(2, 20, 30, "cpu").to(dtype)
         found = gram(x, tall=False, diagonal=2.0)
-        assert torch.equal(found, reference_gram(x, tall=False, diagonal=2.0))
+        assert torch.equal(found, gram.reference(x, tall=False, diagonal=2.0))
         squares = square(found, factor=3.0, diagonal=1.0)
-        assert torch.equal(squares, reference_square(found, factor=3.0, diagonal=1.0))
+        assert torch.equal(squares, square.reference(found, factor=3.0, diagonal=1.0))
         assert squares.dtype == dtype
 
 
@@ -168,6 +168,6 @@ def test_the_plan_counts_the_tiles_that_are_made(fused: Any) -> None:
 def test_fewer_stages_where_shared_memory_is_small(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     card = SimpleNamespace(utils=SimpleNamespace(get_device_properties=lambda index: {"max_shared_mem": 101_376}))
     monkeypatch.setattr(fused, "driver", SimpleNamespace(active=card))
-    fitting = fused._fitting.__wrapped__
+    fitting = fused._with_fewer_stages.__wrapped__
     stages = [fitting(fused.Tile(stages=4, span=span), torch.device("cuda", 0), 2).stages for span in (1, 2)]
     assert stages == [3, 2]

@@ -1,6 +1,6 @@
-"""Every block kernel compiles for Hopper, here, without a GPU: the interpreter forgives what the compiler does not.
+"""Every kernel of the blocks compiles for Hopper, without a GPU: the compiler rejects code that the interpreter takes.
 
-Launches at real sizes are caught on their way to the device (on meta tensors: no memory) and compiled instead.
+Launches at real sizes, on meta tensors that need no memory, are intercepted and compiled instead of run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-SHAPES = (
+SHAPES = (  # tokens, d_model, d_ff, sequence length, heads, kv_heads, head_dim
     (131072, 1024, 2688, 1024, 16, 16, 64),
     (8192, 4096, 14336, 4096, 32, 8, 128),
-    (1001, 769, 2689, 7, 6, 2, 80),  # no vectors anywhere
-    (1, 7, 9, 1, 1, 1, 2),  # what is one becomes a constant
+    (1001, 769, 2689, 7, 6, 2, 80),  # odd sizes: no wide loads or stores anywhere
+    (1, 7, 9, 1, 1, 1, 2),  # Triton makes constants of arguments that are 1
 )
+CORRECTIONS = ("_sums", "_along_inputs", "_along_outputs")  # they read fp8 operands and make none
 TYPES = {
     "torch.bfloat16": "*bf16",
     "torch.float16": "*fp16",
@@ -37,7 +38,7 @@ TYPES = {
 
 @pytest.fixture(scope="module", params=["usual", pytest.param("all", marks=pytest.mark.soak)])
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Facts of each compiled kernel. In a process of its own: Triton interprets or compiles, not both."""
+    """Return facts about each compiled kernel, from a child process: Triton interprets or compiles, not both."""
     pytest.importorskip("triton", reason="the kernels need triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
@@ -55,47 +56,48 @@ def test_every_kernel_compiles(compiled: list[dict[str, Any]]) -> None:
         ("rms_norm", "_backward"),
         ("rotary", "_rotate"),
         ("rotary", "_merge"),
-        ("swiglu", "_forward"),
-        ("swiglu", "_backward"),
+        ("rotary", "_merge_float8"),
+        ("activations", "_swiglu"),
+        ("activations", "_swiglu_backward"),
+        ("activations", "_swiglu8"),
+        ("activations", "_swiglu_backward8"),
+        ("activations", "_relu2"),
+        ("activations", "_relu2_backward"),
+        ("activations", "_relu2_8"),
         ("qk_norm", "_forward"),
         ("qk_norm", "_backward"),
-        ("relu2", "_forward"),
-        ("relu2", "_backward"),
-        ("relu2", "_to_float8"),
-        ("mix", "_forward"),
-        ("mix", "_backward"),
+        ("skip", "_forward"),
+        ("skip", "_backward"),
         ("float8", "_quantise"),
-        ("float8", "_turn"),
-        ("float8_mean", "_sums"),
-        ("float8_mean", "_along_inputs"),
-        ("float8_mean", "_along_outputs"),
-        ("float8", "_swiglu"),
-        ("float8", "_swiglu_backward"),
-        ("float8_rotary", "_merge"),
-        ("softmax_loss8", "_losses"),
-        ("softmax_loss8", "_gradient"),
+        ("float8", "_transpose"),
+        ("float8", "_sums"),
+        ("float8", "_along_inputs"),
+        ("float8", "_along_outputs"),
+        ("cross_entropy", "_losses_and_lse"),
+        ("cross_entropy", "_softmax_gradient8"),
         ("muon", "_nesterov"),
         ("muon", "_descend"),
-        ("symmetric", "_times_transposed"),
+        ("muon", "_times_transposed"),
     }
 
 
 def test_large_tensors_move_16_bytes_at_a_time(compiled: list[dict[str, Any]]) -> None:
     for kernel in compiled:
-        if kernel["large"] and kernel["module"] != "symmetric":  # whose loads go to shared memory
-            assert re.search(r"ld\.global[\w:.]*\.v4\.b32", kernel["ptx"]), kernel["kernel"]
-            # a thread's eight codes are half as much
+        name = kernel["kernel"]
+        if kernel["large"] and name != "_times_transposed":  # its loads go to shared memory
+            assert re.search(r"ld\.global[\w:.]*\.v4\.b32", kernel["ptx"]), name
+            # the eight fp8 codes of a thread are 8 bytes
             stored = ("st.global.v2.b32", "st.global.v4.b32") if kernel["float8"] else ("st.global.v4.b32",)
             wide = any(width in kernel["ptx"] for width in stored)
-            few = kernel["kernel"] == "_losses" or kernel["module"] == "float8_mean"  # of which little is stored
-            assert wide or few, kernel["kernel"]
-            if kernel["kernel"] != "_losses":  # which picks one logit of a row
-                assert "ld.global.b16" not in kernel["ptx"], kernel["kernel"]
+            stores_little = name in ("_losses_and_lse", *CORRECTIONS)
+            assert wide or stores_little, name
+            if name != "_losses_and_lse":  # it also loads one logit of a row, the target's
+                assert "ld.global.b16" not in kernel["ptx"], name
 
 
 def test_symmetric_products_feed_the_tensor_cores(compiled: list[dict[str, Any]]) -> None:
-    """Operands straight to shared memory, 16 bytes at a time, and from there by Hopper's asynchronous matmuls."""
-    found = [kernel["ptx"] for kernel in compiled if kernel["module"] == "symmetric" and kernel["large"]]
+    """Operands are copied to shared memory 16 bytes at a time, and read from there by Hopper's asynchronous matmuls."""
+    found = [kernel["ptx"] for kernel in compiled if kernel["kernel"] == "_times_transposed" and kernel["large"]]
     assert found
     for ptx in found:
         assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in ptx
@@ -108,17 +110,18 @@ def test_symmetric_products_feed_the_tensor_cores(compiled: list[dict[str, Any]]
 
 def test_fp8_is_rounded_by_the_hardware(compiled: list[dict[str, Any]]) -> None:
     for kernel in compiled:
-        if kernel["float8"] and kernel["module"] not in ("softmax_loss8", "float8_mean"):  # e5m2; only reads
+        # the loss' gradient is in e5m2, which keeps infinity
+        if kernel["float8"] and kernel["kernel"] not in ("_softmax_gradient8", "_losses_and_lse", *CORRECTIONS):
             assert "cvt.rn.satfinite.e4m3x2.f32" in kernel["ptx"], kernel["kernel"]
-            # value·0 + value, by which inf becomes NaN, is still there
+            # the compiler has not removed value·0 + value, which turns infinity into NaN
             assert re.search(r"fma\.rn\.f32\s+%\w+, (%\w+), 0f00000000, \1;", kernel["ptx"]), kernel["kernel"]
             assert "relaxed.max" in kernel["ptx"] or not kernel["large"], kernel["kernel"]
 
 
-def test_no_instruction_reads_what_nothing_wrote(compiled: list[dict[str, Any]]) -> None:
-    """As ptxas 12.8 has it where a pair of fp8 codes is used twice."""
+def test_no_instruction_reads_an_unwritten_register(compiled: list[dict[str, Any]]) -> None:
+    """ptxas 12.8 makes such code when a converted pair of fp8 codes is used twice."""
     for kernel in compiled:
-        if not kernel["odd"]:  # there it gathers predicates in registers, bit by bit
+        if not kernel["odd"]:  # at odd sizes ptxas collects predicates in registers bit by bit
             assert not kernel["unwritten"], kernel["kernel"]
 
 
@@ -129,7 +132,9 @@ def test_no_kernel_spills_registers(compiled: list[dict[str, Any]]) -> None:
 
 
 def compile_launch(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """As a launch would on a card of capability 9.0: ones are constants, multiples of 16 are known as such."""
+    """Compile as a launch on a GPU of capability 9.0 would: arguments that are 1 become constants, and multiples of 16
+    are marked as such.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -159,7 +164,7 @@ def compile_launch(kernel: Any, arguments: tuple[Any, ...], options: dict[str, A
 
 
 def assembled(ptx: str) -> dict[str, Any]:
-    """What ptxas made of it."""
+    """Return the bytes of spilled registers, and the instructions that read unwritten registers, after ptxas."""
     import tempfile
 
     import triton
@@ -168,9 +173,9 @@ def assembled(ptx: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
-        said = output([str(tools / "ptxas"), "-v", "-arch=sm_90a", str(source), "-o", str(binary)])
+        log = output([str(tools / "ptxas"), "-v", "-arch=sm_90a", str(source), "-o", str(binary)])
         code = output([str(tools / "cuobjdump"), "--dump-sass", str(binary)])
-    spills = re.findall(r"(\d+) bytes spill stores", said)
+    spills = re.findall(r"(\d+) bytes spill stores", log)
     return {"spilled": sum(int(number) for number in spills), "unwritten": unwritten(code)}
 
 
@@ -180,7 +185,7 @@ def output(command: list[str]) -> str:
 
 
 def unwritten(code: str) -> list[str]:
-    """Instructions that read a register which none before them wrote. PRMT may: it can ignore an operand."""
+    """Return the instructions that read a register which no earlier one wrote. PRMT may: it can ignore an operand."""
     written: set[int] = set()
     found = []
     for line in code.splitlines():
@@ -204,106 +209,69 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def launch_blocks(n: int, d: int, f: int, length: int, heads: int, kv_heads: int, k: int) -> None:
-    """What a fused block runs in half precision."""
-    from redline.kernels.triton import (
-        mix as mix_triton,
-    )
-    from redline.kernels.triton import (
-        qk_norm as qk_norm_triton,
-    )
-    from redline.kernels.triton import (
-        relu2 as relu2_triton,
-    )
-    from redline.kernels.triton import (
-        rms_norm as rms_norm_triton,
-    )
-    from redline.kernels.triton import (
-        rotary as rotary_triton,
-    )
-    from redline.kernels.triton import (
-        swiglu as swiglu_triton,
-    )
+    """Launch the kernels of a fused block in half precision."""
+    from redline.kernels.triton import activations, qk_norm, rms_norm, rotary, skip
 
     x, weight, rstd = empty(n, d), empty(d, dtype=torch.float32), empty(n, dtype=torch.float32)
     for other in (x, None):
-        rms_norm_triton.add_rms_norm(x, other, weight, 1e-5)
-        rms_norm_triton.rms_norm_backward(x, x, rstd, weight, other)
-    swiglu_triton.swiglu(empty(n, 2 * f))
-    swiglu_triton.swiglu_backward_(empty(n, f), empty(n, 2 * f))
-    relu2_triton.relu2(empty(n, f))
-    relu2_triton.relu2_backward_(empty(n, f), empty(n, f))
-    weight_of_state = empty(dtype=torch.float32)
-    mix_triton.mix(x, x, x, weight_of_state)
-    mix_triton.mix_backward(x, x, weight_of_state)
+        rms_norm.add_rms_norm(x, other, weight, 1e-5)
+        rms_norm.rms_norm_backward(x, x, rstd, weight, other)
+    activations.swiglu(empty(n, 2 * f))
+    activations.swiglu_backward_(empty(n, f), empty(n, 2 * f))
+    activations.relu2(empty(n, f))
+    activations.relu2_backward_(empty(n, f), empty(n, f))
+    skip_weight = empty(dtype=torch.float32)
+    skip.add_skip(x, x, x, skip_weight)
+    skip.add_skip_backward(x, x, skip_weight)
     table, batch = empty(length, k // 2, dtype=torch.float32), n // length
-    rotary_triton.rotate_qkv_(empty(batch, length, (heads + 2 * kv_heads) * k), table, table, heads, kv_heads, k)
+    rotary.rotate_qkv_(empty(batch, length, (heads + 2 * kv_heads) * k), table, table, heads, kv_heads, k)
     q, kv = empty(batch, heads, length, k), empty(batch, kv_heads, length, k)
-    rotary_triton.merge_rotated_gradients(q, kv, kv, table, table)
-    qkv, gain = empty(batch, length, (heads + 2 * kv_heads) * k), empty(k, dtype=torch.float32)
-    _, head_rstd = qk_norm_triton.norm_rotate_qkv(qkv, gain, gain, table, table, heads, kv_heads, 1e-5)
-    qk_norm_triton.norm_rotate_backward(q, kv, kv, qkv, head_rstd, gain, gain, table, table)
+    rotary.merge_rotated_gradients(q, kv, kv, table, table)
+    qkv, norm_weight = empty(batch, length, (heads + 2 * kv_heads) * k), empty(k, dtype=torch.float32)
+    _, head_rstd = qk_norm.norm_rotate_qkv(qkv, norm_weight, norm_weight, table, table, heads, kv_heads, 1e-5)
+    qk_norm.norm_rotate_backward(q, kv, kv, qkv, head_rstd, norm_weight, norm_weight, table, table)
 
 
-def launch_eight_bits(
-    n: int, d: int, f: int, length: int, heads: int, kv_heads: int, k: int, *, measured: bool
-) -> None:
-    """What makes fp8 operands; `measured`: with their magnitude."""
+def launch_float8(n: int, d: int, f: int, length: int, heads: int, kv_heads: int, k: int, *, with_amax: bool) -> None:
+    """Launch the kernels that make fp8 operands; `with_amax`: and measure their magnitude."""
     from redline.kernels.float8 import Scale
-    from redline.kernels.triton import (
-        float8 as float8_mean_triton,
-    )
-    from redline.kernels.triton import (
-        float8 as float8_triton,
-    )
-    from redline.kernels.triton import (
-        relu2 as relu2_triton,
-    )
-    from redline.kernels.triton import (
-        rms_norm as float8_norm_triton,
-    )
-    from redline.kernels.triton import (
-        rotary as float8_rotary_triton,
-    )
-    from redline.kernels.triton import (
-        softmax_loss as softmax_loss8_triton,
-    )
+    from redline.kernels.triton import activations, cross_entropy, float8, rms_norm, rotary
 
     x, weight, one = empty(n, d), empty(d, dtype=torch.float32), empty(dtype=torch.float32)
-    scale = Scale(one, one, one if measured else None)
-    float8_triton.quantise(x, scale)
-    float8_triton.quantise(x.float(), scale)
-    operand, matrix = (float8_triton.quantise(empty(rows, d), scale) for rows in (n, f))
-    float8_mean_triton.mean_correction(operand, matrix, empty(f, d, dtype=torch.float32))
-    gradient = float8_triton.quantise(empty(n, f), scale)
-    float8_mean_triton.mean_gradient_correction(gradient, matrix, empty(f, d, dtype=torch.float32))
-    float8_triton.swiglu8(empty(n, 2 * f), scale)
-    float8_triton.swiglu_backward8(empty(n, f), empty(n, 2 * f), scale)
-    relu2_triton.relu2_8(empty(n, f), scale)
-    relu2_triton.relu2_backward8(empty(n, f), empty(n, f), scale)
+    scale = Scale(one, one, one if with_amax else None)
+    float8.quantise(x, scale)
+    float8.quantise(x.float(), scale)
+    operand, matrix = (float8.quantise(empty(rows, d), scale) for rows in (n, f))
+    float8.mean_correction(operand, matrix, empty(f, d, dtype=torch.float32))
+    gradient = float8.quantise(empty(n, f), scale)
+    float8.mean_gradient_correction(gradient, matrix, empty(f, d, dtype=torch.float32))
+    activations.swiglu8(empty(n, 2 * f), scale)
+    activations.swiglu_backward8(empty(n, f), empty(n, 2 * f), scale)
+    activations.relu2_8(empty(n, f), scale)
+    activations.relu2_backward8(empty(n, f), empty(n, f), scale)
     table, batch = empty(length, k // 2, dtype=torch.float32), n // length
     q, kv = empty(batch, heads, length, k), empty(batch, kv_heads, length, k)
-    float8_rotary_triton.merge_rotated_gradients8(q, kv, kv, table, table, scale)
+    rotary.merge_rotated_gradients8(q, kv, kv, table, table, scale)
     for other in (x, None) if d == 1024 else (x,):
-        float8_norm_triton.add_rms_norm8(x, other, weight, 1e-5, scale)
-    softmax_loss8_triton.softmax_loss8(empty(n, f), empty(n, dtype=torch.int64), scale)
+        rms_norm.add_rms_norm8(x, other, weight, 1e-5, scale)
+    cross_entropy.softmax_loss8(empty(n, f), empty(n, dtype=torch.int64), scale)
 
 
 def launch_muon(d: int, f: int) -> None:
-    from redline.kernels.triton import muon as muon_triton
+    from redline.kernels.triton import muon
 
     one, matrices = empty(dtype=torch.float32), [empty(f, d, dtype=torch.float32)] * 3
-    muon_triton.nesterov_(matrices, empty(3, f, d, dtype=torch.float32), one, one, 0.95)
+    muon.nesterov_(matrices, empty(3, f, d, dtype=torch.float32), one, one, 0.95)
     for scales in (empty(3, f, dtype=torch.float32), None):
-        muon_triton.descend_(matrices, empty(3, f, d), scales, one, rate=0.02, decay=0.1, cautious=scales is None)
+        muon.descend_(matrices, empty(3, f, d), scales, one, rate=0.02, decay=0.1, cautious=scales is None)
 
 
 def launch_symmetric(d: int, f: int, spans: Sequence[int]) -> None:
-    from redline.kernels.triton import muon as symmetric_triton
+    from redline.kernels.triton import muon
 
     for tall in (False, True):
         for span in spans:
-            tile = replace(symmetric_triton.TILE, span=span)
-            symmetric_triton.gram(empty(3, f, d), tall=tall, diagonal=0.5, tile=tile)
+            muon.gram(empty(3, f, d), tall=tall, diagonal=0.5, tile=replace(muon.TILE, span=span))
 
 
 def main() -> None:
@@ -315,7 +283,7 @@ def main() -> None:
     def catch(self: Any, grid: Any) -> Any:
         def launch(*arguments: Any, **options: Any) -> None:
             ptx = compile_launch(self, arguments, options).asm["ptx"]
-            module = self.__module__.rsplit(".", 1)[1].removesuffix("_triton")
+            module = self.__module__.rsplit(".", 1)[1]
             float8 = any("float8" in str(getattr(argument, "dtype", "")) for argument in arguments)
             facts = {"module": module, "kernel": self.__name__, "large": large, "odd": odd, "float8": float8}
             found.append(facts | {"ptx": ptx} | assembled(ptx))
@@ -326,10 +294,10 @@ def main() -> None:
     for n, d, f, *heads in SHAPES if sys.argv[1] == "all" else SHAPES[:1]:
         large, odd = n % 16 == 0, n > 1 and n % 16 > 0
         launch_blocks(n, d, f, *heads)
-        launch_eight_bits(n, d, f, *heads, measured=large)
+        launch_float8(n, d, f, *heads, with_amax=large)
         launch_muon(d, f)
-        if d != 4096:  # whose code is that of 1024
-            odd = d % 16 > 0  # values one by one, at addresses of their own
+        if d != 4096:  # the code for it is the same as for 1024
+            odd = d % 16 > 0  # values are loaded one by one
             launch_symmetric(d, f, (1, 2) if large else (1,))
     print(json.dumps(found))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.kernels.low_rank import Dropped
+from redline.kernels.low_rank import Dropout
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +29,14 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_wide_operands_go_through_shared_memory_to_the_tensor_cores(compiled: list[dict[str, Any]]) -> None:
-    assert {kernel["name"] for kernel in compiled} == {"_narrow", "_narrow_gradient", "_spread"}
+    assert {kernel["name"] for kernel in compiled} == {"_project_down", "_weight_gradient", "_input_gradient"}
     for kernel in compiled:
         ptx = kernel["ptx"]
         assert not re.search(r"\b(atom|red)\.", ptx), kernel["name"]  # sums have one order
-        assert "div.u32" not in ptx or kernel["name"] == "_spread"
+        assert "div.u32" not in ptx or kernel["name"] == "_input_gradient"
         if kernel["aligned"]:
             assert "wgmma.mma_async" in ptx, kernel["name"]
-            if kernel["name"] == "_spread":
+            if kernel["name"] == "_input_gradient":
                 assert "ld.global.v4.b32" in ptx
                 assert "st.global.v4.b32" in ptx
             else:  # 16 bytes at a time, while others are multiplied
@@ -76,7 +76,7 @@ def main() -> None:
                 "ptx": kernel.asm["ptx"],
                 "shared": kernel.metadata.shared,
                 "aligned": arguments[0].shape[0] % 16 == 0,
-                "drops": options["DROPPED"],
+                "drops": options["DROPOUT"],
             }
             found.append(facts | assembled(kernel.asm["ptx"]))
 
@@ -86,9 +86,9 @@ def main() -> None:
         return torch.empty(*shape, device="meta", dtype=dtype)
 
     JITFunction.__getitem__ = catch  # type: ignore[method-assign]
-    low_rank_triton.processors = lambda device: 132
-    some, one, eight = Dropped(0.05, 2**61 + 3), empty((), dtype=torch.float32), torch.float8_e4m3fn
-    for n, width, rank, dtype, dropped in (
+    low_rank_triton.sm_count = lambda device: 132
+    some, one, eight = Dropout(0.05, 2**61 + 3), empty((), dtype=torch.float32), torch.float8_e4m3fn
+    for n, width, rank, dtype, dropout in (
         (16384, 14336, 16, torch.bfloat16, some),
         (16384, 4096, 48, torch.bfloat16, None),
         (16384, 14336, 48, eight, some),
@@ -96,10 +96,10 @@ def main() -> None:
     ):
         x, a, grad = empty(n, width, dtype=dtype), empty(rank, width), empty(n, rank)
         unscale = one if dtype == eight else None
-        low_rank_triton.narrow(x, a, dropped, unscale)
-        low_rank_triton.narrow_gradient(grad, x, dropped, unscale)
+        low_rank_triton.project_down(x, a, dropout, unscale)
+        low_rank_triton.project_down_weight_gradient(grad, x, dropout, unscale)
         if dtype != eight:
-            low_rank_triton.spread(grad, a, dropped, empty(n, width) if dropped else None)
+            low_rank_triton.project_down_input_gradient(grad, a, dropout, empty(n, width) if dropout else None)
     print(json.dumps(found))
 
 

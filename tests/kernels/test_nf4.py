@@ -19,10 +19,10 @@ from redline.kernels import nf4
 from redline.kernels.nf4 import (
     NF4,
     dense_nf4,
+    dequantise_into,
     dequantise_nf4,
     largest_magnitude,
     quantise_nf4,
-    reference_dequantise_nf4,
 )
 from redline.planning.shapes import nf4_bytes
 
@@ -165,7 +165,7 @@ def test_the_kernel_writes_the_references_values(
     matrix = quantise_nf4(weight(rows, columns, device), double=double)
     expected = block_by_block(matrix).to(dtype)
     out = torch.full((rows, columns), 7.0, dtype=dtype, device=device)
-    assert kernels.dequantise_nf4(matrix, out) is out
+    assert kernels.dequantise_into(matrix, out) is out
     assert torch.equal(out, expected)
 
 
@@ -178,7 +178,7 @@ def test_the_kernel_writes_fp8_by_a_factor(
     factor = torch.tensor(2.0**exponent, device=device)
     expected = (block_by_block(matrix) * factor).to(torch.float8_e4m3fn)
     out = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
-    kernels.dequantise_nf4(matrix, out, factor)
+    kernels.dequantise_into(matrix, out, factor)
     assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
     alone = dequantise_nf4(matrix, torch.float8_e4m3fn, factor=factor)
     assert torch.equal(alone.view(torch.uint8), expected.view(torch.uint8))
@@ -233,7 +233,7 @@ def test_written_into_a_slice(
     for place in ((slice(2, 2 + rows), slice(None)), (slice(2, 2 + rows), slice(0, columns))):
         width = columns if place[1] == slice(None) else columns + 5
         whole = torch.full((rows + 3, width), 7.0, dtype=dtype, device=device)
-        kernels.dequantise_nf4(matrix, whole[place])
+        kernels.dequantise_into(matrix, whole[place])
         assert torch.equal(whole[place], expected)
         whole[place] = 7.0
         assert bool((whole == 7.0).all())
@@ -242,7 +242,7 @@ def test_written_into_a_slice(
 def test_broken_scales_are_seen(device: str, kernels: Any) -> None:
     matrix = quantise_nf4(weight(4, 64, device), double=False)
     matrix.scales[2] = float("nan")
-    out = kernels.dequantise_nf4(matrix, torch.empty(4, 64, dtype=torch.bfloat16, device=device))
+    out = kernels.dequantise_into(matrix, torch.empty(4, 64, dtype=torch.bfloat16, device=device))
     assert out.isnan().any(1).tolist() == [False, False, True, False]
 
 
@@ -257,7 +257,7 @@ def test_moved_without_loss(device: str) -> None:
     matrix = quantise_nf4(weight(9, 64, device))
     moved = matrix.to(torch.device("cpu"))
     out = torch.empty(9, 64)
-    assert torch.equal(reference_dequantise_nf4(moved, out), dequantise_nf4(matrix, out.dtype).cpu())
+    assert torch.equal(dequantise_into.reference(moved, out), dequantise_nf4(matrix, out.dtype).cpu())
 
 
 def test_the_kernels_compile_for_hopper(tmp_path: Any) -> None:
@@ -312,8 +312,8 @@ def main() -> None:
     for rows, columns, dtype in ((4096, 14336, torch.bfloat16), (33, 77, torch.float32)):
         for matrix in matrices(rows, columns):
             for whole in (empty(rows, columns, dtype=dtype), empty(rows, columns + 16, dtype=dtype)):
-                nf4_triton.dequantise_nf4(matrix, whole[:, :columns])
-    nf4_triton.dequantise_nf4(matrices(4096, 14336)[1], empty(4096, 14336, dtype=torch.float8_e4m3fn), empty(()))
+                nf4_triton.dequantise_into(matrix, whole[:, :columns])
+    nf4_triton.dequantise_into(matrices(4096, 14336)[1], empty(4096, 14336, dtype=torch.float8_e4m3fn), empty(()))
     print(json.dumps(found))
 
 

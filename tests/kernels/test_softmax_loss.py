@@ -15,19 +15,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.kernels import softmax_loss as module
-from redline.kernels.softmax_loss import IGNORE, reference
+from redline.kernels import cross_entropy as module
+from redline.kernels.cross_entropy import IGNORE, in_place_softmax_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SOFTCAPS = [None, 4.0]
 Loss = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+reference = in_place_softmax_loss.reference
 
 
 def triton_loss(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     pytest.importorskip("triton", reason="the kernel needs triton")
-    from redline.kernels.triton.softmax_loss import softmax_loss
-
-    return softmax_loss(*arguments, **options)
+    return in_place_softmax_loss.triton(*arguments, **options)
 
 
 @pytest.fixture(params=[reference, triton_loss], ids=["torch", "triton"])
@@ -135,7 +134,7 @@ def test_weights_and_classes_equal_float64(
 def functional(
     logits: torch.Tensor, target: torch.Tensor, *, softcap: float | None, scale: float, weight_N: Any, classes: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return module._functional(logits, target, softcap, scale, weight_N, classes)
+    return module._functional_softmax_loss(logits, target, softcap, scale, weight_N, classes)
 
 
 @pytest.mark.parametrize("softcap", SOFTCAPS)
@@ -253,7 +252,7 @@ def test_logits_may_be_a_part_of_a_larger_buffer(loss: Loss) -> None:
 
 
 def test_on_a_cpu_it_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "reference", lambda *_, **__: ("torch", None))
+    monkeypatch.setattr(in_place_softmax_loss, "reference", lambda *_, **__: ("torch", None))
     assert module.softmax_loss(torch.zeros(1, 2), torch.zeros(1, dtype=torch.long)) == ("torch", None)
 
 
@@ -261,8 +260,8 @@ def test_on_a_cpu_it_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_form_for_the_compiler_is_the_same(softcap: float | None) -> None:
     logits, target = problem(9, 33)
     target[3] = module.IGNORE
-    losses, gradient = module._functional(logits, target, softcap, 2.0)
-    expected, expected_gradient = module.reference(logits.clone(), target, softcap=softcap, scale=2.0)
+    losses, gradient = module._functional_softmax_loss(logits, target, softcap, 2.0)
+    expected, expected_gradient = reference(logits.clone(), target, softcap=softcap, scale=2.0)
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
@@ -270,7 +269,7 @@ def test_the_form_for_the_compiler_is_the_same(softcap: float | None) -> None:
 FOR_HOPPER = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from redline.kernels.triton.softmax_loss import _softmax_loss_kernel as kernel
+from redline.kernels.triton.cross_entropy import _softmax_loss as kernel
 import sys
 sizes = ["row_stride", "vocab"]
 types = {"logits_ptr": "*bf16", "target_ptr": "*i64", "loss_ptr": "*fp32", "weight_ptr": "*fp32", "classes": "i32"}

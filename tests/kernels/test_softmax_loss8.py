@@ -9,12 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from redline.kernels.cross_entropy import linear_cross_entropy8
-from redline.kernels.cross_entropy import reference as exact_loss
+from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy8, softmax_loss8
+from redline.kernels.cross_entropy import reference_linear_cross_entropy as exact_loss
 from redline.kernels.float8 import Scale
-from redline.kernels.softmax_loss import IGNORE
 
-KERNELS = "softmax_loss8"
+KERNELS = "cross_entropy"
 pytestmark = pytest.mark.usefixtures("casts_as_on_a_gpu")
 FACTOR = 2.0**14
 sizes = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -68,11 +67,10 @@ def test_what_many_rows_share_is_right_on_average(kernels: Any, device: str) -> 
 
 def test_kernel_and_reference_dither_alike(device: str) -> None:
     pytest.importorskip("triton", reason="the kernel needs triton")
-    from redline.kernels.softmax_loss import reference_softmax_loss8
-    from redline.kernels.triton.softmax_loss import softmax_loss8
-
     logits, target, scale = problem(150, 200, device)
-    one, other = (form(logits.clone(), target, scale)[1].row for form in (softmax_loss8, reference_softmax_loss8))
+    one, other = (
+        form(logits.clone(), target, scale)[1].row for form in (softmax_loss8.triton, softmax_loss8.reference)
+    )
     away = one.view(torch.uint8).int() - other.view(torch.uint8).int()
     assert away.abs().max() <= 1
     assert (away != 0).float().mean() < 0.001, "where the last bit of a float32 decides"

@@ -13,7 +13,7 @@ from redline.kernels.attention import Attention
 from redline.kernels.float8 import LARGEST, Scale
 from redline.kernels.masks import MaskSpec
 from redline.models.decoder import Decoder
-from redline.models.float8 import HEADROOM, LINEARS, Probe, Scales
+from redline.models.float8 import HEADROOM, LINEARS, AmaxProbe, Scales
 from redline.planning.shapes import DecoderShape
 
 SHAPE = DecoderShape(layers=3, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=96, vocab=64)
@@ -95,7 +95,7 @@ def test_a_tensor_that_grows_is_caught_up_with() -> None:
 
 def test_scales_leave_headroom_and_forget_slowly() -> None:
     scales = Scales(1, LINEARS, 64, torch.device("cpu"))
-    assert isinstance(scales.next()[0].down_grad, Probe)
+    assert isinstance(scales.next()[0].down_grad, AmaxProbe)
     seen, factors = scales._probes[0].down_grad, []
     assert seen is not None
     assert seen.amax is not None

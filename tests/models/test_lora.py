@@ -284,15 +284,15 @@ def test_adapters_by_pefts_names() -> None:
     del tensors[f"{prefix}.v_proj.lora_B.weight"]
     with pytest.raises(UserError, match=r"v_proj.lora_B.weight is missing"):
         other.load_adapter_tensors(prefix, tensors)
-    with pytest.raises(UserError, match=r"of shape \[3, 48\]; this model's is \[4, 48\]"):
+    with pytest.raises(UserError, match=r"\[3, 48\].*\[4, 48\]"):
         lora(QKV, 48, ["q"], r=4).load_adapter_tensors(prefix, tensors)
 
 
 def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(UsageError, match=r"no o to adapt here\. There are: q, k, v"):
+    with pytest.raises(UsageError, match="no o to adapt"):
         lora(QKV, 8, ["q", "o"])
     for options in ({"r": 0}, {"dropout": 1.0}, {"dropout": -0.1}):
-        with pytest.raises(UsageError, match="rank of 1 or more"):
+        with pytest.raises(UsageError, match=r"lora\.r=.*lora\.dropout="):
             lora(QKV, 8, **options)
 
 

@@ -1,8 +1,8 @@
-"""Attention: one entry point, several back-ends, chosen once and said why.
+"""Attention: one entry point over several back-ends, of which one is selected at the start of a run, with a reason.
 
-Tensors are [B, H, T, K]. `Attention.bind` turns a batch's documents into what the back-end wants (a dense mask,
-borders, a block mask) once per batch; every layer then calls `attention(q, k, v, bound)`. Block diffusion's mask is the
-same for all batches, and made once.
+Tensors are [B, H, T, K]. `Attention.bind` turns the documents of a batch into what the back-end needs (a dense mask,
+cumulative sequence lengths, or a block mask) once per batch; every layer then calls `attention(q, k, v, bound)`. The
+mask of block diffusion is the same for all batches and made once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from redline.kernels.masks import MaskSpec, sees_block
 from redline.kernels.timing import kernel_ms
 
 # ----------------------------------------------------------------------------------------------------
-# Heads that share their keys and values: without copies where a back-end's kernel can, and gets it right.
+# Grouped queries: heads that share keys and values. Back-ends whose kernels support this, and compute it correctly,
+# read the shared keys and values directly; for the others they are copied.
 
 
 SDPA = {
@@ -36,96 +37,107 @@ SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-_BY_DOCUMENTS: dict[str, Any] = {}  # how that kernel is told, once it was asked; a compiler cannot look
-_WRONG = 0.02  # of a result's size
+# The keyword that makes varlen_attn read shared keys and values. Filled in by supports_gqa, because torch.compile
+# cannot inspect a signature inside a graph.
+_VARLEN_GQA: dict[str, Any] = {}
+_TOLERANCE = 0.02  # relative to the norm of the result
 
 
 def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy shared keys and values so that every query head has its own."""
     groups = q.shape[1] // k.shape[1]
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
 
 
-def by_documents(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, grouped: bool) -> Tensor:
-    """Causal within documents, over the flattened batch [B·T, H, K]."""
-    from torch.nn.attention.varlen import varlen_attn  # a second of imports
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, grouped: bool) -> Tensor:
+    """Compute attention that is causal within documents, over the flattened batch [B·T, H, K]."""
+    from torch.nn.attention.varlen import varlen_attn  # here, because the import takes a second
 
-    lengths = (borders, borders, longest, longest)
-    out = varlen_attn(q, k, v, *lengths, window_size=(-1, 0), **(_BY_DOCUMENTS if grouped else {}))
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    out = varlen_attn(q, k, v, *lengths, window_size=(-1, 0), **(_VARLEN_GQA if grouped else {}))
     assert isinstance(out, Tensor)
     return out
 
 
 @cache
-def reads_groups(backend: str) -> bool:
-    """Whether its kernel takes fewer keys and values than heads: a kernel may do so and be wrong."""
+def supports_gqa(backend: str) -> bool:
+    """Return whether the back-end's kernel takes fewer key and value heads than query heads, by trying it.
+
+    The result is compared with that of copied keys and values: some kernels accept the shapes and compute nonsense.
+    """
     if backend not in (*SDPA, "varlen"):
         return False
     if backend == "varlen":
         from torch.nn.attention.varlen import varlen_attn
 
         if "enable_gqa" in signature(varlen_attn).parameters:  # from torch 2.12 on
-            _BY_DOCUMENTS["enable_gqa"] = True
-    chance = torch.Generator("cuda").manual_seed(0)
-    q, k, v, up = (
-        torch.randn(2, H, 128, 64, device="cuda", dtype=torch.bfloat16, generator=chance) for H in (4, 2, 2, 4)
+            _VARLEN_GQA["enable_gqa"] = True
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(2, H, 128, 64, device="cuda", dtype=torch.bfloat16, generator=generator) for H in (4, 2, 2, 4)
     )
     try:
-        with torch.enable_grad(), unheard():
-            shared, copied = (_attended(backend, (q, k, v), up, grouped) for grouped in (True, False))
+        with torch.enable_grad(), ignore_warnings():
+            shared, copied = (_output_and_gradients(backend, (q, k, v), grad, grouped) for grouped in (True, False))
     except (RuntimeError, ValueError):
         return False
-    return all(torch.dist(one, other) <= _WRONG * other.norm() for one, other in zip(shared, copied, strict=True))
+    return all(torch.dist(a, b) <= _TOLERANCE * b.norm() for a, b in zip(shared, copied, strict=True))
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
-    """What torch says of kernels that refuse a trial is no user's concern: who asked hears it as an exception."""
+def ignore_warnings() -> Iterator[None]:
+    """Silence torch's warnings about kernels that refuse a trial; the caller gets the refusal as an exception."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def _attended(backend: str, qkv: tuple[Tensor, ...], up: Tensor, grouped: bool) -> list[Tensor]:
-    """The output, and the gradients of all three."""
+def _output_and_gradients(backend: str, qkv: tuple[Tensor, ...], grad: Tensor, grouped: bool) -> list[Tensor]:
+    """Return the attention's output and the gradients of q, k and v."""
     leaves = q, k, v = [x.clone().requires_grad_() for x in qkv]
     if not grouped:
         k, v = repeat_kv(q, k, v)
     if backend == "varlen":
         B, H, T, K = q.shape
-        borders = torch.arange(0, B * T + 1, T // 2, device=q.device, dtype=torch.int32)
+        cu_seqlens = torch.arange(0, B * T + 1, T // 2, device=q.device, dtype=torch.int32)
         q, k, v = (x.transpose(1, 2).reshape(B * T, -1, K) for x in (q, k, v))
-        out = by_documents(q, k, v, borders, T // 2, grouped).view(B, T, H, K).transpose(1, 2)
+        out = varlen_attention(q, k, v, cu_seqlens, T // 2, grouped).view(B, T, H, K).transpose(1, 2)
     else:
         with sdpa_kernel(SDPA[backend]):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    return [out, *torch.autograd.grad(out, leaves, up)]
+    return [out, *torch.autograd.grad(out, leaves, grad)]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The entry point and its back-ends.
 
 
 BACKENDS = ("cudnn", "flash", "efficient", "flex", "split", "dense")
 
 Shape = tuple[int, int, int, int]  # B, H, T, K
-_FLEX: dict[str, Any] = {}  # the compiled function, once it was needed
+_COMPILED_FLEX: dict[str, Any] = {}  # the compiled flex_attention, made on first use
 
 
 @dataclass
 class Bound:
-    """A mask made ready for one batch."""
+    """The mask of one batch, in the form that the back-end needs. All None: plain causal attention over each row."""
 
-    dense: Tensor | None = None  # [B or 1, 1, T, keys], True where seen
-    borders: Tensor | None = None  # cumulative document lengths over the flattened batch
-    longest: int = 0
-    blocks: Any = None  # flex BlockMask
+    dense: Tensor | None = None  # [B or 1, 1, T, keys], True where the query sees the key
+    cu_seqlens: Tensor | None = None  # cumulative document lengths over the flattened batch
+    max_seqlen: int = 0
+    block_mask: Any = None  # of flex attention
 
 
 class Attention:
-    """The chosen back-end for one mask description."""
+    """Attention by one back-end, for one mask description."""
 
     def __init__(self, backend: str, spec: MaskSpec, device: str = "cpu", *, grouped: bool = False) -> None:
-        """`grouped`: several heads share their keys and values."""
+        """Prepare the back-end. `grouped` says that several query heads share keys and values."""
         self.backend, self.spec, self.device = backend, spec, device
         self.varlen = backend == "flash" and spec.documents and device == "cuda"
-        used = ("varlen", "flash", "cudnn") if self.varlen else (backend,)  # looked at now: a compiler cannot
-        self.sharing = frozenset(name for name in used if grouped and device == "cuda" and reads_groups(name))
+        # tried now, because torch.compile cannot trace the trial
+        used = ("varlen", "flash", "cudnn") if self.varlen else (backend,)
+        self.gqa_backends = frozenset(name for name in used if grouped and device == "cuda" and supports_gqa(name))
         self.own_blocks = spec.own_blocks
         self._static: Bound | None = None
 
@@ -133,40 +145,46 @@ class Attention:
         self,
         length: int,
         documents_BT: Tensor | None = None,
-        borders: Tensor | None = None,
-        longest: int | None = None,  # document; where that is known, fewer empty blocks are launched
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Bound:
+        """Return the mask of a batch whose rows have `length` positions.
+
+        `documents` [B, T] numbers the document of each position. `cu_seqlens` is computed from it unless given;
+        `max_seqlen`, the longest document, saves the launch of empty blocks if it is known.
+        """
         if self.spec.blocks:
-            assert length == self.spec.read, "a row is both copies"
+            assert length == self.spec.length, "a row holds a noisy and a clean copy"
             self._static = self._static or self._bind_blocks()
             return self._static
         if self.backend == "flex":
-            return Bound(blocks=_block_mask(self.spec, length, documents_BT, self.device))
+            return Bound(block_mask=_block_mask(self.spec, length, documents_BT, self.device))
         if not self.spec.documents or (self.varlen and documents_BT is None):
-            return Bound()  # causal is a flag to these kernels, not a tensor
+            return Bound()  # these kernels take causality as a flag
         assert documents_BT is not None, "a document mask needs document ids"
         if self.varlen:
-            return Bound(borders=borders if borders is not None else _borders(documents_BT), longest=longest or length)
+            starts = cu_seqlens if cu_seqlens is not None else _cu_seqlens(documents_BT)
+            return Bound(cu_seqlens=starts, max_seqlen=max_seqlen or length)
         return Bound(dense=self.spec.dense(length, documents_BT))
 
     def _bind_blocks(self) -> Bound:
         keys_from = len(self.spec.noisy) if self.backend == "split" else 0
         if self.backend == "flex" or (self.backend == "split" and self.device == "cuda"):
-            return Bound(blocks=_block_mask(self.spec, self.spec.read, None, self.device, keys_from))
-        mask = self.spec.dense(self.spec.read, device=torch.device(self.device))
+            return Bound(block_mask=_block_mask(self.spec, self.spec.length, None, self.device, keys_from))
+        mask = self.spec.dense(self.spec.length, device=torch.device(self.device))
         return Bound(dense=mask[..., keys_from:].contiguous())
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> Tensor:
         if self.backend == "dense":
             return _dense(q, k, v, self.spec, bound.dense)
         if self.backend == "flex":
-            return _flex(q, k, v, bound.blocks)
+            return _flex(q, k, v, bound.block_mask)
         if self.backend == "split":
             return _split(q, k, v, self.own_blocks, bound)
-        if bound.borders is not None:
-            return _varlen(q, k, v, bound, "varlen" in self.sharing)
-        backend = _for_whole_rows(q) if self.varlen else self.backend
-        grouped = backend in self.sharing and bound.dense is None
+        if bound.cu_seqlens is not None:
+            return _varlen(q, k, v, bound, "varlen" in self.gqa_backends)
+        backend = _backend_without_documents(q) if self.varlen else self.backend
+        grouped = backend in self.gqa_backends and bound.dense is None
         if not grouped:
             k, v = repeat_kv(q, k, v)
         with sdpa_kernel(SDPA[backend]):
@@ -174,16 +192,22 @@ class Attention:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bound.dense, is_causal=causal, enable_gqa=grouped)
 
 
-def _for_whole_rows(q: Tensor) -> str:
-    """By documents is flash's; without borders the fastest may do it, unless it must be the same every time."""
-    same = torch.are_deterministic_algorithms_enabled()
-    return "flash" if same or candidates(MaskSpec(), "cuda", q.dtype, q.shape[-1])["cudnn"] else "cudnn"
+def _backend_without_documents(q: Tensor) -> str:
+    """Return the back-end for a batch with one document per row.
+
+    Only flash has a kernel for packed documents. Without them cuDNN is faster, but its backward is not deterministic.
+    """
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return "flash" if deterministic or candidates(MaskSpec(), "cuda", q.dtype, q.shape[-1])["cudnn"] else "cudnn"
 
 
-def attend_cached(q: Tensor, k: Tensor, v: Tensor, start: int, whole: bool = False) -> Tensor:
-    """New queries at positions start… against the keys up to their own (sampling), or against the whole of them."""
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, start: int, bidirectional: bool = False) -> Tensor:
+    """Compute attention of new queries, at positions from `start`, over cached and new keys.
+
+    Each query sees the keys up to its own position, or with `bidirectional` all of them.
+    """
     k, v = repeat_kv(q, k, v)
-    if whole or q.shape[2] == 1:
+    if bidirectional or q.shape[2] == 1:
         return F.scaled_dot_product_attention(q, k, v)
     rows = torch.arange(start, start + q.shape[2], device=q.device)
     seen = rows[:, None] >= torch.arange(k.shape[2], device=q.device)[None, :]
@@ -191,7 +215,7 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, start: int, whole: bool = Fal
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, spec: MaskSpec, mask: Tensor | None) -> Tensor:
-    """The reference: every score in float32, masked, softmax."""
+    """Compute the reference: all scores in float32, masked, softmax."""
     k, v = repeat_kv(q, k, v)
     if mask is None:
         mask = spec.dense(q.shape[2], device=q.device)
@@ -200,8 +224,8 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, spec: MaskSpec, mask: Tensor | None)
     return (weights @ v.float()).to(q.dtype)
 
 
-def _borders(documents_BT: Tensor) -> Tensor:
-    """Cumulative lengths of the documents; each row begins a new one."""
+def _cu_seqlens(documents_BT: Tensor) -> Tensor:
+    """Return the cumulative lengths of the documents over the flattened batch; each row begins a new document."""
     starts = torch.ones_like(documents_BT, dtype=torch.bool)
     starts[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
     first = starts.flatten().nonzero().flatten()
@@ -213,25 +237,28 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, bound: Bound, grouped: bool) -> Ten
     if not grouped:
         k, v = repeat_kv(q, k, v)
     q, k, v = (x.transpose(1, 2).reshape(B * T, -1, K) for x in (q, k, v))
-    assert bound.borders is not None
-    return by_documents(q, k, v, bound.borders, bound.longest, grouped).view(B, T, H, K).transpose(1, 2)
+    assert bound.cu_seqlens is not None
+    out = varlen_attention(q, k, v, bound.cu_seqlens, bound.max_seqlen, grouped)
+    return out.view(B, T, H, K).transpose(1, 2)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any, **options: Any) -> Any:
+def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, **options: Any) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     run: Any = flex_attention
     if q.is_cuda and not torch.compiler.is_compiling():
-        run = _FLEX.setdefault("flex", torch.compile(flex_attention, dynamic=False))  # uncompiled, it makes all scores
-    if q.is_cuda:  # not its kernels for single queries, which it would take for short ones and then not have
+        # without compilation flex_attention computes the whole matrix of scores
+        run = _COMPILED_FLEX.setdefault("flex", torch.compile(flex_attention, dynamic=False))
+    if q.is_cuda:
+        # By default flex selects its decoding kernel for short queries, and fails where that kernel lacks a feature.
         options["kernel_options"] = {"BACKEND": "TRITON"}
-    return run(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1], **options)
+    return run(q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1], **options)
 
 
 def _block_mask(spec: MaskSpec, length: int, documents_BT: Tensor | None, device: str, keys_from: int = 0) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    tables = spec.tables(device) if spec.blocks else None  # made here: what follows is compiled
+    tables = spec.tables(device) if spec.blocks else None  # made here, because create_block_mask compiles `allowed`
 
     def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if tables is not None:
@@ -244,36 +271,41 @@ def _block_mask(spec: MaskSpec, length: int, documents_BT: Tensor | None, device
 
 
 def _split(q: Tensor, k: Tensor, v: Tensor, own_blocks: list[tuple[int, int]], bound: Bound) -> Tensor:
-    """Block diffusion in two parts: every query among the clean keys, and a noisy one in its own block.
+    """Compute block diffusion's attention in two parts: all queries over clean keys, noisy ones over their own block.
 
-    Noisy positions see no noisy ones but those of their block, so their scores are few and need no mask.
+    A noisy position sees no noisy positions but those of its own block, so that the second part needs no mask and has
+    few scores.
     """
     start = sum(count * size for count, size in own_blocks)
-    found, lse = _among_clean(q, k[:, :, start:], v[:, :, start:], bound)
+    clean_out, lse = _over_clean_keys(q, k[:, :, start:], v[:, :, start:], bound)
     k, v = repeat_kv(q, k, v)
     joined, start = [], 0
     for count, size in own_blocks:
         end = start + count * size
-        each = (x[:, :, start:end].unflatten(2, (count, size)) for x in (q, k, v, found, lse))
+        each = (x[:, :, start:end].unflatten(2, (count, size)) for x in (q, k, v, clean_out, lse))
         out: Tensor = _OwnBlock.apply(*each)
         joined.append(out.flatten(2, 3))
         start = end
-    return torch.cat((*joined, found[:, :, start:].to(q.dtype)), 2)
+    return torch.cat((*joined, clean_out[:, :, start:].to(q.dtype)), 2)
 
 
-def _among_clean(q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> tuple[Tensor, Tensor]:
-    """What each query finds there, and the log-sum-exp of its scores; where it sees none, 0 and −inf or nearly."""
-    if bound.blocks is not None:
+def _over_clean_keys(q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> tuple[Tensor, Tensor]:
+    """Return the attention over the clean keys and the log-sum-exp of the scores.
+
+    For a query that sees none of them, these are zero and −inf (or close to it).
+    """
+    if bound.block_mask is not None:
         from torch.nn.attention.flex_attention import AuxRequest
 
-        out, more = _flex(q, k, v, bound.blocks, return_aux=AuxRequest(lse=True))
-        return out, more.lse
+        out, aux = _flex(q, k, v, bound.block_mask, return_aux=AuxRequest(lse=True))
+        return out, aux.lse
     assert bound.dense is not None
     k, v = repeat_kv(q, k, v)
     scores = _scores(q, k).masked_fill(~bound.dense, float("-inf"))
-    highest = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)  # −inf − −inf: a NaN
+    # clamped, because −inf − (−inf) is NaN
+    highest = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
     terms = (scores - highest).exp()
-    total = terms.sum(-1, keepdim=True).clamp_min(1.0)  # the highest is 1; less is none
+    total = terms.sum(-1, keepdim=True).clamp_min(1.0)  # the largest term is 1; a smaller sum means that no key is seen
     return terms @ v.float() / total, (highest + total.log())[..., 0]
 
 
@@ -282,37 +314,43 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 class _OwnBlock(torch.autograd.Function):
-    """Attention within blocks [B, H, N/S, S, K], joined with what the same queries found elsewhere.
+    """Attention within blocks [B, H, N/S, S, K], merged with the attention of the same queries over other keys.
 
-    Two softmaxes over different keys are one softmax, weighted by their shares of the whole sum. All in float32; the
-    scores are made again on the way back.
+    The softmax over all keys is the mean of the two softmaxes, weighted by their shares of the sum of exponentials.
+    Everything is in float32; the backward computes the scores again.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: Tensor, found_lse: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v, found, found_lse)
-        _, own, share = _OwnBlock.parts(q, k, v, found_lse)
-        return torch.lerp(own, found.float(), share).to(q.dtype)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v, other, other_lse)
+        _, own, share = _OwnBlock.parts(q, k, v, other_lse)
+        return torch.lerp(own, other.float(), share).to(q.dtype)
 
     @staticmethod
-    def parts(q: Tensor, k: Tensor, v: Tensor, found_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The block's weights, what they give, and the share of what was found elsewhere."""
+    def parts(q: Tensor, k: Tensor, v: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the block's attention weights, its attention, and the other keys' share of the whole sum."""
         scores = _scores(q, k)
         weights = scores.softmax(-1)
-        share = (found_lse - scores.logsumexp(-1)).sigmoid()
+        share = (other_lse - scores.logsumexp(-1)).sigmoid()
         return weights, weights @ v.float(), share[..., None]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, found, found_lse = ctx.saved_tensors
-        weights, own, share = _OwnBlock.parts(q, k, v, found_lse)
+        q, k, v, other, other_lse = ctx.saved_tensors
+        weights, own, share = _OwnBlock.parts(q, k, v, other_lse)
         g = grad.float()
         g_own = g * (1.0 - share)
-        g_lse = ((g_own * (found.float() - own)).sum(-1, keepdim=True)) * share  # of the others; the block's is −g_lse
+        g_lse = (
+            (g_own * (other.float() - own)).sum(-1, keepdim=True)
+        ) * share  # of the other keys' log-sum-exp; that of the block is −g_lse
         g_weights = g_own @ v.float().mT
         g_scores = weights * (g_weights - (g_own * own).sum(-1, keepdim=True) - g_lse) / math.sqrt(q.shape[-1])
         g_q, g_k, g_v = g_scores @ k.float(), g_scores.mT @ q.float(), weights.mT @ g_own
-        return g_q.to(q.dtype), g_k.to(k.dtype), g_v.to(v.dtype), (g * share).to(found.dtype), g_lse[..., 0]
+        return g_q.to(q.dtype), g_k.to(k.dtype), g_v.to(v.dtype), (g * share).to(other.dtype), g_lse[..., 0]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The selection of a back-end: the one asked for, or the fastest at the run's own shape.
 
 
 _FUSED_CPU = "torch's fused CPU kernel"
@@ -320,17 +358,20 @@ _FUSED_CPU = "torch's fused CPU kernel"
 
 @dataclass(frozen=True)
 class Selection:
+    """The selected back-end, and why."""
+
     backend: str
     reason: str
 
 
 def candidates(spec: MaskSpec, device: str, dtype: torch.dtype, head_dim: int) -> dict[str, str]:
-    """Every back-end: empty where it can run, else why it cannot."""
+    """Return for every back-end why it cannot run, or an empty string if it can."""
     unsplit = "" if spec.noisy and spec.clean else "needs a noisy and a clean copy"
     if device == "cpu":
         gpu = "needs a GPU"
         flex = "has no backward on a CPU"
-        pairs = "" if head_dim > 2 else "needs head_dim above 2"  # torch's finds the rotated ones in another order
+        # with head_dim 2, torch's CPU kernel misreads the memory layout of rotated queries and keys
+        pairs = "" if head_dim > 2 else "needs head_dim above 2"
         return {"cudnn": gpu, "flash": pairs, "efficient": gpu, "flex": flex, "split": unsplit, "dense": ""}
     half = dtype in (torch.bfloat16, torch.float16)
     wants_half = "" if half else "needs bf16 or fp16"
@@ -342,18 +383,22 @@ def candidates(spec: MaskSpec, device: str, dtype: torch.dtype, head_dim: int) -
         "flash": wants_half or size or ("takes no mask of blocks" if spec.blocks else ""),
         "efficient": "",
         "flex": power,
-        "split": unsplit or power,  # the larger part by flex
+        "split": unsplit or power,  # its larger part runs in flex
         "dense": "",
     }
 
 
 def select(asked: str, spec: MaskSpec, *, device: str, dtype: torch.dtype, shape: Shape) -> Selection:
-    """The back-end asked for, or the fastest at the run's own shape [B, H, T, K] (measured on a GPU, once)."""
+    """Return the back-end asked for, or with `auto` the fastest at the run's own shape [B, H, T, K].
+
+    On a GPU it is measured; on later starts the measurement is read from the cache.
+    """
     able = candidates(spec, device, dtype, shape[-1])
     if asked != "auto":
         if able[asked]:
             working = ", ".join(name for name, why in able.items() if not why)
-            raise UserError(f"{asked} {able[asked]}.", where="model.attention", fix=f"Use auto, or one of {working}.")
+            fix = f"Use model.attention=auto, or one of {working}."
+            raise UserError(f"model.attention={asked} {able[asked]}.", where="model.attention", fix=fix)
         return Selection(asked, "as asked")
     if device == "cpu":
         return Selection("dense", f"flash: {why}") if (why := able["flash"]) else Selection("flash", _FUSED_CPU)
@@ -364,38 +409,39 @@ def select(asked: str, spec: MaskSpec, *, device: str, dtype: torch.dtype, shape
         return Selection("dense", "; ".join(f"{n}: {w}" for n, w in failed.items()))
     best = min(ranking.ms, key=ranking.ms.__getitem__)
     measured = ", ".join(f"{n} {t:.2f}" for n, t in sorted(ranking.ms.items(), key=lambda item: item[1]))
-    unasked = ("dense",) if spec.blocks else ("dense", "split")
-    lost = "".join(f"; {n}: {w}" for n, w in failed.items() if n not in unasked)
+    # not worth a word: these are not expected to run
+    expected = ("dense",) if spec.blocks else ("dense", "split")
+    failures = "".join(f"; {n}: {w}" for n, w in failed.items() if n not in expected)
     when = f", as measured on {ranking.date}" if ranking.date else ""
-    return Selection(best, f"forward+backward ms at {'×'.join(map(str, shape))}{when}: {measured}{lost}")
+    return Selection(best, f"forward+backward ms at {'×'.join(map(str, shape))}{when}: {measured}{failures}")
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Milliseconds of every back-end that ran, and why the others did not."""
+    """The milliseconds of every back-end that ran, and the errors of those that did not."""
 
     ms: dict[str, float]
     failed: dict[str, str]
-    date: str = ""  # of an earlier start, from the cache
+    date: str = ""  # of the measurement, if it comes from the cache
 
 
 def _measure_ranking(names: list[str], spec: MaskSpec, dtype: torch.dtype, shape: Shape) -> Ranking:
-    times, failed, lasting = {}, {}, True
+    times, failed, cacheable = {}, {}, True
     for name in names:
         try:
-            with unheard():
+            with ignore_warnings():
                 times[name] = measure(name, spec, dtype=dtype, shape=shape)
-        except Exception as error:  # a kernel may refuse a shape in many ways; the others still serve
+        except Exception as error:  # kernels refuse shapes with all kinds of errors; the others can still be used
             failed[name] = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
-            lasting &= not isinstance(error, torch.OutOfMemoryError)  # another time there may be room
-    if times and lasting:
+            cacheable &= not isinstance(error, torch.OutOfMemoryError)  # later there may be enough memory
+    if times and cacheable:
         ms = {name: round(value, 4) for name, value in times.items()}
         store_measurement(ATTENTION, _ranking_key(spec, dtype, shape), {"ms": ms, "failed": failed})
     return Ranking(times, failed)
 
 
 def _recall_ranking(names: list[str], spec: MaskSpec, dtype: torch.dtype, shape: Shape) -> Ranking | None:
-    """What an earlier start measured on this machine, if it looked at the same back-ends."""
+    """Return what an earlier start measured on this machine, if it tried the same back-ends."""
     kept = read_measurement(ATTENTION, _ranking_key(spec, dtype, shape)) or {}
     ms, failed = kept.get("ms"), kept.get("failed")
     if not isinstance(ms, dict) or not isinstance(failed, dict) or {*ms, *failed} != {*names} or not ms:
@@ -411,9 +457,9 @@ def _ranking_key(spec: MaskSpec, dtype: torch.dtype, shape: Shape) -> str:
 
 
 def measure(backend: str, spec: MaskSpec, *, dtype: torch.dtype, shape: Shape) -> float:
-    """Milliseconds, forward and backward, at this shape with documents of a quarter of a row."""
+    """Return the milliseconds of forward and backward at this shape, with documents of a quarter of a row."""
     B, H, T, K = shape
-    # like the model's own: views of one merged projection
+    # views of one merged projection, as in the model: strides matter to some kernels
     qkv = torch.randn(B, T, 3, H, K, device="cuda", dtype=dtype, requires_grad=True)
     q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
     documents = (torch.arange(T, device="cuda") * 4 // T).expand(B, T).contiguous() if spec.documents else None

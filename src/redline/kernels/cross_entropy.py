@@ -1,17 +1,21 @@
-"""The head and its loss together, in chunks: all logits at once would not fit, nor index in 32 bits.
+"""Cross-entropy: the softmax loss of given logits with its gradient, and the head's matmul and its loss in one.
 
-The gradient is made in the same pass as the loss (as in Liger, arXiv 2410.10989), so the logits are computed once
-and nothing of their size is kept. Softmax runs in float32 over logits of the compute precision.
+The head and its loss run in chunks of tokens: the logits of all tokens at once would not fit into memory, nor index in
+32 bits. The gradient is made in the same pass as the loss (as in Liger, arXiv 2410.10989), so the logits are computed
+once and nothing of their size is kept. Softmax runs in float32 over logits of the compute precision.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from redline.kernels.dispatch import op, triton_compiles_for
 from redline.kernels.float8 import (
     MULTIPLE,
     Float8,
@@ -26,12 +30,175 @@ from redline.kernels.float8 import (
     weight_gradient8,
 )
 from redline.kernels.matmul import weight_gradient
-from redline.kernels.softmax_loss import IGNORE, softmax_loss, softmax_loss8
 from redline.planning.memory import head_chunk
 
-__all__ = ["IGNORE", "linear_cross_entropy", "reference"]
+IGNORE = -100  # a target with this value adds nothing to the loss
 
-_FP16_SCALE = 1024.0  # logit gradients are at most 1; lifted out of fp16's subnormals until the end
+# ----------------------------------------------------------------------------------------------------
+# The loss of given logits and its gradient, which takes the logits' place.
+
+
+def _on_volta_or_newer(logits_NV: Tensor, *_: Any, **__: Any) -> bool:
+    return triton_compiles_for(logits_NV.device, (7, 0))
+
+
+@op(triton="cross_entropy:softmax_loss", uses_triton=_on_volta_or_newer)
+def in_place_softmax_loss(
+    logits_NV: Tensor,
+    target_N: Tensor,
+    *,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    with_gradient: bool = True,
+    weight_N: Tensor | None = None,
+    classes: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Do what softmax_loss does, with the gradient in the place of the logits where possible.
+
+    The reference, too, works in place: every avoided pass over the logits counts.
+    """
+    z = logits_NV[:, :classes].float()
+    slope = None
+    if softcap:
+        z = (z / softcap).tanh_()
+        slope = 1.0 - z.square() if with_gradient else None
+        z *= softcap
+    ignored = target_N == IGNORE
+    index = target_N.masked_fill(ignored, 0)[:, None]
+    z = torch.log_softmax(z, 1)
+    losses = -z.gather(1, index)[:, 0].masked_fill(ignored, 0.0)
+    if weight_N is not None:
+        weight_N = weight_N.masked_fill(ignored, 0.0)
+        losses *= weight_N
+    if not with_gradient:
+        return losses, None
+    gradient = z.exp_().scatter_add_(1, index, torch.full_like(index, -1.0, dtype=z.dtype))
+    if slope is not None:
+        gradient *= slope
+    # select, do not multiply: a NaN row that counts must stay NaN, one that is ignored must become zero
+    gradient[ignored] = 0.0
+    if scale != 1.0:
+        gradient *= scale
+    if weight_N is not None:
+        gradient *= weight_N[:, None]
+    if gradient.shape == logits_NV.shape:
+        return losses, gradient.to(logits_NV.dtype)
+    logits_NV[:, :classes] = gradient
+    logits_NV[:, classes:] = 0.0
+    return losses, logits_NV
+
+
+def softmax_loss(
+    logits_NV: Tensor,
+    target_N: Tensor,
+    *,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    with_gradient: bool = True,
+    fused: bool = False,
+    weight_N: Tensor | None = None,
+    classes: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the losses [N] in float32, and their gradient (softmax − onehot)·scale in the logits' dtype.
+
+    The logits must not be read afterwards: their storage may hold the gradient. Rows whose target is IGNORE have loss
+    and gradient zero, even if their logits are NaN. Arithmetic is in float32. `weight` (float32) multiplies each row's
+    loss and gradient. With `classes`, the softmax is over the first `classes` columns; the others, which only pad the
+    vocabulary, get gradient zero whatever they hold, NaN included. `fused` allows the Triton kernel.
+    """
+    assert weight_N is None or (weight_N.dtype == torch.float32 and weight_N.is_contiguous()), "one float32 a row"
+    in_triton = fused and in_place_softmax_loss.uses_triton(logits_NV)
+    if not in_triton and with_gradient and "functional" in _COMPILED:
+        losses, gradient = _COMPILED["functional"](logits_NV, target_N, softcap, scale, weight_N, classes)
+        return losses, gradient
+    return (in_place_softmax_loss.triton if in_triton else in_place_softmax_loss.reference)(
+        logits_NV,
+        target_N,
+        softcap=softcap,
+        scale=scale,
+        with_gradient=with_gradient,
+        weight_N=weight_N,
+        classes=classes,
+    )
+
+
+_COMPILED: dict[str, Callable[..., Any]] = {}
+
+
+def compile_loss() -> None:
+    """Let torch.compile make one pass of the loss, instead of a dozen over the largest tensor of the step."""
+    _COMPILED["functional"] = torch.compile(_functional_softmax_loss, dynamic=False)
+
+
+def _functional_softmax_loss(
+    logits: Tensor,
+    target: Tensor,
+    softcap: float | None,
+    scale: float,
+    weight: Tensor | None = None,
+    classes: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return loss and gradient without writing in place, which is the form that the compiler fuses best."""
+    z = logits[:, :classes].float()
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+    valid = target != IGNORE
+    lse = z.logsumexp(1)
+    target_logit = z.gather(1, target.clamp_min(0)[:, None])[:, 0]
+    columns = torch.arange(z.shape[1], device=z.device)
+    gradient = torch.exp(z - lse[:, None]) - (columns[None, :] == target[:, None]).float()
+    if softcap:
+        gradient = gradient * (1.0 - (z / softcap).square())
+    losses, gradient = lse - target_logit, gradient * scale
+    if weight is not None:
+        losses, gradient = losses * weight, gradient * weight[:, None]
+    # select, do not multiply: 0·NaN is NaN, and an ignored row must not spoil the sum
+    gradient = torch.where(valid[:, None], gradient, 0.0).to(logits.dtype)
+    if classes is not None:
+        gradient = F.pad(gradient, (0, logits.shape[1] - z.shape[1]))
+    return torch.where(valid, losses, 0.0), gradient
+
+
+# ----------------------------------------------------------------------------------------------------
+# The same loss with its gradient as an fp8 operand.
+#
+# The gradient is in e5m2: most of it is probabilities far below 1, which e4m3 would round to zero. e5m2 keeps three
+# significant bits, and the probability of a token is much the same in many rows: rounded to nearest, all of those rows
+# would be wrong in the same direction. So the values are dithered: rounded up or down by a threshold that is spread
+# evenly along rows and columns.
+
+
+CUT_BITS = 21  # mantissa bits of a float32 that e5m2 does not have
+# 1/g and 1/g² of 2³², where g³ = g + 1 (the plastic number): a low-discrepancy sequence in two dimensions
+ROW_STEP, COLUMN_STEP = 0xC13FA9A9, 0x91E10DA5
+
+
+@op(triton="cross_entropy:softmax_loss8")
+def softmax_loss8(
+    logits_NV: Tensor, target_N: Tensor, scale: Scale, *, softcap: float | None = None
+) -> tuple[Tensor, Float8]:
+    """Return the losses [N] in float32, and softmax − onehot in e5m2, in both layouts."""
+    losses, gradient = in_place_softmax_loss.reference(logits_NV.float(), target_N, softcap=softcap)
+    assert gradient is not None
+    finite = losses.isfinite()[:, None]
+    codes = torch.where(finite, _dithered(gradient * scale.factor), float("nan")).to(torch.float8_e5m2)
+    return losses, Float8(codes, codes.T.contiguous(), scale.unscale)
+
+
+def _dithered(value_NV: Tensor) -> Tensor:
+    """Cut values to e5m2's three significant bits; round away from zero when the cut part exceeds the threshold."""
+    rows, columns = (torch.arange(size, device=value_NV.device) for size in value_NV.shape)
+    threshold = ((rows * ROW_STEP)[:, None] + (columns * COLUMN_STEP)[None, :] & 0xFFFF_FFFF) >> (32 - CUT_BITS)
+    bits = value_NV.float().contiguous().view(torch.int32) + threshold.to(torch.int32)
+    return (bits >> CUT_BITS << CUT_BITS).view(torch.float32)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The head and its loss together.
+
+
+# Logit gradients are at most 1. In fp16 they are multiplied by this until the end, out of the subnormals.
+_FP16_SCALE = 1024.0
 
 
 def linear_cross_entropy(
@@ -44,16 +211,16 @@ def linear_cross_entropy(
     weight_N: Tensor | None = None,
     classes: int | None = None,
 ) -> Tensor:
-    """Σ −weight·log softmax(x·Wᵀ)[target] over targets that are not IGNORE, as a float32 scalar.
+    """Return Σ −weight·log softmax(x·Wᵀ)[target] over the targets that are not IGNORE, as a float32 scalar.
 
-    Each row may have a weight of its own, and the softmax may be over the first `classes` columns alone.
+    Each row may have a weight of its own, and the softmax may be over the first `classes` columns only.
     """
     chunk = head_chunk(weight_VD.shape[0], x_ND.shape[0])
     loss: Tensor = _LinearCrossEntropy.apply(x_ND, weight_VD, target_N, softcap, chunk, fused, weight_N, classes)
     return loss
 
 
-def reference(
+def reference_linear_cross_entropy(
     x_ND: Tensor,
     weight_VD: Tensor,
     target_N: Tensor,
@@ -62,13 +229,13 @@ def reference(
     weight_N: Tensor | None = None,
     classes: int | None = None,
 ) -> Tensor:
-    """The same in plain torch, all at once."""
+    """Return the same by torch's own operators and autograd, with all logits at once. For tests."""
     logits = (x_ND @ weight_VD[:classes].to(x_ND.dtype).T).float()
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     if weight_N is None:
-        return torch.nn.functional.cross_entropy(logits, target_N, ignore_index=IGNORE, reduction="sum")
-    losses = torch.nn.functional.cross_entropy(logits, target_N, ignore_index=IGNORE, reduction="none")
+        return F.cross_entropy(logits, target_N, ignore_index=IGNORE, reduction="sum")
+    losses = F.cross_entropy(logits, target_N, ignore_index=IGNORE, reduction="none")
     return (losses * weight_N).sum()
 
 
@@ -91,7 +258,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = _FP16_SCALE if x_ND.dtype == torch.float16 else 1.0
         largest = None
         if weight_N is not None and x_ND.dtype == torch.float16:
-            largest = torch.cat((weight_N, weight_N.new_ones(1))).amax()  # what is scaled stays at most 1
+            # divide by the largest weight: times _FP16_SCALE, gradients above 1 could overflow fp16
+            largest = torch.cat((weight_N, weight_N.new_ones(1))).amax()
             weight_N = weight_N / largest
         grad_x = torch.empty_like(x_ND) if training else None
         grad_weight = torch.zeros(weight.shape, device=weight.device, dtype=torch.float32) if weight_too else None
@@ -128,12 +296,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """tensor·factor in one pass and in float32: a factor with a dimension is not rounded to the tensor's precision."""
+    """Return tensor·factor in `dtype`, computed in one pass and in float32.
+
+    The factor is given two dimensions because torch would round a scalar to the tensor's precision first.
+    """
     return torch.mul(tensor, factor.view(1, 1), out=torch.empty_like(tensor, dtype=dtype))
 
 
 def _add_weight_gradient(total_VD: Tensor, gradient_NV: Tensor, x_ND: Tensor, *, by_matmul: bool) -> None:
-    """total += gradientᵀ·x, by the matmul itself where it can: a pass over [V, D] in float32 less for each chunk."""
+    """Compute total += gradientᵀ·x. Where cuBLAS can, it adds: that saves a pass over [V, D] in float32 per chunk."""
     if gradient_NV.dtype == torch.float32:
         torch.addmm(total_VD, gradient_NV.T, x_ND, out=total_VD)
     elif by_matmul and _adds_in_float32(total_VD.device, x_ND.dtype):
@@ -144,7 +315,7 @@ def _add_weight_gradient(total_VD: Tensor, gradient_NV: Tensor, x_ND: Tensor, *,
 
 @cache
 def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch adds products of half precision to a float32 sum; some want the sum in half precision too."""
+    """Return whether torch's addmm adds half-precision products to a float32 sum; some releases refuse the mix."""
     if device.type != "cuda":
         return False
     halves, total = torch.zeros(16, 16, device=device, dtype=dtype), torch.zeros(16, 16, device=device)
@@ -156,23 +327,24 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The head and its loss together, in chunks, with the head's three matmuls in fp8.
+# The same with the head's three matmuls in fp8.
 #
-# As cross_entropy.linear_cross_entropy otherwise. Activations and gradients have scales that need no looking at: a
-# normed row holds nothing beyond √D, a gradient of logits nothing beyond 1. The weight is looked at each time.
+# The scales of activations and gradients are constants: a normed row holds no value beyond √D times the norm's weight,
+# a gradient of logits none beyond 1. The weight's scale is measured each time.
 
 
-_GRADIENT = 2.0**14  # e5m2 then holds 1 down to 2⁻³⁰
+_GRADIENT_FACTOR = 2.0**14  # with it e5m2 represents gradients from 1 down to 2⁻³⁰
 
 
 def linear_cross_entropy8(x_ND: Tensor, weight_VD: Tensor, target_N: Tensor, *, softcap: float | None = None) -> Tensor:
-    """Σ −log softmax(x·Wᵀ)[target] over targets that are not IGNORE, as a float32 scalar."""
+    """Return Σ −log softmax(x·Wᵀ)[target] over the targets that are not IGNORE, as a float32 scalar."""
     chunk = chunk_tokens(weight_VD.shape[0], x_ND.shape[0])
     loss: Tensor = _LinearCrossEntropy8.apply(x_ND, weight_VD, target_N, softcap, chunk)
     return loss
 
 
 def chunk_tokens(vocab: int, tokens: int) -> int:
+    """Return how many tokens a chunk of the fp8 head has: a multiple of 16, as fp8 matmuls demand."""
     return max(MULTIPLE, head_chunk(vocab, tokens) // MULTIPLE * MULTIPLE)
 
 
@@ -181,8 +353,9 @@ class _LinearCrossEntropy8(torch.autograd.Function):
     def forward(
         ctx: Any, x_ND: Tensor, weight_VD: Tensor, target_N: Tensor, softcap: float | None, chunk: int
     ) -> Tensor:
-        normed, gradient = (_fixed(value, x_ND) for value in (normed_factor(x_ND.shape[1]), _GRADIENT))
-        x8, w8 = quantise(x_ND, normed), quantise(weight_VD, current_scale(weight_VD))
+        x_scale = _constant_scale(normed_factor(x_ND.shape[1]), x_ND)
+        gradient_scale = _constant_scale(_GRADIENT_FACTOR, x_ND)
+        x8, w8 = quantise(x_ND, x_scale), quantise(weight_VD, current_scale(weight_VD))
         assert x8.row is not None
         assert x8.column is not None
         bias = mean_correction(x8, w8, weight_VD)
@@ -192,9 +365,10 @@ class _LinearCrossEntropy8(torch.autograd.Function):
         for start in range(0, len(x_ND), chunk):
             part = slice(start, start + chunk)
             x = Float8(x8.row[part], x8.column[:, part], x8.unscale)
-            losses[part], g8 = softmax_loss8(linear8(x, w8, bias), target_N[part], gradient, softcap=softcap)
-            mended = input_gradient8(g8, w8, mean_gradient_correction(g8, w8, weight_VD))
-            grad_x[part] = mended.masked_fill_((target_N[part] == IGNORE)[:, None], 0.0)
+            losses[part], g8 = softmax_loss8(linear8(x, w8, bias), target_N[part], gradient_scale, softcap=softcap)
+            corrected = input_gradient8(g8, w8, mean_gradient_correction(g8, w8, weight_VD))
+            # the correction adds the mean to every row, ignored ones too
+            grad_x[part] = corrected.masked_fill_((target_N[part] == IGNORE)[:, None], 0.0)
             grad_weight += weight_gradient8(g8, x)
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.weight_dtype = weight_VD.dtype
@@ -212,6 +386,6 @@ class _LinearCrossEntropy8(torch.autograd.Function):
         )
 
 
-def _fixed(factor: float, like: Tensor) -> Scale:
-    times = torch.full((), factor, device=like.device)
-    return Scale(times, times.reciprocal(), None)
+def _constant_scale(value: float, like: Tensor) -> Scale:
+    factor = torch.full((), value, device=like.device)
+    return Scale(factor, factor.reciprocal(), None)

@@ -1,4 +1,4 @@
-"""Which matmuls of a block run in fp8: those that are faster so, measured once at the run's own shapes."""
+"""The choice of the matmuls that run in fp8: those that are faster, measured once at the run's own shapes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from redline.kernels.matmul import weight_gradient
 from redline.kernels.timing import kernel_ms
 
 # ----------------------------------------------------------------------------------------------------
-# Linear layers in fp8 by torchao, for the blocks that torch.compile fuses: dynamic scales, one per tensor.
+# Linear layers in fp8 by torchao, for blocks that torch.compile compiles: dynamic scales, one per tensor.
 
 
 Float8Linear = Callable[[Tensor, Tensor], Tensor]
@@ -39,29 +39,35 @@ def missing() -> str:
 
 
 def float8_linear() -> Float8Linear:
-    """x·Wᵀ whose three matmuls run in fp8, for a weight of any precision."""
+    """Return a function for x·Wᵀ whose three matmuls run in fp8, for a weight of any precision."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear as Module
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
     with torch.device("meta"):
-        like = nn.Linear(16, 16, bias=False)
+        template = nn.Linear(16, 16, bias=False)
     config = Float8LinearConfig()
-    how = Module.from_float(like, config).linear_mm_config
+    mm_config = Module.from_float(template, config).linear_mm_config
 
     def linear(x: Tensor, weight: Tensor) -> Tensor:
-        out: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.to(x.dtype).t(), how, config)
+        out: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.to(x.dtype).t(), mm_config, config)
         return out
 
     return linear
 
 
-CAST = ("out", "head")  # native: their inputs come from kernels that know no fp8
+# ----------------------------------------------------------------------------------------------------
+# The choice.
+
+
+CAST = ("out", "head")  # native: linears whose input no fused kernel writes in fp8, so that it must be cast
 Shapes = dict[str, tuple[int, int, int]]  # linear → tokens, width of its input and of its output
 
 
 @dataclass(frozen=True)
 class Float8Choice:
+    """The linears that run in fp8, by which back-end, and why."""
+
     backend: str  # native, torchao, or none
     linears: tuple[str, ...]
     reason: str
@@ -73,21 +79,22 @@ class Float8Choice:
 
 
 def choose(asked: str, shapes: Shapes, *, fused: bool, learns: bool = True) -> Float8Choice:
-    """`native` is for fused blocks, `torchao` for compiled ones; what cannot be in fp8, or loses, stays in bf16.
+    """Choose the linears to run in fp8: by `native` in fused blocks, by `torchao` in compiled ones.
 
-    A weight that does not learn has no gradient, and its cast costs much the same either way. A matmul whose trial
-    raises an error (cuBLASLt does not support every shape) stays in bf16, and the reason names the error.
+    A linear that cannot run in fp8, or is not faster, stays in bf16. So does one whose trial raises an error (cuBLASLt
+    does not support every shape); the reason names the error. `learns` is False for a frozen weight: it has no
+    gradient, and its cast is not counted because bf16 pays a similar one.
     """
     if not fused and (asked == "native" or not learns):
-        return Float8Choice("none", (), "native fp8 is part of the fused kernels, which are off")
+        return Float8Choice("none", (), "native fp8 needs model.kernels=fused")
     if not fused and missing():
-        if asked == "torchao":  # asked for by name: training in bf16 instead is not what was meant
+        if asked == "torchao":  # asked for by name: do not train in bf16 silently
             fix = "Install it, or use train.fp8=auto or train.precision=bf16."
             raise UserError(f"{missing()}.", where="train.fp8", fix=fix)
         return Float8Choice("none", (), missing())
     backend = "native" if fused else "torchao"
     able = {name: shape for name, shape in shapes.items() if all(side % MULTIPLE == 0 for side in shape)}
-    odd = [f"{name} is no multiple of {MULTIPLE}" for name in shapes if name not in able]
+    odd = [f"{name} has a side that is not a multiple of {MULTIPLE}" for name in shapes if name not in able]
     key = _key(backend, able, learns)
     times, date = _recall(key, able), ""
     errors: dict[str, str] = {}
@@ -97,19 +104,19 @@ def choose(asked: str, shapes: Shapes, *, fused: bool, learns: bool = True) -> F
             try:
                 times[name] = measure(backend, *shape, cast=name in CAST, learns=learns)
             except torch.OutOfMemoryError:
-                raise  # the run recovers from it with smaller micro-batches
+                raise  # the trainer recovers with smaller micro-batches
             except Exception as error:
                 errors[name] = _first_line(error)
-        if not errors:  # the next run tries again what failed
+        if not errors:  # otherwise the next run tries again
             store_measurement(FLOAT8, key, {"ms": times})
-        torch.cuda.empty_cache()  # the model wants the room in other pieces
+        torch.cuda.empty_cache()  # the model needs this memory in blocks of other sizes
     else:
         date = ", as measured before"
     faster = tuple(name for name, (bf16, fp8) in times.items() if fp8 < bf16)
-    told = [f"{name} {bf16:.2f} → {fp8:.2f}" for name, (bf16, fp8) in times.items()]
+    milliseconds = [f"{name} {bf16:.2f} → {fp8:.2f}" for name, (bf16, fp8) in times.items()]
     which = f"a layer's {'three' if learns else 'two'} matmuls"
     failed = [f"{name} failed: {error}" for name, error in errors.items()]
-    reason = f"ms of {which} in bf16 → fp8{date}: {'; '.join([', '.join(told) or 'none', *odd, *failed])}"
+    reason = f"ms of {which} in bf16 → fp8{date}: {'; '.join([', '.join(milliseconds) or 'none', *odd, *failed])}"
     return Float8Choice(backend if faster else "none", faster, reason, tuple(errors))
 
 
@@ -121,8 +128,10 @@ def _first_line(error: Exception) -> str:
 def measure(
     backend: str, tokens: int, inner: int, outer: int, *, cast: bool, learns: bool = True
 ) -> tuple[float, float]:
-    """Milliseconds of forward and both gradients, in bf16 and in fp8, the weight's cast included; of a weight that does
-    not learn, of the forward and its input's gradient alone."""
+    """Return the milliseconds of forward and both gradients in bf16 and in fp8, the cast of the weight included.
+
+    For a frozen weight, measure the forward and the gradient of the input only.
+    """
     x, grad = (torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16) for width in (inner, outer))
     weight = torch.randn(outer, inner, device="cuda") / inner**0.5
     if not learns:
@@ -130,7 +139,7 @@ def measure(
     else:
         bf16 = _bf16(x, grad, weight)
         fp8 = _native(x, grad, weight, cast) if backend == "native" else _torchao(x, grad, weight)
-    pairs = [(kernel_ms(bf16), kernel_ms(fp8)) for _ in range(3)]  # in turns: the card's clock wanders
+    pairs = [(kernel_ms(bf16), kernel_ms(fp8)) for _ in range(3)]  # alternately, because the clock of the GPU drifts
     first, second = zip(*pairs, strict=True)
     return round(statistics.median(first), 4), round(statistics.median(second), 4)
 
@@ -144,7 +153,9 @@ def _bf16(x: Tensor, grad: Tensor, weight: Tensor) -> Callable[[], Any]:
 
 
 def _native(x: Tensor, grad: Tensor, weight: Tensor, cast: bool) -> Callable[[], Any]:
-    """Operands are made by the kernels around, at the price of bf16 ones: only the weight is cast, and some inputs."""
+    """Return the work in native fp8. Most operands are written by fused kernels, as fast as bf16 ones: only the weight,
+    and with `cast` the input, is cast here.
+    """
     one = torch.ones((), device="cuda")
     scale = Scale(one, one, None)
     x8, grad8 = quantise(x, scale), quantise(grad, scale)
@@ -169,7 +180,7 @@ def _frozen(x: Tensor, grad: Tensor, weight: Tensor, cast: bool) -> tuple[Callab
 
 
 def _torchao(x: Tensor, grad: Tensor, weight: Tensor) -> Callable[[], Any]:
-    """Compiled, as in the blocks: uncompiled, each cast would be half a dozen kernels."""
+    """Return the work by torchao, compiled as in the blocks: without that, each cast would be half a dozen kernels."""
     linear = torch.compile(float8_linear(), dynamic=False)
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     return lambda: torch.autograd.grad(linear(x, weight), (x, weight), grad)
@@ -187,5 +198,5 @@ def _recall(key: str, shapes: Shapes) -> dict[str, tuple[float, float]] | None:
 
 def _key(backend: str, shapes: Shapes, learns: bool) -> str:
     machine = gpu_key(torch.cuda.get_device_properties(0).name, driver_version())
-    told = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
-    return f"{machine}; {backend}{'' if learns else ', frozen'}: {told}"
+    sizes = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
+    return f"{machine}; {backend}{'' if learns else ', frozen'}: {sizes}"

@@ -1,10 +1,9 @@
-"""The narrow matmuls of low-rank adapters (LoRA, arXiv 2106.09685), with the dropout of their input drawn on the way.
+"""The narrow matmuls of low-rank adapters (LoRA, arXiv 2106.09685), with dropout of the input inside the matmul.
 
-Which values are dropped is a hash of the seed, the row and the column, the same on every device. So the backward draws
-what the forward drew, and neither a mask nor a masked copy of the input is ever in memory. Triton on a GPU, plain torch
-elsewhere.
+Which values are dropped is a hash of the seed, the row and the column, the same on every device. So the backward drops
+what the forward dropped, and neither a mask nor a masked copy of the input is ever in memory.
 
-The input may be in fp8 (e4m3): what it stands for is `unscale` times what is stored.
+The input may be in fp8 (e4m3): its values are the stored ones times `unscale`.
 """
 
 from __future__ import annotations
@@ -14,105 +13,91 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-GOLDEN = 0x9E3779B9  # 2³² over the golden ratio: counted in these steps, words spread evenly
+from redline.kernels.dispatch import op
+
+GOLDEN = 0x9E3779B9  # 2³² divided by the golden ratio: multiples of it are spread evenly over 32-bit words
 _WORD = 0xFFFFFFFF
-_EIGHT = torch.float8_e4m3fn
+_E4M3 = torch.float8_e4m3fn
 _Words = TypeVar("_Words", int, Tensor)
 
 
-class Dropped(NamedTuple):
-    """Dropout, without its scaling."""
+class Dropout(NamedTuple):
+    """Which values to drop. The scaling of what is kept is left to the caller."""
 
     p: float  # in [0, 1)
-    seed: int  # of up to 64 bits
+    seed: int  # up to 64 bits
 
     @property
     def threshold(self) -> int:
-        """Of 65,536 equally likely values, those below it are dropped; the last is kept whatever p."""
+        """Of 65,536 equally likely values those below this are dropped. At least one is always kept."""
         return min(round(self.p * 65536), 65535)
 
     @property
-    def words(self) -> tuple[int, int]:
-        """The seed as two words. Mixed here, once, they leave a row no more than one round to do."""
-        low, high = (_mixed(half + GOLDEN & _WORD) for half in (self.seed, self.seed >> 32))
-        return low, _mixed(low + high & _WORD)
+    def seed_words(self) -> tuple[int, int]:
+        """The seed as two mixed 32-bit words. Mixing here, once, leaves only one round of mixing for each row."""
+        low, high = (_mix(half + GOLDEN & _WORD) for half in (self.seed, self.seed >> 32))
+        return low, _mix(low + high & _WORD)
 
 
 def keep_probability(p: float) -> float:
-    """What is kept of very many values: by this, not by 1 - p, a sum is to be divided."""
-    return 1 - Dropped(p, 0).threshold / 65536
+    """Return the exact share of values that are kept, which a sum is to be divided by; 1 - p is off by the rounding."""
+    return 1 - Dropout(p, 0).threshold / 65536
 
 
-def narrow(x_NI: Tensor, a_RI: Tensor, dropped: Dropped | None, unscale: Tensor | None = None) -> Tensor:
-    """dropped(x)·Aᵀ [N, R] in x's dtype, or in bf16 where x is in fp8; summed in float32."""
-    assert x_NI.dtype in (a_RI.dtype, _EIGHT)
-    if x_NI.is_cuda:
-        from redline.kernels.triton import low_rank as low_rank_triton
-
-        return low_rank_triton.narrow(x_NI, a_RI, dropped, unscale)
-    return reference_narrow(x_NI, a_RI, dropped, unscale)
+@op(triton="low_rank:project_down")
+def project_down(x_NI: Tensor, a_RI: Tensor, dropout: Dropout | None, unscale: Tensor | None = None) -> Tensor:
+    """Return dropout(x)·Aᵀ [N, R], summed in float32: in x's dtype, or in bf16 when x is in fp8."""
+    assert x_NI.dtype in (a_RI.dtype, _E4M3)
+    product = _drop(x_NI.float(), dropout) @ a_RI.float().T
+    return (product if unscale is None else product * unscale).to(projected_dtype(x_NI))
 
 
-def narrow_gradient(grad_NR: Tensor, x_NI: Tensor, dropped: Dropped | None, unscale: Tensor | None = None) -> Tensor:
-    """The gradient of A [R, I]: gradᵀ·dropped(x), in float32."""
-    assert x_NI.dtype in (grad_NR.dtype, _EIGHT)
-    if x_NI.is_cuda:
-        from redline.kernels.triton import low_rank as low_rank_triton
-
-        return low_rank_triton.narrow_gradient(grad_NR, x_NI, dropped, unscale)
-    return reference_narrow_gradient(grad_NR, x_NI, dropped, unscale)
-
-
-def spread(grad_NR: Tensor, a_RI: Tensor, dropped: Dropped | None, out_NI: Tensor | None = None) -> Tensor:
-    """The gradient of x [N, I]: dropped(grad·A), in grad's dtype, or added to `out`, rounded once."""
-    assert grad_NR.dtype == a_RI.dtype
-    if grad_NR.is_cuda:
-        from redline.kernels.triton import low_rank as low_rank_triton
-
-        return low_rank_triton.spread(grad_NR, a_RI, dropped, out_NI)
-    return reference_spread(grad_NR, a_RI, dropped, out_NI)
-
-
-def narrowed_dtype(x: Tensor) -> torch.dtype:
-    return torch.bfloat16 if x.dtype == _EIGHT else x.dtype
-
-
-def reference_narrow(x_NI: Tensor, a_RI: Tensor, dropped: Dropped | None, unscale: Tensor | None = None) -> Tensor:
-    product = _passed(x_NI.float(), dropped) @ a_RI.float().T
-    return (product if unscale is None else product * unscale).to(narrowed_dtype(x_NI))
-
-
-def reference_narrow_gradient(
-    grad_NR: Tensor, x_NI: Tensor, dropped: Dropped | None, unscale: Tensor | None = None
+@op(triton="low_rank:project_down_weight_gradient")
+def project_down_weight_gradient(
+    grad_NR: Tensor, x_NI: Tensor, dropout: Dropout | None, unscale: Tensor | None = None
 ) -> Tensor:
-    product = grad_NR.float().T @ _passed(x_NI.float(), dropped)
+    """Return the gradient of A [R, I], gradᵀ·dropout(x), in float32."""
+    assert x_NI.dtype in (grad_NR.dtype, _E4M3)
+    product = grad_NR.float().T @ _drop(x_NI.float(), dropout)
     return product if unscale is None else product * unscale
 
 
-def reference_spread(grad_NR: Tensor, a_RI: Tensor, dropped: Dropped | None, out_NI: Tensor | None = None) -> Tensor:
-    product = _passed(grad_NR.float() @ a_RI.float(), dropped)
+@op(triton="low_rank:project_down_input_gradient")
+def project_down_input_gradient(
+    grad_NR: Tensor, a_RI: Tensor, dropout: Dropout | None, out_NI: Tensor | None = None
+) -> Tensor:
+    """Return the gradient of x [N, I], dropout(grad·A), in grad's dtype; or add it to `out`, rounding once."""
+    assert grad_NR.dtype == a_RI.dtype
+    product = _drop(grad_NR.float() @ a_RI.float(), dropout)
     return product.to(grad_NR.dtype) if out_NI is None else out_NI.copy_(out_NI.float() + product)
 
 
-def kept(rows: int, columns: int, dropped: Dropped, device: torch.device) -> Tensor:
-    """True where a value passes. One word serves two columns, its lower half the even one."""
-    low, high = dropped.words
-    key_N1 = _mixed(torch.arange(rows, device=device)[:, None] ^ low) + high
-    word_NI = _mixed(key_N1 + torch.arange((columns + 1) // 2, device=device) * GOLDEN & _WORD)
+def projected_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of x·Aᵀ."""
+    return torch.bfloat16 if x.dtype == _E4M3 else x.dtype
+
+
+def keep_mask(rows: int, columns: int, dropout: Dropout, device: torch.device) -> Tensor:
+    """Return [rows, columns], True where a value is kept. A 32-bit word decides for two columns, its lower half for the
+    even one.
+    """
+    low, high = dropout.seed_words
+    key_N1 = _mix(torch.arange(rows, device=device)[:, None] ^ low) + high
+    word_NI = _mix(key_N1 + torch.arange((columns + 1) // 2, device=device) * GOLDEN & _WORD)
     halves = torch.stack((word_NI & 0xFFFF, word_NI >> 16), -1).flatten(1)
-    return halves[:, :columns] >= dropped.threshold
+    return halves[:, :columns] >= dropout.threshold
 
 
-def _passed(x_NI: Tensor, dropped: Dropped | None) -> Tensor:
-    """Chosen, not multiplied: what is dropped is gone, even where it is not finite."""
-    if dropped is None:
+def _drop(x_NI: Tensor, dropout: Dropout | None) -> Tensor:
+    """Set dropped values to zero. By selection, not multiplication: a dropped NaN must become zero, too."""
+    if dropout is None:
         return x_NI
     rows, columns = x_NI.shape
-    return torch.where(kept(rows, columns, dropped, x_NI.device), x_NI, 0.0)
+    return torch.where(keep_mask(rows, columns, dropout, x_NI.device), x_NI, 0.0)
 
 
-def _mixed(x: _Words) -> _Words:
-    """Murmur3's last step, on words of 32 bits: each bit of x tells in all of the result."""
+def _mix(x: _Words) -> _Words:
+    """Apply murmur3's finaliser to 32-bit words: each bit of x affects every bit of the result."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B & _WORD
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & _WORD
     return x ^ (x >> 16)

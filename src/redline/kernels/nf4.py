@@ -1,12 +1,12 @@
-"""NF4 (QLoRA, arXiv 2305.14314), exactly as bitsandbytes 0.50 has it: Triton on a GPU, plain torch elsewhere.
+"""NF4 quantisation (QLoRA, arXiv 2305.14314), bit for bit as in bitsandbytes 0.50.
 
-Each block of 64 values is divided by its largest magnitude and each quotient replaced by the nearest of sixteen levels;
-doubly quantised, the blocks' magnitudes less their mean are kept in eight bits, 256 to a scale.
+Each block of 64 values is divided by its largest magnitude, and each quotient is replaced by the nearest of sixteen
+levels. With double quantisation, the blocks' magnitudes minus their mean are stored in eight bits, 256 to a scale.
 
-bitsandbytes rounds differently on a CPU and on a GPU; each is followed on its own device. On a GPU a block of zeros
-takes code 0, which is minus its scale; a float32 weight (not one in bf16 or float16) that lies within a rounding of a
-threshold can take the next code: one of 17 million did. On a CPU a last block that is not full is divided instead of
-multiplied by a reciprocal, zeros stay zeros, and the eight-bit codes are read from a table of 65,536 quotients.
+bitsandbytes rounds differently on a CPU and on a GPU, and this module follows it on each. On a GPU a block of zeros
+gets code 0, which stands for minus its scale, and a float32 weight (not a bf16 or float16 one) within a rounding error
+of a threshold can get the neighbouring code: one of 17 million did. On a CPU an incomplete last block is divided
+instead of multiplied by a reciprocal, zeros stay zero, and the eight-bit codes come from a table of 65,536 quotients.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.errors import UserError
+from redline.kernels.dispatch import op
 from redline.planning.shapes import NESTED_BLOCK
 from redline.planning.shapes import NF4_BLOCK as BLOCK
 
@@ -31,18 +32,23 @@ _LEVELS = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )
 # fmt: on
-_CHUNK = 1 << 22  # values quantised or dequantised at a time: temporaries are four and more bytes each
-_SMALLEST = 1e-38
+_CHUNK = 1 << 22  # values quantised or dequantised at a time, to bound the temporaries: four bytes and more per value
+_SMALLEST = 1e-38  # on a CPU bitsandbytes divides by no less
 
 
 @dataclass(frozen=True)
 class NF4:
-    """One matrix. A byte holds two values, the first in its high half."""
+    """One quantised matrix. A byte of codes holds two values, the first in its high half."""
 
     codes: Tensor  # uint8 [⌈n/2⌉]
-    scales: Tensor  # of each block: float32, or uint8 when doubly quantised
-    nested: tuple[Tensor, Tensor, Tensor] | None  # what a byte stands for [256], largest of 256 scales, mean of all
+    scales: Tensor  # one per block: float32, or uint8 when doubly quantised
+    # when doubly quantised: the value of each byte [256], the largest of each 256 scales, the mean of all scales
+    nested: tuple[Tensor, Tensor, Tensor] | None
     shape: tuple[int, ...]
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.codes.is_cuda
 
     def to(self, device: torch.device) -> NF4:
         nested = None
@@ -52,9 +58,12 @@ class NF4:
 
 
 def quantise_nf4(weight: Tensor, *, double: bool = True) -> NF4:
-    """Values that are not finite are refused: no code stands for them."""
+    """Quantise a weight, with `double` its scales too. Refuse NaN and infinity: no code stands for them."""
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise UserError(f"NF4 is made of float32, bfloat16 or float16, not of {str(weight.dtype)[6:]}.")
+        raise UserError(
+            f"NF4 cannot quantise a weight of dtype {str(weight.dtype)[6:]}.",
+            fix="Use weights in float32, bfloat16 or float16.",
+        )
     flat = weight.detach().reshape(-1)
     codes = torch.empty((flat.numel() + 1) // 2, dtype=torch.uint8, device=flat.device)
     scales = torch.empty(-(-flat.numel() // BLOCK), dtype=torch.float32, device=flat.device)
@@ -65,7 +74,7 @@ def quantise_nf4(weight: Tensor, *, double: bool = True) -> NF4:
         scales[start // BLOCK : start // BLOCK + largest.numel()] = largest
     if not bool(scales.isfinite().all()):
         raise UserError(
-            "A weight holds values that are not finite, for which NF4 has no code.",
+            "A weight holds values that are not finite (NaN or infinity), and NF4 has no code for them.",
             fix="Use another copy of the model, or method: lora.",
         )
     shape = tuple(weight.shape)
@@ -77,24 +86,37 @@ def quantise_nf4(weight: Tensor, *, double: bool = True) -> NF4:
 
 
 def dequantise_nf4(matrix: NF4, dtype: torch.dtype, out: Tensor | None = None, factor: Tensor | None = None) -> Tensor:
-    """In `out`, if given: of that dtype and the matrix' shape; rows may lie apart, their values may not.
+    """Return the matrix in `dtype`, times `factor` (a power of two).
 
-    A factor is a power of two.
+    `out`, if given, is filled and returned. It has that dtype and the matrix' shape. Its rows may be strided; the
+    values of a row must be contiguous.
     """
     if out is None:
         out = torch.empty(matrix.shape, dtype=dtype, device=matrix.codes.device)
     assert (out.shape, out.dtype) == (matrix.shape, dtype)
-    if matrix.codes.is_cuda:
-        from redline.kernels.triton import nf4 as nf4_triton
+    return dequantise_into(matrix, out, factor)
 
-        return nf4_triton.dequantise_nf4(matrix, out, factor)
-    return reference_dequantise_nf4(matrix, out, factor)
+
+@op(triton="nf4:dequantise_into")
+def dequantise_into(matrix: NF4, out: Tensor, factor: Tensor | None = None) -> Tensor:
+    """Write the values of the matrix, times `factor`, to `out`, and return it."""
+    scales, n = block_scales(matrix), out.numel()
+    scales = scales if factor is None else scales * factor
+    flat = out.view(-1) if out.is_contiguous() else torch.empty(n, dtype=out.dtype, device=out.device)
+    for start in range(0, n, _CHUNK):
+        end = min(start + _CHUNK, n)
+        pairs = torch.gather(_pairs(out.device), 0, matrix.codes[start // 2 : (end + 1) // 2].long())
+        values = _blocks(pairs.view(torch.float32), BLOCK)
+        values *= scales[start // BLOCK : -(-end // BLOCK), None]  # in float32, rounded once
+        flat[start:end] = values.view(-1)[: end - start]
+    return out if out.is_contiguous() else out.copy_(flat.view(out.shape))
 
 
 def dense_nf4(parts: Sequence[NF4], dtype: torch.dtype, factor: Tensor | None = None) -> Tensor:
-    """Matrices of one width, one below the other."""
+    """Return matrices of the same width, dequantised and stacked along the rows."""
     if torch.compiler.is_compiling():
-        assert factor is None, "fp8 is for blocks that are not compiled"
+        assert factor is None, "only fused blocks, which are not compiled, read NF4 in fp8"
+        # a custom op takes lists of tensors, but no lists of dataclasses
         nested = [part.nested or (part.scales[:0],) * 3 for part in parts]
         tables, largest, means = (list(each) for each in zip(*nested, strict=True))
         codes, scales = [part.codes for part in parts], [part.scales for part in parts]
@@ -120,7 +142,7 @@ def _opaque_dense(
     double: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The same for a compiler, which need not know what is in it."""
+    """Do what dense_nf4 does, as one node of a compiled graph: the compiler does not look inside."""
     nested = zip(tables, largest, means, strict=True) if double else [None] * len(codes)
     each = zip(codes, scales, nested, heights, strict=True)
     return dense_nf4([NF4(code, scale, more, (rows, width)) for code, scale, more, rows in each], dtype)
@@ -141,26 +163,13 @@ def _(
     return codes[0].new_empty((sum(heights), width), dtype=dtype)
 
 
-def reference_dequantise_nf4(matrix: NF4, out: Tensor, factor: Tensor | None = None) -> Tensor:
-    scales, n = block_scales(matrix), out.numel()
-    scales = scales if factor is None else scales * factor
-    flat = out.view(-1) if out.is_contiguous() else torch.empty(n, dtype=out.dtype, device=out.device)
-    for start in range(0, n, _CHUNK):
-        end = min(start + _CHUNK, n)
-        pairs = torch.gather(_pairs(out.device), 0, matrix.codes[start // 2 : (end + 1) // 2].long())
-        values = _blocks(pairs.view(torch.float32), BLOCK)
-        values *= scales[start // BLOCK : -(-end // BLOCK), None]  # in float32, rounded once
-        flat[start:end] = values.view(-1)[: end - start]
-    return out if out.is_contiguous() else out.copy_(flat.view(out.shape))
-
-
 def largest_magnitude(matrix: NF4) -> Tensor:
-    """No value is larger: a level is at most one."""
+    """Return an upper bound of the magnitudes: the largest scale, since no level is beyond ±1."""
     return block_scales(matrix).abs().amax()
 
 
 def block_scales(matrix: NF4) -> Tensor:
-    """Of each block, in float32. Two roundings, as bitsandbytes has them: product, then sum."""
+    """Return the scale of each block in float32. Product and sum are rounded one by one, as in bitsandbytes."""
     if matrix.nested is None:
         return matrix.scales
     table, largest, mean = matrix.nested
@@ -169,12 +178,15 @@ def block_scales(matrix: NF4) -> Tensor:
 
 @cache
 def levels(device: torch.device) -> Tensor:
+    """Return the sixteen levels of NF4."""
     return torch.tensor(_LEVELS, dtype=torch.float32, device=device)
 
 
 @cache
 def dynamic_levels(device: torch.device) -> Tensor:
-    """What a byte stands for: seven decades, each finer than the one below it (arXiv 1511.04561), zero and one."""
+    """Return the value of each of the 256 codes of a scale: seven decades of both signs, each decade with twice as many
+    values as the one below it (dynamic tree quantisation, arXiv 1511.04561), zero and one.
+    """
     positive = []
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
@@ -185,38 +197,38 @@ def dynamic_levels(device: torch.device) -> Tensor:
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """Of each byte its two values, as one word of 64 bits: one look-up for both."""
+    """Return the two values of each byte as one 64-bit word, so that one lookup reads both."""
     byte = torch.arange(256, device=device)
     return torch.stack((levels(device)[byte >> 4], levels(device)[byte & 15]), 1).view(torch.int64).view(-1)
 
 
-def _halfway(table: Tensor) -> Tensor:
+def _midpoints(table: Tensor) -> Tensor:
     return (table[:-1] + table[1:]) / 2
 
 
 def _blocks(flat: Tensor, size: int) -> Tensor:
-    """The last one filled up with zeros."""
+    """Return the values as rows of `size`; the last one is padded with zeros."""
     missing = -flat.numel() % size
     return (F.pad(flat, (0, missing)) if missing else flat).view(-1, size)
 
 
 def _quantise_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed codes, and the largest magnitude of each block. What lies on a threshold takes the lower code."""
+    """Return packed codes, and the largest magnitude of each block. A value on a threshold gets the lower code."""
     n, on_gpu = values.numel(), values.is_cuda
     blocks = _blocks(values, BLOCK)
     largest = blocks.abs().amax(1)
     quotients = blocks * (1.0 / (largest if on_gpu else largest.clamp(min=_SMALLEST)))[:, None]
-    quotients.nan_to_num_(nan=-1.0)  # 0/0 on a GPU
+    quotients.nan_to_num_(nan=-1.0)  # 0·(1/0) in a block of zeros on a GPU
     if n % BLOCK and not on_gpu:
         largest[-1].clamp_(min=_SMALLEST)
         quotients[-1] = blocks[-1] / largest[-1]
-    codes = torch.bucketize(quotients, _halfway(levels(values.device)), out_int32=True).to(torch.uint8)
+    codes = torch.bucketize(quotients, _midpoints(levels(values.device)), out_int32=True).to(torch.uint8)
     pairs = codes.view(-1, 2)
     return ((pairs[:, 0] << 4) | pairs[:, 1])[: (n + 1) // 2], largest
 
 
 def _quantise_scales(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes, and the largest magnitude of 256 values each. 0/0 takes the lowest code."""
+    """Return eight-bit codes, and the largest magnitude of each 256 values. 0·(1/0) gets the lowest code."""
     blocks = _blocks(values, NESTED_BLOCK)
     largest = blocks.abs().amax(1)
     quotients = (blocks * (1.0 / largest)[:, None]).clamp_(-1, 1).nan_to_num_(nan=-1.0)
@@ -225,20 +237,23 @@ def _quantise_scales(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nearest_code(quotients: Tensor) -> Tensor:
-    """The nearest of the 256 levels; of two as near that with the even number, where bitsandbytes' search ends."""
-    between = _halfway(dynamic_levels(quotients.device))
-    codes = torch.bucketize(quotients, between, out_int32=True)
-    tied = between[codes.clamp(max=between.numel() - 1)] == quotients
+    """Return the code of the nearest of the 256 values; on a tie the even code, as bitsandbytes' search does."""
+    midpoints = _midpoints(dynamic_levels(quotients.device))
+    codes = torch.bucketize(quotients, midpoints, out_int32=True)
+    tied = midpoints[codes.clamp(max=midpoints.numel() - 1)] == quotients
     return codes + (tied & (codes % 2 == 1)).int()
 
 
 def _code_by_table(quotients: Tensor) -> Tensor:
-    """By the nearest of 65,536 even steps from -1 to 1; a fused multiply and add: float64 holds it exactly."""
-    place = (((quotients + 1) * 0.5).double() * 65535 + 0.5).float()
-    return _stepped_codes()[place.int()]
+    """Return codes by a table over 65,536 even steps from -1 to 1.
+
+    bitsandbytes computes the step with a fused multiply-add, which float64 reproduces exactly.
+    """
+    step = (((quotients + 1) * 0.5).double() * 65535 + 0.5).float()
+    return _codes_of_steps()[step.int()]
 
 
 @cache
-def _stepped_codes() -> Tensor:
+def _codes_of_steps() -> Tensor:
     steps = 2 * torch.arange(65536, dtype=torch.float32, device="cpu") / 65535 - 1
-    return torch.bucketize(steps, _halfway(dynamic_levels(steps.device))).to(torch.uint8)
+    return torch.bucketize(steps, _midpoints(dynamic_levels(steps.device))).to(torch.uint8)

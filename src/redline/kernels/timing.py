@@ -1,4 +1,4 @@
-"""How long kernels take, and not how long a host takes to launch them."""
+"""Measure how long kernels take on the GPU, without the time that the host takes to launch them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from typing import Any
 import torch
 
 _CALLS = 5
-_WAIT = 20_000_000  # cycles, some 10 ms
-_TRIES = 4  # each waits four times as long as the one before
+_WAIT_CYCLES = 20_000_000  # about 10 ms
+_ATTEMPTS = 4  # each waits four times as long as the one before
 
 
 def kernel_ms(work: Callable[[], Any]) -> float:
-    """Milliseconds of a call on the GPU's clock. The GPU waits until all calls are queued: of many small kernels the
-    launches take longer than they do, and most of all on a busy host."""
+    """Return the milliseconds of one call on the GPU's clock.
+
+    The GPU is made to wait until all calls are queued. Otherwise the time of many small kernels would be that of their
+    launches, and most of all on a busy host.
+    """
     for _ in range(2):
-        work()  # what is made at a first call: code, plans, workspaces
+        work()  # warm up: the first calls compile code, choose algorithms and allocate workspaces
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for attempt in range(_TRIES):
+    for attempt in range(_ATTEMPTS):
         torch.cuda.synchronize()
-        torch.cuda._sleep(_WAIT * 4**attempt)
+        torch.cuda._sleep(_WAIT_CYCLES * 4**attempt)
         begin.record()
         for _ in range(_CALLS):
             work()
         end.record()
-        in_time = not begin.query()  # the GPU still waits
+        all_queued_in_time = not begin.query()  # the GPU is still waiting
         end.synchronize()
-        if in_time:
+        if all_queued_in_time:
             break
     return begin.elapsed_time(end) / _CALLS

@@ -1,4 +1,4 @@
-"""The decoder's parts. Weights are float32 masters; each layer computes in its input's precision."""
+"""The layers of the decoder. Weights are float32 master weights; each layer computes in its input's precision."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from redline.kernels.activations import ACTIVATIONS
 from redline.kernels.attention import Attention, Bound, attend_cached
 from redline.planning.shapes import DecoderShape
 
 # ----------------------------------------------------------------------------------------------------
-# Gradient checkpointing: what a block keeps for its backward, and what it computes again.
+# Gradient checkpointing: what a block saves for its backward, and what it computes again.
 
 
-def _plain(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+def _without_checkpointing(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
     return function(*inputs)
 
 
 def _save_matmuls(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _aten = torch.ops.aten
-_EXPENSIVE = {
+_SAVED_OPS = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten._scaled_dot_product_cudnn_attention.default,
@@ -38,9 +39,9 @@ _EXPENSIVE = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 CHECKPOINTING: dict[str, Callable[..., Tensor]] = {
-    "none": _plain,
+    "none": _without_checkpointing,
     "full": partial(checkpoint, use_reentrant=False),
-    # keep what matmuls and attention made, recompute the cheap rest
+    # save the results of matmuls and attention, recompute everything else, which is cheap
     "selective": partial(
         checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, _save_matmuls)
     ),
@@ -48,14 +49,14 @@ CHECKPOINTING: dict[str, Callable[..., Tensor]] = {
 
 
 class Linear(nn.Module):
-    """x·Wᵀ, with a bias if asked. `splits` names the matrices stored merged along the rows."""
+    """x·Wᵀ, optionally with a bias. `splits` are the rows of each of the matrices that are stored merged in W."""
 
     def __init__(self, inputs: int, outputs: int, splits: tuple[int, ...] = (), bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.splits = splits or (outputs,)
-        self.float8: Callable[[Tensor, Tensor], Tensor] | None = None  # how to train in fp8
+        self.float8: Callable[[Tensor, Tensor], Tensor] | None = None  # x·Wᵀ in fp8, while training
 
     def forward(self, x: Tensor) -> Tensor:
         if self.float8 is not None and torch.is_grad_enabled():
@@ -65,6 +66,8 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
+    """RMSNorm (arXiv 1910.07467), computed in float32 and rounded once."""
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
@@ -79,10 +82,10 @@ class RMSNorm(nn.Module):
 def inverse_frequencies(
     head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Radians per position [K/2] in float32, stretched as a recipe's `model.rope_scaling` says.
+    """Return radians per position [K/2] in float32, scaled as the recipe's `model.rope_scaling` says.
 
-    A reciprocal of a power, not a negative power: the last bit is that of the checkpoints' own code, and thousands of
-    positions multiply it.
+    Written as the reciprocal of a power, not as a negative power, as in the code that trained the checkpoints: the two
+    differ in the last bit, and thousands of positions multiply the difference.
     """
     plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     if scaling is None:
@@ -90,8 +93,8 @@ def inverse_frequencies(
     stretched = plain / scaling["factor"]
     if scaling["rope_type"] == "linear":  # positions closer together (arXiv 2306.15595)
         return stretched
-    # Llama 3.1 (arXiv 2407.21783): waves that turned often within the old context stay, long ones are stretched, and
-    # between `low` and `high` turns the two are blended
+    # Llama 3.1 (arXiv 2407.21783): frequencies with more than `high` turns within the old context stay, those with
+    # fewer than `low` are stretched, and in between the two are blended linearly
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -105,50 +108,52 @@ def rotary_table(
     device: torch.device | None = None,
     scaling: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, K/2] in float32 (RoFormer, arXiv 2104.09864)."""
+    """Return cos and sin [T, K/2] in float32 for positions 0 to length (RoFormer, arXiv 2104.09864)."""
     return rotary_at(torch.arange(length, device=device), head_dim, theta, scaling)
 
 
 def rotary_at(
     positions_T: Tensor, head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rows of that table for positions in any order."""
+    """Return cos and sin [T, K/2] in float32 for positions in any order."""
     frequency = inverse_frequencies(head_dim, theta, scaling, positions_T.device)
     angle = positions_T.float()[:, None] * frequency[None, :]
     return angle.cos(), angle.sin()
 
 
 def rotate(x_BHTK: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
-    """Pairs are (i, i + K/2), as in Llama checkpoints."""
+    """Rotate heads by their positions. Pairs are (i, i + K/2), as in Llama checkpoints."""
     a, b = x_BHTK.float().chunk(2, -1)
     return torch.cat((a * cos_TF - b * sin_TF, b * cos_TF + a * sin_TF), -1).to(x_BHTK.dtype)
 
 
 @dataclass
 class KVCache:
-    """Keys and values of one layer, grown as tokens are sampled."""
+    """The keys and values [B, H, T, K] of one layer, which grow as tokens are sampled."""
 
     keys: Tensor | None = None
     values: Tensor | None = None
 
-    def extend(self, k: Tensor, v: Tensor, keep: bool = True) -> tuple[Tensor, Tensor]:
-        """All so far and these; without `keep` they are forgotten again."""
+    def extend(self, k: Tensor, v: Tensor, update: bool = True) -> tuple[Tensor, Tensor]:
+        """Return all keys and values including the new ones; without `update` the cache does not store those."""
         keys = k if self.keys is None else torch.cat((self.keys, k), 2)
         values = v if self.values is None else torch.cat((self.values, v), 2)
-        if keep:
+        if update:
             self.keys, self.values = keys, values
         return keys, values
 
 
-class New(NamedTuple):
-    """How tokens that come after those in a cache are read."""
+class CachedStep(NamedTuple):
+    """How new tokens, which follow those in a cache, are read."""
 
-    start: int  # position of the first
-    whole: bool = False  # each sees all of them, and not only those before it
-    keep: bool = True  # for the tokens after them
+    start: int  # position of the first new token
+    bidirectional: bool = False  # each new token sees all new tokens, not only those up to itself
+    update_cache: bool = True  # store the new tokens for those that follow
 
 
 class SelfAttention(nn.Module):
+    """Causal self-attention with grouped queries, rotary positions and optional QK norm; qkv is one merged matrix."""
+
     def __init__(self, shape: DecoderShape, eps: float, attention: Attention) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
@@ -167,9 +172,9 @@ class SelfAttention(nn.Module):
         mask: Bound,
         values_BTV: Tensor | None = None,
         cache: KVCache | None = None,
-        new: New = New(0),
+        step: CachedStep = CachedStep(0),
     ) -> Tensor:
-        """With what is to be added to the values of its tokens."""
+        """Return the attention's output [B, T, D]. `values`, if given, is added to the values of the tokens."""
         B, T, _ = x_BTD.shape
         qkv = self.qkv(x_BTD).view(B, T, self.heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = (x.transpose(1, 2) for x in qkv.split((self.heads, self.kv_heads, self.kv_heads), 2))
@@ -181,33 +186,36 @@ class SelfAttention(nn.Module):
         if cache is None:
             y = self.attention(q, k, v, mask)
         else:
-            y = attend_cached(q, *cache.extend(k, v, new.keep), new.start, new.whole)
+            y = attend_cached(q, *cache.extend(k, v, step.update_cache), step.start, step.bidirectional)
         out: Tensor = self.out(y.transpose(1, 2).reshape(B, T, self.heads * self.head_dim))
         return out
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv 2002.05202), gate and up merged; or squared ReLU (arXiv 2109.08668)."""
+    """The feed-forward layer: down(activation(up(x))). A gated activation has gate and up merged in one matrix."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
-        self.gated = shape.mlp == "swiglu"
-        self.up = Linear(shape.d_model, shape.d_up, (shape.d_ff, shape.d_ff) if self.gated else ())
+        self.activation = ACTIVATIONS[shape.mlp].plain
+        self.up = Linear(shape.d_model, shape.d_up, (shape.d_ff, shape.d_ff) if shape.gated else ())
         self.down = Linear(shape.d_ff, shape.d_model)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        h = self.up(x_BTD)
-        if self.gated:
-            gate, up = h.chunk(2, -1)
-            h = F.silu(gate) * up
-        else:
-            h = F.relu(h).square()
-        out: Tensor = self.down(h)
+        out: Tensor = self.down(self.activation(self.up(x_BTD)))
         return out
 
 
-class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the stream."""
+class ShardedBlock(nn.Module):
+    """A block of a model's layers, which FSDP gathers as one unit."""
+
+    # Methods beside `forward` that read the block's parameters. FSDP must gather the parameters before each of them.
+    entry_points: tuple[str, ...] = ()
+
+
+class Block(ShardedBlock):
+    """A decoder block: pre-norm attention and feed-forward, each added to the residual stream."""
+
+    entry_points = ("extend",)
 
     def __init__(
         self, shape: DecoderShape, eps: float, dropout: float, attention: Attention, checkpointing: str = "none"
@@ -221,10 +229,10 @@ class Block(nn.Module):
         self.run = CHECKPOINTING[checkpointing]
 
     def linear(self, name: str) -> Linear:
-        """One of its four: qkv, out, up, down."""
-        found = getattr(self.attention if name in ("qkv", "out") else self.mlp, name)
-        assert isinstance(found, Linear)
-        return found
+        """Return one of the block's four linears: qkv, out, up, down."""
+        linear = getattr(self.attention if name in ("qkv", "out") else self.mlp, name)
+        assert isinstance(linear, Linear)
+        return linear
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Bound, values: Tensor | None = None) -> Tensor:
         if torch.is_grad_enabled():
@@ -235,9 +243,11 @@ class Block(nn.Module):
         x = x + self._drop(self.attention(self.attention_norm(x), cos, sin, mask, values))
         return x + self._drop(self.mlp(self.mlp_norm(x)))
 
-    def extend(self, x: Tensor, cos: Tensor, sin: Tensor, values: Tensor | None, cache: KVCache, new: New) -> Tensor:
-        """The same for new tokens after those in the cache."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, Bound(), values, cache, new)
+    def extend(
+        self, x: Tensor, cos: Tensor, sin: Tensor, values: Tensor | None, cache: KVCache, step: CachedStep
+    ) -> Tensor:
+        """Do what `forward` does for new tokens that follow those in the cache."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, Bound(), values, cache, step)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 

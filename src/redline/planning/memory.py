@@ -110,7 +110,7 @@ def _block_bytes(shape: DecoderShape, bytes_per_value: int, kernels: Kernels) ->
         return float(bytes_per_value * (4 * d + attention + normed_heads + shape.d_up + shape.d_ff))
     normed = 2 * d + (rotated if shape.qk_norm else 0)
     wide = 2 * 4 * normed  # each norm keeps its input and its result in float32
-    gated = shape.d_ff if shape.mlp == "swiglu" else 0
+    gated = shape.d_ff if shape.gated else 0
     plain = bytes_per_value * (2 * d + attention + shape.d_up + gated + shape.d_ff)
     formed = 4 * (shape.heads * scores + rotated + shape.d_kv) if scores else 0
     return float(wide + plain + formed)

@@ -15,6 +15,11 @@ def padded_vocab(vocab: int) -> int:
     return -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
+# The activations of the feed-forward layer, and whether each is gated (its up projection is two matrices, gate and up).
+# Their functions are in kernels/activations.py.
+ACTIVATIONS = {"swiglu": True, "relu2": False}
+
+
 @dataclass(frozen=True)
 class DecoderShape:
     """The fields are keys of the recipe's `model` section."""
@@ -42,9 +47,14 @@ class DecoderShape:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
+    def gated(self) -> bool:
+        """Whether the activation multiplies a gate with the up projection."""
+        return ACTIVATIONS[self.mlp]
+
+    @property
     def d_up(self) -> int:
         """Width of the first feed-forward matrix, which holds gate and up merged."""
-        return 2 * self.d_ff if self.mlp == "swiglu" else self.d_ff
+        return 2 * self.d_ff if self.gated else self.d_ff
 
     @property
     def d_kv(self) -> int:
@@ -238,7 +248,7 @@ def _linear_sides(shape: DecoderShape, targets: tuple[str, ...]) -> list[tuple[i
 def matrix_sides(shape: DecoderShape) -> dict[str, tuple[int, int]]:
     """Return the numbers of inputs and outputs of each matrix of a block."""
     d, f = shape.d_model, shape.d_ff
-    gated = {"gate_proj": (d, f)} if shape.mlp == "swiglu" else {}
+    gated = {"gate_proj": (d, f)} if shape.gated else {}
     return {
         "q_proj": (d, shape.d_attention),
         "k_proj": (d, shape.d_kv),

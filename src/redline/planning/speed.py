@@ -232,7 +232,7 @@ def _orthogonalisation(shape: DecoderShape, steps: int) -> float:
 def _hidden_matrices(shape: DecoderShape) -> list[tuple[int, int]]:
     """Return the sides of a block's matrices; Muon treats merged ones separately."""
     d, attention, kv = shape.d_model, shape.d_attention, shape.d_kv
-    ups = 2 if shape.mlp == "swiglu" else 1
+    ups = 2 if shape.gated else 1
     return [(attention, d), (kv, d), (kv, d), (d, attention), (d, shape.d_ff), *[(shape.d_ff, d)] * ups]
 
 

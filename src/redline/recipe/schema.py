@@ -46,7 +46,7 @@ from redline.jobs.base import JOBS, is_job, job_names, options_of
 from redline.planning.batch import PRESETS
 from redline.planning.memory import LOW_BIT, MUON
 from redline.planning.schedule import SCHEDULES
-from redline.planning.shapes import ROPE_SCALING, SIZES, TARGETS, checked_rope_scaling
+from redline.planning.shapes import ACTIVATIONS, ROPE_SCALING, SIZES, TARGETS, checked_rope_scaling
 
 # torch's reduce-overhead and max-autotune record CUDA graphs of their own, whose gradients the next micro-batch
 # would overwrite; train.graph records the whole step instead
@@ -129,7 +129,7 @@ class Model(Section):
     head_dim: AutoCount = AUTO  # auto: d_model / heads
     d_ff: AutoCount = AUTO  # auto: 8/3·d_model, to a multiple of 64
     vocab: AutoCount = AUTO  # auto: the tokenizer's, to a multiple of 64
-    mlp: Annotated[str, one_of("swiglu", "relu2")] = "swiglu"
+    mlp: Annotated[str, one_of(*ACTIVATIONS)] = "swiglu"
     tied: Flag = True
     qk_norm: Flag = False
     qkv_bias: Flag = False

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 
 from redline.jobs.objective import Objective, ParamGroup
+from redline.models.layers import ShardedBlock
 from redline.planning.communication import BUCKET
 from redline.recipe.schema import Train
 from redline.training.distributed import Ranks
@@ -225,8 +226,8 @@ class FSDP(ParallelStrategy):
         mesh = init_device_mesh(next(self.model.parameters()).device.type, (ranks.size,))
         for block in blocks(self.model):
             fully_shard(block, mesh=mesh)
-            if hasattr(block, "extend"):  # how a block reads new tokens after those in a cache
-                register_fsdp_forward_method(block, "extend")
+            for method in block.entry_points if isinstance(block, ShardedBlock) else ():
+                register_fsdp_forward_method(block, method)
         fully_shard(self.model, mesh=mesh)
         self.root = cast(FSDPModule, self.model)
         for unit in self._units():

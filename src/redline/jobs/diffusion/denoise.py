@@ -79,12 +79,12 @@ def denoise(
                 _fill_ended_rows(rows, block, ended, vocabulary)
             for unmasked in _unmask_schedule(rows, block, vocabulary, generators, options):
                 seen = cache if cached else _clean_cache(model, rows, layout, begin)
-                states = model(rows[:, block], Bound(), seen, begin, whole=True, keep=False)
+                states = model(rows[:, block], Bound(), seen, begin, bidirectional=True, update_cache=False)
                 _unmask(model, rows, block, states, unmasked, vocabulary, generators, options)
                 forwards += unmasked.any(1)
             if cached and block.stop < layout.length:
                 # One more pass over the finished block: the cache must hold the keys and values of clean tokens.
-                model(rows[:, block], Bound(), cache, begin, whole=True)
+                model(rows[:, block], Bound(), cache, begin, bidirectional=True)
             if vocabulary.end is not None and not segment.given:
                 written = (rows[:, block] == vocabulary.end) & masked_at_first[:, block]
                 ended |= written.any(1).cpu().numpy()
@@ -98,7 +98,7 @@ def _clean_cache(model: Decoder, rows: Tensor, layout: Layout, until: int) -> li
     cache, begin = model.new_cache(), 0
     for size in layout.sizes:
         if begin < until:
-            model(rows[:, begin : begin + size], Bound(), cache, begin, whole=True)
+            model(rows[:, begin : begin + size], Bound(), cache, begin, bidirectional=True)
         begin += size
     return cache
 

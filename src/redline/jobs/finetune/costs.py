@@ -173,7 +173,7 @@ class Costs(DecoderCosts):
         added = adapter.parameters(shape)
         kept = 0.0 if how["checkpointing"] == "full" else adapter.kept_values() * shape.layers
         # The base is dequantised one matrix at a time, where it is multiplied; the adapters are cast as a whole.
-        dequantised = wide * max(a * b for a, b in matrix_sides(shape).values()) * (2 if shape.mlp == "swiglu" else 1)
+        dequantised = wide * max(a * b for a, b in matrix_sides(shape).values()) * (2 if shape.gated else 1)
         return MemoryParts(
             weights=adapter.base_bytes(shape, wide) + 4.0 * added * (2 if how["ema"] else 1),
             gradients=4.0 * added,

@@ -29,7 +29,7 @@ from redline.jobs.latent_prefix.frozen import Frozen, Scores, score
 from redline.jobs.latent_prefix.objective import LatentPrefix, context_of, from_latents, from_prompts
 from redline.jobs.latent_prefix.teacher import text_prompt
 from redline.jobs.objective import Answer
-from redline.kernels.softmax_loss import IGNORE
+from redline.kernels.cross_entropy import IGNORE
 from redline.metrics import exact_match, f1, final_answer, flexible_extract, number_match, strict_match
 
 # ----------------------------------------------------------------------------------------------------

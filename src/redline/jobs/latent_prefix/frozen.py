@@ -12,8 +12,8 @@ from torch import Tensor
 
 from redline.jobs.latent_prefix.data import Reader
 from redline.kernels.attention import Attention, select
+from redline.kernels.cross_entropy import IGNORE
 from redline.kernels.masks import MaskSpec
-from redline.kernels.softmax_loss import IGNORE
 from redline.models.decoder import Decoder
 from redline.models.pretrained import Base, fill_frozen, random_tensors
 from redline.planning.shapes import Adapter, DecoderShape

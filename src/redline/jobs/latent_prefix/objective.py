@@ -49,8 +49,8 @@ from redline.jobs.objective import (
 )
 from redline.jobs.preview import SamplePreview, SampleView, TokenRun
 from redline.kernels.attention import Selection
+from redline.kernels.cross_entropy import IGNORE
 from redline.kernels.matmul import DTYPES
-from redline.kernels.softmax_loss import IGNORE
 from redline.metrics import perplexity
 from redline.models.decoder import Decoder
 from redline.models.generate import answer_each, generate, write_after

@@ -1,6 +1,7 @@
-"""Muon's kernels: a run of one matrix's values per program, each read and written once.
+"""Muon's kernels: each program serves a piece of one matrix; each value is read and written once.
 
-Gradients and weights are found through a table of their addresses, so that one launch serves a whole batch of them.
+Gradients and weights are read through a table of their addresses, so that one launch serves a whole batch of matrices
+that lie anywhere in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-_RUN, _WARPS = 2048, 4  # four 16-byte loads a thread from each float32 operand
+_PIECE, _WARPS = 2048, 4  # values of one program: four 16-byte loads a thread from each float32 operand
 
 
 def nesterov_(
@@ -25,10 +26,10 @@ def nesterov_(
     gradients = [gradient.contiguous() for gradient in gradients]
     table, aligned = _addresses(gradients)
     total = torch.empty_like(momentum_NRC, dtype=torch.bfloat16)
-    runs = triton.cdiv(size, _RUN)
-    squares = torch.empty((count, runs), device=momentum_NRC.device)  # summed in one order, whichever program is first
-    _nesterov[(runs, count)](
-        table, momentum_NRC, total, squares, divisor, bad, beta, size, ALIGNED=aligned, RUN=_RUN, num_warps=_WARPS
+    pieces = triton.cdiv(size, _PIECE)
+    squares = torch.empty((count, pieces), device=momentum_NRC.device)  # no atomics: added in the same order every time
+    _nesterov[(pieces, count)](
+        table, momentum_NRC, total, squares, divisor, bad, beta, size, ALIGNED=aligned, PIECE=_PIECE, num_warps=_WARPS
     )
     return total, squares.sum(-1)
 
@@ -46,7 +47,7 @@ def descend_(
     assert all(weight.is_contiguous() for weight in weights), "written in place"
     count, size = update_NRC.shape[0], update_NRC[0].numel()
     table, aligned = _addresses(weights)
-    _descend[(triton.cdiv(size, _RUN), count)](
+    _descend[(triton.cdiv(size, _PIECE), count)](
         table,
         update_NRC,
         update_NRC if scales_NR is None else scales_NR,
@@ -58,13 +59,13 @@ def descend_(
         SCALED=scales_NR is not None,
         CAUTIOUS=cautious,
         ALIGNED=aligned,
-        RUN=_RUN,
+        PIECE=_PIECE,
         num_warps=_WARPS,
     )
 
 
 def _addresses(tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
-    """Where they are, as the device reads it, and whether all may be read 16 bytes at a time."""
+    """Return the tensors' addresses in device memory, and whether all are multiples of 16 bytes."""
     device, numbers = tensors[0].device, [tensor.data_ptr() for tensor in tensors]
     table = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True), all(number % 16 == 0 for number in numbers)
@@ -72,7 +73,7 @@ def _addresses(tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
 
 @triton.jit
 def _matrix(table, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The program's matrix."""
+    """Return the address of the program's matrix."""
     matrix = tl.load(table + tl.program_id(1)).to(tl.pointer_type(tl.float32))
     if ALIGNED:
         matrix = tl.multiple_of(matrix, 16)
@@ -81,16 +82,16 @@ def _matrix(table, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _written(bad, size):  # type: ignore[no-untyped-def]
-    """How many of a matrix's values may change."""
+    """Return how many values of a matrix may be written: none when the step is bad."""
     return tl.where(tl.load(bad) > 0.0, 0, size)
 
 
 @triton.jit
 def _nesterov(  # type: ignore[no-untyped-def]
-    table, momentum, total, squares, divisor, bad, beta, size, ALIGNED: tl.constexpr, RUN: tl.constexpr
+    table, momentum, total, squares, divisor, bad, beta, size, ALIGNED: tl.constexpr, PIECE: tl.constexpr
 ):
     program, member = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    at = program * RUN + tl.arange(0, RUN)
+    at = program * PIECE + tl.arange(0, PIECE)
     inside = at < size
     gradient = tl.load(_matrix(table, ALIGNED) + at, mask=inside, other=0.0) * (1.0 / tl.load(divisor))
     before = tl.load(momentum + member * size + at, mask=inside, other=0.0)
@@ -114,10 +115,10 @@ def _descend(  # type: ignore[no-untyped-def]
     SCALED: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     ALIGNED: tl.constexpr,
-    RUN: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     member = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * RUN + tl.arange(0, RUN)
+    at = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
     inside = at < size
     weight = _matrix(table, ALIGNED) + at
     change = tl.load(update + member * size + at, mask=inside, other=0.0).to(tl.float32)
@@ -131,22 +132,23 @@ def _descend(  # type: ignore[no-untyped-def]
 
 
 # ----------------------------------------------------------------------------------------------------
-# One kernel for both: factor·A·Aᵀ + diagonal·I. A square of a symmetric matrix is its product with its transpose.
+# Symmetric products: factor·A·Aᵀ + diagonal·I. One kernel serves the square of a symmetric matrix, too, because that is
+# its product with its transpose.
 #
-# A program makes one tile on or above the diagonal, or two side by side, and writes it twice, the second time mirrored.
-# No sum is split and nothing is added in memory: the result is the same every time, and exactly symmetric.
+# A program computes one tile on or above the diagonal, or two neighbouring ones, and stores it twice, the second time
+# mirrored. No sum is split between programs: the result is the same every time, and exactly symmetric.
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How the work is cut. As it is here, two programs share a Hopper SM: one stores while the other multiplies."""
+    """How the work is cut. With these defaults two programs share a Hopper SM: one stores while the other computes."""
 
     side: int = 128  # rows and columns of the result
     depth: int = 64  # columns of A that one stage holds
     warps: int = 8
     stages: int = 3
-    span: int = 1  # tiles of one program, 1 or 2: two read a quarter less, and make some below the diagonal in vain
-    group: int = 4  # spans beside each other in a band: programs that run together share their operands in the L2
+    span: int = 1  # tiles of one program, 1 or 2: two read a quarter less, but compute some below the diagonal in vain
+    group: int = 4  # spans side by side in a band: programs that run at the same time share their operands in the L2
 
 
 TILE = Tile()
@@ -161,14 +163,14 @@ def square(g_NKK: Tensor, *, factor: float, diagonal: float, tile: Tile = TILE) 
 
 
 def _product(a_NKD: Tensor, factor: float, diagonal: float, tile: Tile) -> Tensor:
-    """Of any layout: a tall matrix comes transposed by its strides alone."""
+    # any strides will do: a tall matrix is passed as a transposed view
     count, size, depth = a_NKD.shape
-    tile = _fitting(tile, a_NKD.device, a_NKD.element_size())
+    tile = _with_fewer_stages(tile, a_NKD.device, a_NKD.element_size())
     product = torch.empty((count, size, size), device=a_NKD.device, dtype=a_NKD.dtype)
     across = triton.cdiv(size, tile.side * tile.span)
     _times_transposed[(across * (across + 1) // 2 * tile.span, count)](
         a_NKD, product, factor, diagonal, size, depth, *a_NKD.stride(),
-        WHOLE=size % (tile.side * tile.span) == 0 and depth % tile.depth == 0,
+        UNMASKED=size % (tile.side * tile.span) == 0 and depth % tile.depth == 0,
         SIDE=tile.side, DEPTH=tile.depth, SPAN=tile.span, GROUP=tile.group,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -176,8 +178,10 @@ def _product(a_NKD: Tensor, factor: float, diagonal: float, tile: Tile) -> Tenso
 
 
 @cache
-def _fitting(tile: Tile, device: torch.device, value_bytes: int) -> Tile:
-    """With as many stages as the card's shared memory holds: consumer cards have less than half of a Hopper's."""
+def _with_fewer_stages(tile: Tile, device: torch.device, value_bytes: int) -> Tile:
+    """Return the tile with as many stages as the GPU's shared memory holds; consumer cards have less than half of a
+    Hopper's.
+    """
     if device.type != "cuda":
         return tile
     stage = (1 + tile.span) * tile.side * tile.depth * value_bytes
@@ -187,7 +191,7 @@ def _fitting(tile: Tile, device: torch.device, value_bytes: int) -> Tile:
 
 @triton.jit
 def _triangular_root(number):  # type: ignore[no-untyped-def]
-    """The largest n with n·(n + 1)/2 ≤ number; the root in float32 may be off by one."""
+    """Return the largest n with n·(n + 1)/2 ≤ number. The square root in float32 may be off by one; correct it."""
     n = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     n -= (n * (n + 1) // 2 > number).to(tl.int32)
     n += ((n + 1) * (n + 2) // 2 <= number).to(tl.int32)
@@ -196,7 +200,11 @@ def _triangular_root(number):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _place(number, across, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Row ≤ column of a square of a triangle: bands of GROUP columns, each row by row down to its own triangle."""
+    """Return row ≤ column of the program's tile in the triangle of tiles.
+
+    Tiles are numbered in bands of GROUP columns, and within a band row by row: first the rectangle above, then the
+    triangle at the diagonal.
+    """
     first = _triangular_root(number) // GROUP * GROUP
     width = tl.minimum(GROUP, across - first)
     within = number - first * (first + 1) // 2
@@ -208,17 +216,17 @@ def _place(number, across, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _operand(pointers, at, deep, size, left, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    if WHOLE:
+def _operand(pointers, at, inner, size, left, UNMASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    if UNMASKED:
         return tl.load(pointers)
-    return tl.load(pointers, mask=(at < size) & (deep < left), other=0.0)
+    return tl.load(pointers, mask=(at < size) & (inner < left), other=0.0)
 
 
 @triton.jit
 def _write(total, out, row, column, factor, diagonal, size, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     rows, columns = row * SIDE + tl.arange(0, SIDE), column * SIDE + tl.arange(0, SIDE)
     tile = (factor * total + tl.where(rows[:, None] == columns[None, :], diagonal, 0.0)).to(out.dtype.element_ty)
-    if row == column:  # whose halves the tensor cores need not have summed alike
+    if row == column:  # the tensor cores may have summed the two halves in different orders
         tile = tl.where(rows[:, None] <= columns[None, :], tile, tl.trans(tile))
     if row <= column:
         inside = (rows[:, None] < size) & (columns[None, :] < size)
@@ -229,29 +237,29 @@ def _write(total, out, row, column, factor, diagonal, size, SIDE: tl.constexpr):
 
 @triton.jit
 def _times_transposed(  # type: ignore[no-untyped-def]
-    a, product, factor, diagonal, size, depth, member_stride, row_stride, deep_stride,
-    WHOLE: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
+    a, product, factor, diagonal, size, depth, member_stride, row_stride, inner_stride,
+    UNMASKED: tl.constexpr, SIDE: tl.constexpr, DEPTH: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row, column = _place(tl.program_id(0) // SPAN, tl.cdiv(size, SIDE * SPAN), GROUP)
     row, column = row * SPAN + tl.program_id(0) % SPAN, column * SPAN
     member = tl.program_id(1).to(tl.int64)  # a batch can pass 2³¹ values
     a += member * member_stride
-    rows, columns, deep = row * SIDE + tl.arange(0, SIDE), column * SIDE + tl.arange(0, SIDE), tl.arange(0, DEPTH)
-    left = a + rows[:, None] * row_stride + deep[None, :] * deep_stride
-    right = a + columns[None, :] * row_stride + deep[:, None] * deep_stride
-    further = right + SIDE * row_stride
-    total, beside = tl.zeros((SIDE, SIDE), dtype=tl.float32), tl.zeros((SIDE, SIDE), dtype=tl.float32)
+    rows, columns, inner = row * SIDE + tl.arange(0, SIDE), column * SIDE + tl.arange(0, SIDE), tl.arange(0, DEPTH)
+    left = a + rows[:, None] * row_stride + inner[None, :] * inner_stride
+    right = a + columns[None, :] * row_stride + inner[:, None] * inner_stride
+    right_second = right + SIDE * row_stride
+    total, second = tl.zeros((SIDE, SIDE), dtype=tl.float32), tl.zeros((SIDE, SIDE), dtype=tl.float32)
     for start in range(0, depth, DEPTH):
-        x = _operand(left, rows[:, None], deep[None, :], size, depth - start, WHOLE)
-        y = _operand(right, columns[None, :], deep[:, None], size, depth - start, WHOLE)
+        x = _operand(left, rows[:, None], inner[None, :], size, depth - start, UNMASKED)
+        y = _operand(right, columns[None, :], inner[:, None], size, depth - start, UNMASKED)
         total = tl.dot(x, y, total)
         if SPAN == 2:
-            z = _operand(further, columns[None, :] + SIDE, deep[:, None], size, depth - start, WHOLE)
-            beside = tl.dot(x, z, beside)
-            further += DEPTH * deep_stride
-        left += DEPTH * deep_stride
-        right += DEPTH * deep_stride
+            z = _operand(right_second, columns[None, :] + SIDE, inner[:, None], size, depth - start, UNMASKED)
+            second = tl.dot(x, z, second)
+            right_second += DEPTH * inner_stride
+        left += DEPTH * inner_stride
+        right += DEPTH * inner_stride
     out = product + member * size * size
     _write(total, out, row, column, factor, diagonal, size, SIDE)
     if SPAN == 2:
-        _write(beside, out, row, column + 1, factor, diagonal, size, SIDE)
+        _write(second, out, row, column + 1, factor, diagonal, size, SIDE)

@@ -1,4 +1,4 @@
-"""The NF4 kernels: a program reads the codes and scales of some blocks and writes their values, once."""
+"""The NF4 kernel: each program reads the codes and scales of some blocks and writes their values, once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from torch import Tensor
 
 from redline.kernels.nf4 import BLOCK, NESTED_BLOCK, NF4, levels
 
-_BLOCKS, _WARPS = 64, 4  # of one program
+_BLOCKS, _WARPS = 64, 4  # quantisation blocks and warps of one program
 
 
-def dequantise_nf4(matrix: NF4, out: Tensor, factor: Tensor | None = None) -> Tensor:
+def dequantise_into(matrix: NF4, out: Tensor, factor: Tensor | None = None) -> Tensor:
     n = out.numel()
     contiguous = out.is_contiguous()
     rows = out if contiguous or out.dim() == 2 else out.flatten(0, -2)
-    assert contiguous or rows.stride(1) == 1, "the values of a row lie side by side"
+    assert contiguous or rows.stride(1) == 1, "the values of a row must be contiguous"
+    # without double quantisation these three are not read, but a kernel needs a pointer for each parameter
     table, largest, mean = matrix.nested or (matrix.scales, matrix.scales, matrix.scales)
     _dequantise[(triton.cdiv(n, _BLOCKS * BLOCK),)](
         matrix.codes,
@@ -38,7 +39,7 @@ def dequantise_nf4(matrix: NF4, out: Tensor, factor: Tensor | None = None) -> Te
         BLOCK=BLOCK,
         NESTED_BLOCK=NESTED_BLOCK,
         num_warps=_WARPS,
-        enable_fp_fusion=False,  # product and sum of a scale are rounded one by one
+        enable_fp_fusion=False,  # bitsandbytes rounds the product of a scale before it adds the mean; an FMA would not
     )
     return out
 

@@ -1,6 +1,6 @@
-"""The kernels of normed and turned queries and keys: some heads of some tokens per program, each value read once.
+"""The kernels of normed and rotated queries and keys: some heads of some tokens per program; each value is read once.
 
-Heads are numbered through all tokens, so that a tile of them is full whatever their number per token.
+Heads are numbered across all tokens, so that a tile of heads is full however many a token has.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redline.kernels.triton.launch import processors
+from redline.kernels.dispatch import sm_count
 
-# pairs in one program's heads: enough 16-byte loads in flight, no spilled registers
+# rotary pairs in one program's heads: enough 16-byte loads in flight, no spilled registers
 _PAIRS = {"forward": 2048, "backward": 1024}
 _WARPS = 4
-_PROGRAMS_PER_SM = 5  # of the gradient, whose programs stay and keep a sum per column: what its registers allow
+# Programs of the backward stay on their multiprocessor and accumulate the weights' gradients per column; more do not
+# fit its registers.
+_PROGRAMS_PER_SM = 5
 
 
 def norm_rotate_qkv(
@@ -57,7 +59,7 @@ def norm_rotate_backward(
     B, heads, T, K = q.shape
     kv_heads, qkv = k.shape[1], qkv_BTW.contiguous()
     rows, half = _tile(K // 2, _PAIRS["backward"])
-    programs = min(_groups(B * T, heads, rows), processors(q.device) * _PROGRAMS_PER_SM)
+    programs = min(_groups(B * T, heads, rows), sm_count(q.device) * _PROGRAMS_PER_SM)
     grad = torch.empty_like(qkv)
     partial = torch.empty((programs, 2, K), device=q.device, dtype=torch.float32)
     _backward[(programs,)](
@@ -66,24 +68,25 @@ def norm_rotate_backward(
         B * T, T, programs,
         HEADS=heads, KV_HEADS=kv_heads, F=K // 2, ROWS=rows, HALF=half, num_warps=_WARPS,
     )  # fmt: skip
-    q_weight, k_weight = partial.sum(0).unbind()  # no atomics: the same sum in the same order every time
+    q_weight, k_weight = partial.sum(0).unbind()  # no atomics: added in the same order every time
     return grad, q_weight, k_weight
 
 
 def _tile(pairs: int, most: int) -> tuple[int, int]:
-    """Heads of one program, and their pairs padded to a power of two."""
+    """Return the heads of one program, and their pairs padded to a power of two."""
     half = triton.next_power_of_2(pairs)
     return max(1, most // half), half
 
 
 def _groups(tokens: int, heads: int, rows: int) -> int:
+    """Return how many groups of `rows` heads there are."""
     assert tokens * heads < 2**31 - rows, "heads are counted in 32 bits"
     return triton.cdiv(tokens * heads, rows)
 
 
 @triton.jit
 def _place(group, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of each head of a group: its token, its number there, and whether it exists."""
+    """Return for each head of a group its token, its number within the token, and whether it exists."""
     row = group * ROWS + tl.arange(0, ROWS)
     token = row // HEADS
     return token, row - token * HEADS, row < tokens * HEADS
@@ -91,7 +94,7 @@ def _place(group, tokens, HEADS: tl.constexpr, ROWS: tl.constexpr):  # type: ign
 
 @triton.jit
 def _offset(token, head, T, stride_b, stride_h, stride_t):  # type: ignore[no-untyped-def]
-    """Of the heads in a tensor [B, H, T, K], as a column."""
+    """Return the offsets of the heads in a tensor [B, H, T, K], as a column."""
     batch, position = (token // T).to(tl.int64), (token % T).to(tl.int64)
     return (batch * stride_b + head.to(tl.int64) * stride_h + position * stride_t)[:, None]
 
@@ -104,19 +107,21 @@ def _angles(cos, sin, position, pair, inside, F: tl.constexpr):  # type: ignore[
 
 @triton.jit
 def _gains(weight, pair, F: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A weight's halves."""
+    """Load the two halves of a norm's weight."""
     a = tl.load(weight + pair, mask=pair < F, other=0.0)
     b = tl.load(weight + F + pair, mask=pair < F, other=0.0)
     return a.to(tl.float32), b.to(tl.float32)
 
 
 @triton.jit
-def _norm_and_turn(  # type: ignore[no-untyped-def]
+def _norm_and_rotate(  # type: ignore[no-untyped-def]
     group, qkv, weight, cos, sin, out, rstd, tokens, T, eps,
-    HEADS: tl.constexpr, W: tl.constexpr, TURNED: tl.constexpr,
+    HEADS: tl.constexpr, W: tl.constexpr, NORMED: tl.constexpr,
     F: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """One group of heads; qkv, out [B·T, TURNED heads] and rstd begin at the first of their kind."""
+    """Norm and rotate one group of heads. qkv, out [B·T, NORMED heads] and rstd point at the first head of their kind
+    (queries or keys).
+    """
     token, head, exists = _place(group, tokens, HEADS, ROWS)
     pair = tl.arange(0, HALF)[None, :]
     inside = exists[:, None] & (pair < F)
@@ -125,14 +130,14 @@ def _norm_and_turn(  # type: ignore[no-untyped-def]
     b = tl.load(at + F, mask=inside, other=0.0).to(tl.float32)
     c, s = _angles(cos, sin, token % T, pair, inside, F)
     scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * F) + eps)
-    tl.store(rstd + token.to(tl.int64) * TURNED + head, scale, mask=exists)
-    narrow = out.dtype.element_ty
+    tl.store(rstd + token.to(tl.int64) * NORMED + head, scale, mask=exists)
+    dtype = out.dtype.element_ty
     a_gain, b_gain = _gains(weight, pair, F)
-    a = (a * scale[:, None] * a_gain).to(narrow).to(tl.float32)
-    b = (b * scale[:, None] * b_gain).to(narrow).to(tl.float32)
-    to = out + (token.to(tl.int64) * (TURNED * 2 * F) + head * (2 * F))[:, None] + pair
-    tl.store(to, (a * c - b * s).to(narrow), mask=inside)
-    tl.store(to + F, (b * c + a * s).to(narrow), mask=inside)
+    a = (a * scale[:, None] * a_gain).to(dtype).to(tl.float32)
+    b = (b * scale[:, None] * b_gain).to(dtype).to(tl.float32)
+    to = out + (token.to(tl.int64) * (NORMED * 2 * F) + head * (2 * F))[:, None] + pair
+    tl.store(to, (a * c - b * s).to(dtype), mask=inside)
+    tl.store(to + F, (b * c + a * s).to(dtype), mask=inside)
 
 
 @triton.jit
@@ -140,26 +145,26 @@ def _forward(  # type: ignore[no-untyped-def]
     qkv, q_weight, k_weight, cos, sin, out, rstd, tokens, T, q_groups, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Each program serves queries or keys."""
+    """Norm and rotate: each program serves queries or keys."""
     W: tl.constexpr = (HEADS + 2 * KV_HEADS) * 2 * F
-    TURNED: tl.constexpr = HEADS + KV_HEADS
+    NORMED: tl.constexpr = HEADS + KV_HEADS
     group = tl.program_id(0)
     if group < q_groups:
-        _norm_and_turn(group, qkv, q_weight, cos, sin, out, rstd, tokens, T, eps, HEADS, W, TURNED, F, ROWS, HALF)
+        _norm_and_rotate(group, qkv, q_weight, cos, sin, out, rstd, tokens, T, eps, HEADS, W, NORMED, F, ROWS, HALF)
     else:
-        _norm_and_turn(
+        _norm_and_rotate(
             group - q_groups, qkv + HEADS * 2 * F, k_weight, cos, sin, out + HEADS * 2 * F, rstd + HEADS,
-            tokens, T, eps, KV_HEADS, W, TURNED, F, ROWS, HALF,
+            tokens, T, eps, KV_HEADS, W, NORMED, F, ROWS, HALF,
         )  # fmt: skip
 
 
 @triton.jit
-def _turn_and_norm_back(  # type: ignore[no-untyped-def]
+def _rotate_and_norm_backward(  # type: ignore[no-untyped-def]
     grad, stride_b, stride_h, stride_t, qkv, rstd, weight, cos, sin, out, partial, tokens, T, programs,
-    HEADS: tl.constexpr, W: tl.constexpr, TURNED: tl.constexpr,
+    HEADS: tl.constexpr, W: tl.constexpr, NORMED: tl.constexpr,
     F: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of the heads of one kind, and of their weight's gradient."""
+    """Compute this program's share of the heads of one kind (queries or keys), and of the gradient of their weight."""
     pair = tl.arange(0, HALF)[None, :]
     a_gain, b_gain = _gains(weight, pair, F)
     a_total = tl.full((ROWS, HALF), 0.0, tl.float32)
@@ -171,11 +176,11 @@ def _turn_and_norm_back(  # type: ignore[no-untyped-def]
         at = (token.to(tl.int64) * W + head * (2 * F))[:, None] + pair
         a_grad = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         b_grad = tl.load(source + F, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(rstd + token.to(tl.int64) * TURNED + head, mask=exists, other=0.0)[:, None]
+        scale = tl.load(rstd + token.to(tl.int64) * NORMED + head, mask=exists, other=0.0)[:, None]
         a = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32) * scale
         b = tl.load(qkv + at + F, mask=inside, other=0.0).to(tl.float32) * scale
         c, s = _angles(cos, sin, token % T, pair, inside, F)
-        # the transpose of a rotation turns the other way
+        # the transpose of a rotation is the rotation by the negative angle
         a_grad, b_grad = a_grad * c + b_grad * s, b_grad * c - a_grad * s
         a_total += a_grad * a
         b_total += b_grad * b
@@ -212,16 +217,16 @@ def _backward(  # type: ignore[no-untyped-def]
     tokens, T, programs,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Each program has its share of the queries, then of the keys, then of the values: none has more to do."""
+    """Give each program a share of the queries, then of the keys, then of the values, so that all have equal work."""
     W: tl.constexpr = (HEADS + 2 * KV_HEADS) * 2 * F
-    TURNED: tl.constexpr = HEADS + KV_HEADS
+    NORMED: tl.constexpr = HEADS + KV_HEADS
     keys: tl.constexpr = HEADS * 2 * F
-    _turn_and_norm_back(
+    _rotate_and_norm_backward(
         q, q_b, q_h, q_t, qkv, rstd, q_weight, cos, sin, out, partial, tokens, T, programs,
-        HEADS, W, TURNED, F, ROWS, HALF,
+        HEADS, W, NORMED, F, ROWS, HALF,
     )  # fmt: skip
-    _turn_and_norm_back(
+    _rotate_and_norm_backward(
         k, k_b, k_h, k_t, qkv + keys, rstd + HEADS, k_weight, cos, sin, out + keys, partial + 2 * F,
-        tokens, T, programs, KV_HEADS, W, TURNED, F, ROWS, HALF,
+        tokens, T, programs, KV_HEADS, W, NORMED, F, ROWS, HALF,
     )  # fmt: skip
-    _copy_values(v, v_b, v_h, v_t, out + TURNED * 2 * F, tokens, T, programs, KV_HEADS, W, F, ROWS, HALF)
+    _copy_values(v, v_b, v_h, v_t, out + NORMED * 2 * F, tokens, T, programs, KV_HEADS, W, F, ROWS, HALF)

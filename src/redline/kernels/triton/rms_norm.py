@@ -1,4 +1,10 @@
-"""The RMSNorm kernels: whole rows per program, so that each is read once. float8_norm_triton has them write fp8 too."""
+"""The RMSNorm kernels, in the compute precision and to fp8: whole rows per program, so that each is read once.
+
+The row layout of an fp8 operand is written by the norm's own kernels, which hold whole rows; the transposed layout is
+made from it afterwards. One kernel for both would have to hold enough whole rows for a 32-byte sector of a column in
+registers, and no second program would fit beside it: 0.52 ms for the forward on an H200 at 131072×1024, where the bytes
+need 0.25.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from redline.kernels.dispatch import sm_count
 from redline.kernels.float8 import Float8, Scale
-from redline.kernels.triton.float8 import finite_or_nan, turned
-from redline.kernels.triton.launch import processors
+from redline.kernels.triton.float8 import finite_or_nan, transpose
 
 _VALUES = {"forward": 4096, "backward": 2048}  # in one program's rows: enough loads in flight, no spilled registers
-_WARPS_PER_SM = 20  # of the gradient, whose programs stay and keep a sum per column: what its registers allow
-_NEAR = tl.constexpr(8)  # values side by side in one thread: of fp8 as of the rest, or they change threads for a store
+# Programs of the backward stay on their multiprocessor and accumulate the weight's gradient per column; more warps do
+# not fit its registers.
+_WARPS_PER_SM = 20
+# Neighbouring values of one thread. Without this hint fp8 stores would use another layout than the bf16 loads, and the
+# values would be exchanged between threads first.
+_NEIGHBOURS = tl.constexpr(8)
 
 
 def add_rms_norm(x_ND: Tensor, delta_ND: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,7 +41,7 @@ def rms_norm_backward(
 def add_rms_norm_into(
     normed_ND: Tensor, x_ND: Tensor, delta_ND: Tensor | None, weight_D: Tensor, eps: float, scale: Scale | None
 ) -> tuple[Tensor, Tensor]:
-    """Writes the normed rows, by `scale` where they are fp8."""
+    """Write the normed rows to `normed`, by `scale` if it is in fp8. Return the sum and 1/rms."""
     x = x_ND.contiguous()
     n, width = x.shape
     total = x_ND if delta_ND is None else torch.empty_like(x)
@@ -54,12 +64,12 @@ def rms_norm_backward_into(
     grad_sum_ND: Tensor | None,
     scale: Scale | None,
 ) -> tuple[Tensor, Tensor]:
-    """Writes the gradient's fp8 codes besides, where a scale says how."""
+    """Return the gradients of sum and weight. With a scale, also write the sum's gradient in fp8 to `codes`."""
     x, grad_normed = sum_ND.contiguous(), grad_normed_ND.contiguous()
     grad_sum = x if grad_sum_ND is None else grad_sum_ND.contiguous()
     n, width = x.shape
     rows, block, warps = _rows(width, _VALUES["backward"])
-    programs = min(triton.cdiv(n, rows), processors(x.device) * max(1, _WARPS_PER_SM // warps))
+    programs = min(triton.cdiv(n, rows), sm_count(x.device) * max(1, _WARPS_PER_SM // warps))
     grad = torch.empty_like(x)
     partial = torch.empty((programs, width), device=x.device, dtype=torch.float32)
     _backward[(programs,)](
@@ -67,11 +77,11 @@ def rms_norm_backward_into(
         *_pointers(scale, rstd_N), partial, n, programs,
         WIDTH=width, ROWS=rows, BLOCK=block, ADD=grad_sum_ND is not None, **_flags(scale), num_warps=warps,
     )  # fmt: skip
-    return grad, partial.sum(0)  # no atomics: the same sum in the same order every time
+    return grad, partial.sum(0)  # no atomics: added in the same order every time
 
 
 def _pointers(scale: Scale | None, other: Tensor) -> tuple[Tensor, Tensor]:
-    """The factor and amax; in place of what is not there, something that is not touched."""
+    """Return the factor and amax. Where the flags say that one is not used, any tensor serves as its pointer."""
     if scale is None:
         return other, other
     return scale.factor, scale.factor if scale.amax is None else scale.amax
@@ -82,7 +92,10 @@ def _flags(scale: Scale | None) -> dict[str, bool]:
 
 
 def _rows(width: int, values: int) -> tuple[int, int, int]:
-    """Rows per program, columns padded to a power of two, warps: 16 or 32 values a thread until warps run out."""
+    """Return rows per program, columns padded to a power of two, and warps.
+
+    A thread has 16 or 32 values, more only for rows so wide that 16 warps do not suffice.
+    """
     block = triton.next_power_of_2(width)
     rows = max(1, values // block)
     return rows, block, min(16, max(4, 4 * rows * block // values))
@@ -114,7 +127,7 @@ def _forward(  # type: ignore[no-untyped-def]
         if AMAX:
             tl.atomic_max(amax, tl.maximum(tl.max(tl.abs(value)), 0.0), sem="relaxed")
         value *= to_codes
-        at = tl.max_contiguous(at, (1, min(_NEAR, BLOCK)))
+        at = tl.max_contiguous(at, (1, min(_NEIGHBOURS, BLOCK)))
     tl.store(normed + at, value.to(normed.dtype.element_ty), mask=inside)
 
 
@@ -127,7 +140,7 @@ def _backward(  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK)
     factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     grad_weight = tl.full((ROWS, BLOCK), 0.0, tl.float32)
-    near: tl.constexpr = min(_NEAR, BLOCK)
+    near: tl.constexpr = min(_NEIGHBOURS, BLOCK)
     largest = tl.full((ROWS, BLOCK // near), 0.0, tl.float32)
     to_codes = tl.load(times) if FLOAT8 else 1.0
     for group in range(tl.program_id(0), (n + ROWS - 1) // ROWS, programs):
@@ -137,7 +150,9 @@ def _backward(  # type: ignore[no-untyped-def]
         scale = tl.load(rstd + row, mask=row < n, other=0.0)
         unit = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
         outer = tl.load(grad_normed + at, mask=inside, other=0.0).to(tl.float32)
-        past = tl.load(grad_sum + at, mask=inside & ADD, other=0.0)  # asked for before the rows are summed
+        past = tl.load(
+            grad_sum + at, mask=inside & ADD, other=0.0
+        )  # loaded here, so that it arrives while the rows are summed
         grad_weight += outer * unit
         outer *= factor[None, :]
         along = tl.sum(outer * unit, 1) / WIDTH
@@ -157,10 +172,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 # ----------------------------------------------------------------------------------------------------
-# RMSNorm to fp8: rows by the norm's own kernels, which need them whole; columns after that, by turning the codes.
-#
-# One kernel for both would have to hold enough whole rows for a column's sector in registers, with nothing else running
-# beside it: 0.52 ms for the forward on an H200 at 131072×1024, where the bytes need 0.25.
+# To fp8.
 
 
 def add_rms_norm8(
@@ -180,7 +192,7 @@ def rms_norm_backward8(
 
 
 def _operand(codes_ND: Tensor, scale: Scale) -> Float8:
-    return Float8(codes_ND, None if scale.rows_alone else turned(codes_ND), scale.unscale)
+    return Float8(codes_ND, None if scale.rows_alone else transpose(codes_ND), scale.unscale)
 
 
 def _codes_like(x_ND: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The rotary kernels: a tile of tokens × heads × pairs per program, each value read and written once."""
+"""The rotary kernels: a tile of tokens × heads × pairs per program; each value is read and written once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from redline.kernels.float8 import Float8, Scale
 from redline.kernels.triton.float8 import (
     WORD,
-    Made,
+    OperandBuffer,
     Tile,
     finite_or_nan,
-    fitting,
     magnitude,
     raise_amax,
     store_tile,
+    tile_side,
 )
 
 _PAIRS = 2048  # of one program: with four warps, two 16-byte loads a thread from each half of the heads
@@ -53,19 +53,22 @@ def merge_rotated_gradients(
 
 
 def _tile(heads: int, pairs: int) -> tuple[int, int, int]:
-    """Tokens, heads and pairs (padded to a power of two) of one program."""
+    """Return tokens, heads and pairs (padded to a power of two) of one program's tile."""
     half = triton.next_power_of_2(pairs)
     block = min(triton.next_power_of_2(heads), max(1, _PAIRS // half))
     return max(1, _PAIRS // (block * half)), block, half
 
 
 @triton.jit
-def _turn(  # type: ignore[no-untyped-def]
+def _rotate_tile(  # type: ignore[no-untyped-def]
     source, stride_b, stride_h, stride_t, out, W, cos, sin, direction,
     head_block, heads, tokens, T,
-    F: tl.constexpr, TURN: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    F: tl.constexpr, ROTATE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """One tile from source [B, H, T, K] by its strides to out [B·T, heads…], turned in float32."""
+    """Copy one tile from source [B, H, T, K], by its strides, to out [B·T, heads…], rotated in float32 if ROTATE.
+
+    `direction` is 1.0 for the rotation and -1.0 for its inverse.
+    """
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None, None]
     head = (head_block * HEADS + tl.arange(0, HEADS))[None, :, None]
     pair = tl.arange(0, HALF)[None, None, :]
@@ -75,7 +78,7 @@ def _turn(  # type: ignore[no-untyped-def]
     to = out + token.to(tl.int64) * W + head * (2 * F) + pair
     a = tl.load(at, mask=inside, other=0.0)
     b = tl.load(at + F, mask=inside, other=0.0)
-    if TURN:
+    if ROTATE:
         angle = tl.broadcast_to(position * F + pair, (TOKENS, HEADS, HALF))
         c = tl.load(cos + angle, mask=inside, other=0.0)
         s = tl.load(sin + angle, mask=inside, other=0.0) * direction
@@ -91,7 +94,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     F: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
-    _turn(qkv, stride_b, 2 * F, W, qkv, W, cos, sin, 1.0, block, heads, tokens, T, F, True, TOKENS, HEADS, HALF)
+    _rotate_tile(qkv, stride_b, 2 * F, W, qkv, W, cos, sin, 1.0, block, heads, tokens, T, F, True, TOKENS, HEADS, HALF)
 
 
 @triton.jit
@@ -100,24 +103,28 @@ def _merge(  # type: ignore[no-untyped-def]
     tokens, T, W, heads, kv_heads, q_blocks, kv_blocks,
     F: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Each program serves queries, keys or values: which, the second grid axis says."""
+    """Merge the gradients. The second grid axis says whether a program serves queries, keys or values."""
     block = tl.program_id(1)
     keys, values = out + heads * (2 * F), out + (heads + kv_heads) * (2 * F)
     if block < q_blocks:
-        _turn(q, q_b, q_h, q_t, out, W, cos, sin, -1.0, block, heads, tokens, T, F, True, TOKENS, HEADS, HALF)
+        _rotate_tile(q, q_b, q_h, q_t, out, W, cos, sin, -1.0, block, heads, tokens, T, F, True, TOKENS, HEADS, HALF)
     elif block < q_blocks + kv_blocks:
         block -= q_blocks
-        _turn(k, k_b, k_h, k_t, keys, W, cos, sin, -1.0, block, kv_heads, tokens, T, F, True, TOKENS, HEADS, HALF)
+        _rotate_tile(
+            k, k_b, k_h, k_t, keys, W, cos, sin, -1.0, block, kv_heads, tokens, T, F, True, TOKENS, HEADS, HALF
+        )
     else:
         block -= q_blocks + kv_blocks
-        _turn(v, v_b, v_h, v_t, values, W, cos, sin, -1.0, block, kv_heads, tokens, T, F, False, TOKENS, HEADS, HALF)
+        _rotate_tile(
+            v, v_b, v_h, v_t, values, W, cos, sin, -1.0, block, kv_heads, tokens, T, F, False, TOKENS, HEADS, HALF
+        )
 
 
 # ----------------------------------------------------------------------------------------------------
 # The gradients of rotated queries, keys and values, merged into one fp8 operand.
 
 
-TILE = Tile(64, 64, 4)  # columns: pairs of one or several heads
+TILE = Tile(64, 64, 4)  # its columns are pairs of one or several heads
 
 
 def merge_rotated_gradients8(
@@ -127,22 +134,22 @@ def merge_rotated_gradients8(
     B, heads, T, K = q.shape
     kv_heads = k.shape[1]
     W = (heads + 2 * kv_heads) * K
-    out = Made(B * T, W, scale)
+    out = OperandBuffer(B * T, W, scale)
     half = triton.next_power_of_2(K // 2)
-    each = max(1, TILE.columns // half)  # heads of a program
-    groups = fitting(TILE.tokens, B * T) // WORD.value
-    q_blocks, kv_blocks = triton.cdiv(heads, each), triton.cdiv(kv_heads, each)
+    heads_per_program = max(1, TILE.columns // half)
+    groups = tile_side(TILE.tokens, B * T) // WORD.value
+    q_blocks, kv_blocks = triton.cdiv(heads, heads_per_program), triton.cdiv(kv_heads, heads_per_program)
     _merge_float8[(triton.cdiv(B * T, groups * WORD.value), q_blocks + 2 * kv_blocks)](
         q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], cos_TF.contiguous(), sin_TF.contiguous(),
         *out.pointers, B * T, T, W, heads, kv_heads, q_blocks, kv_blocks,
-        F=K // 2, **out.flags, GROUPS=groups, HALF=half, HEADS=each, num_warps=TILE.warps,
+        F=K // 2, **out.flags, GROUPS=groups, HALF=half, HEADS=heads_per_program, num_warps=TILE.warps,
     )  # fmt: skip
     return out.operand()
 
 
 @triton.jit
-def _quarter(what, where, quarter, TURN: tl.constexpr, F: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both halves of the heads, and what turns them back; ones where nothing does."""
+def _quarter(what, where, quarter, ROTATE: tl.constexpr, F: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load both halves of the heads of every fourth token, with their cosines and sines (1 and 0 without ROTATE)."""
     source, stride_b, stride_h, stride_t, cos, sin = what
     group, head, pair, exists, n, T = where
     token = group * WORD + quarter
@@ -153,7 +160,7 @@ def _quarter(what, where, quarter, TURN: tl.constexpr, F: tl.constexpr):  # type
     a = tl.load(at, mask=inside, other=0.0)
     b = tl.load(at + F, mask=inside, other=0.0)
     c, s = 1.0, 0.0
-    if TURN:
+    if ROTATE:
         angle = position[:, None] * F + pair[None, :]
         c = tl.load(cos + angle, mask=inside, other=0.0)
         s = tl.load(sin + angle, mask=inside, other=0.0)
@@ -161,20 +168,21 @@ def _quarter(what, where, quarter, TURN: tl.constexpr, F: tl.constexpr):  # type
 
 
 @triton.jit
-def _turned(a, b, c, s, TURN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rotated_back(a, b, c, s, ROTATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return both halves rotated by the negative angle."""
     a, b = a.to(tl.float32), b.to(tl.float32)
-    if TURN:
+    if ROTATE:
         a, b = a * c + b * s, b * c - a * s
     return finite_or_nan(a), finite_or_nan(b)
 
 
 @triton.jit
-def _turn_back(  # type: ignore[no-untyped-def]
+def _rotate_back(  # type: ignore[no-untyped-def]
     source, stride_b, stride_h, stride_t, first_column, heads, block, cos, sin, row, column, factor, amax, n, T, W,
-    TURN: tl.constexpr, F: tl.constexpr, COLUMN: tl.constexpr, AMAX: tl.constexpr, GROUPS: tl.constexpr,
+    ROTATE: tl.constexpr, F: tl.constexpr, COLUMN: tl.constexpr, AMAX: tl.constexpr, GROUPS: tl.constexpr,
     HALF: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """A few heads of source [B, H, T, K] for a tile of tokens."""
+    """Store a few heads of source [B, H, T, K] for a tile of tokens as fp8 codes, rotated back if ROTATE."""
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     head = block * HEADS + tl.arange(0, HEADS * HALF) // HALF
     pair = tl.arange(0, HEADS * HALF) % HALF
@@ -183,14 +191,14 @@ def _turn_back(  # type: ignore[no-untyped-def]
     times = tl.load(factor)
     what = (source, stride_b, stride_h, stride_t, cos, sin)
     where = (group, head, pair, exists, n, T)
-    a, a_next, a_cos, a_sin = _quarter(what, where, 0, TURN, F)
-    b, b_next, b_cos, b_sin = _quarter(what, where, 1, TURN, F)
-    c, c_next, c_cos, c_sin = _quarter(what, where, 2, TURN, F)
-    d, d_next, d_cos, d_sin = _quarter(what, where, 3, TURN, F)
-    a, a_next = _turned(a, a_next, a_cos, a_sin, TURN)
-    b, b_next = _turned(b, b_next, b_cos, b_sin, TURN)
-    c, c_next = _turned(c, c_next, c_cos, c_sin, TURN)
-    d, d_next = _turned(d, d_next, d_cos, d_sin, TURN)
+    a, a_next, a_cos, a_sin = _quarter(what, where, 0, ROTATE, F)
+    b, b_next, b_cos, b_sin = _quarter(what, where, 1, ROTATE, F)
+    c, c_next, c_cos, c_sin = _quarter(what, where, 2, ROTATE, F)
+    d, d_next, d_cos, d_sin = _quarter(what, where, 3, ROTATE, F)
+    a, a_next = _rotated_back(a, a_next, a_cos, a_sin, ROTATE)
+    b, b_next = _rotated_back(b, b_next, b_cos, b_sin, ROTATE)
+    c, c_next = _rotated_back(c, c_next, c_cos, c_sin, ROTATE)
+    d, d_next = _rotated_back(d, d_next, d_cos, d_sin, ROTATE)
     first, second, out = (a, b, c, d), (a_next, b_next, c_next, d_next), (row, column, times)
     store_tile(first, out, group, place, n, W, exists, COLUMN)
     store_tile(second, out, group, F + place, n, W, exists, COLUMN)
@@ -205,23 +213,23 @@ def _merge_float8(  # type: ignore[no-untyped-def]
     F: tl.constexpr, COLUMN: tl.constexpr, AMAX: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Each program serves queries, keys or values: which, the second grid axis says."""
+    """Merge the gradients. The second grid axis says whether a program serves queries, keys or values."""
     block = tl.program_id(1)
     keys = heads * (2 * F)
     values = keys + kv_heads * (2 * F)
     if block < q_blocks:
-        _turn_back(
+        _rotate_back(
             q, q_b, q_h, q_t, 0, heads, block, cos, sin, row, column, factor, amax, n, T, W,
             True, F, COLUMN, AMAX, GROUPS, HALF, HEADS,
         )  # fmt: skip
     elif block < q_blocks + kv_blocks:
-        _turn_back(
+        _rotate_back(
             k, k_b, k_h, k_t, keys, kv_heads, block - q_blocks, cos, sin, row, column, factor, amax, n, T, W,
             True, F, COLUMN, AMAX, GROUPS, HALF, HEADS,
         )  # fmt: skip
     else:
         block -= q_blocks + kv_blocks
-        _turn_back(
+        _rotate_back(
             v, v_b, v_h, v_t, values, kv_heads, block, cos, sin, row, column, factor, amax, n, T, W,
             False, F, COLUMN, AMAX, GROUPS, HALF, HEADS,
         )  # fmt: skip

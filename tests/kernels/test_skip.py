@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-KERNELS = "mix"
+KERNELS = "skip"
 pytestmark = pytest.mark.usefixtures("casts_as_on_a_gpu")
 SLACK = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 sizes = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -20,7 +20,10 @@ def check(kernels: Any, device: str, n: int, width: int, dtype: torch.dtype, wei
     generator = torch.Generator().manual_seed(n * 1009 + width)
     x, delta, state, grad = (torch.randn(n, width, generator=generator).to(device, dtype) for _ in range(4))
     factor = torch.tensor(weight, device=device)
-    found, (grad_state, grad_weight) = kernels.mix(x, delta, state, factor), kernels.mix_backward(grad, state, factor)
+    found, (grad_state, grad_weight) = (
+        kernels.add_skip(x, delta, state, factor),
+        kernels.add_skip_backward(grad, state, factor),
+    )
     assert (found.dtype, grad_state.dtype, grad_weight.dtype) == (dtype, dtype, torch.float32)
     assert (found.shape, grad_weight.shape) == (x.shape, ())
     near = {"rtol": SLACK[dtype], "atol": 4 * SLACK[dtype]}
@@ -45,7 +48,7 @@ def test_half_precision(kernels: Any, device: str, n: int, width: int, dtype: to
 def test_a_weight_that_is_part_of_a_vector(kernels: Any, device: str) -> None:
     x = torch.randn(4, 8, device=device)
     weights = torch.tensor([5.0, 0.25, 7.0], device=device).unbind()
-    torch.testing.assert_close(kernels.mix(x, x, x, weights[1]), 2.25 * x)
+    torch.testing.assert_close(kernels.add_skip(x, x, x, weights[1]), 2.25 * x)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -53,5 +56,5 @@ def test_what_is_not_finite_stays_so(kernels: Any, device: str, bad: float) -> N
     x, state = torch.ones(2, 8, device=device), torch.ones(2, 8, device=device)
     state[1, 3] = bad
     weight = torch.tensor(0.5, device=device)
-    assert not kernels.mix(x, x, state, weight)[1, 3].isfinite()
-    assert not kernels.mix_backward(x, state, weight)[1].isfinite()
+    assert not kernels.add_skip(x, x, state, weight)[1, 3].isfinite()
+    assert not kernels.add_skip_backward(x, state, weight)[1].isfinite()

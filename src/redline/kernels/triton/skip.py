@@ -1,4 +1,4 @@
-"""The kernels behind `mix`: one pass each."""
+"""The kernels that add a weighted skip connection, and its gradients: one pass over memory each."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redline.kernels.triton.launch import processors
+from redline.kernels.dispatch import sm_count
 
-_VALUES, _WARPS = 4096, 8  # of one program at a time
-_PROGRAMS = 8  # of the gradient on each processor, which stay and keep a sum
+_VALUES, _WARPS = 4096, 8  # values of one program at a time, and its warps
+# The programs of the backward stay on their multiprocessor and accumulate the weight's gradient; so many on each.
+_PROGRAMS_PER_SM = 8
 
 
-def mix(x: Tensor, delta: Tensor, state: Tensor, weight: Tensor) -> Tensor:
+def add_skip(x: Tensor, delta: Tensor, state: Tensor, weight: Tensor) -> Tensor:
     x, delta, state = x.contiguous(), delta.contiguous(), state.contiguous()
     out = torch.empty_like(x)
     _forward[(triton.cdiv(x.numel(), _VALUES),)](
@@ -22,10 +23,10 @@ def mix(x: Tensor, delta: Tensor, state: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def mix_backward(grad: Tensor, state: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def add_skip_backward(grad: Tensor, state: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     grad, state = grad.contiguous(), state.contiguous()
     grad_state, n = torch.empty_like(state), grad.numel()
-    programs = min(triton.cdiv(n, _VALUES), _PROGRAMS * processors(grad.device))
+    programs = min(triton.cdiv(n, _VALUES), _PROGRAMS_PER_SM * sm_count(grad.device))
     partial = torch.empty(programs, device=grad.device, dtype=torch.float32)
     _backward[(programs,)](grad, state, weight, grad_state, partial, n, programs, BLOCK=_VALUES, num_warps=_WARPS)
     return grad_state, partial.sum()  # no atomics: the same sum in the same order every time
