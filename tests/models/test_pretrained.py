@@ -128,7 +128,7 @@ def test_scaling_and_bias_matter(tmp_path: Path) -> None:
     model = decoder(open_base(str(tmp_path / "scaled")))
     scaled = logits(model, tokens)
     model.rope_scaling = None
-    model._rotary.clear()
+    model._rotary_tables.clear()
     assert (logits(model, tokens) - scaled).abs().max() > 0.1
     published("qwen2").save_pretrained(tmp_path / "biased")
     model = decoder(open_base(str(tmp_path / "biased")))
