@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, cached_property, update_wrapper
-from importlib import import_module
+from importlib import import_module  # noqa: TID251 - the module names are the `triton=` literals in this folder
 from importlib.util import find_spec
 from typing import Any, Generic, ParamSpec, TypeVar
 
