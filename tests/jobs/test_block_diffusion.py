@@ -40,9 +40,9 @@ def log_probabilities(objective: Any, clean: Tensor, noisy: Tensor, begin: int) 
     model, cache, at = objective.model, objective.model.new_cache(), 0
     for size in objective.layout.sizes:
         if at < begin:
-            model(clean[None, at : at + size], Bound(), cache, at, whole=True)
+            model(clean[None, at : at + size], Bound(), cache, at, bidirectional=True)
         at += size
-    states = model(noisy[None], Bound(), cache, begin, whole=True, keep=False)
+    states = model(noisy[None], Bound(), cache, begin, bidirectional=True, update_cache=False)
     return model.logits(states)[0, :, : objective.data.vocabulary.classes].log_softmax(-1)
 
 
@@ -97,7 +97,9 @@ def test_one_block_is_plain_masked_diffusion(world: Any, tmp_path: Path) -> None
     masked = np.random.default_rng(SEED).random(rows.tokens.shape) < 0.5
     batch = objective._assemble(rows, masked, np.ones(rows.tokens.shape, dtype=np.float32))
     with torch.no_grad():
-        states = objective.model(batch["inputs"], Bound(), objective.model.new_cache(), 0, whole=True, keep=False)
+        states = objective.model(
+            batch["inputs"], Bound(), objective.model.new_cache(), 0, bidirectional=True, update_cache=False
+        )
         logits = objective.model.logits(states)[..., : objective.data.vocabulary.classes]
         losses = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows.tokens).flatten(), reduction="none")
         expected = losses[torch.from_numpy(masked & rows.loss_mask).flatten()].sum()

@@ -91,7 +91,7 @@ def test_told_more_or_less_attention_is_the_same(heads: int) -> None:
     batch = {name: tensor.cuda() for name, tensor in laid_out(objective(), documents).items()}
     attention = Attention("flash", MaskSpec(documents=True), "cuda", grouped=heads != 4)
     found = []
-    for told in ({}, {"borders": batch["cu_seqlens"], "longest": int(batch["max_seqlen"])}):
+    for told in ({}, {"cu_seqlens": batch["cu_seqlens"], "max_seqlen": int(batch["max_seqlen"])}):
         q, k, v = (
             torch.randn(2, H, 512, 64, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda"))
             for H in (4, heads, heads)
