@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.finetune_steps import PACKAGES, Figures, installed, time_steps
 from benchmarks.reply import reply
-from redline.jobs.latent_prefix.costs import slots_read, taught
-from redline.jobs.latent_prefix.data import Lengths, Pair, Rows, options_of
+from redline.jobs.latent_prefix.costs import needs_teacher, prefix_length
+from redline.jobs.latent_prefix.data import Pair, PairRows, RowLengths, options_of
 from redline.jobs.objective import Batch
 from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Recipe
@@ -59,7 +59,7 @@ class TimedRows:
 def timed_rows(recipe: Recipe, vocabularies: dict[str, int], count: int) -> TimedRows:
     """So many, with the answers of models of these vocabularies, laid out as in training."""
     options, chance = options_of(recipe), np.random.default_rng(0)
-    room = recipe.data.seq_len - slots_read(options) - len(BEGIN) - len(ANCHOR) + 1
+    room = recipe.data.seq_len - prefix_length(options) - len(BEGIN) - len(ANCHOR) + 1
     sizes = np.clip(np.exp(chance.normal(np.log(TEXT_BYTES), SPREAD, count)), 2, options.bytes).astype(int)
     lengths = np.minimum(chance.geometric(ENDS, count) + 1, room)
     texts = [_text(chance, size) for size in sizes.tolist()]
@@ -68,10 +68,10 @@ def timed_rows(recipe: Recipe, vocabularies: dict[str, int], count: int) -> Time
         answers[name] = [chance.integers(0, vocabulary, length).tolist() for length in lengths.tolist()]
         told = [chance.integers(0, vocabulary, max(1, round(size / BYTES_PER_TOKEN))).tolist() for size in sizes]
         prompts[name] = [[*BEGIN, *tokens, *ANCHOR] for tokens in told]
-    limits = Lengths(options.bytes, options.patch, (room,) * len(vocabularies), options.words_weight > 0)
-    rows = Rows([Pair(text, "", (), "") for text in texts], list(answers.values()), limits)
+    limits = RowLengths(options.bytes, options.patch, (room,) * len(vocabularies), options.words_weight > 0)
+    rows = PairRows([Pair(text, "", (), "") for text in texts], list(answers.values()), limits)
     names = {f"targets.{place}": f"targets.{name}" for place, name in enumerate(vocabularies)}
-    taken = rows.take(np.arange(count))
+    taken = rows.batch(np.arange(count))
     return TimedRows({names.get(key, key): torch.from_numpy(array) for key, array in taken.items()}, prompts, answers)
 
 
@@ -119,7 +119,7 @@ def texts_a_second(figures: Figures) -> Figures:
 def _taught(objective: Any, rows: TimedRows) -> tuple[dict[str, Tensor], float]:
     """What each teacher leaves on disk of a step's texts, and the milliseconds that reading them took."""
     options, device, found = objective.options, objective.device, {}
-    if not taught(options):
+    if not needs_teacher(options):
         return {}, 0.0
     begin = time.perf_counter()
     with objective.uncompiled():

@@ -24,9 +24,9 @@ from benchmarks.latent_steps import ANCHOR, BEGIN, TimedRows, texts_a_second, ti
 from benchmarks.peers.hf_qlora import PACKAGES, random_model
 from benchmarks.reply import has_room, reply
 from redline.errors import UserError
-from redline.jobs.latent_prefix.costs import WireShape
+from redline.jobs.latent_prefix.costs import PrefixShape
 from redline.jobs.latent_prefix.data import options_of
-from redline.jobs.latent_prefix.encoder import Wire, word_loss
+from redline.jobs.latent_prefix.encoder import PrefixModel, word_loss
 from redline.kernels.cross_entropy import IGNORE
 from redline.kernels.matmul import DTYPES
 from redline.models.families import inexact
@@ -80,11 +80,13 @@ class Textbook:
         self.readers = {name: self._reader(model) for name, model in self.models.items()}
         widths = {name: int(model.d_model) for name, model in self.models.items()}
         rms = {name: float(one.embed.weight.float().square().mean().sqrt()) for name, one in self.readers.items()}
-        self.wire = Wire(WireShape.of(self.options, len(widths)), widths, rms, dtype=self.dtype).to(self.device)
-        self.wire.initialise(recipe.train.seed)
+        self.model = PrefixModel(PrefixShape.of(self.options, len(widths)), widths, rms, dtype=self.dtype).to(
+            self.device
+        )
+        self.model.initialise(recipe.train.seed)
         train = recipe.train
         self.optimizer = torch.optim.AdamW(
-            self.wire.parameters(),
+            self.model.parameters(),
             lr=train.lr,
             betas=train.betas,
             eps=train.eps,
@@ -101,7 +103,7 @@ class Textbook:
     def step(self, micros: list[TimedRows]) -> Terms:
         terms = self._backward(micros)
         if self.recipe.train.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.wire.parameters(), self.recipe.train.clip)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.train.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return terms
@@ -132,9 +134,9 @@ class Textbook:
 
     def _sums(self, rows: TimedRows) -> Terms:
         options, found = self.options, {}
-        latents = self.wire.latents(rows.batch["bytes"])
+        latents = self.model.latents(rows.batch["bytes"])
         for name, reader in self.readers.items():
-            prefix, targets = self.wire.prefix(name, latents[name]), rows.batch[f"targets.{name}"]
+            prefix, targets = self.model.prefix(name, latents[name]), rows.batch[f"targets.{name}"]
             students = one_pass if self.one_pass else separate_passes
             losses, first, early = students(reader, prefix, targets, options.first_tokens)
             ratio = first / (losses.sum(1) / (targets != IGNORE).sum(1))
@@ -145,10 +147,10 @@ class Textbook:
             if options.kd_weight:
                 aim = reader.after_text(rows.prompts[name], rows.answers[name], options.first_tokens)
                 found[f"kd_{name}"] = _distance(early, aim[:, : early.shape[1]], options.tau, some != IGNORE)
-            if self.wire.words is not None:
-                found[f"words_{name}"] = word_loss(self.wire.words, latents[name], rows.batch["words"]).sum()
+            if self.model.words is not None:
+                found[f"words_{name}"] = word_loss(self.model.words, latents[name], rows.batch["words"]).sum()
         if options.scale_weight:
-            found["scale"] = self.wire.scale_terms()
+            found["scale"] = self.model.scale_terms()
         return found
 
     def fits(self, micros: list[TimedRows]) -> bool:

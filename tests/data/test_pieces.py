@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from latents import piece_vocabulary
 from redline.data.chat_template import piece_file, piece_tokenizer
 from redline.errors import UserError
-from redline.jobs.latent_prefix.data import Reader
+from redline.jobs.latent_prefix.data import PromptTokenizer
 
 pytest.importorskip("transformers")
 REAL = Path(__file__).parents[3] / "shared/data/stories260k/tok512.json"
@@ -68,7 +68,7 @@ def test_a_real_vocabulary() -> None:
 
 
 def test_an_answer_has_one_space_before_it(vocabulary: tuple[Path, list[list[Any]]]) -> None:
-    reader = Reader(vocabulary[0].parent, "the: ")
+    reader = PromptTokenizer(vocabulary[0].parent, "the: ")
     assert reader.answer("red") == [*joined_by_score("red", vocabulary[1]), 2]
     assert reader.begin == [1]
     assert reader.decode(reader.answer("red")) == "red"
@@ -81,7 +81,7 @@ def test_an_answer_has_one_space_before_it(vocabulary: tuple[Path, list[list[Any
 def test_what_is_no_such_list_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "tok9.json").write_text(content)
     with pytest.raises(UserError, match=r"no list of pieces.*tokenizer\.json"):
-        Reader(tmp_path, "Answer: ")
+        PromptTokenizer(tmp_path, "Answer: ")
 
 
 def test_a_usual_tokenizer_comes_first(tmp_path: Path) -> None:
@@ -94,14 +94,14 @@ def test_a_usual_tokenizer_comes_first(tmp_path: Path) -> None:
 def test_a_reader_is_known_by_how_it_begins_and_ends_a_text(tiny_base: Path, tmp_path: Path) -> None:
     """What a teacher has read, and what a run learns, depends on both."""
     shutil.copytree(tiny_base, tmp_path / "base")
-    plain = Reader(tmp_path / "base", "Answer: ")
-    assert Reader(tiny_base, "Answer: ").fingerprint == plain.fingerprint
-    assert Reader(tiny_base, "So: ").fingerprint != plain.fingerprint
+    plain = PromptTokenizer(tmp_path / "base", "Answer: ")
+    assert PromptTokenizer(tiny_base, "Answer: ").fingerprint == plain.fingerprint
+    assert PromptTokenizer(tiny_base, "So: ").fingerprint != plain.fingerprint
     config = json.loads((tmp_path / "base/tokenizer_config.json").read_text())
     config |= {"eos_token": "<|im_start|>", "chat_template": None}
     (tmp_path / "base/tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "base/chat_template.jinja").unlink(missing_ok=True)
     (tmp_path / "base/special_tokens_map.json").unlink(missing_ok=True)
-    changed = Reader(tmp_path / "base", "Answer: ")
+    changed = PromptTokenizer(tmp_path / "base", "Answer: ")
     assert changed.eos_ids != plain.eos_ids
     assert changed.fingerprint != plain.fingerprint

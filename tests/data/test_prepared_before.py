@@ -34,7 +34,7 @@ from redline.data.tokenizer import named_vocabulary
 from redline.data.tokens import TokenData, TokenSplit, open_tokens
 from redline.jobs.diffusion.data import load_records
 from redline.jobs.finetune.data import AnswerData, load_answers
-from redline.jobs.latent_prefix.data import PairData, Reader, load_pairs
+from redline.jobs.latent_prefix.data import PairData, PromptTokenizer, load_pairs
 from redline.planning.layout import Layout, Segment
 from redline.recipe.schema import Data
 
@@ -361,7 +361,7 @@ def describe_pairs(folder: Path) -> Any:
     second = write_questions(folder / "b.jsonl", range(45, 80))
     data = load_pairs(
         data_of([{"source": first}, {"source": second, "repeat": 2}, {"source": "problems:easy:40"}]),
-        [Reader(tokenizer, "Answer: ")],
+        [PromptTokenizer(tokenizer, "Answer: ")],
         most_bytes=128,
         patch=4,
         slots=4,
@@ -375,7 +375,7 @@ def describe_pairs(folder: Path) -> Any:
 def _describe_pairs(data: PairData) -> Any:
     assert data.val is not None
     order = data.index.sequences(np.arange(200, dtype=np.int64))
-    batch = data.train.take(np.arange(16, dtype=np.int64))
+    batch = data.train.batch(np.arange(16, dtype=np.int64))
     return {
         "fingerprints": [data.fingerprint, data.rows_fingerprint, data.content],
         "held out": sorted({pair.group[:12] for pair in data.val.pairs}),

@@ -66,7 +66,7 @@ def test_one_pass_gives_the_terms_of_separate_forwards(two: Latents) -> None:
     pairs = objective.data.pairs
     numbers = pairs.index.sequences(samples).tolist()
     for name, llm in objective.frozen.items():
-        decoder, reader = llm.decoder, llm.reader
+        decoder, reader = llm.decoder, llm.tokenizer
         sums = dict.fromkeys(("ce", "first", "k", "kd", "match"), 0.0)
         for row, number in enumerate(numbers):
             answer = pairs.train.answers[int(name)][number]
@@ -152,7 +152,7 @@ def test_the_cached_teacher_is_the_live_one(one: Latents) -> None:
     objective = one.objective()
     llm, pairs = objective.frozen["0"], objective.data.pairs
     rows = np.arange(len(pairs.train))
-    cached = objective.teachers["0"].take(rows)
+    cached = objective.teachers["0"].states(rows)
     for row in rows.tolist():
         answer = pairs.train.answers[0][row][:4]
         tokens = torch.tensor([[*text_prompt(llm, pairs.train.pairs[row].text, 10**6), *answer[:-1]]])
@@ -164,16 +164,16 @@ def test_the_cached_teacher_is_the_live_one(one: Latents) -> None:
 
 def test_a_text_is_read_once(one: Latents, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second run finds all of it on disk, and a short one reads only what it will see."""
-    from redline.jobs.latent_prefix.frozen import Frozen
+    from redline.jobs.latent_prefix.frozen import FrozenModel
 
     read: list[int] = []
-    real = Frozen.text_states
+    real = FrozenModel.text_states
 
     def counted(self: Any, prompts: Any, answers: Any) -> Any:
         read.append(len(prompts))
         return real(self, prompts, answers)
 
-    monkeypatch.setattr(Frozen, "text_states", counted)
+    monkeypatch.setattr(FrozenModel, "text_states", counted)
     keys = ("latent_prefix.anchor='Colour: '", "train.global_batch=4")
     first = one.objective(*keys, "train.steps=1")
     assert sum(read) == 4
@@ -222,7 +222,7 @@ def test_no_answer_reaches_the_prefix(one: Latents) -> None:
 
 def test_answers_end(one: Latents) -> None:
     objective = one.objective(teach=False)
-    reader, train = objective.data.readers["0"], objective.data.pairs.train
+    reader, train = objective.data.tokenizers["0"], objective.data.pairs.train
     batch = objective.batch(np.arange(8))
     for targets in batch["targets.0"].tolist():
         said = [token for token in targets if token != IGNORE]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.errors import UserError
-from redline.jobs.latent_prefix.data import Pair, cut_bytes, read_pairs, split_pairs, strangers
+from redline.jobs.latent_prefix.data import Pair, cut_bytes, read_pairs, split_pairs, unrelated_pairs
 
 SQUAD = Path(__file__).parents[3] / "shared/data/squad/squad-v1.1-40-articles.json"
 
@@ -156,7 +156,7 @@ def test_real_articles() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=30))
 def test_a_stranger_is_about_something_else(made: list[tuple[int, int]]) -> None:
     pairs = [Pair(f"text {text}", "", ("a",), f"group {group}") for group, text in made]
-    found = strangers(pairs)
+    found = unrelated_pairs(pairs)
     groups, texts = {pair.group for pair in pairs}, {pair.text for pair in pairs}
     if len(groups) > 1:
         assert found is not None

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetuning import Tuning
 from latents import Latents, other_base
-from redline.jobs.latent_prefix.costs import longest_beside
+from redline.jobs.latent_prefix.costs import longest_bucket_chances
 from redline.training.run_directory import RunDirectory
 
 aten = torch.ops.aten
@@ -195,4 +195,4 @@ def test_the_longest_of_a_batch(counts: list[int], micro: int) -> None:
         others = list(combinations([row for number, row in enumerate(rows) if number != own], micro - 1))
         longest = [max((place, *batch)) for batch in others]
         expected = [longest.count(bucket) / len(others) for bucket in range(len(counts))]
-        assert longest_beside(counts, place, micro) == pytest.approx(expected)
+        assert longest_bucket_chances(counts, place, micro) == pytest.approx(expected)

@@ -29,20 +29,20 @@ def problems(*overrides: str) -> dict[str, str]:
     ("overrides", "key", "said"),
     [
         (["model.base=null"], "model.base", "is missing"),
-        (["model.lora.r=4"], "model.lora", "does nothing"),
-        (["model.dropout=0.1"], "model.dropout", "does nothing"),
+        (["model.lora.r=4"], "model.lora", NAME),
+        (["model.dropout=0.1"], "model.dropout", NAME),
         (["data.tokenizer=gpt2"], "data.tokenizer", "reads bytes"),
         (["data.pack=true"], "data.pack", "padded"),
-        (["data.stream=true", "train.epochs=null", "train.steps=1"], "data.stream", "for text"),
+        (["data.stream=true", "train.epochs=null", "train.steps=1"], "data.stream", "text"),
         (["train.precision=fp8"], "train.precision", "fp8"),
         ([f"{NAME}.heads=7"], f"{NAME}.heads", "do not divide"),
         ([f"{NAME}.patch=3"], f"{NAME}.patch", "Use latent_prefix.bytes=2049"),
-        (["data.seq_len=20"], "data.seq_len", "no room behind a prefix of 32"),
-        ([f"{NAME}.only=5"], f"{NAME}.only", "There are 0, 1"),
+        (["data.seq_len=20"], "data.seq_len", "a prefix of 32"),
+        ([f"{NAME}.only=5"], f"{NAME}.only", "0, 1"),
         (
             [f"{NAME}.fade_steps=5", f"{NAME}.kd_weight=0", f"{NAME}.match_weight=0", f"{NAME}.words_weight=0"],
             f"{NAME}.fade_steps",
-            "nothing to fade",
+            "kd_weight",
         ),
         ([f"{NAME}.others=[{{base: x, quant: int3}}]"], f"{NAME}.others", "none, nf4"),
         ([f"{NAME}.others=[{{base: x, shape: {{layers: 2}}}}]"], f"{NAME}.others", "d_model is missing"),
@@ -103,7 +103,7 @@ def test_costs_add_up() -> None:
     other = costs(both).shapes(shape)[1]
     flops = {name: costs(recipe).flops(shape, 80, "none").causal for name, recipe in (("both", both), ("one", alone))}
     second = costs(alone).flops(other, 80, "none").causal
-    assert flops["both"] == pytest.approx(flops["one"] + second - costs(alone).wire.flops() / 80)
+    assert flops["both"] == pytest.approx(flops["one"] + second - costs(alone).prefix.flops() / 80)
     full = costs(both).flops(shape, 80, "full")
     assert full.computed > full.executed == flops["both"] < full.useful
     nf4, bf16 = (

@@ -69,15 +69,15 @@ def test_it_says_that_the_teacher_reads(two: Latents, tmp_path: Path, monkeypatc
     """Of each model, once; and how far it is, where that takes long."""
     from redline.jobs.latent_prefix import teacher as latent_teacher
 
-    monkeypatch.setattr(latent_teacher, "_AT_ONCE", 4)
-    monkeypatch.setattr(latent_teacher, "_TELL_S", 0.0)
+    monkeypatch.setattr(latent_teacher, "_FILE_ROWS", 4)
+    monkeypatch.setattr(latent_teacher, "_PROGRESS_S", 0.0)
     heard: list[str] = []
     view = SimpleNamespace(event=lambda event: heard.append(str(event.get("message"))), tick=lambda *_: None)
     keys = ("latent_prefix.anchor='It is: '", "train.steps=1", "train.global_batch=8")
     two.run(tmp_path / "first", *keys, view=view)
     reading = [line for line in heard if "text" in line]
     assert [line for line in reading if "reads 8 texts" in line] == reading[::2]
-    assert reading[1::2] == [line for line in reading if line.startswith("4 of 8 texts are read, ")]
+    assert reading[1::2] == [line for line in reading if "4 of 8 texts" in line]
     assert len(reading) == 4
     heard.clear()
     two.run(tmp_path / "second", *keys, view=view)
@@ -150,9 +150,9 @@ def test_long_texts_and_answers(one: Latents, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_the_models_is_said(two: Latents) -> None:
     complete = job_runtime("latent_prefix").complete
-    with pytest.raises(RecipeError, match=r"model\.layers: 7 is not the base's 2"):
+    with pytest.raises(RecipeError, match=r"model\.layers: 7 .* 2\."):
         complete(two.recipe("model.layers=7"), print)
-    with pytest.raises(RecipeError, match="200 is longer than the 128"):
+    with pytest.raises(RecipeError, match=r"200 is longer .* 128"):
         complete(two.recipe("data.seq_len=200"), print)
     shape = "{layers: 3, d_model: 48, heads: 4, d_ff: 96, vocab: 300}"
     with pytest.raises(RecipeError, match=r"others\.0.*another layers"):

@@ -403,7 +403,7 @@ class RecordDiffusion(DiffusionObjective):
             return []
         if (length := len(tokenizer.encode(prompt))) > self._question_length:
             self.log(
-                f"the question has {length:,} tokens and the run reads {self._question_length:,}: the rest is cut off"
+                f"the question has {length:,} tokens, and the run reads {self._question_length:,}: the rest is cut off"
             )
         row = self._masked_row(question_row(prompt, self.layout, tokenizer))
         rows = torch.tensor([row] * how.count, device=self.device)

@@ -1,4 +1,8 @@
-"""What a latent prefix is trained on, and through which frozen models."""
+"""The data of latent_prefix: texts as bytes, their answers as tokens of each frozen model, and the models themselves.
+
+From top to bottom: reading pairs of text and answers from their sources, the split, the tokenization of prompts and
+answers, padding to a few lengths, and what the objective gets.
+"""
 
 from __future__ import annotations
 
@@ -25,38 +29,46 @@ from redline.data.tokenizer import ByteTokenizer
 from redline.data.tokens import digest_of
 from redline.errors import Problem, RecipeError, UserError
 from redline.fields import AUTO
-from redline.jobs.latent_prefix.costs import BYTES, WORDS, slots_read
+from redline.jobs.latent_prefix.costs import BYTES, WORDS, prefix_length
 from redline.models.pretrained import Base, open_base
 from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Data, Model, Recipe
 
 # ----------------------------------------------------------------------------------------------------
-# Pairs: reading sources, and the held-out split.
+# Pairs of a text and its answers: SQuAD's JSON, rows of SQuAD, HotpotQA and GSM8K, and {source, answer}.
+#
+# A text is `Question: …⏎Context: …⏎`, with the question first, so that truncation takes from the context. Pairs that
+# share something (paragraphs of an article, questions about a text) form a group, which is held out as a whole.
 
 
 _FIELDS = ("source", "question", "context", "answer", "answers", "title")
 _FIX = "Give SQuAD's JSON, or rows with source and answer, or with question, context and answer (or answers)."
-_INSTEAD = f"Take the embedded word problems, {PREFIX}easy. Or:"
-_MARK = "####"  # GSM8K: what is behind it is the answer
+_INSTEAD = f"Use the embedded word problems, {PREFIX}easy. Or:"
+_ANSWER_MARK = "####"  # GSM8K: the answer follows
 
 
 @dataclass(frozen=True)
 class Pair:
-    text: str  # all that there is to read
-    question: str  # what of it is left where no context is given; empty if it cannot be taken apart
-    answers: tuple[str, ...]  # the first is learnt, any is right
+    text: str  # the whole text: question and context
+    question: str  # the text without its context; empty if they cannot be separated
+    answers: tuple[str, ...]  # training uses the first; any of them is right
     group: str
 
     def key(self) -> bytes:
-        said = json.dumps([self.text, self.answers], ensure_ascii=True)
-        return hashlib.blake2b(said.encode(), digest_size=16).digest()
+        content = json.dumps([self.text, self.answers], ensure_ascii=True)
+        return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
 
 def read_pairs(source: str) -> tuple[list[Pair], RowReport]:
-    """Return every usable row in a fixed order; raise UserError if more than half of the rows are unusable."""
+    """Return every usable pair in the order of the source.
+
+    A source of which more than half is unusable, or that holds nothing, is an error.
+    """
     if is_problems(source):
-        made = [Pair(_asked(one.question), "", (one.answer,), one.question) for one in problems(source)]
-        return made, RowReport(source, len(made))
+        problem_pairs = [
+            Pair(_question_line(one.question), "", (one.answer,), one.question) for one in problems(source)
+        ]
+        return problem_pairs, RowReport(source, len(problem_pairs))
     stats, path = ReadStats(source), Path(source).expanduser()
     if path.suffix == ".json" and path.is_file():
         rows = squad_rows(path, stats, _FIX)
@@ -67,69 +79,73 @@ def read_pairs(source: str) -> tuple[list[Pair], RowReport]:
 
 
 def parse_pair(row: Mapping[str, Any]) -> Pair:
-    """Return the row as a pair; raise UnusableRowError if it is not one. A field with null counts as absent."""
+    """Parse a row; raise UnusableRowError if it cannot be used. A null field counts as absent."""
     if row.get("source") is not None:
         text = text_field(row["source"], "source")
-        return Pair(_ended(text), "", _answers(row), text)
+        return Pair(_with_newline(text), "", _answers(row), text)
     if row.get("question") is None:
         raise UnusableRowError("neither a 'source' nor a 'question' field")
     question = text_field(row["question"], "question").strip()
     if row.get("context") is None:
-        return Pair(_asked(question), "", _answers(row), question)
+        return Pair(_question_line(question), "", _answers(row), question)
     context = _context(row["context"])
     title = row.get("title")
     group = title if isinstance(title, str) and title else context
-    return Pair(f"{_asked(question)}Context: {context}\n", _asked(question), _answers(row), group)
+    return Pair(f"{_question_line(question)}Context: {context}\n", _question_line(question), _answers(row), group)
 
 
-def _asked(question: str) -> str:
+def _question_line(question: str) -> str:
     return f"Question: {question}\n"
 
 
-def _ended(text: str) -> str:
+def _with_newline(text: str) -> str:
     return text if text.endswith("\n") else f"{text}\n"
 
 
 def _context(value: Any) -> str:
-    """A text, or HotpotQA's paragraphs: [[title, sentences], …], or their titles and sentences apart."""
+    """Return the context as one text.
+
+    HotpotQA has paragraphs instead: [[title, sentences], …], or a mapping with lists of titles and of sentences.
+    """
     if isinstance(value, Mapping) and "title" in value and "sentences" in value:
         value = list(zip(value["title"], value["sentences"], strict=False))
     if isinstance(value, Sequence) and not isinstance(value, str):
         try:
             value = "\n".join(f"{title}: {''.join(sentences)}" for title, sentences in value)
         except (TypeError, ValueError):
-            raise UnusableRowError("'context' is neither text nor paragraphs of text") from None
+            raise UnusableRowError("'context' is neither text nor a list of paragraphs") from None
     return text_field(value, "context").strip()
 
 
 def _answers(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Each once, in their order; of a GSM8K solution the number."""
+    """Return the distinct answers in their order; for a GSM8K solution the number."""
     value = row.get("answers") if row.get("answers") is not None else row.get("answer")
     if isinstance(value, Mapping):
         value = value.get("text")
     several = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     if not several or several == [None]:
         raise UnusableRowError("no answer")
-    found = [one.get("text") if isinstance(one, Mapping) else one for one in several]
+    values = [one.get("text") if isinstance(one, Mapping) else one for one in several]
     texts = [
-        text_field(str(one) if isinstance(one, int) and not isinstance(one, bool) else one, "answer") for one in found
+        text_field(str(one) if isinstance(one, int) and not isinstance(one, bool) else one, "answer") for one in values
     ]
-    plain = [text.rpartition(_MARK)[2].replace(",", "") if _MARK in text else text for text in texts]
+    plain = [text.rpartition(_ANSWER_MARK)[2].replace(",", "") if _ANSWER_MARK in text else text for text in texts]
     if not all(text.strip() for text in plain):
-        raise UnusableRowError(f"nothing after the {_MARK} of its answer")
+        raise UnusableRowError(f"nothing after the {_ANSWER_MARK} of its answer")
     return tuple(dict.fromkeys(text.strip() for text in plain))
 
 
-def strangers(pairs: Sequence[Pair]) -> list[int] | None:
-    """For each the next one, around, of another group: about something else. Of another text, where all are of one
-    group; None where there is but one text."""
-    kinds: list[list[str]] = [[pair.group for pair in pairs], [pair.text for pair in pairs]]
-    for names in kinds:
+def unrelated_pairs(pairs: Sequence[Pair]) -> list[int] | None:
+    """Return, for each pair, the number of the next pair (cyclically) of another group.
+
+    If all pairs are of one group, of another text; None if there is only one text.
+    """
+    for names in ([pair.group for pair in pairs], [pair.text for pair in pairs]):
         if len(set(names)) > 1:
-            around = [*names, *names]
+            cycle = [*names, *names]
             return [
-                next(other for other in range(place + 1, len(around)) if around[other] != names[place]) % len(names)
-                for place in range(len(names))
+                next(other for other in range(i + 1, len(cycle)) if cycle[other] != names[i]) % len(names)
+                for i in range(len(names))
             ]
     return None
 
@@ -147,31 +163,32 @@ def split_pairs(
 
 
 # ----------------------------------------------------------------------------------------------------
-# What a latent prefix is trained on: texts as bytes, and their answers as each frozen model's tokens.
+# Rows: texts as bytes, and their answers as tokens of each frozen model.
 #
-# The anchor's last spaces belong to the answer: `Answer:` and ` 42` are the tokens that a model has met, and `Answer: `
-# and `42` are not. An answer ends with the model's own end of text, which is learnt like the rest of it.
+# The trailing spaces of the anchor are tokenized with the answer: a model has seen `Answer:` followed by ` 42`, but not
+# `Answer: ` followed by `42`. An answer ends with the model's end-of-text token, which carries a loss like the rest:
+# the original never supervised it, so its models did not learn to stop.
 
 
 PAD = BYTES - 1
 CUT, DROP, ERROR = "cut", "drop", "error"
 _WORD = re.compile(r"\w+")
-_MOST_WORDS = 128  # of a text, that are told apart
-_BYTE_BUCKETS = 4  # lengths of byte rows: quarters of the longest
-_LEAST_ANSWER = 8  # tokens; longer answers double this
+_MOST_WORDS = 128  # distinct words of a text that the word loss covers
+_BYTE_BUCKETS = 4  # texts are padded to quarters of the longest length
+_LEAST_ANSWER = 8  # answers are padded to 8 tokens, 16, 32 and so on
 
 Int64s = npt.NDArray[np.int64]
 
 
-class Reader:
-    """How one frozen model reads: its tokenizer, without chat."""
+class PromptTokenizer:
+    """Tokenizes prompts and answers for one frozen model, without a chat template."""
 
     def __init__(self, folder: Path, anchor: str) -> None:
         self._tokenizer = load_chat_tokenizer(folder)
         if not self._tokenizer.eos_ids:
             fix = "Set eos_token in its tokenizer_config.json."
-            raise UserError("the tokenizer has no token that ends a text.", where=str(folder), fix=fix)
-        self.begin: list[int] = self._tokenizer.encode_bare("")  # what it puts before every text
+            raise UserError("the tokenizer has no end-of-text token.", where=str(folder), fix=fix)
+        self.begin: list[int] = self._tokenizer.encode_bare("")  # the tokens that it puts before every text
         bare = anchor.rstrip(" ")
         self.anchor: list[int] = self._ids(bare)
         self._space = "" if self._adds_space() else anchor[len(bare) :]
@@ -180,24 +197,24 @@ class Reader:
         self.fingerprint: str = digest_of(["reader", self._tokenizer.fingerprint, marks])
         self.vocab_size = self._tokenizer.vocab_size
         if not self.anchor:
-            raise UserError(
-                "is no text to this model.", where=f"latent_prefix.anchor ({folder})", fix="Use 'Answer: '."
-            )
+            what = "encodes to no tokens."
+            raise UserError(what, where=f"latent_prefix.anchor ({folder})", fix="Use 'Answer: '.")
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer.encode_bare(text)[len(self.begin) :]
 
     def _adds_space(self) -> bool:
-        """Whether the tokenizer puts a space before every text, as SentencePiece does: another would be too many."""
+        """Return whether the tokenizer puts a space before every text, as SentencePiece does: the anchor's own space
+        would then be a second one."""
         alone, within = self._ids("a"), self._ids("\na")
         return self._ids(" a")[1:] == alone and within[-1:] != alone
 
     def answer(self, text: str) -> list[int]:
-        """With its end."""
+        """Return the tokens of an answer, with the end-of-text token."""
         return [*self._ids(self._space + text), self.eos_ids[0]]
 
     def prompt(self, text: str, most: int | None = None) -> list[int]:
-        """The text (its first `most` tokens) and the anchor behind it."""
+        """Return the tokens of a text (at most its first `most`), followed by the anchor."""
         return [*self.begin, *self._ids(text)[:most], *self.anchor]
 
     def count(self, text: str) -> int:
@@ -208,90 +225,95 @@ class Reader:
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Of rows, in bytes and in tokens."""
+class RowLengths:
+    """The largest lengths of rows."""
 
     bytes: int  # of a text
-    patch: int  # that a row's bytes are a multiple of
-    answers: tuple[int, ...]  # with their end, for each model
-    words: bool
+    patch: int  # the padded bytes of a row are a multiple of this
+    answers: tuple[int, ...]  # tokens of an answer with its end, for each model
+    words: bool  # whether batches have the words of their texts
 
-    def of(self, some: Sequence[Rows], longest: int) -> Lengths:
-        """No more than those of what there is: a length that never comes need not be compiled."""
+    def limited_to(self, parts: Sequence[PairRows], longest: int) -> RowLengths:
+        """Return the lengths that actually occur: a graph for a length that never occurs need not be compiled."""
         texts = -(-max(longest, 1) // self.patch) * self.patch
         answers = [
-            max((len(one) for rows in some for one in rows.answers[n]), default=1) for n in range(len(self.answers))
+            max((len(one) for rows in parts for one in rows.answers[n]), default=1) for n in range(len(self.answers))
         ]
         return replace(self, bytes=min(self.bytes, texts), answers=tuple(answers))
 
 
 @dataclass(frozen=True)
-class Rows:
+class PairRows:
+    """Pairs with their tokenized answers."""
+
     pairs: list[Pair]
     answers: list[list[list[int]]]  # tokens, for each model and pair
-    lengths: Lengths
+    lengths: RowLengths
 
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def take(self, numbers: Int64s) -> dict[str, npt.NDArray[Any]]:
-        """`bytes` [B, S], `targets.N` [B, A] of the N-th model and `words` [B, W], padded to one of a few lengths."""
+    def batch(self, numbers: Int64s) -> dict[str, npt.NDArray[Any]]:
+        """Return `bytes` [B, S], `targets.N` [B, A] of the N-th model and `words` [B, W].
+
+        Each is padded to one of a few lengths, so that compiled graphs are reused.
+        """
         texts = [cut_bytes(self.pairs[number].text, self.lengths.bytes) for number in numbers.tolist()]
-        size = _bucket_bytes(max(len(text) for text in texts), self.lengths)
-        found: dict[str, npt.NDArray[Any]] = {"bytes": byte_rows(texts, size)}
+        size = _byte_bucket(max(len(text) for text in texts), self.lengths)
+        batch: dict[str, npt.NDArray[Any]] = {"bytes": byte_rows(texts, size)}
         for model, (answers, longest) in enumerate(zip(self.answers, self.lengths.answers, strict=True)):
             some = [answers[number] for number in numbers.tolist()]
-            length = _bucket_answer(max(len(one) for one in some), longest)
-            targets = found[f"targets.{model}"] = np.full((len(some), length), IGNORE, dtype=np.int64)
+            length = _answer_bucket(max(len(one) for one in some), longest)
+            targets = batch[f"targets.{model}"] = np.full((len(some), length), IGNORE, dtype=np.int64)
             for row, one in enumerate(some):
                 targets[row, : len(one)] = one
         if self.lengths.words:
-            found["words"] = np.stack([_words(text) for text in texts])
-        return found
+            batch["words"] = np.stack([_words(text) for text in texts])
+        return batch
 
-    def means(self, numbers: Int64s) -> dict[str, Any]:
-        """What `jobs.latent_prefix.Costs` reads: how many of these rows each padded length takes, shortest first.
+    def length_counts(self, numbers: Int64s) -> dict[str, Any]:
+        """Return how many of these rows have each padded length, shortest first, as `Costs` reads it.
 
-        `bytes`: positions of the encoder, rows, and the mean positions that hold a byte; `answers`: for each model,
-        tokens and rows.
+        `bytes`: positions of the encoder, rows, and the mean number of positions that hold a byte; `answers`: for each
+        model, tokens and rows.
         """
         patch, sizes = self.lengths.patch, dict[int, list[int]]()
         answers: list[dict[int, int]] = [{} for _ in self.answers]
         for number in numbers.tolist():
             text = len(cut_bytes(self.pairs[number].text, self.lengths.bytes))
-            sizes.setdefault(_bucket_bytes(text, self.lengths) // patch, []).append(-(-text // patch))
+            sizes.setdefault(_byte_bucket(text, self.lengths) // patch, []).append(-(-text // patch))
             for counts, tokens, longest in zip(answers, self.answers, self.lengths.answers, strict=True):
-                size = _bucket_answer(len(tokens[number]), longest)
+                size = _answer_bucket(len(tokens[number]), longest)
                 counts[size] = counts.get(size, 0) + 1
         return {
             "bytes": [[size, len(held), sum(held) / len(held)] for size, held in sorted(sizes.items())],
             "answers": [[list(item) for item in sorted(counts.items())] for counts in answers],
         }
 
-    def first(self, count: int) -> Rows:
-        return Rows(self.pairs[:count], [some[:count] for some in self.answers], self.lengths)
+    def first(self, count: int) -> PairRows:
+        return PairRows(self.pairs[:count], [some[:count] for some in self.answers], self.lengths)
 
 
 def cut_bytes(text: str, most: int) -> bytes:
-    """The first bytes, without half a character at their end."""
+    """Return the first `most` bytes of a text, without an incomplete character at the end."""
     raw = text.encode("utf-8", "replace")
     return raw if len(raw) <= most else raw[:most].decode("utf-8", "ignore").encode("utf-8")
 
 
 def byte_rows(texts: Sequence[bytes], size: int) -> Int64s:
-    """[B, size], padded."""
+    """Return the texts as rows [B, size], padded at the end."""
     rows = np.full((len(texts), size), PAD, dtype=np.int64)
     for row, text in enumerate(texts):
         rows[row, : len(text)] = np.frombuffer(text, dtype=np.uint8)
     return rows
 
 
-def _bucket_bytes(length: int, lengths: Lengths) -> int:
+def _byte_bucket(length: int, lengths: RowLengths) -> int:
     step = -(-lengths.bytes // (_BYTE_BUCKETS * lengths.patch)) * lengths.patch
     return min(lengths.bytes, -(-length // step) * step)
 
 
-def _bucket_answer(length: int, most: int) -> int:
+def _answer_bucket(length: int, most: int) -> int:
     size = _LEAST_ANSWER
     while size < length:
         size *= 2
@@ -299,9 +321,10 @@ def _bucket_answer(length: int, most: int) -> int:
 
 
 def _words(text: bytes) -> Int64s:
-    found = dict.fromkeys(word.lower() for word in _WORD.findall(text.decode("utf-8", "replace")))
-    kinds = list(dict.fromkeys(zlib.crc32(word.encode()) % WORDS for word in found))[:_MOST_WORDS]
-    return np.array([*kinds, *[-1] * (_MOST_WORDS - len(kinds))], dtype=np.int64)
+    """Return the distinct hash buckets of a text's words, padded with −1."""
+    words = dict.fromkeys(word.lower() for word in _WORD.findall(text.decode("utf-8", "replace")))
+    buckets = list(dict.fromkeys(zlib.crc32(word.encode()) % WORDS for word in words))[:_MOST_WORDS]
+    return np.array([*buckets, *[-1] * (_MOST_WORDS - len(buckets))], dtype=np.int64)
 
 
 @dataclass
@@ -309,36 +332,36 @@ class PairsReport:
     sources: list[RowReport]
     train: int
     val: int
-    cut: int = 0  # texts longer than the limit, kept in part
-    dropped: int = 0  # and left out
-    longest: int = 0  # bytes
+    cut: int = 0  # texts longer than the limit that were truncated
+    dropped: int = 0  # texts longer than the limit that were left out
+    longest: int = 0  # bytes of the longest text
     unanswerable: int = 0  # left out: the answer does not fit behind the prefix
 
     def lines(self) -> list[str]:
-        told = [source.line() for source in self.sources]
-        told.append(f"{self.train:,} rows" + (f" to train on, {self.val:,} held out" if self.val else ""))
+        lines = [source.line() for source in self.sources]
+        lines.append(f"{self.train:,} training rows" + (f", {self.val:,} held out" if self.val else ""))
         counts = {"texts cut": self.cut, "texts left out": self.dropped}
-        told += [f"{count:,} {what}: longer than latent_prefix.bytes" for what, count in counts.items() if count]
+        lines += [f"{count:,} {what}: longer than latent_prefix.bytes" for what, count in counts.items() if count]
         if self.unanswerable:
-            told.append(f"{self.unanswerable:,} rows left out: their answer does not fit into data.seq_len")
-        return told
+            lines.append(f"{self.unanswerable:,} rows left out: the answer does not fit into data.seq_len")
+        return lines
 
 
 @dataclass(frozen=True)
 class PairData:
-    train: Rows
-    val: Rows | None
+    train: PairRows
+    val: PairRows | None
     index: RowIndex
-    readers: list[Reader]
+    tokenizers: list[PromptTokenizer]
     report: PairsReport
     fingerprint: str
-    rows_fingerprint: str = field(default="")  # of the texts and answers to train on, in their order
-    content: str = ""  # of all texts and answers, in whatever order and split
+    rows_fingerprint: str = field(default="")  # digest of the training texts and answers, in their order
+    content: str = ""  # digest of all texts and answers, independent of their order and split
 
 
 def load_pairs(
     data: Data,
-    readers: list[Reader],
+    tokenizers: list[PromptTokenizer],
     *,
     most_bytes: int,
     patch: int,
@@ -348,117 +371,122 @@ def load_pairs(
     val_fraction: float,
     progress: ProgressCallback | None = None,
 ) -> PairData:
-    """All that the sources hold. With `val_fraction` 0 all is in `train`."""
+    """Read all sources, split them, and tokenize their answers. With `val_fraction` 0 everything is in `train`."""
     names = " and ".join(part.source for part in data.parts)
-    room = [data.seq_len - slots - len(reader.begin) - len(reader.anchor) + 1 for reader in readers]
+    room = [data.seq_len - slots - len(one.begin) - len(one.anchor) + 1 for one in tokenizers]
     if min(room) < 2:
-        what = f"{data.seq_len} positions have no room for an answer behind prefix and anchor."
-        raise UserError(
-            what, where="data.seq_len", fix=f"Use at least {data.seq_len + 2 - min(room)}; {slots + 64} is usual."
-        )
+        what = f"{data.seq_len} positions leave no room for an answer behind prefix and anchor."
+        fix = f"Use at least {data.seq_len + 2 - min(room)}; {slots + 64} is usual."
+        raise UserError(what, where="data.seq_len", fix=fix)
     reports, pairs = [], {}
     for part in data.parts:
         if progress:
             progress(Progress(f"reading {part.source}", 0, None, 0))
-        pairs[part.source], report = read_pairs(part.source)
-        reports.append(report)
-    trained, held = split_pairs(pairs, seed, val_fraction)
-    told = PairsReport(reports, 0, 0)
-    tell = _Fitting(told, readers, Lengths(most_bytes, patch, tuple(room), words), data.overlong, names)
-    each = [tell.rows(list(dict.fromkeys(some)) if data.dedup else some) for some in trained]
-    val = tell.rows([pair for some in held for pair in some])
-    if not all(len(rows) for rows in each):
+        pairs[part.source], row_report = read_pairs(part.source)
+        reports.append(row_report)
+    trained, held_out = split_pairs(pairs, seed, val_fraction)
+    report = PairsReport(reports, 0, 0)
+    lengths = RowLengths(most_bytes, patch, tuple(room), words)
+    encoder = _PairEncoder(report, tokenizers, lengths, data.overlong, names)
+    by_source = [encoder.rows(list(dict.fromkeys(some)) if data.dedup else some) for some in trained]
+    val = encoder.rows([pair for some in held_out for pair in some])
+    if not all(len(rows) for rows in by_source):
         fix = "Raise data.seq_len or latent_prefix.bytes, or give more rows."
-        raise UserError("nothing of it is left to train on.", where=names, fix=fix)
-    lengths = tell.lengths.of([*each, val], told.longest)
+        raise UserError("no row is left for training.", where=names, fix=fix)
+    lengths = lengths.limited_to([*by_source, val], report.longest)
     val = replace(val, lengths=lengths)
-    train = Rows(
-        [pair for rows in each for pair in rows.pairs],
-        [[one for rows in each for one in rows.answers[n]] for n in range(len(readers))],
+    train = PairRows(
+        [pair for rows in by_source for pair in rows.pairs],
+        [[one for rows in by_source for one in rows.answers[n]] for n in range(len(tokenizers))],
         lengths,
     )
-    told.train, told.val = len(train), len(val)
-    sizes = [len(rows) for rows in each]
-    rows_print, val_print = _digest(train), _digest(val)
+    report.train, report.val = len(train), len(val)
+    sizes = [len(rows) for rows in by_source]
+    train_digest, val_digest = _digest(train), _digest(val)
     mixture = row_mixture_key(data.parts)
-    content = [rows_print, val_print, sizes, mixture, seed, data.shuffle, data.seq_len, most_bytes]
-    content += [reader.fingerprint for reader in readers]
+    content = [train_digest, val_digest, sizes, mixture, seed, data.shuffle, data.seq_len, most_bytes]
+    content += [tokenizer.fingerprint for tokenizer in tokenizers]
     return PairData(
         train=train,
         val=val if len(val) else None,
         index=row_index(sizes, data.parts, seed, shuffle=data.shuffle),
-        readers=readers,
-        report=told,
+        tokenizers=tokenizers,
+        report=report,
         fingerprint=digest_of(["pairs", content]),
-        rows_fingerprint=rows_print,
+        rows_fingerprint=train_digest,
         content=digest_of(["pairs", sorted(pair.key().hex() for pair in (*train.pairs, *val.pairs))]),
     )
 
 
-def _digest(rows: Rows) -> str:
+def _digest(rows: PairRows) -> str:
     digest = hashlib.sha256()
     for pair in rows.pairs:
         digest.update(pair.key())
     return digest.hexdigest()
 
 
-class _Fitting:
-    """Leaves out what does not fit, and counts it."""
+class _PairEncoder:
+    """Tokenizes the answers of pairs, and leaves out and counts the pairs that do not fit."""
 
     def __init__(
-        self, told: PairsReport, readers: list[Reader], lengths: Lengths, rule: str | None, where: str
+        self,
+        report: PairsReport,
+        tokenizers: list[PromptTokenizer],
+        lengths: RowLengths,
+        overlong: str | None,
+        where: str,
     ) -> None:
-        self.told, self.readers, self.lengths, self.rule, self.where = told, readers, lengths, rule, where
+        self.report, self.tokenizers, self.lengths = report, tokenizers, lengths
+        self.overlong, self.where = overlong, where
 
-    def rows(self, pairs: Sequence[Pair]) -> Rows:
+    def rows(self, pairs: Sequence[Pair]) -> PairRows:
         kept: list[Pair] = []
-        answers: list[list[list[int]]] = [[] for _ in self.readers]
+        answers: list[list[list[int]]] = [[] for _ in self.tokenizers]
         for pair in pairs:
-            if not self._short_enough(pair):
+            if not self._keeps_text(pair):
                 continue
-            coded = [reader.answer(pair.answers[0]) for reader in self.readers]
-            if any(len(one) > room for one, room in zip(coded, self.lengths.answers, strict=True)):
-                self._refuse(pair, "answer", "data.seq_len")
-                self.told.unanswerable += 1
+            encoded = [tokenizer.answer(pair.answers[0]) for tokenizer in self.tokenizers]
+            if any(len(one) > room for one, room in zip(encoded, self.lengths.answers, strict=True)):
+                self._raise_if_strict(pair, "an answer", "data.seq_len")
+                self.report.unanswerable += 1
                 continue
             kept.append(pair)
-            for some, one in zip(answers, coded, strict=True):
+            for some, one in zip(answers, encoded, strict=True):
                 some.append(one)
-        return Rows(kept, answers, self.lengths)
+        return PairRows(kept, answers, self.lengths)
 
-    def _short_enough(self, pair: Pair) -> bool:
+    def _keeps_text(self, pair: Pair) -> bool:
+        """Return whether the pair stays, and count texts that are too long."""
         size = len(pair.text.encode("utf-8", "replace"))
-        self.told.longest = max(self.told.longest, size)
+        self.report.longest = max(self.report.longest, size)
         if size <= self.lengths.bytes:
             return True
-        self._refuse(pair, f"text of {size:,} bytes", "latent_prefix.bytes")
-        kept = self.rule != DROP
-        self.told.cut, self.told.dropped = self.told.cut + kept, self.told.dropped + (not kept)
+        self._raise_if_strict(pair, f"a text of {size:,} bytes", "latent_prefix.bytes")
+        kept = self.overlong != DROP
+        self.report.cut, self.report.dropped = self.report.cut + kept, self.report.dropped + (not kept)
         return kept
 
-    def _refuse(self, pair: Pair, what: str, key: str) -> None:
-        if self.rule == ERROR:
-            begun = " ".join(pair.text.split())[:60]
-            fix = f"Raise {key}, or set data.overlong={CUT} or {DROP}."
-            raise UserError(
-                f"a {what} is too long ({begun!r}…), and data.overlong is {ERROR}.", where=self.where, fix=fix
-            )
+    def _raise_if_strict(self, pair: Pair, what: str, key: str) -> None:
+        if self.overlong == ERROR:
+            start = " ".join(pair.text.split())[:60]
+            message = f"{what} is too long ({start!r}…), and data.overlong is {ERROR}."
+            raise UserError(message, where=self.where, fix=f"Raise {key}, or set data.overlong={CUT} or {DROP}.")
 
 
 @dataclass(frozen=True)
 class LatentData:
     facts: DataFacts
-    bases: dict[str, Base] | None = None  # by number; None: random weights, for steps that are only timed
-    readers: dict[str, Reader] | None = None
-    pairs: PairData | None = None  # None when nothing is trained or looked at
-    held_out: Rows | None = None
+    bases: dict[str, Base] | None = None  # by number in the recipe; None: random weights, for timed steps
+    tokenizers: dict[str, PromptTokenizer] | None = None
+    pairs: PairData | None = None  # None for a run that neither trains nor evaluates
+    held_out: PairRows | None = None
 
     @property
     def messages(self) -> list[str]:
         return [] if self.pairs is None else self.pairs.report.lines()
 
     def row_keys(self, *, trained: bool) -> list[bytes] | None:
-        """Return one key per row to train on, or per row that is evaluated."""
+        """Return one key per training row, or per row that is evaluated."""
         to_train = None if self.pairs is None else self.pairs.train
         rows = to_train if trained else self.held_out
         return None if rows is None else [pair.key() for pair in rows.pairs]
@@ -471,55 +499,57 @@ def options_of(recipe: Recipe) -> Any:
     return recipe.latent_prefix  # type: ignore[attr-defined]
 
 
-def wanted(recipe: Recipe) -> dict[str, tuple[str, Any]]:
-    """Number → where the model lies, and what says how it is kept."""
+def frozen_models(recipe: Recipe) -> dict[str, tuple[str, Any]]:
+    """Return, by number, the source of each frozen model that is used and the section with its quantisation."""
     options = options_of(recipe)
-    every = [(str(recipe.model.base), recipe.model), *((one.base, one) for one in options.others)]
-    return {str(n): one for n, one in enumerate(every) if options.only in (None, n)}
+    models = [(str(recipe.model.base), recipe.model), *((one.base, one) for one in options.others)]
+    return {str(n): one for n, one in enumerate(models) if options.only in (None, n)}
 
 
-def complete(recipe: Recipe, say: Callable[[str], None]) -> Recipe:
-    """The recipe with the shapes of its models, which it may also state itself, but not differently."""
+def complete(recipe: Recipe, log: Callable[[str], None]) -> Recipe:
+    """Return the recipe with the shapes of its models filled in; shapes that it states must agree with the models."""
     options, model = options_of(recipe), recipe.model
-    first, *rest = (open_base(source, say) for source in (str(model.base), *(one.base for one in options.others)))
-    found = []
-    for key, there in first.model.items():
+    first, *rest = (open_base(source, log) for source in (str(model.base), *(one.base for one in options.others)))
+    problems_found = []
+    for key, actual in first.model.items():
         given = getattr(model, key)
-        if given not in (AUTO, Model.model_fields[key].default, there):
-            found.append(Problem(f"model.{key}", f"{given} is not the base's {there}.", "Leave it out."))
+        if given not in (AUTO, Model.model_fields[key].default, actual):
+            what = f"{given} differs from the base's {actual}."
+            problems_found.append(Problem(f"model.{key}", what, "Leave it out."))
     for number, (one, base) in enumerate(zip(options.others, rest, strict=True)):
         stated = one.shape or {}
         wrong = [key for key, value in stated.items() if value != vars(base.shape)[key]]
-        what = f"the shape of {one.base} has another {' and '.join(wrong)}."
-        found += [Problem(f"latent_prefix.others.{number}", what, "Leave it out.")] if wrong else []
+        if wrong:
+            what = f"{one.base} has another {' and '.join(wrong)} than the stated shape."
+            problems_found.append(Problem(f"latent_prefix.others.{number}", what, "Leave the shape out."))
     for base in (first, *rest):
         if recipe.data.seq_len > base.context:
-            what = f"{recipe.data.seq_len} is longer than the {base.context} that {base.source} was made for."
-            found.append(Problem("data.seq_len", what, f"Use at most {base.context}."))
-    if found:
-        raise RecipeError("recipe", found)
-    known = tuple(
+            what = f"{recipe.data.seq_len} is longer than the context of {base.source}, {base.context} tokens."
+            problems_found.append(Problem("data.seq_len", what, f"Use at most {base.context}."))
+    if problems_found:
+        raise RecipeError("recipe", problems_found)
+    others = tuple(
         one.model_copy(update={"shape": vars(base.shape)}) for one, base in zip(options.others, rest, strict=True)
     )
     return recipe.model_copy(
         update={
             "model": model.model_copy(update={**first.model, "size": None}),
-            "latent_prefix": options.model_copy(update={"others": known}),
+            "latent_prefix": options.model_copy(update={"others": others}),
         }
     )
 
 
 def load_data(recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None) -> LatentData:
-    """The recipe's rows; all of them are held out when nothing is trained."""
-    found = open_models(recipe)
+    """Load the recipe's rows. With `for_evaluation`, all of them are the validation set."""
+    data = open_models(recipe)
     options = options_of(recipe)
-    assert found.readers is not None
+    assert data.tokenizers is not None
     pairs = load_pairs(
         recipe.data,
-        list(found.readers.values()),
+        list(data.tokenizers.values()),
         most_bytes=options.bytes,
         patch=options.patch,
-        slots=slots_read(options),
+        slots=prefix_length(options),
         words=options.words_weight > 0,
         seed=recipe.train.seed,
         val_fraction=0.0 if for_evaluation else recipe.data.val_fraction,
@@ -527,28 +557,29 @@ def load_data(recipe: Recipe, *, for_evaluation: bool = False, progress: Progres
     )
     seq_len = recipe.data.seq_len
     rows = {
-        **pairs.train.means(epoch_sample(pairs.index)),
-        "before": [len(reader.begin) + len(reader.anchor) for reader in found.readers.values()],
+        **pairs.train.length_counts(epoch_sample(pairs.index)),
+        "before": [len(tokenizer.begin) + len(tokenizer.anchor) for tokenizer in data.tokenizers.values()],
     }
     facts = replace(
-        found.facts,
+        data.facts,
         train_tokens=len(pairs.index) * seq_len,
         val_tokens=0 if pairs.val is None else len(pairs.val) * seq_len,
         fingerprint=pairs.fingerprint,
         content=pairs.content,
         val_rows=0 if pairs.val is None else len(pairs.val),
-        rows=rows if options.only is None else None,  # with one model alone nothing is trained
+        rows=rows if options.only is None else None,  # a run with one of its models does not train
     )
-    return replace(found, facts=facts, pairs=pairs, held_out=pairs.train if for_evaluation else pairs.val)
+    return replace(data, facts=facts, pairs=pairs, held_out=pairs.train if for_evaluation else pairs.val)
 
 
 def open_models(recipe: Recipe) -> LatentData:
-    """Open the frozen models' files and tokenizers, without any rows."""
+    """Open the files and tokenizers of the frozen models, without any rows."""
     own = ByteTokenizer()
-    bases = {name: open_base(source) for name, (source, _) in wanted(recipe).items()}
-    readers = {name: Reader(base.folder, options_of(recipe).anchor) for name, base in bases.items()}
+    bases = {name: open_base(source) for name, (source, _) in frozen_models(recipe).items()}
+    tokenizers = {name: PromptTokenizer(base.folder, options_of(recipe).anchor) for name, base in bases.items()}
     for name, base in bases.items():
-        if readers[name].vocab_size > base.shape.vocab:
-            what = f"its tokenizer has {readers[name].vocab_size:,} entries, and the model {base.shape.vocab:,}."
-            raise UserError(what, where=base.source, fix="Put the tokenizer that belongs to the model beside it.")
-    return LatentData(DataFacts(own.vocab_size, 0, 0, "", own.name, own.fingerprint), bases, readers)
+        size = tokenizers[name].vocab_size
+        if size > base.shape.vocab:
+            what = f"the tokenizer has {size:,} entries, more than the model's {base.shape.vocab:,}."
+            raise UserError(what, where=base.source, fix="Put the model's own tokenizer into its folder.")
+    return LatentData(DataFacts(own.vocab_size, 0, 0, "", own.name, own.fingerprint), bases, tokenizers)

@@ -1,9 +1,10 @@
-"""A text's bytes → a few latents → prefixes that frozen models read.
+"""The trained part of latent_prefix: the bytes of a text → a few latents → a prefix for each frozen model.
 
-    bytes → encoder → memory → queries that look into it, gated → Z [M, d_z] → an adapter for each model → [M, D]
+    bytes → encoder → states → M learned queries, by gated cross-attention → Z [M, d_z] → one adapter per model → [M, D]
 
-Nothing here sees an answer or its length, and padding is masked wherever positions meet. Weights are float32 masters;
-each layer computes in its input's precision.
+Nothing here sees an answer or its length: the original LatentWire passed the answer's length to its adapter, which
+leaks the label. Padding is masked in every attention, so that a text's latents do not depend on the batch. Weights are
+float32; each layer computes in the precision of its input.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from redline.jobs.latent_prefix.costs import BYTES, WORDS, WireShape
+from redline.jobs.latent_prefix.costs import BYTES, WORDS, PrefixShape
 from redline.models.layers import CHECKPOINTING, Linear, rotary_table, rotate
 
 PAD = BYTES - 1
@@ -25,7 +26,7 @@ _QUERY_STD = 0.02
 
 
 class LayerNorm(nn.Module):
-    """In float32."""
+    """Layer norm that computes in float32, whatever the precision of its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -36,17 +37,17 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, _EPS).to(x.dtype)
 
 
-def _heads(x_BTD: Tensor, heads: int) -> Tensor:
+def _split_heads(x_BTD: Tensor, heads: int) -> Tensor:
     B, T, _ = x_BTD.shape
     return x_BTD.view(B, T, heads, -1).transpose(1, 2)
 
 
-def _joined(x_BHTK: Tensor) -> Tensor:
+def _merge_heads(x_BHTK: Tensor) -> Tensor:
     return x_BHTK.transpose(1, 2).flatten(2)
 
 
 class EncoderBlock(nn.Module):
-    """Pre-norm attention over all positions that are not padding, and a feed-forward layer."""
+    """A pre-norm transformer block: attention over all positions that are not padding, and an MLP."""
 
     def __init__(self, d: int, heads: int, checkpointing: str) -> None:
         super().__init__()
@@ -65,17 +66,17 @@ class EncoderBlock(nn.Module):
         return self._body(x_BSD, cos, sin, seen_B11S)
 
     def _body(self, x: Tensor, cos: Tensor, sin: Tensor, seen_B11S: Tensor) -> Tensor:
-        q, k, v = (_heads(part, self.heads) for part in self.qkv(self.attention_norm(x)).chunk(3, -1))
+        q, k, v = (_split_heads(part, self.heads) for part in self.qkv(self.attention_norm(x)).chunk(3, -1))
         y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, attn_mask=seen_B11S)
-        x = x + self.out(_joined(y))
+        x = x + self.out(_merge_heads(y))
         down: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
         return x + down
 
 
 class ByteEncoder(nn.Module):
-    """Bytes [B, S], padded behind → states [B, S / patch, d_z] and which of them hold a byte."""
+    """Bytes [B, S], padded at the end → states [B, S / patch, d_z] and a mask of the positions that hold a byte."""
 
-    def __init__(self, shape: WireShape, checkpointing: str) -> None:
+    def __init__(self, shape: PrefixShape, checkpointing: str) -> None:
         super().__init__()
         d = shape.d_z
         self.patch, self.head_dim = shape.patch, d // shape.heads
@@ -89,8 +90,8 @@ class ByteEncoder(nn.Module):
         seen_BS = bytes_BS != PAD
         if self.join is not None:
             B, S = bytes_BS.shape
-            held = x * seen_BS[..., None]  # a patch that is partly padding is the same whatever follows it
-            x = self.join(held.view(B, S // self.patch, -1))
+            filled = x * seen_BS[..., None]  # zero the padding of a patch that is only partly filled
+            x = self.join(filled.view(B, S // self.patch, -1))
             seen_BS = seen_BS.view(B, S // self.patch, self.patch).any(-1)
         cos, sin = rotary_table(x.shape[1], self.head_dim, _THETA, x.device)
         for block in self.blocks:
@@ -99,11 +100,14 @@ class ByteEncoder(nn.Module):
 
 
 class Pool(nn.Module):
-    """Queries look into the encoder's states, and add what they find as far as a gate lets it (as in Flamingo, arXiv
-    2204.14198, but open at first: a closed gate teaches the encoder nothing).
+    """Gated cross-attention from learned queries to the encoder's states, and a gated MLP.
 
-    Without more, every query begins by averaging the whole text, and all texts look alike. So each begins with a
-    stretch of its own: scores fall with the distance from it, by a focus that each head learns.
+    The gates are tanh(a), as in Flamingo (arXiv 2204.14198), but a starts at 1 instead of 0: through a closed gate no
+    gradient reaches the encoder.
+
+    With plain attention every query starts as an average over the whole text, so the latents of all texts are nearly
+    equal and training collapses to one answer for all. Therefore each query starts on its own stretch of the text:
+    attention scores fall with the squared distance from it, at a rate (`focus`) that each head learns.
     """
 
     def __init__(self, d: int, heads: int, focus: float) -> None:
@@ -118,34 +122,37 @@ class Pool(nn.Module):
         self.norm = LayerNorm(d)
 
     def forward(self, queries_MD: Tensor, centres_M: Tensor, memory_BSD: Tensor, seen_BS: Tensor) -> Tensor:
-        """`centres` are the middles of the queries' stretches, as shares of a text; their widths are equal."""
+        """`centres` are the middles of the queries' stretches, as fractions of a text; the stretches have one width."""
         z = queries_MD.expand(len(memory_BSD), -1, -1)
-        attend, think = torch.tanh(self.gates).to(z.dtype)
-        q = _heads(self.query(self.query_norm(z)), self.heads)
-        k, v = (_heads(part, self.heads) for part in self.memory(self.memory_norm(memory_BSD)).chunk(2, -1))
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=self._nearness(centres_M, seen_BS).to(q.dtype))
-        z = z + attend * self.out(_joined(found))
-        z = z + think * self.down(F.gelu(self.up(self.mlp_norm(z))))
+        attention_gate, mlp_gate = torch.tanh(self.gates).to(z.dtype)
+        q = _split_heads(self.query(self.query_norm(z)), self.heads)
+        k, v = (_split_heads(part, self.heads) for part in self.memory(self.memory_norm(memory_BSD)).chunk(2, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self._bias(centres_M, seen_BS).to(q.dtype))
+        z = z + attention_gate * self.out(_merge_heads(attended))
+        z = z + mlp_gate * self.down(F.gelu(self.up(self.mlp_norm(z))))
         pooled: Tensor = self.norm(z)
         return pooled
 
-    def _nearness(self, centres_M: Tensor, seen_BS: Tensor) -> Tensor:
-        """What is added to scores [B, H, M, S]: the squared distance in stretches, and −∞ where nothing is."""
+    def _bias(self, centres_M: Tensor, seen_BS: Tensor) -> Tensor:
+        """Return the bias of the scores [B, H, M, S]: −focus · (distance in stretches)², and −∞ at padding."""
         length = seen_BS.sum(1, keepdim=True).float()
-        places_BS = (torch.arange(seen_BS.shape[1], device=seen_BS.device) + 0.5) / length
-        stretch = 2.0 * centres_M.min()  # the first begins at 0
-        apart_BMS = ((places_BS[:, None] - centres_M[None, :, None]) / stretch).square()
-        bias = -self.focus[None, :, None, None] * apart_BMS[:, None]
+        fractions_BS = (torch.arange(seen_BS.shape[1], device=seen_BS.device) + 0.5) / length
+        stretch = 2.0 * centres_M.min()  # the first stretch begins at 0, so its width is twice its middle
+        distance_BMS = ((fractions_BS[:, None] - centres_M[None, :, None]) / stretch).square()
+        bias = -self.focus[None, :, None, None] * distance_BMS[:, None]
         return bias.masked_fill(~seen_BS[:, None, None], float("-inf"))
 
 
 class Adapter(nn.Module):
-    """Latents → a prefix for one frozen model, as loud as that model's own embeddings."""
+    """Latents → a prefix for one frozen model, scaled to the RMS of that model's token embeddings.
 
-    def __init__(self, shape: WireShape, d_model: int, rms: float) -> None:
+    Slot embedding, layer norm, MLP with a linear skip, FiLM, layer norm, learned scale.
+    """
+
+    def __init__(self, shape: PrefixShape, d_model: int, rms: float) -> None:
         super().__init__()
         d = shape.d_z
-        self.rms = rms  # of the model's embedding
+        self.rms = rms  # of the frozen model's embeddings
         self.slots = nn.Embedding(shape.read, d)
         self.norm = LayerNorm(d)
         self.first, self.second, self.third = Linear(d, 2 * d), Linear(2 * d, 2 * d), Linear(2 * d, d_model)
@@ -156,19 +163,19 @@ class Adapter(nn.Module):
     def forward(self, z_BMD: Tensor) -> Tensor:
         h = self.norm(z_BMD + self.slots.weight.to(z_BMD.dtype))
         y = self.third(F.gelu(self.second(F.gelu(self.first(h))))) + self.skip(h)
-        # what the latents say together bends each of them (arXiv 1709.07871); never how long the answer is
+        # FiLM (arXiv 1709.07871), conditioned on the mean latent. The original conditioned it on the answer's length.
         gain, shift = self.film(z_BMD.mean(1, keepdim=True)).chunk(2, -1)
-        bent = (y * (1.0 + gain) + shift).float()
-        normed = F.layer_norm(bent, bent.shape[-1:], eps=_EPS)
+        modulated = (y * (1.0 + gain) + shift).float()
+        normed = F.layer_norm(modulated, modulated.shape[-1:], eps=_EPS)
         return (normed * (self.scale * self.rms)).to(z_BMD.dtype)
 
 
-class Wire(nn.Module):
-    """Everything that learns. Models are known by their numbers in the recipe, of which any may be left out."""
+class PrefixModel(nn.Module):
+    """All trained parameters. Frozen models are named by their numbers in the recipe; some may be absent."""
 
     def __init__(
         self,
-        shape: WireShape,
+        shape: PrefixShape,
         widths: dict[str, int],
         rms: dict[str, float],
         *,
@@ -187,15 +194,18 @@ class Wire(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Drawn on the CPU, and each part apart: a model's adapter begins the same whoever else is there."""
+        """Initialise on the CPU, each parameter from its own seed.
+
+        So the values depend neither on the device nor on which other frozen models the recipe names.
+        """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
-                continue  # norms, gates and scales begin as they were made
+                continue  # norms, gates and scales keep the values that they were constructed with
             generator = torch.Generator().manual_seed(_seed_of(seed, name))
             if name.startswith(("shared.", "private.")) or name.endswith(".slots.weight"):
                 std = _QUERY_STD
             elif name.endswith(".film.weight"):
-                std = 0.0  # bends nothing at first
+                std = 0.0  # FiLM starts as the identity
             else:
                 std = 1.0 if name == "encoder.embedding.weight" else 1.0 / math.sqrt(parameter.shape[1])
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, 1.0, generator=generator) * std)
@@ -205,34 +215,38 @@ class Wire(nn.Module):
         return list(self.adapters)
 
     def latents(self, bytes_BS: Tensor) -> dict[str, Tensor]:
-        """For each model its [B, M, d_z]: the shared slots, then its own."""
-        memory, seen = self.encoder(bytes_BS, self.dtype)
-        # one look for all of them; no query sees another, so one model's are the same without the others'
-        own = [table.weight for table in self.private.values() if isinstance(table, nn.Embedding)]
-        queries = (self.shared.weight, *own)
-        every = self.pool(torch.cat(queries).to(self.dtype), self._centres(queries), memory, seen)
-        shared, *apart = every.split([len(one) for one in queries], 1)
-        if not apart:
-            return dict.fromkeys(self.names, shared)
-        return {name: torch.cat((shared, mine), 1) for name, mine in zip(self.names, apart, strict=True)}
+        """Return the latents [B, M, d_z] of each model: the shared slots, then its private ones."""
+        states, seen = self.encoder(bytes_BS, self.dtype)
+        # One cross-attention for all queries. Queries do not attend to each other, so the latents of one model are the
+        # same whether or not the queries of other models are present.
+        private = [table.weight for table in self.private.values() if isinstance(table, nn.Embedding)]
+        queries = (self.shared.weight, *private)
+        latents = self.pool(torch.cat(queries).to(self.dtype), self._centres(queries), states, seen)
+        shared_latents, *private_latents = latents.split([len(one) for one in queries], 1)
+        if not private_latents:
+            return dict.fromkeys(self.names, shared_latents)
+        return {name: torch.cat((shared_latents, z), 1) for name, z in zip(self.names, private_latents, strict=True)}
 
     def _centres(self, queries: Sequence[Tensor]) -> Tensor:
-        """Each group of queries spans the text; all of them in stretches as short as the largest group's."""
+        """Return the middle of each query's stretch; the queries of each group together span the text."""
         device = queries[0].device
         return torch.cat([(torch.arange(len(one), device=device) + 0.5) / len(one) for one in queries])
 
     def prefix(self, name: str, z_BMD: Tensor) -> Tensor:
-        made: Tensor = self.adapters[name](z_BMD.to(self.dtype))
-        return made
+        prefix: Tensor = self.adapters[name](z_BMD.to(self.dtype))
+        return prefix
 
     def scale_terms(self) -> Tensor:
-        """Σ (scale − 1)² over the models."""
+        """Return Σ (scale − 1)² over the models."""
         scales = tuple(adapter.scale for adapter in self.adapters.values() if isinstance(adapter, Adapter))
         return (torch.cat(scales) - 1.0).square().sum()
 
     def compile_blocks(self, mode: str = "default") -> None:
-        """Rows come in a few lengths, each with a graph of its own in every model: beyond its limit torch would go on
-        uncompiled, and not say so."""
+        """Compile the encoder's blocks, and raise torch's limit of recompilations.
+
+        Rows come in a few lengths, and each length compiles a graph in every model. Beyond the limit torch would run
+        uncompiled without a message.
+        """
         import torch._dynamo
 
         config = torch._dynamo.config
@@ -242,25 +256,32 @@ class Wire(nn.Module):
 
 
 def _seed_of(seed: int, name: str) -> int:
-    found = seed & 0xFFFFFFFF
+    """Return a seed that depends on the parameter's name; unlike `hash`, it is the same in every process."""
+    mixed = seed & 0xFFFFFFFF
     for character in name.encode():
-        found = (found * 1_000_003 ^ character) & 0x7FFF_FFFF_FFFF_FFFF
-    return found
+        mixed = (mixed * 1_000_003 ^ character) & 0x7FFF_FFFF_FFFF_FFFF
+    return mixed
 
 
 def word_loss(head: Linear, z_BMD: Tensor, words_BW: Tensor) -> Tensor:
-    """Of each text [B]: −log of what the latents together give to each of its words (a mixture: every slot has a
-    distribution of its own), averaged over them. Words are padded with −1."""
+    """Return −log p(word), averaged over the words of each text [B].
+
+    p is a mixture: every slot predicts a distribution over the word buckets, and the slots' distributions are averaged.
+    Words are padded with −1.
+    """
     logs_BMV = head(z_BMD).float().log_softmax(-1)
-    mixed_BV = logs_BMV.logsumexp(1) - math.log(z_BMD.shape[1])
-    there = words_BW >= 0
-    found = mixed_BV.gather(1, words_BW.clamp_min(0)) * there
-    return -found.sum(1) / there.sum(1).clamp_min(1)
+    mixture_BV = logs_BMV.logsumexp(1) - math.log(z_BMD.shape[1])
+    valid_BW = words_BW >= 0
+    logs_BW = mixture_BV.gather(1, words_BW.clamp_min(0)) * valid_BW
+    return -logs_BW.sum(1) / valid_BW.sum(1).clamp_min(1)
 
 
-def cosine(latents: Sequence[Tensor]) -> float | None:
-    """Between the latents of different texts, on average: 1 is collapse. None of fewer than two."""
-    rows = torch.cat([z.flatten(1).float() for z in latents]) if latents else torch.empty(0, 1)
+def mean_cosine(latents: Tensor) -> float | None:
+    """Return the mean cosine similarity between the latents [B, M, d_z] of different texts; None with fewer than two.
+
+    A value of 1 is mode collapse: the latents do not depend on the text.
+    """
+    rows = latents.flatten(1).float()
     if len(rows) < 2:
         return None
     total = F.normalize(rows, dim=1).sum(0)

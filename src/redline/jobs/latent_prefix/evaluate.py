@@ -1,11 +1,11 @@
-"""A latent prefix examined: the same questions answered from the text, from latents, and from less.
+"""Evaluation of latent_prefix: the same questions answered under five conditions, reported side by side.
 
-text        the whole text in front of the question: what the latents are to stand for
-latent      their latents
-budget      the first M tokens of the text: as long a prompt as the prefix
-no_context  the question without its context (or nothing, where it cannot be told apart)
-other       the latents of a text of another group (article, problem): what the prefix teaches without saying
-            anything about this one
+text        the whole text as the prompt: the upper bound
+latent      the latents of the text
+budget      the first M tokens of the text: a prompt as long as the prefix
+no_context  the question without its context (or an empty prompt, if they cannot be separated): the floor
+other       the latents of an unrelated text (another article or problem): what the prefix contributes without any
+            information about this text, such as the format of an answer
 """
 
 from __future__ import annotations
@@ -22,57 +22,57 @@ import torch
 from torch import Tensor
 
 from redline.errors import UserError
-from redline.jobs.latent_prefix.costs import BITS, GROUP, wire_bytes
-from redline.jobs.latent_prefix.data import Pair, cut_bytes, strangers
-from redline.jobs.latent_prefix.encoder import cosine
-from redline.jobs.latent_prefix.frozen import Frozen, Scores, score
-from redline.jobs.latent_prefix.objective import LatentPrefix, context_of, from_latents, from_prompts
+from redline.jobs.latent_prefix.costs import BITS, GROUP, latent_bytes
+from redline.jobs.latent_prefix.data import Pair, cut_bytes, unrelated_pairs
+from redline.jobs.latent_prefix.encoder import mean_cosine
+from redline.jobs.latent_prefix.frozen import FrozenModel, Scores, score
+from redline.jobs.latent_prefix.objective import LatentPrefix, answer_from_latents, answer_from_prompts, context_length
 from redline.jobs.latent_prefix.teacher import text_prompt
 from redline.jobs.objective import Answer
 from redline.kernels.cross_entropy import IGNORE
 from redline.metrics import exact_match, f1, final_answer, flexible_extract, number_match, strict_match
 
 # ----------------------------------------------------------------------------------------------------
-# Latents as bytes: half precision, or whole numbers of 8 or 4 bits with an fp16 scale for each group of 32.
+# Latents as bytes: fp16, or int8 or int4 with an fp16 scale for each group of 32 values.
 
 
 Floats = npt.NDArray[np.float32]
 
 
-def to_wire(values: Floats, kind: str) -> bytes:
-    """Symmetric: a group's largest magnitude becomes the largest number. Scales come first, then the numbers."""
+def pack_latents(values: Floats, kind: str) -> bytes:
+    """Quantise symmetrically: a group's largest magnitude becomes the largest integer. Scales precede the integers."""
     flat = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
     if kind == "fp16":
         return flat.astype("<f2").tobytes()
-    most = 2 ** (BITS[kind] - 1) - 1
+    largest = 2 ** (BITS[kind] - 1) - 1
     groups = np.pad(flat, (0, -len(flat) % GROUP)).reshape(-1, GROUP)
-    scales = np.minimum(np.abs(groups).max(1) / most, np.finfo(np.float16).max).astype("<f2")
+    scales = np.minimum(np.abs(groups).max(1) / largest, np.finfo(np.float16).max).astype("<f2")
     safe = np.where(scales > 0, scales, 1).astype(np.float32)[:, None]
-    numbers = np.clip(np.rint(groups / safe), -most, most).astype(np.int8).reshape(-1)[: len(flat)]
-    packed = numbers if kind == "int8" else _nibbles(numbers)
+    integers = np.clip(np.rint(groups / safe), -largest, largest).astype(np.int8).reshape(-1)[: len(flat)]
+    packed = integers if kind == "int8" else _pack_nibbles(integers)
     return scales.tobytes() + packed.tobytes()
 
 
-def from_wire(sent: bytes, shape: tuple[int, ...], kind: str) -> Floats:
+def unpack_latents(packed: bytes, shape: tuple[int, ...], kind: str) -> Floats:
     count = int(np.prod(shape))
-    if len(sent) != wire_bytes(count, kind):
-        raise ValueError(f"{len(sent)} bytes are not {count} values in {kind}")
+    if len(packed) != latent_bytes(count, kind):
+        raise ValueError(f"{len(packed)} bytes are not {count} values in {kind}")
     if kind == "fp16":
-        return np.frombuffer(sent, dtype="<f2").astype(np.float32).reshape(shape)
+        return np.frombuffer(packed, dtype="<f2").astype(np.float32).reshape(shape)
     groups = -(-count // GROUP)
-    scales = np.frombuffer(sent, dtype="<f2", count=groups).astype(np.float32)
-    rest = np.frombuffer(sent, dtype=np.int8, offset=2 * groups)
-    numbers = rest if kind == "int8" else _from_nibbles(rest, count)
-    values: Floats = (numbers.astype(np.float32) * np.repeat(scales, GROUP)[:count]).reshape(shape)
+    scales = np.frombuffer(packed, dtype="<f2", count=groups).astype(np.float32)
+    rest = np.frombuffer(packed, dtype=np.int8, offset=2 * groups)
+    integers = rest if kind == "int8" else _unpack_nibbles(rest, count)
+    values: Floats = (integers.astype(np.float32) * np.repeat(scales, GROUP)[:count]).reshape(shape)
     return values
 
 
-def _nibbles(numbers: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
-    pairs = np.pad(numbers, (0, len(numbers) % 2)).reshape(-1, 2).astype(np.uint8) & 15
+def _pack_nibbles(integers: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
+    pairs = np.pad(integers, (0, len(integers) % 2)).reshape(-1, 2).astype(np.uint8) & 15
     return (pairs[:, 0] | (pairs[:, 1] << 4)).astype(np.uint8)
 
 
-def _from_nibbles(packed: npt.NDArray[np.int8], count: int) -> npt.NDArray[np.int8]:
+def _unpack_nibbles(packed: npt.NDArray[np.int8], count: int) -> npt.NDArray[np.int8]:
     raw = packed.view(np.uint8)
     both = np.stack((raw & 15, raw >> 4), 1).reshape(-1)[:count].astype(np.int8)
     signed: npt.NDArray[np.int8] = np.where(both > 7, both - 16, both).astype(np.int8)
@@ -80,7 +80,7 @@ def _from_nibbles(packed: npt.NDArray[np.int8], count: int) -> npt.NDArray[np.in
 
 
 # ----------------------------------------------------------------------------------------------------
-# How many bytes a text takes, and how that compares with its latents.
+# The size of a text in bytes, compared with the size of its latents.
 
 
 def text_bytes(text: str) -> dict[str, int]:
@@ -88,18 +88,18 @@ def text_bytes(text: str) -> dict[str, int]:
     return {"utf8": len(raw), "gzip": len(gzip.compress(raw, compresslevel=9, mtime=0))}
 
 
-def verdict(wire: float, text: float) -> str:
-    """In words, which is shorter."""
-    if wire > text:
-        return f"the wire is {wire / text:.1f}× larger than the text"
-    return f"the wire is {text / wire:.1f}× smaller than the text"
+def size_against_text(latents: float, text: float) -> str:
+    """Say which is smaller, in words: with usual settings it is the text, and a report must not hide that."""
+    if latents > text:
+        return f"{latents / text:.1f}× larger than the text"
+    return f"{text / latents:.1f}× smaller than the text"
 
 
 CONDITIONS = ("text", "latent", "budget", "no_context", "other")
 QUANTISED = ("int8", "int4")
-_AT_ONCE = 32
+_BATCH = 32
 
-Told = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 Score = Callable[[Sequence[str], Sequence[str]], float]
 
 _LM_EVAL: dict[str, Score] = {"strict_match": strict_match, "flexible_extract": flexible_extract}
@@ -120,8 +120,8 @@ def _width(title: str) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
-    models: dict[str, dict[str, Any]]  # number → title, conditions, prompt tokens
-    wire: dict[str, Any]
+    models: dict[str, dict[str, Any]]  # by number: title, conditions, prompt tokens, prefix length
+    wire: dict[str, Any]  # sizes in bytes of text and latents, averaged over the questions
     latent_cosine: float | None
     questions: int
     seconds: float
@@ -136,26 +136,30 @@ class Comparison:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
-        told = []
-        for number, one in self.models.items():
-            told.append(f"model {number}: {one['title']}")
-            measured = {key for found in one["conditions"].values() for key in found}
+        """Return the tables and figures as lines of text."""
+        lines = []
+        for number, model in self.models.items():
+            lines.append(f"model {number}: {model['title']}")
+            measured = {key for metrics in model["conditions"].values() for key in metrics}
             columns = {key: title for key, title in _COLUMNS.items() if key in measured}
-            told.append(f"  {'':12s} " + " ".join(f"{title:>{_width(title)}s}" for title in columns.values()))
-            for name, found in one["conditions"].items():
-                figures = {title: float("nan") if found[key] is None else found[key] for key, title in columns.items()}
-                cells = " ".join(f"{figure:{_width(title)}.3f}" for title, figure in figures.items())
-                told.append(f"  {name:12s} {cells}")
-            ratio = one["prompt_tokens"] / one["prefix"]
-            told.append(f"  prompt {one['prompt_tokens']:.0f} tokens, prefix {one['prefix']}: {ratio:.2f}× as many")
-        shown = "unknown" if self.latent_cosine is None else f"{self.latent_cosine:.3f} (1 is collapse)"
-        told.append(f"cosine between latents of different texts {shown}")
-        wire = self.wire
-        unread = f"; {wire['unread']:.0f} more were cut off unread" if wire["unread"] >= 0.5 else ""
-        told.append(f"text {wire['utf8']:.0f} bytes, gzip {wire['gzip']:.0f}{unread}")
-        told += [f"wire {kind} {wire[kind]} bytes: {verdict(wire[kind], wire['utf8'])}" for kind in BITS]
-        return told
+            lines.append(f"  {'':12s} " + " ".join(f"{title:>{_width(title)}s}" for title in columns.values()))
+            for name, metrics in model["conditions"].items():
+                values = {
+                    title: float("nan") if metrics[key] is None else metrics[key] for key, title in columns.items()
+                }
+                cells = " ".join(f"{value:{_width(title)}.3f}" for title, value in values.items())
+                lines.append(f"  {name:12s} {cells}")
+            tokens, prefix = model["prompt_tokens"], model["prefix"]
+            lines.append(f"  text {tokens:.0f} tokens, prefix {prefix}: {tokens / prefix:.2f}× compression")
+        shown = "unknown" if self.latent_cosine is None else f"{self.latent_cosine:.3f} (1 is mode collapse)"
+        lines.append(f"mean cosine of latents of different texts: {shown}")
+        sizes = self.wire
+        unread = f"; {sizes['unread']:.0f} bytes more were not read" if sizes["unread"] >= 0.5 else ""
+        lines.append(f"text: {sizes['utf8']:.0f} bytes, gzip {sizes['gzip']:.0f}{unread}")
+        lines += [
+            f"latents in {kind}: {sizes[kind]} bytes, {size_against_text(sizes[kind], sizes['utf8'])}" for kind in BITS
+        ]
+        return lines
 
 
 @torch.no_grad()
@@ -166,87 +170,94 @@ def compare(
     tokens: int,
     where: str,
     numbers: bool = False,
-    told: Told = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> Comparison:
-    """The first `count` of what is held out, by each model and in each condition; greedy, of at most `tokens`. With
-    `numbers` an answer matches by its number, else by its words."""
+    """Answer the first `count` validation pairs with each model under each condition.
+
+    Answers are greedy and have at most `tokens` tokens. With `numbers` an answer matches by its number, else by its
+    words.
+    """
     objective.select_questions(count)
-    pairs = objective.examples()
+    pairs = objective.held_out_pairs()
     if not pairs:
-        fix = "Give some: --data FILE, or train with data.val_fraction above 0."
-        raise UserError("nothing is held out: there is nothing to answer.", where=where, fix=fix)
+        fix = "Use --data FILE, or train with data.val_fraction above 0."
+        raise UserError("the run has no validation pairs to answer.", where=where, fix=fix)
     if numbers and all(final_answer(answer) is None for pair in pairs for answer in pair.answers):
-        what = f"none of {len(pairs)} reference answers has a number, and gsm8k compares nothing else."
+        what = f"none of the {len(pairs)} reference answers contains a number, and gsm8k compares numbers only."
         raise UserError(what, where="--answers", fix="Use --answers match or f1.")
-    begun = time.monotonic()
+    started = time.monotonic()
     objective.model.eval()
     latents = _latents(objective, pairs)
     models: dict[str, dict[str, Any]] = {}
     for name, one in objective.frozen.items():
-        models[name] = _examined(objective, one, pairs, latents[name], tokens, numbers)
-        told(len(models) * len(pairs), len(objective.frozen) * len(pairs))
-    whole = [pair.text.encode("utf-8", "replace") for pair in pairs]
-    read = [cut_bytes(pair.text, objective.options.bytes) for pair in pairs]  # what the wire stands for
+        models[name] = _evaluate_model(objective, one, pairs, latents[name], tokens, numbers)
+        on_progress(len(models) * len(pairs), len(objective.frozen) * len(pairs))
+    full = [pair.text.encode("utf-8", "replace") for pair in pairs]
+    # Compare with the part of a text that the encoder reads: the latents do not stand for the rest.
+    read = [cut_bytes(pair.text, objective.options.bytes) for pair in pairs]
     sizes = [text_bytes(one.decode("utf-8")) for one in read]
     slots = _all_slots(latents, objective.options.private_slots)
-    sent = {kind: len(to_wire(slots, kind)) for kind in BITS}
+    packed = {kind: len(pack_latents(slots, kind)) for kind in BITS}
     text = {key: float(np.mean([one[key] for one in sizes])) for key in ("utf8", "gzip")}
-    text["unread"] = float(np.mean([len(all_) - len(some) for all_, some in zip(whole, read, strict=True)]))
-    wire = {**text, **sent, "larger_than_text": {kind: size > text["utf8"] for kind, size in sent.items()}}
-    meter = cosine([torch.cat(list(latents.values()), 1).float()])
-    return Comparison(models, wire, meter, len(pairs), max(1e-9, time.monotonic() - begun))
+    text["unread"] = float(np.mean([len(whole) - len(part) for whole, part in zip(full, read, strict=True)]))
+    wire = {**text, **packed, "larger_than_text": {kind: size > text["utf8"] for kind, size in packed.items()}}
+    cosine = mean_cosine(torch.cat(list(latents.values()), 1))
+    return Comparison(models, wire, cosine, len(pairs), max(1e-9, time.monotonic() - started))
 
 
 def _all_slots(latents: dict[str, Tensor], private: int) -> npt.NDArray[np.float32]:
-    """One text's: those that all models read, and each one's own."""
+    """Return all latents of the first text: the shared slots once, and the private slots of each model."""
     first, *others = (z[0].float().cpu().numpy() for z in latents.values())
     return np.concatenate([first, *(z[len(z) - private :] for z in others)])
 
 
 def _latents(objective: LatentPrefix, pairs: Sequence[Pair]) -> dict[str, Tensor]:
     parts = [
-        objective.encoded([pair.text for pair in pairs[first : first + _AT_ONCE]])
-        for first in range(0, len(pairs), _AT_ONCE)
+        objective.encode([pair.text for pair in pairs[first : first + _BATCH]])
+        for first in range(0, len(pairs), _BATCH)
     ]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _examined(
-    job: LatentPrefix, one: Frozen, pairs: Sequence[Pair], z: Tensor, tokens: int, numbers: bool
+def _evaluate_model(
+    objective: LatentPrefix, model: FrozenModel, pairs: Sequence[Pair], z: Tensor, tokens: int, numbers: bool
 ) -> dict[str, Any]:
-    reader, slots, room = one.reader, z.shape[1], context_of(one) - tokens - 1
-    assert reader is not None
-    answers = [reader.answer(pair.answers[0]) for pair in pairs]
+    tokenizer, slots, room = model.tokenizer, z.shape[1], context_length(model) - tokens - 1
+    assert tokenizer is not None
+    references = [tokenizer.answer(pair.answers[0]) for pair in pairs]
     prompts = {
-        "text": [text_prompt(one, pair.text, room) for pair in pairs],
-        "budget": [text_prompt(one, pair.text, room, slots) for pair in pairs],
-        "no_context": [text_prompt(one, pair.question, room) for pair in pairs],
+        "text": [text_prompt(model, pair.text, room) for pair in pairs],
+        "budget": [text_prompt(model, pair.text, room, slots) for pair in pairs],
+        "no_context": [text_prompt(model, pair.question, room) for pair in pairs],
     }
-    other = strangers(pairs)
-    sent = {"latent": z} | ({"other": z[other]} if other else {}) | {kind: _sent(z, kind) for kind in QUANTISED}
-    found: dict[str, dict[str, float | None]] = {}
+    other = unrelated_pairs(pairs)
+    latents = {"latent": z} | ({"other": z[other]} if other else {})
+    latents |= {kind: _quantise(z, kind) for kind in QUANTISED}
+    conditions: dict[str, dict[str, float | None]] = {}
     for name in (*CONDITIONS, *QUANTISED):
         if name in prompts:
-            said, scores = from_prompts(one, prompts[name], tokens), _of_prompts(one, prompts[name], answers)
-        elif name not in sent:  # there is but one text
+            answers = answer_from_prompts(model, prompts[name], tokens)
+            scores = _score_prompts(model, prompts[name], references)
+        elif name in latents:
+            answers = answer_from_latents(objective, model.name, latents[name], tokens)
+            scores = _score_latents(objective, model, latents[name], references)
+        else:  # "other", where all pairs have the same text
             continue
-        else:
-            said = from_latents(job, one.name, sent[name], tokens)
-            scores = _of_latents(job, one, sent[name], answers)
-        shown = f"latent {name}" if name in QUANTISED else name
-        found[shown] = {**_marks(said, pairs, numbers), **scores.figures()}
-    whole = float(np.mean([reader.count(pair.text) for pair in pairs]))
-    return {"title": one.spec.title, "conditions": found, "prompt_tokens": whole, "prefix": slots}
+        label = f"latent {name}" if name in QUANTISED else name
+        conditions[label] = {**_answer_metrics(answers, pairs, numbers), **scores.metrics()}
+    text_tokens = float(np.mean([tokenizer.count(pair.text) for pair in pairs]))
+    return {"title": model.spec.title, "conditions": conditions, "prompt_tokens": text_tokens, "prefix": slots}
 
 
-def _sent(z_BMD: Tensor, kind: str) -> Tensor:
-    """As they arrive: written as bytes, and read again."""
-    raw = z_BMD.float().cpu().numpy()
-    return torch.from_numpy(np.stack([from_wire(to_wire(one, kind), one.shape, kind) for one in raw])).to(z_BMD.device)
+def _quantise(z_BMD: Tensor, kind: str) -> Tensor:
+    """Return the latents as a receiver gets them: packed into bytes and unpacked."""
+    rows = z_BMD.float().cpu().numpy()
+    restored = np.stack([unpack_latents(pack_latents(row, kind), row.shape, kind) for row in rows])
+    return torch.from_numpy(restored).to(z_BMD.device)
 
 
-def _marks(said: Sequence[Answer], pairs: Sequence[Pair], numbers: bool) -> dict[str, float]:
-    texts, right = [one.text for one in said], [pair.answers for pair in pairs]
+def _answer_metrics(answers: Sequence[Answer], pairs: Sequence[Pair], numbers: bool) -> dict[str, float]:
+    texts, right = [one.text for one in answers], [pair.answers for pair in pairs]
     if not numbers:
         return {"exact_match": exact_match(texts, right), "f1": f1(texts, right)}
     return {
@@ -261,20 +272,22 @@ def _best_of_each(score: Score, texts: Sequence[str], right: Sequence[Sequence[s
     return float(np.mean([max(score([text], [one]) for one in some) for text, some in zip(texts, right, strict=True)]))
 
 
-def _of_prompts(one: Frozen, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Scores:
-    found = Scores()
-    for row, hidden in one.text_states(prompts, answers):
-        found += score(one.decoder, hidden[None], torch.tensor([answers[row]], device=one.device))
-    return found
+def _score_prompts(model: FrozenModel, prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]]) -> Scores:
+    scores = Scores()
+    for row, hidden in model.text_states(prompts, references):
+        scores += score(model.decoder, hidden[None], torch.tensor([references[row]], device=model.device))
+    return scores
 
 
-def _of_latents(job: LatentPrefix, one: Frozen, z: Tensor, answers: Sequence[Sequence[int]]) -> Scores:
-    found = Scores()
-    for first in range(0, len(answers), _AT_ONCE):
-        some = answers[first : first + _AT_ONCE]
-        targets = torch.full((len(some), max(len(row) for row in some)), IGNORE, device=one.device)
-        for place, row in enumerate(some):
-            targets[place, : len(row)] = torch.tensor(row, device=one.device)
-        prefix = job.model.prefix(one.name, z[first : first + len(some)])
-        found += score(one.decoder, one.states(prefix, targets), targets)
-    return found
+def _score_latents(
+    objective: LatentPrefix, model: FrozenModel, z: Tensor, references: Sequence[Sequence[int]]
+) -> Scores:
+    scores = Scores()
+    for first in range(0, len(references), _BATCH):
+        some = references[first : first + _BATCH]
+        targets = torch.full((len(some), max(len(row) for row in some)), IGNORE, device=model.device)
+        for i, row in enumerate(some):
+            targets[i, : len(row)] = torch.tensor(row, device=model.device)
+        prefix = objective.model.prefix(model.name, z[first : first + len(some)])
+        scores += score(model.decoder, model.states(prefix, targets), targets)
+    return scores

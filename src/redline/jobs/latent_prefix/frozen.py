@@ -1,4 +1,4 @@
-"""A frozen model behind a prefix: it reads [begin][prefix][anchor][answer], or a text where the prefix was."""
+"""The frozen language models: each reads [begin][prefix][anchor][answer], or a text in place of the prefix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.jobs.latent_prefix.data import Reader
+from redline.jobs.latent_prefix.data import PromptTokenizer
 from redline.kernels.attention import Attention, select
 from redline.kernels.cross_entropy import IGNORE
 from redline.kernels.masks import MaskSpec
@@ -19,13 +19,13 @@ from redline.models.pretrained import Base, fill_frozen, random_tensors
 from redline.planning.shapes import Adapter, DecoderShape
 from redline.recipe.schema import Lora
 
-_MOST_TOKENS = 1 << 14  # of texts that are read side by side
+_BATCH_TOKENS = 1 << 14  # tokens of texts that are read in one forward pass
 CAUSAL = MaskSpec(causal=True)
 
 
 @dataclass(frozen=True)
-class Spec:
-    """Which frozen model, and how it is kept. Without a base it has random weights, for steps that are only timed."""
+class FrozenSpec:
+    """Which frozen model, and its quantisation. Without a base its weights are random, for timed steps."""
 
     name: str  # its number in the recipe
     source: str
@@ -36,16 +36,17 @@ class Spec:
 
     @property
     def title(self) -> str:
+        """The last part of the source, for messages."""
         return self.source.rstrip("/").rpartition("/")[2]
 
 
-class Frozen:
-    """No weight of it has a gradient; what flows back goes to the prefix alone."""
+class FrozenModel:
+    """A frozen decoder with its tokenizer. Its weights have no gradients; gradients flow through it to the prefix."""
 
-    def __init__(self, spec: Spec, decoder: Decoder, reader: Reader | None) -> None:
-        self.spec, self.decoder, self.reader = spec, decoder, reader
+    def __init__(self, spec: FrozenSpec, decoder: Decoder, tokenizer: PromptTokenizer | None) -> None:
+        self.spec, self.decoder, self.tokenizer = spec, decoder, tokenizer
         self.device = decoder.embedding.weight.device
-        begin, anchor = (reader.begin, reader.anchor) if reader else ([0], [0, 0])
+        begin, anchor = (tokenizer.begin, tokenizer.anchor) if tokenizer else ([0], [0, 0])
         self.begin, self.anchor = (torch.tensor(ids, device=self.device, dtype=torch.long) for ids in (begin, anchor))
 
     @property
@@ -54,50 +55,54 @@ class Frozen:
 
     @property
     def vocab(self) -> int:
-        assert self.reader is not None
-        return min(self.reader.vocab_size, self.decoder.shape.vocab)
+        assert self.tokenizer is not None
+        return min(self.tokenizer.vocab_size, self.decoder.shape.vocab)
 
     @property
     def rms(self) -> float:
-        """Of its embeddings: how loud a prefix must be."""
+        """The RMS of its token embeddings, which a prefix is scaled to."""
         return float(self.decoder.embedding.weight.float().square().mean().sqrt())
 
     def start(self, prefix_BMD: Tensor) -> Tensor:
-        """Embeddings of everything before the answer."""
-        before, behind = (self.decoder.embed(ids).expand(len(prefix_BMD), -1, -1) for ids in (self.begin, self.anchor))
-        return torch.cat((before, prefix_BMD.to(before.dtype), behind), 1)
+        """Return the embeddings of everything before the answer: begin, prefix, anchor."""
+        begin, anchor = (self.decoder.embed(ids).expand(len(prefix_BMD), -1, -1) for ids in (self.begin, self.anchor))
+        return torch.cat((begin, prefix_BMD.to(begin.dtype), anchor), 1)
 
     def states(self, prefix_BMD: Tensor, targets_BA: Tensor) -> Tensor:
-        """Hidden states [B, A, D] that predict the targets, each from those before it: one pass for all of them."""
+        """Return the hidden states [B, A, D] that predict the targets, from one teacher-forced pass.
+
+        CE, CE_first, CE_K and KD_K are all computed from these states. The original ran a pass for each.
+        """
         start = self.start(prefix_BMD)
-        said = self.decoder.embed(targets_BA[:, :-1].clamp_min(0))  # what is padded comes last, and is not seen
-        read = torch.cat((start, said), 1)
-        hidden: Tensor = self.decoder(read, self._bound(read.shape[1]))
+        # Targets are padded at the end, so under the causal mask no real position sees the padding.
+        answer = self.decoder.embed(targets_BA[:, :-1].clamp_min(0))
+        inputs = torch.cat((start, answer), 1)
+        hidden: Tensor = self.decoder(inputs, self._bind(inputs.shape[1]))
         return hidden[:, start.shape[1] - 1 :]
 
     def text_states(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
     ) -> Iterator[tuple[int, Tensor]]:
-        """The same after prompts of tokens: for each row, in any order, its number and states [A, D]."""
+        """Yield each row's number and the states [A, D] that predict its answer after its prompt, in any order."""
         lengths = [len(prompt) + len(answer) - 1 for prompt, answer in zip(prompts, answers, strict=True)]
         order = sorted(range(len(prompts)), key=lambda row: -lengths[row])
         while order:
-            count = max(1, _MOST_TOKENS // lengths[order[0]])
-            some, order = order[:count], order[count:]
-            rows = torch.zeros(len(some), lengths[some[0]], dtype=torch.long)
-            for place, row in enumerate(some):
-                rows[place, : lengths[row]] = torch.tensor([*prompts[row], *answers[row][:-1]])
-            hidden = self.decoder(rows.to(self.device), self._bound(rows.shape[1]))
-            for place, row in enumerate(some):
-                yield row, hidden[place, len(prompts[row]) - 1 : lengths[row]]
+            count = max(1, _BATCH_TOKENS // lengths[order[0]])
+            batch, order = order[:count], order[count:]  # longest first: rows of a batch have similar lengths
+            tokens = torch.zeros(len(batch), lengths[batch[0]], dtype=torch.long)
+            for i, row in enumerate(batch):
+                tokens[i, : lengths[row]] = torch.tensor([*prompts[row], *answers[row][:-1]])
+            hidden = self.decoder(tokens.to(self.device), self._bind(tokens.shape[1]))
+            for i, row in enumerate(batch):
+                yield row, hidden[i, len(prompts[row]) - 1 : lengths[row]]
 
-    def _bound(self, length: int) -> Any:
+    def _bind(self, length: int) -> Any:
         return self.decoder.attention.bind(length)
 
 
 def build_frozen(
-    spec: Spec,
-    reader: Reader | None,
+    spec: FrozenSpec,
+    tokenizer: PromptTokenizer | None,
     *,
     device: torch.device,
     dtype: torch.dtype,
@@ -105,8 +110,11 @@ def build_frozen(
     checkpointing: str,
     kernels: str,
     model: dict[str, Any],
-) -> Frozen:
-    """`model` are the keys of a recipe's model that shape does not say: rotary embedding, norms."""
+) -> FrozenModel:
+    """Build the decoder and load its frozen weights.
+
+    `model` holds those keys of a recipe's `model` section that the shape does not cover: rotary embedding, norms, …
+    """
     with torch.device("meta"):
         decoder = Decoder(
             spec.shape,
@@ -128,16 +136,18 @@ def build_frozen(
         generator=torch.Generator(),
     )
     decoder.eval()
-    return Frozen(spec, decoder, reader)
+    return FrozenModel(spec, decoder, tokenizer)
 
 
-def choose_attention(asked: str, shape: DecoderShape, rows: int, length: int, device: str, dtype: torch.dtype) -> Any:
-    return select(asked, CAUSAL, device=device, dtype=dtype, shape=(rows, shape.heads, length, shape.head_dim))
+def choose_attention(
+    requested: str, shape: DecoderShape, rows: int, length: int, device: str, dtype: torch.dtype
+) -> Any:
+    return select(requested, CAUSAL, device=device, dtype=dtype, shape=(rows, shape.heads, length, shape.head_dim))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Sums over rows: of an answer's tokens, of first tokens, and how many there were."""
+    """Sums over rows, to be averaged: −log p of the answers' tokens, and hits of their first tokens."""
 
     nll: float = 0.0
     tokens: int = 0
@@ -148,16 +158,16 @@ class Scores:
     def __add__(self, other: Scores) -> Scores:
         return Scores(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         rows = max(1, self.rows)
         mean = self.nll / max(1, self.tokens)
         return {"nll": mean, "first_top1": self.top1 / rows, "first_top5": self.top5 / rows}
 
 
 def score(decoder: Decoder, hidden_BAD: Tensor, targets_BA: Tensor) -> Scores:
-    """Of rows that are padded with IGNORE."""
+    """Score the predictions of rows whose targets are padded with IGNORE."""
     logits = decoder.logits(hidden_BAD)
-    there = targets_BA != IGNORE
+    tokens = int((targets_BA != IGNORE).sum())
     nll = F.cross_entropy(logits.flatten(0, 1), targets_BA.flatten(), ignore_index=IGNORE, reduction="sum")
-    best = logits[:, 0].topk(min(5, logits.shape[-1])).indices == targets_BA[:, :1]
-    return Scores(float(nll), int(there.sum()), int(best[:, 0].sum()), int(best.any(1).sum()), len(targets_BA))
+    top5 = logits[:, 0].topk(min(5, logits.shape[-1])).indices == targets_BA[:, :1]
+    return Scores(float(nll), tokens, int(top5[:, 0].sum()), int(top5.any(1).sum()), len(targets_BA))

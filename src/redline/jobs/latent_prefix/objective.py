@@ -1,4 +1,4 @@
-"""latent_prefix: latents of a text that frozen models answer from, trained through them."""
+"""The objective of latent_prefix: train latents of a text, through frozen models, so that these answer from them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from torch import Tensor
 from redline.data.read_stats import ProgressCallback
 from redline.fields import AUTO
 from redline.jobs.decoder_objective import CHOSEN_AT_START, role_groups
-from redline.jobs.latent_prefix.costs import WORDS, WireShape, slots_read, taught
+from redline.jobs.latent_prefix.costs import WORDS, PrefixShape, needs_teacher, prefix_length
 from redline.jobs.latent_prefix.data import (
     PAD,
     LatentData,
-    Lengths,
     Pair,
-    Rows,
+    PairRows,
+    RowLengths,
     byte_rows,
     complete,
     cut_bytes,
+    frozen_models,
     load_data,
     open_models,
     options_of,
-    strangers,
-    wanted,
+    unrelated_pairs,
 )
-from redline.jobs.latent_prefix.encoder import Wire, cosine, word_loss
-from redline.jobs.latent_prefix.frozen import Frozen, Scores, Spec, build_frozen, choose_attention, score
-from redline.jobs.latent_prefix.teacher import TeacherStates, read_all, text_prompt
+from redline.jobs.latent_prefix.encoder import PrefixModel, mean_cosine, word_loss
+from redline.jobs.latent_prefix.frozen import FrozenModel, FrozenSpec, Scores, build_frozen, choose_attention, score
+from redline.jobs.latent_prefix.teacher import TeacherStates, load_teacher, text_prompt
 from redline.jobs.objective import (
     Answer,
     AnswerReport,
@@ -59,41 +59,44 @@ from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Recipe
 
 # ----------------------------------------------------------------------------------------------------
-# What a latent prefix is trained by: every term comes from one pass over the answer.
+# Loss terms, all computed from one teacher-forced pass over the answer.
 #
-# ce        −log p of the answer's tokens, its end included
-# first     of its first token, × clamp(first / mean of the answer, 1, 8) without a gradient, example by example
-# k         of its first K tokens
-# kd        τ²·KL(teacher ‖ student) at those K places; the teacher is the same model, reading the text itself
-# match     ‖student − teacher‖² / ‖teacher‖², of the last states at those places
+# ce        CE: −log p of the answer's tokens, its end included
+# first     CE_first: −log p of its first token, × clamp(sg[CE_first / mean CE of the answer], 1, 8) per example
+# k         CE_K: −log p of its first K tokens
+# kd        KD_K: τ²·KL(teacher ‖ student) at these K positions; the teacher is the same model reading the text itself
+# match     ‖student − teacher‖² / ‖teacher‖² of the last hidden states at these positions
 
 
 def token_losses(logits_BAV: Tensor, targets_BA: Tensor) -> Tensor:
-    """−log p [B, A]; 0 where there is no target."""
+    """Return −log p [B, A]; 0 where there is no target."""
     losses = F.cross_entropy(logits_BAV.flatten(0, 1), targets_BA.flatten(), ignore_index=IGNORE, reduction="none")
     return losses.view(targets_BA.shape)
 
 
 def first_losses(losses_BA: Tensor, targets_BA: Tensor, clamp: float) -> Tensor:
-    """[B]; each counts more where the first token is worse than the answer as a whole."""
+    """Return CE_first [B]; it counts more where the first token is predicted worse than the answer on average.
+
+    The factor is detached: it weights examples and is not itself minimised.
+    """
     mean = losses_BA.sum(1) / (targets_BA != IGNORE).sum(1).clamp_min(1)
     first = losses_BA[:, 0]
     return first * (first / mean.clamp_min(1e-6)).detach().clamp(1.0, clamp)
 
 
-def distances(student_BKV: Tensor, teacher_BKV: Tensor, there_BK: Tensor, tau: float) -> Tensor:
-    """τ²·KL [B, K]."""
-    ours, theirs = ((logits / tau).log_softmax(-1) for logits in (student_BKV, teacher_BKV))
-    return tau**2 * F.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1) * there_BK
+def kd_losses(student_BKV: Tensor, teacher_BKV: Tensor, valid_BK: Tensor, tau: float) -> Tensor:
+    """Return τ²·KL(teacher ‖ student) [B, K]; τ² keeps the gradient's scale independent of the temperature."""
+    student, teacher = ((logits / tau).log_softmax(-1) for logits in (student_BKV, teacher_BKV))
+    return tau**2 * F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1) * valid_BK
 
 
-def mismatches(student_BKD: Tensor, teacher_BKD: Tensor, there_BK: Tensor) -> Tensor:
-    """[B, K], relative to the teacher's size."""
-    ours, theirs = student_BKD.float(), teacher_BKD.float()
-    return (ours - theirs).square().sum(-1) / theirs.square().sum(-1).clamp_min(1e-6) * there_BK
+def state_losses(student_BKD: Tensor, teacher_BKD: Tensor, valid_BK: Tensor) -> Tensor:
+    """Return the squared distance of the hidden states [B, K], relative to the teacher's squared norm."""
+    student, teacher = student_BKD.float(), teacher_BKD.float()
+    return (student - teacher).square().sum(-1) / teacher.square().sum(-1).clamp_min(1e-6) * valid_BK
 
 
-def answer_terms(
+def answer_losses(
     decoder: Decoder,
     hidden_BAD: Tensor,
     targets_BA: Tensor,
@@ -105,92 +108,98 @@ def answer_terms(
     kd: bool,
     match: bool,
 ) -> dict[str, Tensor]:
-    """Each term for each row [B], not yet divided by anything."""
+    """Return the sum of each loss term for each row [B], not yet divided by a number of tokens or rows."""
     logits = decoder.logits(hidden_BAD)
     losses = token_losses(logits, targets_BA)
-    found = {"ce": losses.sum(1), "first": first_losses(losses, targets_BA, clamp), "k": losses[:, :k].sum(1)}
+    sums = {"ce": losses.sum(1), "first": first_losses(losses, targets_BA, clamp), "k": losses[:, :k].sum(1)}
     if teacher_BKD is not None:
-        places = min(k, hidden_BAD.shape[1])
-        there, teacher = targets_BA[:, :places] != IGNORE, teacher_BKD[:, :places]
+        first = min(k, hidden_BAD.shape[1])
+        valid, teacher = targets_BA[:, :first] != IGNORE, teacher_BKD[:, :first]
         if kd:
-            aim = decoder.logits(teacher.to(hidden_BAD.dtype)).detach()
-            found["kd"] = distances(logits[:, :places], aim, there, tau).sum(1)
+            teacher_logits = decoder.logits(teacher.to(hidden_BAD.dtype)).detach()
+            sums["kd"] = kd_losses(logits[:, :first], teacher_logits, valid, tau).sum(1)
         if match:
-            found["match"] = mismatches(hidden_BAD[:, :places], teacher, there).sum(1)
-    return found
+            sums["match"] = state_losses(hidden_BAD[:, :first], teacher, valid).sum(1)
+    return sums
 
 
 # ----------------------------------------------------------------------------------------------------
 # Answers of frozen models: from latents, and from the text itself.
 
 
-_PROMPTS_AT_ONCE = 64
+_ANSWER_BATCH = 64
 
 
-def context_of(model: Frozen) -> int:
+def context_length(model: FrozenModel) -> int:
     assert model.spec.base is not None
     return model.spec.base.context
 
 
-def from_latents(job: LatentPrefix, name: str, z_BMD: torch.Tensor, tokens: int, **how: Any) -> list[Answer]:
-    """The likeliest answer to each, unless `how` says otherwise."""
-    one, found = job.frozen[name], []
-    assert one.reader is not None
-    for some in z_BMD.split(_PROMPTS_AT_ONCE):
-        start = one.start(job.model.prefix(name, some))
-        made = write_after(one.decoder, start, tokens=tokens, vocab=one.vocab, stop=one.reader.eos_ids, **how)
-        found += [Answer(one.reader.decode(row.tokens), row.ended) for row in made]
-    return found
+def answer_from_latents(
+    objective: LatentPrefix, name: str, z_BMD: torch.Tensor, tokens: int, **sampling: Any
+) -> list[Answer]:
+    """Return one model's answers to latents; greedy, unless `sampling` has a temperature."""
+    model, answers = objective.frozen[name], []
+    assert model.tokenizer is not None
+    for some in z_BMD.split(_ANSWER_BATCH):
+        start = model.start(objective.model.prefix(name, some))
+        rows = write_after(
+            model.decoder, start, tokens=tokens, vocab=model.vocab, stop=model.tokenizer.eos_ids, **sampling
+        )
+        answers += [Answer(model.tokenizer.decode(row.tokens), row.ended) for row in rows]
+    return answers
 
 
-def from_prompts(model: Frozen, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
-    assert model.reader is not None
-    made = answer_each(
+def answer_from_prompts(model: FrozenModel, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
+    """Return one model's greedy answers to prompts of tokens."""
+    assert model.tokenizer is not None
+    rows = answer_each(
         model.decoder,
         prompts,
         tokens=tokens,
         vocab=model.vocab,
-        stop=model.reader.eos_ids,
-        longest=context_of(model),
+        stop=model.tokenizer.eos_ids,
+        longest=context_length(model),
     )
-    return [Answer(model.reader.decode(row.tokens), row.ended) for row in made]
+    return [Answer(model.tokenizer.decode(row.tokens), row.ended) for row in rows]
 
 
 @torch.no_grad()
-def written(job: LatentPrefix, text: str, how: Sampling) -> list[Sample]:
-    """For each model `how.count` answers from latents, each beside one from the text."""
-    latents, found = job.encoded([text] * how.count), []
+def sample_answers(objective: LatentPrefix, text: str, how: Sampling) -> list[Sample]:
+    """Return, for each model, `how.count` answers from the latents, each beside an answer from the text."""
+    latents, samples = objective.encode([text] * how.count), []
     options = {"temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p}
-    for name, one in job.frozen.items():
-        assert one.reader is not None
-        generator = torch.Generator(device=job.device).manual_seed(how.seed)
-        said = from_latents(job, name, latents[name], how.tokens, generator=generator, **options)
-        room = max(1, min(how.tokens, context_of(one) // 2))
-        prompt = text_prompt(one, text, context_of(one) - room)
-        read = generate(
+    for name, one in objective.frozen.items():
+        assert one.tokenizer is not None
+        generator = torch.Generator(device=objective.device).manual_seed(how.seed)
+        from_latents = answer_from_latents(objective, name, latents[name], how.tokens, generator=generator, **options)
+        room = max(1, min(how.tokens, context_length(one) // 2))
+        prompt = text_prompt(one, text, context_length(one) - room)
+        rows = generate(
             one.decoder,
             prompt,
             count=how.count,
             tokens=room,
             vocab=one.vocab,
             seed=how.seed,
-            stop=one.reader.eos_ids,
+            stop=one.tokenizer.eos_ids,
             **options,  # type: ignore[arg-type]
         )
-        found += [
-            Sample(text, f"{one.spec.title}, from latents: {latent.text}\n{one.spec.title}, from the text: {plain}")
-            for latent, plain in zip(said, (one.reader.decode(row) for row in read), strict=True)
+        from_text, title = (one.tokenizer.decode(row) for row in rows), one.spec.title
+        samples += [
+            Sample(text, f"{title}, from latents: {latent.text}\n{title}, from the text: {plain}")
+            for latent, plain in zip(from_latents, from_text, strict=True)
         ]
-    return found
+    return samples
 
 
-_AT_ONCE = 8  # rows of an evaluation, at least: each is also read with another's latents
+_EVALUATION_BATCH = 8  # rows per batch of an evaluation, at least
 
 
 class LatentPrefix(Objective):
-    model: Wire
+    model: PrefixModel
     data: LatentData
-    whole_rows = False  # a batch ends with its longest answer
+    whole_rows = False  # batches are padded to their longest answer, not to data.seq_len
 
     def __init__(self, resolved: Resolved, data: LatentData) -> None:
         self.resolved, self.recipe, self.data = resolved, resolved.recipe, data
@@ -200,49 +209,51 @@ class LatentPrefix(Objective):
         self.teachers: dict[str, TeacherStates] = {}
 
     def identity(self) -> dict[str, str]:
-        bases, readers = self.data.bases or {}, self.data.readers or {}
-        named = {f"base {name}": base.fingerprint for name, base in bases.items()}
-        return named | {f"tokenizer {name}": reader.fingerprint for name, reader in readers.items()}
+        bases, tokenizers = self.data.bases or {}, self.data.tokenizers or {}
+        fingerprints = {f"base {name}": base.fingerprint for name, base in bases.items()}
+        return fingerprints | {f"tokenizer {name}": one.fingerprint for name, one in tokenizers.items()}
 
     # --- building
 
     def build(self, device: torch.device) -> None:
-        """The frozen models are no part of what is trained, saved or averaged."""
+        """Build the frozen models, and the model that is trained; only the latter is saved and averaged."""
         self.device = device
-        self.frozen = {spec.name: self._frozen(spec) for spec in self._specs()}
+        self.frozen = {spec.name: self._build_frozen(spec) for spec in self._specs()}
         widths = {name: one.decoder.shape.d_model for name, one in self.frozen.items()}
         rms = {name: one.rms for name, one in self.frozen.items()}
-        shape, again = WireShape.of(self.options, 1 + len(self.options.others)), self.recipe.train.grad_checkpointing
-        self.model = Wire(shape, widths, rms, dtype=self.dtype, checkpointing=again).to(device)
+        shape = PrefixShape.of(self.options, 1 + len(self.options.others))
+        checkpointing = self.recipe.train.grad_checkpointing
+        self.model = PrefixModel(shape, widths, rms, dtype=self.dtype, checkpointing=checkpointing).to(device)
         self.model.initialise(self.recipe.train.seed)
 
-    def _specs(self) -> Iterator[Spec]:
-        for name, (source, kept) in wanted(self.recipe).items():
+    def _specs(self) -> Iterator[FrozenSpec]:
+        for name, (source, section) in frozen_models(self.recipe).items():
             base = None if self.data.bases is None else self.data.bases[name]
-            stated = self.resolved.shape if name == "0" else DecoderShape(**kept.shape) if kept.shape else None
+            stated = self.resolved.shape if name == "0" else DecoderShape(**section.shape) if section.shape else None
             shape = base.shape if base else stated or self.resolved.shape
-            yield Spec(name, source, base, shape, kept.quant == "nf4", kept.quant_double)
+            yield FrozenSpec(name, source, base, shape, section.quant == "nf4", section.quant_double)
 
-    def _frozen(self, spec: Spec) -> Frozen:
+    def _build_frozen(self, spec: FrozenSpec) -> FrozenModel:
         recipe, rows = self.recipe, self.resolved.batch.micro
-        if spec.name not in self.selections:  # measured once in a run's life
-            asked, length = recipe.model.attention, recipe.data.seq_len
+        # Measured once in the life of a run: `load_state` restores the choice, so a resumed run computes the same.
+        if spec.name not in self.selections:
+            requested, length = recipe.model.attention, recipe.data.seq_len
             self.selections[spec.name] = (
                 Selection("flash", "its backward can be deterministic")
-                if recipe.train.deterministic and asked == AUTO
-                else choose_attention(asked, spec.shape, rows, length, self.device.type, self.dtype)
+                if recipe.train.deterministic and requested == AUTO
+                else choose_attention(requested, spec.shape, rows, length, self.device.type, self.dtype)
             )
         keys = ("rope_theta", "rope_scaling", "norm_eps", "softcap")
-        own = {key: getattr(recipe.model, key) for key in keys}
+        stated = {key: getattr(recipe.model, key) for key in keys}
         return build_frozen(
             spec,
-            None if self.data.readers is None else self.data.readers[spec.name],
+            None if self.data.tokenizers is None else self.data.tokenizers[spec.name],
             device=self.device,
             dtype=self.dtype,
             backend=self.selections[spec.name].backend,
             checkpointing=recipe.train.grad_checkpointing,
             kernels=recipe.model.kernels,
-            model=own if spec.base is None else {**own, "softcap": None, **spec.base.model},
+            model=stated if spec.base is None else {**stated, "softcap": None, **spec.base.model},
         )
 
     def param_groups(self) -> list[ParamGroup]:
@@ -261,19 +272,20 @@ class LatentPrefix(Objective):
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        self._teach()
+        """Load the teachers' states before the warm-up, whose batches need them."""
+        self._load_teachers()
         yield
 
-    def _teach(self) -> None:
-        """Before the first step the teachers read what the run will see of the data, unless they have already."""
+    def _load_teachers(self) -> None:
+        """Let each teacher read the rows that the run will see, unless its states are in the cache."""
         pairs = self.data.pairs
-        if pairs is None or not taught(self.options):
+        if pairs is None or not needs_teacher(self.options):
             return
         steps = self.resolved.horizon_steps
-        seen = None if steps is None else (steps + self.skipped_steps) * self.resolved.batch.global_batch
+        samples = None if steps is None else (steps + self.skipped_steps) * self.resolved.batch.global_batch
         with self.uncompiled():
-            for place, (name, one) in enumerate(self.frozen.items()):
-                self.teachers[name] = read_all(one, pairs, place, seen, self.options, self.dtype, self.log)
+            for i, (name, one) in enumerate(self.frozen.items()):
+                self.teachers[name] = load_teacher(one, pairs, i, samples, self.options, self.dtype, self.log)
 
     # --- training
 
@@ -281,65 +293,68 @@ class LatentPrefix(Objective):
         pairs = self.data.pairs
         assert pairs is not None
         rows = pairs.index.sequences(samples)
-        found = self._tensors(pairs.train, rows)
-        for name, states in self.teachers.items():
-            found[f"teacher.{name}"] = states.take(rows)
+        batch = self._tensors(pairs.train, rows)
+        for name, teacher in self.teachers.items():
+            batch[f"teacher.{name}"] = teacher.states(rows)
         if self.options.fade_steps:
+            # A function of the sample number, so that resuming needs no saved state.
             steps = samples // self.resolved.batch.global_batch
-            found["fade"] = torch.from_numpy(np.maximum(0.0, 1.0 - steps / self.options.fade_steps).astype(np.float32))
-        return found
+            batch["fade"] = torch.from_numpy(np.maximum(0.0, 1.0 - steps / self.options.fade_steps).astype(np.float32))
+        return batch
 
-    def _tensors(self, rows: Rows, numbers: np.ndarray) -> Batch:
-        """With the targets under the models' own numbers."""
-        taken = rows.take(np.asarray(numbers))
-        places = {f"targets.{place}": f"targets.{name}" for place, name in enumerate(self.frozen)}
-        return {places.get(key, key): torch.from_numpy(array) for key, array in taken.items()}
+    def _tensors(self, rows: PairRows, numbers: np.ndarray) -> Batch:
+        """Return a batch whose targets are named by the models' numbers in the recipe, not by their positions."""
+        names = {f"targets.{i}": f"targets.{name}" for i, name in enumerate(self.frozen)}
+        return {names.get(key, key): torch.from_numpy(array) for key, array in rows.batch(np.asarray(numbers)).items()}
 
     def worst_batch(self, micro: int) -> Batch:
-        chance, lengths = np.random.default_rng(0), self._lengths()
-        batch: dict[str, np.ndarray] = {"bytes": chance.integers(0, PAD, (micro, lengths.bytes), dtype=np.int64)}
+        rng, lengths = np.random.default_rng(0), self._lengths()
+        batch: dict[str, np.ndarray] = {"bytes": rng.integers(0, PAD, (micro, lengths.bytes), dtype=np.int64)}
         for (name, one), longest in zip(self.frozen.items(), lengths.answers, strict=True):
             shape = one.decoder.shape
-            batch[f"targets.{name}"] = chance.integers(0, shape.vocab, (micro, longest), dtype=np.int64)
-            if taught(self.options):
+            batch[f"targets.{name}"] = rng.integers(0, shape.vocab, (micro, longest), dtype=np.int64)
+            if needs_teacher(self.options):
                 size = (micro, self.options.first_tokens, shape.d_model)
-                batch[f"teacher.{name}"] = chance.standard_normal(size).astype(np.float32)
+                batch[f"teacher.{name}"] = rng.standard_normal(size).astype(np.float32)
         if lengths.words:
-            batch["words"] = chance.integers(0, WORDS, (micro, 128), dtype=np.int64)
+            batch["words"] = rng.integers(0, WORDS, (micro, 128), dtype=np.int64)
         if self.options.fade_steps:
             batch["fade"] = np.ones(micro, dtype=np.float32)
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     def warmup_batches(self, micro: int) -> list[tuple[int, Batch]]:
-        """The run's first batch too: most are as long, and shorter than the longest; each length is compiled."""
-        found = super().warmup_batches(micro)
-        usual = self.recipe.train.compile and self.data.pairs is not None
-        return [*found, (micro, self.batch(np.arange(micro)))] if usual else found
+        """Add the run's first batch, so that its lengths are compiled before step 1: they are the usual ones, which are
+        shorter than those of the largest batch."""
+        batches = super().warmup_batches(micro)
+        if self.recipe.train.compile and self.data.pairs is not None:
+            batches.append((micro, self.batch(np.arange(micro))))
+        return batches
 
-    def _lengths(self) -> Lengths:
+    def _lengths(self) -> RowLengths:
         if self.data.pairs is not None:
             return self.data.pairs.train.lengths
-        room = self.recipe.data.seq_len - slots_read(self.options)
-        rooms = tuple(max(2, room - len(one.begin) - len(one.anchor) + 1) for one in self.frozen.values())
-        return Lengths(self.options.bytes, self.options.patch, rooms, self.options.words_weight > 0)
+        room = self.recipe.data.seq_len - prefix_length(self.options)
+        answers = tuple(max(2, room - len(one.begin) - len(one.anchor) + 1) for one in self.frozen.values())
+        return RowLengths(self.options.bytes, self.options.patch, answers, self.options.words_weight > 0)
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        found = {"rows": float(len(batch["bytes"])), "once": 1.0}  # what needs no data counts once in a step
+        # `once` divides a term that every micro-batch repeats, so that it counts once per step.
+        weights = {"rows": float(len(batch["bytes"])), "once": 1.0}
         for name in self.frozen:
-            there = batch[f"targets.{name}"] != IGNORE
-            found[f"tokens.{name}"] = float(there.sum())
-            found[f"places.{name}"] = float(there[:, : self.options.first_tokens].sum())
-        return found
+            valid = batch[f"targets.{name}"] != IGNORE
+            weights[f"tokens.{name}"] = float(valid.sum())
+            weights[f"places.{name}"] = float(valid[:, : self.options.first_tokens].sum())
+        return weights
 
     def loss(self, batch: Batch) -> dict[str, Term]:
         options, share = self.options, 1.0 / len(self.frozen)
         latents = self.model.latents(batch["bytes"])
         fade = batch.get("fade")
-        found: dict[str, Term] = {}
+        terms: dict[str, Term] = {}
         for name, one in self.frozen.items():
             targets = batch[f"targets.{name}"]
             hidden = one.states(self.model.prefix(name, latents[name]), targets)
-            rows = answer_terms(
+            sums = answer_losses(
                 one.decoder,
                 hidden,
                 targets,
@@ -351,11 +366,11 @@ class LatentPrefix(Objective):
                 match=options.match_weight > 0,
             )
             if self.model.words is not None:
-                rows["words"] = word_loss(self.model.words, latents[name], batch["words"])
-            found |= {f"{term}_{name}": self._term(term, name, sums, fade, share) for term, sums in rows.items()}
+                sums["words"] = word_loss(self.model.words, latents[name], batch["words"])
+            terms |= {f"{term}_{name}": self._term(term, name, rows, fade, share) for term, rows in sums.items()}
         if options.scale_weight:
-            found["scale"] = Term(self.model.scale_terms(), "once", options.scale_weight * share)
-        return found
+            terms["scale"] = Term(self.model.scale_terms(), "once", options.scale_weight * share)
+        return terms
 
     def _term(self, term: str, name: str, rows_B: Tensor, fade_B: Tensor | None, share: float) -> Term:
         options = self.options
@@ -370,52 +385,56 @@ class LatentPrefix(Objective):
         faded = rows_B if fade_B is None or term in ("ce", "first", "k") else rows_B * fade_B
         return Term(faded.sum(), weight, coefficient * share)
 
-    # --- looking
+    # --- evaluation
 
     def uncompiled(self) -> AbstractContextManager[Any]:
-        """Evaluation meets too many lengths to compile for."""
+        """Return a context in which nothing is compiled: evaluation has too many different lengths."""
         if not self.recipe.train.compile:
             return nullcontext()
         return torch.compiler.set_stance("force_eager")
 
     @torch.no_grad()
     def evaluate(self, micro: int) -> dict[str, float | None]:
-        """`loss` is the answers' −log p per token, averaged over the models; `other` the same with the latents of a
-        text of another group: where the two are equal, nothing came over the wire."""
+        """Return the mean NLL per answer token as `loss`, averaged over the models, and metrics of each model.
+
+        `other_nll` is the NLL with the latents of an unrelated text. If it equals `nll`, the latents carry nothing of
+        their text; `latent_cosine` near 1 shows the same (mode collapse).
+        """
         rows = self.data.held_out
         if rows is None or not len(rows):
             return {"loss": None, "perplexity": None, "latent_cosine": None}
-        count, size = min(len(rows), self.recipe.eval.sequences), max(_AT_ONCE, micro)
+        count, size = min(len(rows), self.recipe.eval.sequences), max(_EVALUATION_BATCH, micro)
         batches = [np.arange(first, min(first + size, count)) for first in range(0, count, size)]
         self.model.eval()
         with self.uncompiled():
-            made = [self.model.latents(self._tensors(rows, some)["bytes"].to(self.device)) for some in batches]
-            latents = {name: torch.cat([part[name] for part in made]) for name in self.frozen}
+            parts = [self.model.latents(self._tensors(rows, some)["bytes"].to(self.device)) for some in batches]
+            latents = {name: torch.cat([part[name] for part in parts]) for name in self.frozen}
             scores = self._scores(rows, batches, latents)
-            other = strangers(rows.pairs[:count])
-            others = None if other is None else self._scores(rows, batches, {n: z[other] for n, z in latents.items()})
+            other = unrelated_pairs(rows.pairs[:count])
+            unrelated = {} if other is None else {name: z[other] for name, z in latents.items()}
+            other_scores = self._scores(rows, batches, unrelated) if unrelated else None
         self.model.train()
-        found: dict[str, float | None] = {}
+        metrics: dict[str, float | None] = {}
         for name, sums in scores.items():
-            found |= {f"{key}_{name}": value for key, value in sums.figures().items()}
-            found[f"other_nll_{name}"] = None if others is None else others[name].figures()["nll"]
-        loss = sum(one.figures()["nll"] for one in scores.values()) / len(scores)
-        meter = cosine([torch.cat(list(latents.values()), 1).float()])
-        return {"loss": loss, "perplexity": perplexity(loss), "latent_cosine": meter, **found}
+            metrics |= {f"{key}_{name}": value for key, value in sums.metrics().items()}
+            metrics[f"other_nll_{name}"] = None if other_scores is None else other_scores[name].metrics()["nll"]
+        loss = sum(one.metrics()["nll"] for one in scores.values()) / len(scores)
+        cosine = mean_cosine(torch.cat(list(latents.values()), 1))
+        return {"loss": loss, "perplexity": perplexity(loss), "latent_cosine": cosine, **metrics}
 
-    def _scores(self, rows: Rows, batches: list[np.ndarray], latents: dict[str, Tensor]) -> dict[str, Scores]:
-        """Of each model's answers to these rows, from such latents."""
-        found = {name: Scores() for name in self.frozen}
+    def _scores(self, rows: PairRows, batches: list[np.ndarray], latents: dict[str, Tensor]) -> dict[str, Scores]:
+        """Return the scores of each model's answers to these rows, given the latents."""
+        scores = {name: Scores() for name in self.frozen}
         for some in batches:
             batch = self._tensors(rows, some)
             for name, one in self.frozen.items():
                 targets, prefix = batch[f"targets.{name}"].to(self.device), self.model.prefix(name, latents[name][some])
-                found[name] += score(one.decoder, one.states(prefix, targets), targets)
-        return found
+                scores[name] += score(one.decoder, one.states(prefix, targets), targets)
+        return scores
 
     @torch.no_grad()
-    def encoded(self, texts: list[str]) -> dict[str, Tensor]:
-        """The latents of texts, for each model."""
+    def encode(self, texts: list[str]) -> dict[str, Tensor]:
+        """Return the latents of texts for each model."""
         raw, patch = [cut_bytes(text, self.options.bytes) for text in texts], self.options.patch
         size = -(-max(len(one) for one in raw) // patch) * patch
         return self.model.latents(torch.from_numpy(byte_rows(raw, size)).to(self.device))
@@ -424,32 +443,30 @@ class LatentPrefix(Objective):
         if self.data.held_out is not None and count is not None:
             self.data = replace(self.data, held_out=self.data.held_out.first(count))
 
-    def examples(self) -> list[Pair]:
-        """What is held out."""
+    def held_out_pairs(self) -> list[Pair]:
         return [] if self.data.held_out is None else self.data.held_out.pairs
 
     def sample(self, prompt: str, how: Sampling) -> list[Sample]:
-        """The answers of each model, from the latents and from the text; without a prompt, to a text that is held
-        out."""
-        text = prompt or next((pair.text for pair in self.examples()), "")
-        if not text or self.data.readers is None:
+        """Sample each model's answers from the latents and from the text; without a prompt, of a validation text."""
+        text = prompt or next((pair.text for pair in self.held_out_pairs()), "")
+        if not text or self.data.tokenizers is None:
             return []
         if (size := len(text.encode("utf-8", "replace"))) > self.options.bytes:
-            self.log(f"the text has {size:,} bytes, and latents stand for {self.options.bytes:,}: the rest is left out")
+            self.log(f"the text has {size:,} bytes, and the encoder reads {self.options.bytes:,}: the rest is cut off")
         self.model.eval()
         with self.uncompiled():
-            found = written(self, text if text.endswith("\n") else f"{text}\n", how)
+            samples = sample_answers(self, text if text.endswith("\n") else f"{text}\n", how)
         self.model.train()
-        return found
+        return samples
 
     def answer_report(
         self, *, numbers: bool, count: int | None, tokens: int, where: str, progress: Callable[[int, int], None]
     ) -> AnswerReport:
         from redline.jobs.latent_prefix.evaluate import compare  # imports this module
 
-        return compare(self, count=count, tokens=tokens, numbers=numbers, where=where, told=progress)
+        return compare(self, count=count, tokens=tokens, numbers=numbers, where=where, on_progress=progress)
 
-    # --- what survives a restart
+    # --- checkpoints
 
     def state(self) -> dict[str, Any]:
         return {"attention": {name: one.backend for name, one in self.selections.items()}}

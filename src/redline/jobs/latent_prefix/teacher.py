@@ -1,8 +1,10 @@
-"""The teacher's states on disk: each frozen model reads each text once, and never again.
+"""The teacher's hidden states on disk: each frozen model reads each text once per machine.
 
-Kept are the last hidden states at the K places where an answer's first tokens are predicted; the frozen head makes the
-logits of them when they are needed. A folder is named by everything that decides them (model, quantisation, precision,
-tokenizer, rows, K, anchor), and says so inside, so that states of another model are never taken for these.
+The teacher of KD_K is the same frozen model reading the text itself, so its predictions never change. The cache holds
+its last hidden states at the K positions that predict an answer's first tokens: 32 KB per example at 4096 × 4 in bf16.
+Full logits would be 1 MB; instead the frozen head is applied to the states when they are needed. The name of a cache
+folder is a digest of everything that determines the states: model, quantisation, precision, tokenizer, rows, K, anchor.
+A file inside repeats them, so that the states of another model are never used by mistake.
 """
 
 from __future__ import annotations
@@ -29,46 +31,47 @@ from redline.cache import (
 )
 from redline.data.tokens import digest_of
 from redline.errors import UserError
-from redline.jobs.latent_prefix.data import PairData, Rows
-from redline.jobs.latent_prefix.frozen import Frozen
+from redline.jobs.latent_prefix.data import PairData, PairRows
+from redline.jobs.latent_prefix.frozen import FrozenModel
 from redline.units import format_seconds
 
 _ABOUT = "about.json"
-_AT_ONCE = 512  # rows in one file
-_FORM = 2
-_TELL_S = 10.0  # between two words on how far it is
+_FILE_ROWS = 512  # rows per file
+_FORMAT = 2
+_PROGRESS_S = 10.0  # seconds between two progress messages
 
 Int64s = npt.NDArray[np.int64]
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class TeacherStates:
-    """[rows, K, D], of those rows that have been asked for."""
+    """Hidden states [rows, K, D] of the rows that the teacher has read so far."""
 
     def __init__(self, about: dict[str, Any], rows: int, k: int, width: int, dtype: torch.dtype) -> None:
-        self.about, self.k, self.width, self.dtype = {"form": _FORM, **about}, k, width, dtype
+        self.about, self.k, self.width, self.dtype = {"form": _FORMAT, **about}, k, width, dtype
         self.folder = cache_dir() / "teachers" / digest_of(self.about)
-        self._file = np.full(rows, -1, dtype=np.int64)  # which file holds a row, and where in it
-        self._place = np.zeros(rows, dtype=np.int64)
+        self._file = np.full(rows, -1, dtype=np.int64)  # the file that holds a row; -1: the row has not been read
+        self._offset = np.zeros(rows, dtype=np.int64)  # the row's offset in that file
         self._states: list[npt.NDArray[Any]] = []
         self._open()
 
     @property
     def known(self) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = self._file >= 0
-        return found
+        """Which rows have been read."""
+        known: npt.NDArray[np.bool_] = self._file >= 0
+        return known
 
     def _open(self) -> None:
         described = self.folder / _ABOUT
         try:
-            there = json.loads(read_text(described))
+            found = json.loads(read_text(described))
         except (FileNotFoundError, NotADirectoryError):
             return
         except (OSError, ValueError) as error:
             raise self._damaged(described, type(error).__name__) from None
-        if there != self.about:
-            differing = ", ".join(key for key in self.about if there.get(key) != self.about[key]) or "its form"
-            raise self._damaged(described, f"it is of another {differing}")
+        if found != self.about:
+            differing = ", ".join(key for key in self.about if found.get(key) != self.about[key]) or "form"
+            raise self._damaged(described, f"it was written with another {differing}")
         for path in sorted(self.folder.glob("*.rows.npy")):
             self._add(path)
 
@@ -80,48 +83,58 @@ class TeacherStates:
             raise self._damaged(states_file, type(error).__name__) from None
         wanted = (len(rows), self.k, self.width)
         if states.shape != wanted or (len(rows) and not 0 <= rows.min() <= rows.max() < len(self._file)):
-            raise self._damaged(states_file, "another size than it should have")
-        self._file[rows], self._place[rows] = len(self._states), np.arange(len(rows))
+            raise self._damaged(states_file, "wrong shape or row numbers")
+        self._file[rows], self._offset[rows] = len(self._states), np.arange(len(rows))
         self._states.append(states)
 
     def _damaged(self, path: Path, why: str) -> UserError:
-        what = f"is not what this run's teacher wrote ({why})."
-        return UserError(what, where=str(path), fix=f"Delete {self.folder}: it is made again.")
+        what = f"is not a usable cache of this run's teacher ({why})."
+        return UserError(what, where=str(path), fix=f"Delete {self.folder}; the next run writes it again.")
 
-    def take(self, rows: Int64s) -> Tensor:
-        """[B, K, D], of rows that are known."""
-        assert self.known[rows].all(), "the teacher has not read these"
-        found = np.stack([self._states[self._file[row]][self._place[row]] for row in rows.tolist()])
-        tensor = torch.from_numpy(found)
+    def states(self, rows: Int64s) -> Tensor:
+        """Return the states [B, K, D] of rows that have been read."""
+        assert self.known[rows].all(), "the teacher has not read these rows"
+        arrays = [self._states[self._file[row]][self._offset[row]] for row in rows.tolist()]
+        tensor = torch.from_numpy(np.stack(arrays))
+        # numpy has no bfloat16, so these states are stored as int16.
         return tensor.view(torch.bfloat16) if self.dtype == torch.bfloat16 else tensor
 
     @torch.no_grad()
-    def make(
-        self, model: Frozen, rows: Rows, answers: list[list[int]], wanted: Iterable[int], context: int, tell: Tell
+    def read_missing(
+        self,
+        model: FrozenModel,
+        rows: PairRows,
+        answers: list[list[int]],
+        wanted: Iterable[int],
+        context: int,
+        log: Log,
     ) -> None:
-        """Reads what is not known yet of `wanted`."""
+        """Let the teacher read those rows of `wanted` that it has not read yet."""
         missing = [row for row in sorted(set(wanted)) if self._file[row] < 0]
         if not missing:
             return
-        tell(f"{model.spec.title} reads {len(missing):,} texts, once: what it says of them is learnt from")
-        begun = told = time.monotonic()
-        for first in range(0, len(missing), _AT_ONCE):
-            if first and (now := time.monotonic()) - told > _TELL_S:
-                told, left = now, (now - begun) / first * (len(missing) - first)
-                tell(f"{first:,} of {len(missing):,} texts are read, {format_seconds(left)} to go")
-            some = missing[first : first + _AT_ONCE]
-            self._write(np.array(some, dtype=np.int64), self._read(model, rows, answers, some, context))
+        log(f"{model.spec.title} reads {len(missing):,} texts once, as the teacher; its states are cached on disk")
+        started = logged = time.monotonic()
+        for first in range(0, len(missing), _FILE_ROWS):
+            if first and (now := time.monotonic()) - logged > _PROGRESS_S:
+                logged, left = now, (now - started) / first * (len(missing) - first)
+                log(f"teacher: {first:,} of {len(missing):,} texts, {format_seconds(left)} left")
+            some = missing[first : first + _FILE_ROWS]
+            self._write(np.array(some, dtype=np.int64), self._compute(model, rows, answers, some, context))
 
-    def _read(self, model: Frozen, rows: Rows, answers: list[list[int]], some: list[int], context: int) -> Tensor:
-        found = torch.zeros(len(some), self.k, self.width, dtype=self.dtype)
-        said = [answers[row][: self.k] for row in some]
-        asked = [text_prompt(model, rows.pairs[row].text, context - self.k) for row in some]
-        for place, hidden in model.text_states(asked, said):
-            found[place, : len(hidden)] = hidden.to("cpu", self.dtype)
-        return found
+    def _compute(
+        self, model: FrozenModel, rows: PairRows, answers: list[list[int]], some: list[int], context: int
+    ) -> Tensor:
+        states = torch.zeros(len(some), self.k, self.width, dtype=self.dtype)
+        first_tokens = [answers[row][: self.k] for row in some]
+        prompts = [text_prompt(model, rows.pairs[row].text, context - self.k) for row in some]
+        for i, hidden in model.text_states(prompts, first_tokens):
+            states[i, : len(hidden)] = hidden.to("cpu", self.dtype)
+        return states
 
     def _write(self, rows: Int64s, states: Tensor) -> None:
-        """The rows' file last: what has none does not exist."""
+        """Write the states, then the row numbers: a file of states without row numbers, as a crash leaves it, is
+        ignored."""
         with explain_write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / _ABOUT).exists():
@@ -141,38 +154,38 @@ class TeacherStates:
         self._add(self.folder / f"{name}.rows.npy")
 
 
-def read_all(
-    model: Frozen, pairs: PairData, place: int, seen: int | None, options: Any, dtype: torch.dtype, tell: Tell
+def load_teacher(
+    model: FrozenModel, pairs: PairData, place: int, samples: int | None, options: Any, dtype: torch.dtype, log: Log
 ) -> TeacherStates:
-    """What a run of so many samples will see of the data (all of them if not given), read by one of its models.
+    """Return the states of all rows that a run of so many samples will see (None: all rows), reading what is missing.
 
-    `place` is the model's, among those that the rows have answers for.
+    `place` is the index of the model among those that the rows have answers for.
     """
-    base, reader, train = model.spec.base, model.reader, pairs.train
+    base, tokenizer, train = model.spec.base, model.tokenizer, pairs.train
     assert base is not None
-    assert reader is not None
+    assert tokenizer is not None
     about = {
         "model": base.fingerprint,
         "quant": [model.spec.quantised, model.spec.double],
         "precision": str(dtype),
-        "tokenizer": reader.fingerprint,
+        "tokenizer": tokenizer.fingerprint,
         "rows": pairs.rows_fingerprint,
         "k": options.first_tokens,
         "anchor": options.anchor,
     }
     states = TeacherStates(about, len(train), options.first_tokens, model.decoder.shape.d_model, dtype)
-    every = seen is None or seen >= len(pairs.index)
-    rows = range(len(train)) if every else pairs.index.sequences(np.arange(seen)).tolist()
-    states.make(model, train, train.answers[place], rows, base.context, tell)
+    all_rows = samples is None or samples >= len(pairs.index)
+    rows = range(len(train)) if all_rows else pairs.index.sequences(np.arange(samples)).tolist()
+    states.read_missing(model, train, train.answers[place], rows, base.context, log)
     return states
 
 
-def text_prompt(model: Frozen, text: str, room: int, most: int | None = None) -> list[int]:
-    """The tokens of a text and the anchor; a text that is too long for the model loses its end."""
-    assert model.reader is not None
-    whole = model.reader.prompt(text, most)
-    over = len(whole) - room
-    if over <= 0:
-        return whole
-    anchor = len(model.reader.anchor)
-    return [*whole[: len(whole) - anchor - over], *whole[len(whole) - anchor :]]
+def text_prompt(model: FrozenModel, text: str, room: int, most: int | None = None) -> list[int]:
+    """Return the tokens of a text (at most its first `most`) and the anchor, with the text's end cut to fit `room`."""
+    assert model.tokenizer is not None
+    prompt = model.tokenizer.prompt(text, most)
+    excess = len(prompt) - room
+    if excess <= 0:
+        return prompt
+    anchor = len(model.tokenizer.anchor)
+    return [*prompt[: len(prompt) - anchor - excess], *prompt[len(prompt) - anchor :]]

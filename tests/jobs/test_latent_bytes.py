@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from redline.jobs.latent_prefix.costs import BITS, GROUP, wire_bytes
-from redline.jobs.latent_prefix.evaluate import from_wire, text_bytes, to_wire, verdict
+from redline.jobs.latent_prefix.costs import BITS, GROUP, latent_bytes
+from redline.jobs.latent_prefix.evaluate import pack_latents, size_against_text, text_bytes, unpack_latents
 
 VALUES = arrays.arrays(
     np.float32,
@@ -23,9 +23,9 @@ VALUES = arrays.arrays(
 @pytest.mark.parametrize("kind", BITS)
 @given(values=VALUES)
 def test_it_arrives_within_half_a_step(kind: str, values: np.ndarray) -> None:
-    sent = to_wire(values, kind)
-    assert len(sent) == wire_bytes(values.size, kind)
-    got = from_wire(sent, values.shape, kind)
+    sent = pack_latents(values, kind)
+    assert len(sent) == latent_bytes(values.size, kind)
+    got = unpack_latents(sent, values.shape, kind)
     flat = np.pad(values.reshape(-1), (0, -values.size % GROUP)).reshape(-1, GROUP)
     largest = np.repeat(np.abs(flat).max(1), GROUP)[: values.size].reshape(values.shape)
     step = largest / (2 ** (BITS[kind] - 1) - 1) if kind != "fp16" else np.abs(values) / 1024
@@ -35,15 +35,15 @@ def test_it_arrives_within_half_a_step(kind: str, values: np.ndarray) -> None:
 
 def test_sizes_are_those_of_the_arithmetic() -> None:
     values = 32 * 256
-    assert wire_bytes(values, "fp16") == 16384
-    assert wire_bytes(values, "int8") == 8192 + 512
-    assert wire_bytes(values, "int4") == 4096 + 512
-    assert wire_bytes(5, "int4") == 3 + 2
+    assert latent_bytes(values, "fp16") == 16384
+    assert latent_bytes(values, "int8") == 8192 + 512
+    assert latent_bytes(values, "int4") == 4096 + 512
+    assert latent_bytes(5, "int4") == 3 + 2
 
 
 def test_bytes_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match="7 bytes are not 4 values in int8"):
-        from_wire(b"1234567", (2, 2), "int8")
+        unpack_latents(b"1234567", (2, 2), "int8")
 
 
 def test_it_is_said_which_is_larger() -> None:
@@ -52,5 +52,5 @@ def test_it_is_said_which_is_larger() -> None:
     assert sizes["utf8"] == len(text.encode())
     assert gzip.decompress(gzip.compress(text.encode(), mtime=0)) == text.encode()
     assert sizes["gzip"] < sizes["utf8"]
-    assert verdict(16384, 1196) == "the wire is 13.7× larger than the text"
-    assert verdict(100, 250) == "the wire is 2.5× smaller than the text"
+    assert size_against_text(16384, 1196) == "13.7× larger than the text"
+    assert size_against_text(100, 250) == "2.5× smaller than the text"
