@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.runs.breakdown import CLASSES, Span, breakdown, kind_of, memory_history, planned_best
+from redline.runs.breakdown import KINDS, Span, breakdown, kind_of, memory_history
+from redline.runs.roofline import limits_ms
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_the_parts_are_a_step() -> None:
 
 def test_who_waits_for_data_is_told_so() -> None:
     _, parts = parts_of(Span("nvjet_a", 0.0, 0.5), data_wait=0.4)
-    assert "40% of a step waits for data" in parts["idle"].advice
+    assert "40% of a step is waiting for data" in parts["idle"].advice
     _, parts = parts_of(Span("nvjet_a", 0.0, 0.5))
     assert "train.graph" in parts["idle"].advice
     _, parts = parts_of(Span("aten::mm", 0.0, 0.5), gpu=False)
@@ -85,15 +86,15 @@ def test_every_moment_has_one_kind(kernels: list[tuple[str, float]], updating: b
         spans.append(Span(name, now, now + seconds, updating))
         now += seconds
     found, parts = parts_of(*spans, steps=1, seconds=now * 1.25)
-    assert set(parts) <= set(CLASSES)
+    assert set(parts) <= set(KINDS)
     assert sum(part.ms for part in found.parts) == pytest.approx(found.step_ms, rel=1e-6)
     assert all(part.advice for part in found.parts)
 
 
 def test_the_ceilings_come_from_the_plan() -> None:
     limits = [{"part": "matmul", "ms_per_step": 12.5, "ms_at_peak": 9.0}, {"part": "attention", "ms_per_step": None}]
-    assert planned_best({"type": "plan", "ceiling": {"limits": limits}}) == {"matmul": 12.5}
-    assert planned_best({"type": "plan", "ceiling": {"limits": None}}) == {}
+    assert limits_ms({"type": "plan", "ceiling": {"limits": limits}}, "ms_per_step") == {"matmul": 12.5}
+    assert limits_ms({"type": "plan", "ceiling": {"limits": None}}, "ms_per_step") == {}
 
 
 def frames(*lines: str) -> list[dict[str, object]]:

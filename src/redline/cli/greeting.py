@@ -11,14 +11,15 @@ import typer
 
 from redline import __version__
 from redline.runs.summary import RUNS
+from redline.vocabulary import EVENTS_FILE, Status
 
-_ENDED_EARLY = ("crashed", "preempted", "stopped", "failed")
+_ENDED_EARLY = (Status.CRASHED, Status.PREEMPTED, Status.STOPPED, Status.FAILED)
 
 
 @dataclass(frozen=True)
 class Newest:
     name: str  # as one types it
-    status: str
+    status: Status
     count: int
 
 
@@ -62,7 +63,7 @@ def _steps(newest: Newest | None) -> list[tuple[str, str]]:
     ]
     if newest is None:
         return ways
-    if newest.status == "running":
+    if newest.status is Status.RUNNING:
         return [(f"redline watch {newest.name}", "look at it"), (f"redline stop {newest.name}", "save and end it")]
     first = []
     if newest.status in _ENDED_EARLY:
@@ -74,7 +75,6 @@ def _steps(newest: Newest | None) -> list[tuple[str, str]]:
 def newest_run(root: Path) -> Newest | None:
     from redline.runs.events import one_line, read_last_events
     from redline.runs.summary import run_paths, run_status
-    from redline.vocabulary import EVENTS_FILE
 
     paths = run_paths(root)
     if not paths:

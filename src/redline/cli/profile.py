@@ -187,9 +187,10 @@ def _profile(loaded: Loaded, options: dict[str, Any], folder: Path) -> _Found:
 def _best(resolved: Resolved) -> dict[str, float]:
     """By the plan; of a CPU its matmul rate alone is known."""
     from redline.recipe.forecast import step_work
-    from redline.runs.breakdown import MATMUL, planned_best
+    from redline.runs.breakdown import MATMUL
+    from redline.runs.roofline import limits_ms
 
-    best = planned_best({"type": "plan", **resolved.plan_event()})
+    best = limits_ms({"type": "plan", **resolved.plan_event()}, "ms_per_step")
     if not best and resolved.machine.cpu_flops:
         best[MATMUL] = 1e3 * resolved.tokens_per_step * step_work(resolved).matmul / resolved.machine.cpu_flops
     return best

@@ -1,4 +1,7 @@
-"""Honest rates: tokens over the time spent training, and their share of the dense peak."""
+"""Rates of a run: tokens over the time spent training, and MFU over the dense peak.
+
+Evaluation, checkpoints and compilation are not training time, so they do not lower the rates.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ Clock = Callable[[], float]
 @dataclass(frozen=True)
 class Rates:
     tokens_per_s: float
-    mfu: float | None  # PaLM form, over the dense bf16 peak: what others report
-    mfu_causal: float | None  # what the mask and the loss leave
+    mfu: float | None  # PaLM form over the dense bf16 peak, which other projects report
+    mfu_causal: float | None  # counts only the FLOPs that the attention mask and the loss mask leave
     step_ms: float
     data_wait_ms: float
 
 
 class Throughput:
-    """Counts steps since the last reading; evaluation and other pauses are not training time."""
+    """Count steps and tokens since the last reading."""
 
     def __init__(self, flops: FlopsPerToken, peak: float | None, clock: Clock = time.perf_counter) -> None:
         self._flops, self._peak, self._clock = flops, peak, clock
@@ -34,7 +37,7 @@ class Throughput:
         self._tokens = self._steps = 0
 
     def begin(self) -> None:
-        """Training starts now; what came before (compiling) does not count."""
+        """Start to count now: compilation before the first step is not training time."""
         self._restart()
 
     def add(self, tokens: int, data_wait: float = 0.0) -> None:
@@ -51,7 +54,7 @@ class Throughput:
             self._paused += self._clock() - begin
 
     def read(self) -> Rates | None:
-        """The rates since the last reading; None when nothing happened."""
+        """Return the rates since the last reading; None if there was no step."""
         seconds = self._clock() - self._begin - self._paused
         if not self._steps or seconds <= 0:
             return None
