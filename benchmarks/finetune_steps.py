@@ -28,7 +28,7 @@ from redline.errors import UserError
 from redline.recipe.resolve import DataFacts
 from redline.training.step import step_batch, to_device
 from redline.training.step_log import peak_memory_gib
-from redline.training.trial import Ready, ready
+from redline.training.trial import WarmTrainer, warm_trainer
 
 SETTLE_STEPS = 3  # before the timed ones
 PACKAGES = ("torch", "triton", "bitsandbytes")
@@ -105,7 +105,7 @@ def installed(*packages: str) -> dict[str, str]:
 
 
 def contend(request: dict[str, Any]) -> Figures:
-    with ready(request["recipe"], DataFacts(**request["facts"]), where="bench") as own:
+    with warm_trainer(request["recipe"], DataFacts(**request["facts"]), where="bench") as own:
         if own.resolved.recipe.train.precision == "fp8":  # a figure in that name is to be one
             told = [{"key": key, "value": value, "reason": why} for key, value, why in own.objective.choices()]
             if why_not := why_not_fp8("fp8", told, ()):
@@ -119,14 +119,14 @@ def contend(request: dict[str, Any]) -> Figures:
         )
     return {
         **figures,
-        **own.said(),
+        **own.settings(),
         "document_tokens": document_tokens(documents),
         "recomputed": own.resolved.recipe.train.grad_checkpointing,
         "versions": installed(*PACKAGES),
     }
 
 
-def step_of(own: Ready, sample_tokens: int | None) -> tuple[Any, np.ndarray]:
+def step_of(own: WarmTrainer, sample_tokens: int | None) -> tuple[Any, np.ndarray]:
     """One step's batch of random rows, on the device, and which document each token belongs to."""
     micro, total = own.trainer.batch.micro, own.trainer.batch.global_batch
     rows = random_rows(own.facts.vocab_size, total, own.resolved.recipe.data.seq_len, sample_tokens)

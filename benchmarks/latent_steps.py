@@ -25,7 +25,7 @@ from redline.jobs.objective import Batch
 from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Recipe
 from redline.training.step import step_batch, to_device
-from redline.training.trial import ready
+from redline.training.trial import warm_trainer
 
 BEGIN, ANCHOR = [0], [0, 0]  # what a random model reads before a text, and between it and the answer
 TEXT_BYTES, SPREAD = 800, 0.4  # the median, and of its logarithm; 40 articles of SQuAD: 784, 867 on average
@@ -82,7 +82,7 @@ def _text(chance: np.random.Generator, size: int) -> str:
 
 
 def contend(request: dict[str, Any]) -> Figures:
-    with ready(request["recipe"], DataFacts(**request["facts"]), where="bench") as own:
+    with warm_trainer(request["recipe"], DataFacts(**request["facts"]), where="bench") as own:
         trainer, objective = own.trainer, own.objective
         vocabularies = {name: one.decoder.shape.vocab for name, one in objective.frozen.items()}
         rows = timed_rows(own.resolved.recipe, vocabularies, trainer.batch.global_batch)
@@ -102,7 +102,7 @@ def contend(request: dict[str, Any]) -> Figures:
         figures = time_steps(step, steps=request["steps"], tokens=total, device=trainer.device)
     return {
         **texts_a_second(figures),
-        **own.said(),
+        **own.settings(),
         "first_terms": {name: term.item() for name, term in terms[0].items()},
         "teacher_ms": teacher_ms,
         "prompt_tokens": rows.prompt_tokens,

@@ -23,7 +23,7 @@ from benchmarks.finetune_steps import step_of, time_steps
 from redline.bench.record import check_out
 from redline.errors import UserError
 from redline.recipe.resolve import DataFacts
-from redline.training.trial import ready
+from redline.training.trial import warm_trainer
 
 STEPS = 2  # under the profiler
 
@@ -53,7 +53,7 @@ def main() -> None:
         raise UserError("kernels are timed on a GPU, and there is none here.")
     contender = next(one for one in CONTENDERS if one.name == given.contender)
     _, request = asked(contender, choose(None, ["train.steps=5", *overrides]))
-    with ready(request["recipe"], DataFacts(**request["facts"]), where="bench") as own:
+    with warm_trainer(request["recipe"], DataFacts(**request["facts"]), where="bench") as own:
         batch, _ = step_of(own, request["sample_tokens"])
 
         def step(number: int) -> torch.Tensor:
@@ -62,7 +62,7 @@ def main() -> None:
         tokens, device = own.resolved.tokens_per_step, own.trainer.device
         figures = time_steps(step, steps=request["steps"], tokens=tokens, device=device)
         found = kernels(step)
-    record = {"contender": contender.name, "overrides": overrides, **figures, **own.said(), "kernels": found}
+    record = {"contender": contender.name, "overrides": overrides, **figures, **own.settings(), "kernels": found}
     given.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     busy = sum(row["ms"] for row in found)
     print(f"{contender.name} {' '.join(overrides)}: {figures['tokens_per_s']:,.0f} tok/s, {figures['step_ms']:.0f} ms,")

@@ -30,7 +30,7 @@ from redline.recipe.load import load
 from redline.recipe.lock import git_state, versions
 from redline.recipe.resolve import resolve
 from redline.training.step import step_batch, to_device
-from redline.training.trial import Silent, trainer_alone
+from redline.training.trial import SilentView, trainer_without_run
 
 BATCH, WARMUP = 16, 50  # sequences a step; steps
 LOOKS = (0, 45, 150)  # steps before which the ways are compared
@@ -104,7 +104,7 @@ def trained(ways: Ways, looks: tuple[int, ...], common: tuple[str, ...]) -> Iter
     data = load_text(load("pretrain-350m", list(common)).recipe)
     job = objective(common, data)
     rows: list[Row] = []
-    with trainer_alone(job.resolved, job, Silent()) as trainer:
+    with trainer_without_run(job.resolved, job, SilentView()) as trainer:
         trainer.build()
         for step in range(max(looks) + 1):
             if step in looks:

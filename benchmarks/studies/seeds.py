@@ -25,7 +25,7 @@ from redline.jobs.text_data import load_text
 from redline.recipe.load import load
 from redline.recipe.lock import git_state, versions
 from redline.training.step import step_batch
-from redline.training.trial import Silent, trainer_alone
+from redline.training.trial import SilentView, trainer_without_run
 
 SEEDS = range(1, 11)
 STEPS, LAST = 200, 50
@@ -36,7 +36,7 @@ def losses(words: tuple[str, ...], steps: int) -> list[float]:
     data = load_text(load("pretrain-350m", list(words)).recipe)
     job = objective(words, data)
     found = []
-    with trainer_alone(job.resolved, job, Silent()) as trainer:
+    with trainer_without_run(job.resolved, job, SilentView()) as trainer:
         trainer.build()
         for step in range(steps):
             batch = step_batch(job, batches(job, step, job.resolved.batch.micro))

@@ -136,7 +136,7 @@ def test_a_finished_run_says_so_and_is_left_alone(recipe: str, inside: Any, tmp_
     again = inside("train", "--resume", "toy")
     assert (again.code, log.read_bytes()) == (0, before)
     more = "next    redline train --resume runs/toy train.steps=…"
-    said = ["finished   at step 6 already (steps): nothing to do", more]
+    said = ["finished   already, at step 6 (steps): nothing to do", more]
     assert again.err.splitlines() == said
 
 
@@ -160,7 +160,7 @@ def test_a_finished_run_that_was_given_no_more_is_left_alone_too(recipe: str, in
     before = log.read_bytes()
     for word in ("train.tokens=1k", "train.steps=3"):
         again = inside("train", "--resume", "toy", word)
-        assert "finished   at step 6 already (steps)" in again.err
+        assert "finished   already, at step 6 (steps)" in again.err
         assert (again.code, log.read_bytes()) == (0, before)
     assert "already" not in inside("train", "--resume", "toy", "train.steps=7").err
     assert log.read_bytes() != before

@@ -30,9 +30,9 @@ def test_text_and_json(home: Path, inside: Any, tmp_path: Path) -> None:
     ("words", "code", "says"),
     [
         (("nothing", "--out", "out"), 2, "nothing: There is no such run."),
-        (("latest@99", "--out", "out"), 1, "no checkpoint @99. There are: 3, 6."),
+        (("latest@99", "--out", "out"), 1, "no checkpoint @99. Steps with a checkpoint: 3, 6."),
         (("latest@soon", "--out", "out"), 2, "Write @best or @ and a step"),
-        (("latest", "--out", "out", "--weights", "ema"), 1, "this run kept no moving average. Use --weights raw."),
+        (("latest", "--out", "out", "--weights", "ema"), 1, "no moving average (train.ema). Use --weights raw."),
         (("latest", "--out", "out", "--dtype", "int8"), 2, "--dtype: 'int8' is not fp32 or bf16 or fp16."),
         (("latest", "--out", "runs"), 1, "runs: there is something already. Name a new or an empty folder"),
         (("latest", "--out", "runs/latest/lock.json"), 1, "lock.json: is a file, not a folder."),

@@ -113,7 +113,7 @@ def test_open_shapes_become_the_sources(source: Path, recipe: str, inside: Any, 
     ("words", "code", "says"),
     [
         (("model.init_from=nothing",), 2, "model.init_from=nothing: There is no such run."),
-        (("model.init_from=old@99",), 1, "no checkpoint @99. There are: 3, 6."),
+        (("model.init_from=old@99",), 1, "no checkpoint @99. Steps with a checkpoint: 3, 6."),
         (("model.init_from=old@soon",), 2, "Write @best or @ and a step"),
         (("model.init_from=",), 2, "model.init_from: is empty."),
         (
@@ -147,7 +147,7 @@ def test_another_theta_deserves_a_word(source: Path, recipe: str, inside: Any) -
 def test_weights_of_another_shape_are_named() -> None:
     from redline.training.checkpoint import copy_weights
 
-    with pytest.raises(UserError, match=r"here: a is of shape \[2\], not \[3\]\."):
+    with pytest.raises(UserError, match=r"here: a .*\[2\].*\[3\]"):
         copy_weights({"a": torch.zeros(3)}, {"a": torch.zeros(2)}, "here")
-    with pytest.raises(UserError, match=r"here: a is missing, not \[3\]\."):
+    with pytest.raises(UserError, match=r"here: a is missing.*\[3\]"):
         copy_weights({"a": torch.zeros(3)}, {}, "here")

@@ -98,9 +98,9 @@ def test_usage(inside: Any, tmp_path: Path, words: tuple[str, ...], code: int, s
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (("sample", "latest@99"), 1, "no checkpoint @99. There are: 3, 6."),
+        (("sample", "latest@99"), 1, "no checkpoint @99. Steps with a checkpoint: 3, 6."),
         (("sample", "latest@soon"), 2, "Write @best or @ and a step"),
-        (("sample", "latest", "--weights", "ema"), 1, "this run kept no moving average. Use --weights raw."),
+        (("sample", "latest", "--weights", "ema"), 1, "this run has no moving average (train.ema). Use --weights raw."),
         (("eval", "latest", "--data", "nowhere"), 1, "nowhere: no such file or folder."),
         (("stop", "latest"), 1, "redline runs"),
         (("train", "--resume", "latest@3", "train.steps=9"), 2, "Leave out @3"),

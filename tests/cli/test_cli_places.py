@@ -140,7 +140,7 @@ def test_a_run_is_read_and_resumed_from_any_folder(inside: Any, recipe: str, cor
 
 
 @pytest.mark.parametrize(
-    ("place", "why"), [("runs", "is where runs lie"), ("", "is this folder"), (".", "is this folder")]
+    ("place", "why"), [("runs", "the folder of all runs"), ("", "the current folder"), (".", "the current folder")]
 )
 def test_a_run_has_a_folder_of_its_own(inside: Any, recipe: str, tmp_path: Path, place: str, why: str) -> None:
     refused = inside("train", recipe, "--run", place)
@@ -152,9 +152,9 @@ def test_two_that_begin_in_the_same_second(tmp_path: Path, monkeypatch: Any) -> 
     """The second one looks before the first has made its folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("redline.launch.start.time", Mock(strftime=lambda form: "20260101-000000"))
-    first, second = running.fresh_name("toy"), running.fresh_name("toy")
-    assert running._reserved(first, "toy").name == "toy-20260101-000000"
-    assert running._reserved(second, "toy").name == "toy-20260101-000000-2"
+    first, second = running.unused_run_path("toy"), running.unused_run_path("toy")
+    assert running._reserve(first, "toy").name == "toy-20260101-000000"
+    assert running._reserve(second, "toy").name == "toy-20260101-000000-2"
 
 
 @pytest.mark.parametrize("out", [".", "/", ""])

@@ -113,7 +113,7 @@ def test_another_sweep_is_not_mixed_in(acted: list[list[str]], recipe: str, insi
     (tmp_path / "taken/mine").touch()
     answer = inside("train", recipe, "--sweep", "train.lr=0.1", "--run", "taken")
     assert answer.code == 2
-    assert "taken: there is something already. Choose another --run." in answer.said
+    assert "taken: the folder is not empty. Choose another --run." in answer.said
     assert len(acted) == 1
     assert [path for path in sorted(tmp_path.rglob("*")) if "taken" not in str(path)] == before
 
@@ -142,7 +142,7 @@ def test_a_look_starts_nothing(acted: list[list[str]], recipe: str, inside: Any,
         (("--sweep", "train.lr"), "--sweep: 'train.lr' is not KEY=VALUE,VALUE,…. Write for instance"),
         (("--sweep", "train.lr=1,,2"), "is not KEY=VALUE,VALUE"),
         (("--sweep", "train.lr=1,1"), "has a value twice"),
-        (("--sweep", "train.lr=1", "--sweep", "train.lr=2"), "train.lr is given twice. Name all its values"),
+        (("--sweep", "train.lr=1", "--sweep", "train.lr=2"), "train.lr is given twice. Put all its values"),
         (("train.lr=3", "--sweep", "train.lr=1,2"), "train.lr is given twice"),
         (("--sweep", "train.lr=1e-4,much"), "train.lr: 'much' is not a number (or auto)."),
         (("--sweep", "train.lrr=1,2"), "Did you mean 'train.lr'?"),

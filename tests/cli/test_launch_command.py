@@ -53,7 +53,7 @@ def test_the_command_line_is_stronger_than_the_site(inside: Any, tmp_path: Path)
         (("quickstart", "train.stepz=3"), "Did you mean 'train.steps'?"),
         (("gsm8k-hdp", "--gpus-per-node", "3"), "512 sequences cannot be shared by 3 GPUs. Use"),
         (("gsm8k-hdp", "--gpus-per-node", "8"), "128 × 8 GPU(s) does not divide train.global_batch 512"),
-        (("quickstart", "--time", "12"), "--time: '12' is not a time that is read the same by all."),
+        (("quickstart", "--time", "12"), "--time: '12' is not a time with a unit."),
         (("quickstart", "--time", "30s"), "Give it two minutes at least"),
         (("quickstart", "--sbatch=--nodes=3"), "--nodes is set by `redline launch` itself"),
         (("quickstart", "--sbatch=mem=3"), "write it as --name=value"),
@@ -103,7 +103,7 @@ def test_without_sbatch(inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", str(tmp_path))
     answer = inside("launch", "quickstart", "--submit")
     assert answer.code == 1
-    assert "there is no sbatch here." in answer.said
+    assert "sbatch is not installed" in answer.said
     assert "leave out --submit" in answer.said
 
 

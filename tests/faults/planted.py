@@ -104,25 +104,25 @@ def snapshot_alive(patch: pytest.MonkeyPatch) -> None:
 
 
 def removed_in_place(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpoint, "_remove", shutil.rmtree)
+    patch.setattr(checkpoint, "remove_checkpoint", shutil.rmtree)
 
 
 def removal_not_synced(patch: pytest.MonkeyPatch) -> None:
     def remove(path: Path) -> None:
         doomed = path.rename(path.with_name(f".writing-removed-{path.name}"))
-        checkpoint._discard(doomed)
+        checkpoint._delete(doomed)
 
-    patch.setattr(checkpoint, "_remove", remove)
+    patch.setattr(checkpoint, "remove_checkpoint", remove)
 
 
 def keeps_one_less(patch: pytest.MonkeyPatch) -> None:
     plain = saving.apply_retention
-    patch.setattr(saving, "retain", lambda folder, keep, also, fresh: plain(folder, keep - 1, also, fresh))
+    patch.setattr(saving, "apply_retention", lambda folder, keep, also, fresh: plain(folder, keep - 1, also, fresh))
 
 
 def best_forgotten(patch: pytest.MonkeyPatch) -> None:
     plain = saving.apply_retention
-    patch.setattr(saving, "retain", lambda folder, keep, also, fresh: plain(folder, keep, (), fresh))
+    patch.setattr(saving, "apply_retention", lambda folder, keep, also, fresh: plain(folder, keep, (), fresh))
 
 
 # --- verifying
@@ -212,7 +212,7 @@ def restart_data(patch: pytest.MonkeyPatch) -> None:
 
 def seed_without_step(patch: pytest.MonkeyPatch) -> None:
     plain = step.micro_batch_seed
-    patch.setattr(step, "seed_of", lambda seed, number, micro: plain(seed, 0, micro))
+    patch.setattr(step, "micro_batch_seed", lambda seed, number, micro: plain(seed, 0, micro))
 
 
 def seed_of_what_ran(patch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def seed_of_what_ran(patch: pytest.MonkeyPatch) -> None:
         plain(self, *args, **options)
 
     patch.setattr(Step, "__init__", begin)
-    patch.setattr(step, "seed_of", lambda seed, number, micro: next(ran))
+    patch.setattr(step, "micro_batch_seed", lambda seed, number, micro: next(ran))
 
 
 # --- skipping

@@ -144,7 +144,7 @@ def test_what_cannot_be_removed_is_no_failed_save(tiny: Any, tmp_path: Path, mon
     for step in (1, 2):
         commit(tmp_path, tiny(step))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_remove", lambda path: fail(errno.EROFS)())
+        patch.setattr(checkpoint, "remove_checkpoint", lambda path: fail(errno.EROFS)())
         kept = Kept(tmp_path, keep=1)
         kept.save(tiny(3))
     assert (kept.saved, kept.failed) == ([3], [])

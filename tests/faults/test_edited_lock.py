@@ -14,7 +14,7 @@ from redline.evaluate.init_from import open_initial
 from redline.evaluate.opened_run import open_trained
 from redline.export.folder import export_run
 from redline.recipe.lock import locked_recipe, make_lock, model_identity, read_lock, write_lock
-from redline.training.checkpoint import Snapshot, commit, discard, read_state, read_tensors
+from redline.training.checkpoint import Snapshot, commit, read_state, read_tensors, remove_checkpoint
 
 STEP = "checkpoints/step-00000002"
 # of each key, another value than the one it has
@@ -76,7 +76,7 @@ def test_a_checkpoint_of_an_older_release_still_loads(run: Path, no_pictures: No
     state = read_state(path)
     del state["identity"]["model"]
     tensors = {stem: read_tensors(path, stem) for stem in ("model", "optimizer")}
-    discard(path)
+    remove_checkpoint(path)
     commit(run / "checkpoints", Snapshot(2, tensors, state))
     for use in USES.values():
         use(run)

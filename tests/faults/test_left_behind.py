@@ -10,13 +10,13 @@ import pytest
 
 from redline.runs.events import EventLog, read_events
 from redline.runs.summary import run_status
-from redline.training.checkpoint import committing
+from redline.training.checkpoint import transaction
 from redline.training.run_directory import RunDirectory
 from redline.training.signals import preemption_signals
 
 
 def test_a_run_that_was_moved_away_is_not_begun_twice(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), committing(tmp_path / "gone" / "checkpoints", 1):
+    with pytest.raises(FileNotFoundError), transaction(tmp_path / "gone" / "checkpoints", 1):
         pass
     assert not (tmp_path / "gone").exists()
 

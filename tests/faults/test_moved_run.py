@@ -25,7 +25,7 @@ def _at_step_3(world: Any, trainer: Any, action: Callable[[], Any]) -> None:
     def hook(number: int) -> None:
         if number == 3:
             action()
-            trainer.run_directory._looked = float("-inf")
+            trainer.run_directory._checked = float("-inf")
 
     world.around(trainer, after=hook)
 

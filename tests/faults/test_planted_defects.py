@@ -108,7 +108,7 @@ def noise() -> Iterator[list[int]]:
     seeds: list[int] = []
     plain = step.micro_batch_seed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "seed_of", lambda *place: (seeds.append(plain(*place)), seeds[-1])[1])
+        patch.setattr(step, "micro_batch_seed", lambda *place: (seeds.append(plain(*place)), seeds[-1])[1])
         yield seeds
 
 
@@ -191,9 +191,9 @@ DEFECTS = [
     Defect("the newest is taken unread", planted.newest_unread(test_damage), r4_missing),
     Defect("links are followed", always(Path, "is_symlink", False), r4_links),
     Defect("additional files are accepted", planted.additional_accepted, r4_additional),
-    Defect("what failed is not removed", always(checkpoint, "_discard", None), r5),
+    Defect("what failed is not removed", always(checkpoint, "_delete", None), r5),
     Defect("a save that failed is reported as done", planted.failure_swallowed, r5),
-    Defect("the directory's lock is not taken", always(RunDirectory, "_take", True), r16),
+    Defect("the directory's lock is not taken", always(RunDirectory, "_lock", True), r16),
     Defect("the snapshot is not a copy", planted.snapshot_alive, copies),
     Defect("moments begin anew on resume", planted.after_restore(planted.forget_moments), r7),
     Defect("the average begins anew on resume", planted.after_restore(planted.forget_average), r7),

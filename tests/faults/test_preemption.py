@@ -230,7 +230,7 @@ def test_a_last_look_that_fails_loses_nothing(attempt: Any, tmp_path: Path, erro
     if isinstance(error, torch.OutOfMemoryError):
         trainer = attempt(run, *options, prepare=lambda t: arm(t, fail))
         assert trainer.outcome.exit_code == EXIT_DONE
-        assert any("does not fit" in e["message"] for e in read_events(run / "events.jsonl") if e["type"] == "warning")
+        assert any("eval.samples" in e["message"] for e in read_events(run / "events.jsonl") if e["type"] == "warning")
     else:
         with pytest.raises(RuntimeError, match="defect"):
             attempt(run, *options, prepare=lambda t: arm(t, fail))
@@ -289,4 +289,4 @@ def test_who_leaves_at_once_is_promised_no_checkpoint() -> None:
     )
     left = subprocess.run([sys.executable, "-c", twice], capture_output=True, text=True, timeout=60)
     assert left.returncode == EXIT_INTERRUPTED
-    assert left.stderr.endswith("\nleft at once; what was saved before stays valid\n")
+    assert left.stderr.count("at once") == 2

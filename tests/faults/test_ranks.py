@@ -19,7 +19,7 @@ from redline.runs.events import read_events
 from redline.training import supervisor as watching
 from redline.training.checkpoint import committed_steps, newest_valid, read_state, verify
 from redline.training.distributed import join
-from redline.training.heartbeat import FOLDER, read_heartbeats
+from redline.training.heartbeat import FOLDER_VARIABLE, read_heartbeats
 from redline.training.supervisor import RECOVERY, SUPERVISED, supervise
 from several import Fork, free_port, rank_environment
 
@@ -49,7 +49,11 @@ class Forks:
 
         several = (lambda rank: rank_environment(rank, size, port)) if size > 1 else (lambda rank: {})
         self.forks = [
-            Fork(lambda r=rank: train(r), {FOLDER: str(folder), **several(rank), **more}, folder.parent / "ranks.log")
+            Fork(
+                lambda r=rank: train(r),
+                {FOLDER_VARIABLE: str(folder), **several(rank), **more},
+                folder.parent / "ranks.log",
+            )
             for rank in range(size)
         ]
 
@@ -87,7 +91,7 @@ class Supervised:
             return max(committed_steps(self.run / "checkpoints"), default=None)
 
         say = self.said.append
-        return supervise(start, timeout=timeout, again=again, progress=progress, say=say, pause=0.05).code
+        return supervise(start, timeout=timeout, restart=again, progress=progress, log=say, pause=0.05).code
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [e for e in read_events(self.run / "events.jsonl") if e["type"] == kind]
@@ -104,7 +108,7 @@ class Supervised:
 def supervised(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervised:
     world.run(tmp_path / "first-run", "train.steps=1")  # what torch imports late, forks have
     monkeypatch.setattr(watching, "GRACE_S", 2.0)
-    monkeypatch.setattr(watching, "MOST_WITHOUT_PROGRESS", 2)
+    monkeypatch.setattr(watching, "MAX_FAILURES", 2)
     return Supervised(world, tmp_path)
 
 
@@ -164,10 +168,10 @@ def test_a_killed_rank_is_recovered_from(supervised: Supervised, whole: list[flo
 def test_who_prepares_data_may_take_as_long_as_they_are(doing: str, hung: list[int]) -> None:
     watch = watching.Watcher(Mock(), Mock(), timeout=1.0)
     now = time.monotonic()
-    watch.seen = {0: {"pid": os.getpid(), "doing": doing, "time": now, "since": now - 3600, "waiting": False}}
-    assert watch._hung() == hung
-    watch.seen[0]["time"] -= 60
-    assert watch._hung() == [0], "but it breathes"
+    watch.heartbeats = {0: {"pid": os.getpid(), "doing": doing, "time": now, "since": now - 3600, "waiting": False}}
+    assert watch._hung_ranks() == hung
+    watch.heartbeats[0]["time"] -= 60
+    assert watch._hung_ranks() == [0], "but it breathes"
 
 
 @pytest.mark.parametrize(("size", "here", "nodes"), [(4, 2, 2), (5, 2, 1), (6, 3, 2), (2, 0, 1)])
@@ -187,20 +191,20 @@ def test_a_stopped_rank_is_noticed_and_shows_its_stack(supervised: Supervised, w
     supervised.prepare = lambda r: at_step(7, send(signal.SIGSTOP), once=tmp_path / "met") if r == 1 else None
     noticed: list[float] = []
     stopped = tmp_path / "met"
-    plain = watching.Watcher._show
+    plain = watching.Watcher._dump_stacks
 
     def show(self: Any, hung: list[int]) -> Any:
         noticed.append(time.time() - stopped.stat().st_mtime)
         assert hung == [1]
         return plain(self, hung)
 
-    watching.Watcher._show = show  # type: ignore[method-assign]
+    watching.Watcher._dump_stacks = show  # type: ignore[method-assign]
     try:
         assert supervised() == EXIT_DONE
     finally:
-        watching.Watcher._show = plain  # type: ignore[method-assign]
+        watching.Watcher._dump_stacks = plain  # type: ignore[method-assign]
     assert 2.0 <= noticed[0] < 2.5 + 1.5  # the last beat may be half a second old
-    assert "nothing moved for 2.5 s: rank 1 in " in supervised.said[0]
+    assert "2.5 s: rank 1 in " in supervised.said[0]
     assert "most recent call first" in supervised.log
     assert "in _loop" in supervised.log
     assert supervised.losses() == pytest.approx(whole, abs=1e-5)
@@ -340,8 +344,8 @@ def test_without_progress_it_gives_up(supervised: Supervised) -> None:
     supervised.prepare = lambda rank: at_step(4, send(signal.SIGKILL))
     assert supervised(size=1) == EXIT_FAILED
     # the first checkpoint may have been on its way still when it was killed for the first time
-    assert supervised.attempts - 1 - watching.MOST_WITHOUT_PROGRESS in (0, 1)
-    assert "given up" in supervised.said[-1]
+    assert supervised.attempts - 1 - watching.MAX_FAILURES in (0, 1)
+    assert "attempts from the same checkpoint" in supervised.said[-1]
 
 
 def test_signals_reach_the_ranks(supervised: Supervised) -> None:

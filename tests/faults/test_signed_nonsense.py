@@ -68,5 +68,5 @@ def test_tensors_that_do_not_fit_are_named(attempt: Any, tmp_path: Path, stem: s
     whole = tensors.pop(name)
     save_file({**tensors, name: whole[1:].clone()} if change == "another shape" else tensors, file)
     sign(path)
-    with pytest.raises(UserError, match=rf"{name} is (missing|of shape)"):
+    with pytest.raises(UserError, match=rf"{name} .*shape"):
         attempt(tmp_path / "run", "train.steps=2")

@@ -103,7 +103,8 @@ def test_every_reader_of_runs_and_tokens_uses_the_opener() -> None:
         path for name in READERS for path in ((SOURCE / name).rglob("*.py") if "." not in name else [SOURCE / name])
     ]
     calls = {str(path): unguarded(path.read_text()) for path in files}
-    # files that this process has just written, that belong to the package, or that are open already
+    assert all((SOURCE / name).exists() for name in READERS), "a moved module would not be checked"
+    # These open files that this process has just written, that belong to the package, or that are open already.
     own = {
         "training/profiling.py",
         "export/tensors.py",

@@ -49,42 +49,42 @@ class Case:
         self.now += seconds
         return seconds
 
-    def begin_save(self, pace: StepTimer) -> None:
+    def begin_save(self, timer: StepTimer) -> None:
         """In the background: it waits for the one in flight alone."""
         self.now = max(self.now, self.saved)
         seconds = self.save * self.chance.uniform(0.9, 1.1)
         self.saved = self.now + seconds
-        pace.closing["save"] = max(pace.closing.get("save", 0.0), seconds)
+        timer.final_seconds["save"] = max(timer.final_seconds.get("save", 0.0), seconds)
 
     def run(self) -> float:
         """The trainer's loop, without training. Seconds left at the end."""
-        pace, horizon = StepTimer(lambda: self.now), Horizon(None, self.budget / 3600)
-        pace.resume(0.0)
+        timer, horizon = StepTimer(lambda: self.now), Horizon(None, self.budget / 3600)
+        timer.resume_from(0.0)
         self.spend(self.warm_up)
-        pace.timed("evaluation", lambda: self._evaluate())
-        pace.begin()
+        timer.timed("evaluation", lambda: self._evaluate())
+        timer.start_steps()
         step = evaluated = 0
-        while pace.seconds + pace.seconds_per_step() + pace.reserve < self.budget:
+        while timer.seconds + timer.seconds_per_step() + timer.reserve < self.budget:
             self.progress.append(horizon.progress(step))
             self.factors.append(lr_factor("cosine", step=step, warmup=WARMUP, progress=self.progress[-1]))
-            late = pace.seconds > self.budget / 2
+            late = timer.seconds > self.budget / 2
             self.spend(self.step_time * (self.slower if late else 1.0), self.jitter)
             self.spend(self.slow.get(step, 0.0))
             step += 1
-            seconds = pace.seconds
-            pace.after()
+            seconds = timer.seconds
+            timer.step_done()
             self.shares.append(seconds / self.budget)
-            if horizon.due(step, seconds):
-                horizon.replan(step, seconds, pace.seconds_per_step(), pace.reserve)
+            if horizon.replan_due(step, seconds):
+                horizon.replan(step, seconds, timer.seconds_per_step(), timer.reserve)
             if step % self.eval_every == 0:
-                pace.timed("evaluation", lambda: self._evaluate())
+                timer.timed("evaluation", lambda: self._evaluate())
                 evaluated = step
             if step % self.save_every == 0 or step == 1:
-                self.begin_save(pace)
+                self.begin_save(timer)
         if evaluated != step:
             self._evaluate()
-        self.begin_save(pace)
-        self.reserved = pace.reserve / self.budget
+        self.begin_save(timer)
+        self.reserved = timer.reserve / self.budget
         return self.budget - (max(self.now, self.saved) - 1000.0)
 
     def _evaluate(self) -> None:

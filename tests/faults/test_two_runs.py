@@ -80,5 +80,5 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with pytest.raises(UserError, match="no locks"), RunDirectory(tmp_path):
+    with pytest.raises(UserError, match="file locks"), RunDirectory(tmp_path):
         pass

@@ -170,7 +170,7 @@ def test_one_launch_a_step_is_the_same_bit_for_bit(
     accumulation: int,
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr("redline.training.cuda_graph._WORTH", 1e9)  # whichever is faster
+    monkeypatch.setattr("redline.training.warmup._MAX_SLOWDOWN", 1e9)  # whichever is faster
     micro = f"train.micro_batch={8 // accumulation}"
     shape = (f"train.accumulation={accumulation}", micro, "train.deterministic=true", "train.steps=8")
     found = {}

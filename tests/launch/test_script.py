@@ -150,7 +150,7 @@ def test_preempted_goes_back_into_the_queue_and_on(node: Any, job: Any) -> None:
     script = job("toy", "train.steps=9").script()
     done = node.run(script, {"code": 75, "makes": ["lock.json", "checkpoints/step-00000004/x"]})
     assert node.called("scontrol")[-1] == ["requeue", "7"]
-    assert "goes back into the queue" in done.stderr
+    assert "requeueing the job" in done.stderr
     node.run(script, {"code": 0})
     words = ["toy", "train.steps=9", "--run", "runs/toy-7", "--continue"]
     assert node.trained() == [words], "the same directory; --continue decides between start and resume"
@@ -180,9 +180,9 @@ def test_a_lost_rank_is_tried_again_here(node: Any, job: Any) -> None:
     done = node.run(job().script(), *turns, {"code": 0})
     assert done.returncode == 0
     assert node.trained() == [["toy", "--run", "runs/toy-7", "--continue"]] * 5
-    assert "the ranks ended with 137" in done.stderr
+    assert "the ranks exited with 137" in done.stderr
     why = [seen.get("REDLINE_RECOVERY") for name, _, seen in node.calls if name == "srun"]
-    assert why == [None, *["the ranks ended with 137"] * 4], "an event of the run"
+    assert why == [None, *["the ranks exited with 137"] * 4], "an event of the run"
     ports = [seen["MASTER_PORT"] for name, _, seen in node.calls if name == "srun"]
     assert len(set(ports)) == 5, "the last ones may still be held"
     assert node.called("sleep") == [["10"], ["20"], ["30"], ["40"]]
@@ -192,7 +192,7 @@ def test_the_notice_is_heard_between_two_tries(node: Any, job: Any) -> None:
     done = node.run(job().script(), {"code": 137, "woken": True}, {"code": 0})
     assert node.called("scontrol")[-1] == ["requeue", "7"]
     assert len(node.called("srun")) == 1, "no step is begun that would have to be left at once"
-    assert "goes back into the queue" in done.stderr
+    assert "requeueing the job" in done.stderr
 
 
 def test_a_controller_that_does_not_answer_ends_nothing(node: Any, job: Any) -> None:
@@ -205,7 +205,7 @@ def test_who_gets_nowhere_gives_up(node: Any, job: Any) -> None:
     done = node.run(job().script(), *[{"code": 1, "makes": ["checkpoints/step-00000004/x"]}] * 9)
     assert done.returncode == 1
     assert len(node.called("srun")) == 3
-    assert "given up" in done.stderr
+    assert "giving up" in done.stderr
 
 
 def test_a_trouble_that_the_next_try_avoids_is_new(node: Any, job: Any) -> None:
@@ -217,7 +217,7 @@ def test_a_trouble_that_the_next_try_avoids_is_new(node: Any, job: Any) -> None:
 
 def test_nor_is_it_requeued_for_ever(node: Any, job: Any) -> None:
     answers = [node.run(job().script(), {"code": 75}) for _ in range(3)]
-    assert [bool("given up" in done.stderr) for done in answers] == [False, False, True]
+    assert [bool("giving up" in done.stderr) for done in answers] == [False, False, True]
     assert not (node.folder / "runs/toy-7/.ends").exists(), "who submits it anew is not counted from there"
     assert [words[0] for words in node.called("scontrol")] == ["show"]
 

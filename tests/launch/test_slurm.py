@@ -87,7 +87,7 @@ def test_a_preempted_run_requeues_resumes_and_finishes(launch: Any, slurm: Any, 
     lock = json.loads((run / "lock.json").read_text())
     assert lock["recipe"]["eval"]["prompt"] == prompt.partition("=")[2]
     assert events(run, "plan")[0]["gpus"] == 2
-    assert text().count("goes back into the queue") == 1
+    assert text().count("requeueing the job") == 1
 
 
 @pytest.mark.soak
@@ -106,7 +106,7 @@ def test_a_lost_rank_is_begun_again_where_it_was(launch: Any, slurm: Any, corpus
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "0"), log.read_text()
     assert len(events(run, "start")) == 2
     assert events(run, "start")[1]["resumed_from"] >= 40
-    assert events(run, "recovery")[0]["message"].startswith("the ranks ended with ")
+    assert events(run, "recovery")[0]["message"].startswith("the ranks exited with ")
     assert ("most recent call first" in log.read_text()) == (number_sent == signal.SIGSTOP)
 
 
@@ -166,7 +166,7 @@ def test_a_cancelled_job_is_not_requeued(launch: Any, slurm: Any, tasks: Path) -
 def test_slurms_own_words_for_a_wrong_partition(launch: Any) -> None:
     done = launch("quickstart", "train.device=cpu", "--partition", "nowhere")
     assert done.returncode == 1
-    assert done.stderr.startswith("redline: sbatch: SLURM refuses: invalid partition specified: nowhere")
+    assert done.stderr.startswith("redline: sbatch: SLURM refuses the job: invalid partition specified: nowhere")
     assert "Traceback" not in done.stderr
 
 

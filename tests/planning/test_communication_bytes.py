@@ -118,14 +118,14 @@ def counted_step(resolved: Resolved) -> Callable[[int], dict[str, int]]:
         ranks = Ranks(rank, resolved.batch.world, rank, joined=True)
         parallel = parallelize(resolved.recipe.parallel.mode, ranks, objective)
         assert isinstance(parallel, FSDP) == (resolved.recipe.parallel.mode == "fsdp")
-        optimizer = Optimizer(parallel.groups(), resolved.recipe.train, parallel.muon)
+        optimizer = Optimizer(parallel.groups(), resolved.recipe.train, parallel.make_muon)
         for _ in range(2):
             with Counted() as counted:
                 parallel.clear()
                 for micro in range(resolved.batch.accumulation):
-                    parallel.before(last=micro == resolved.batch.accumulation - 1)
+                    parallel.begin_micro_batch(last=micro == resolved.batch.accumulation - 1)
                     sum(term.sum for term in objective.loss(objective.worst_batch(1)).values()).backward()
-                parallel.after()
+                parallel.end_backward()
                 optimizer.step(1.0, (torch.ones(()), torch.zeros(())), 0)
         return dict(counted.bytes)
 

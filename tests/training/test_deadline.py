@@ -21,7 +21,7 @@ def leave_at(world: Any, path: Path, step: int, now: float, save: float = 0.0) -
     """Train; from that step on the clock shows `now`, and before it nothing."""
     with RunDirectory(path) as run:
         trainer = world.trainer(run, *OPTIONS)
-        trainer.timer.closing["save"] = save
+        trainer.timer.final_seconds["save"] = save
         trainer.deadline.clock = lambda: now if trainer.state.step >= step else 0.0
         outcome = trainer.run()
         trainer.monitor.log.close()

@@ -68,9 +68,9 @@ def test_bytes_of_a_step(several: Several, tmp_path: Path) -> None:
             plain = trainer._loop
 
             def loop() -> Any:
-                trainer.parallel.traffic.look()
+                trainer.parallel.traffic.pop()
                 stop = plain()
-                seen = vars(trainer.parallel.traffic.look())
+                seen = vars(trainer.parallel.traffic.pop())
                 whole = sum(p.numel() for p in trainer.parameters.values())
                 (tmp_path / f"{mode}-{trainer.ranks.rank}.json").write_text(json.dumps({**seen, "own": whole}))
                 return stop
@@ -124,9 +124,9 @@ def test_a_damaged_share_is_noticed(several: Several, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lie", "words"),
     [
-        (lambda entry: entry["parts"].pop(), "lacks rows"),
-        (lambda entry: entry["parts"][0].__setitem__(0, "../step-00000002/x.safetensors"), "none of its own"),
-        (lambda entry: entry["parts"][1].__setitem__(1, 5), "does not fit"),
+        (lambda entry: entry["parts"].pop(), "rows of"),
+        (lambda entry: entry["parts"][0].__setitem__(0, "../step-00000002/x.safetensors"), "not part of"),
+        (lambda entry: entry["parts"][1].__setitem__(1, 5), "does not agree"),
         (lambda entry: entry.pop("shape"), "cannot be read"),
     ],
 )

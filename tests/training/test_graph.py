@@ -1,4 +1,4 @@
-"""A step as one launch. Recording needs a GPU (tests/gpu); what surrounds it does not."""
+"""Steps as CUDA graphs. Recording one needs a GPU (tests/gpu); these tests replace the graph."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from redline.runs.events import read_events
-from redline.training import cuda_graph as graph
-from redline.training.cuda_graph import GraphedBackward, not_recorded, unless_slower, use_graph
+from redline.training import warmup
 from redline.training.step import StepBatch
+from redline.training.warmup import GraphedBackward, graph_if_faster, not_graphable, use_graph
 
 
-class Again:
-    """In place of a CUDA graph: does the work again, on what lies in the recorded places."""
+class FakeGraph:
+    """Replaces a CUDA graph: a replay calls the work again, on the recorded tensors."""
 
     def __init__(self, work: Callable[[], tuple[Tensor, dict[str, Tensor]]]) -> None:
         self.work, self.result = work, work()
@@ -30,9 +30,9 @@ class Again:
             self.result[1][name].copy_(term)
 
 
-def again(work: Any) -> Any:
-    found = Again(work)
-    return found, found.result
+def fake_record(work: Any) -> Any:
+    graph = FakeGraph(work)
+    return graph, graph.result
 
 
 def batch_of(value: float, weight: float = 2.0, micros: int = 1) -> StepBatch:
@@ -54,9 +54,9 @@ class Sum:
 
 
 @pytest.mark.parametrize("micros", [1, 3])
-def test_other_batches_other_weights_same_places(micros: int) -> None:
+def test_a_replay_computes_the_new_batch(micros: int) -> None:
     work = Sum()
-    graphed = GraphedBackward(work, [work.parameter], batch_of(1.0, micros=micros), record=again)
+    graphed = GraphedBackward(work, [work.parameter], batch_of(1.0, micros=micros), record=fake_record)
     for value, weight in ((4.0, 2.0), (5.0, 8.0)):
         batch = batch_of(value, weight, micros)
         loss, terms = graphed(1, batch)
@@ -68,7 +68,7 @@ def test_other_batches_other_weights_same_places(micros: int) -> None:
 
 def test_a_result_outlives_the_next_replay() -> None:
     work = Sum()
-    graphed = GraphedBackward(work, [work.parameter], batch_of(1.0), record=again)
+    graphed = GraphedBackward(work, [work.parameter], batch_of(1.0), record=fake_record)
     first, terms = graphed(0, batch_of(2.0))
     before = first.clone(), terms["sum"].clone()
     graphed(1, batch_of(7.0))
@@ -79,14 +79,14 @@ def test_a_result_outlives_the_next_replay() -> None:
 def test_a_batch_is_not_changed_by_the_next() -> None:
     work = Sum()
     recorded = batch_of(1.0)
-    graphed = GraphedBackward(work, [work.parameter], recorded, record=again)
+    graphed = GraphedBackward(work, [work.parameter], recorded, record=fake_record)
     graphed(0, batch_of(9.0))
     assert torch.equal(recorded.micros[0]["x"], torch.full((3,), 1.0))
 
 
 def test_gradients_come_back_after_they_were_cleared() -> None:
     work = Sum()
-    graphed = GraphedBackward(work, [work.parameter], batch_of(1.0), record=again)
+    graphed = GraphedBackward(work, [work.parameter], batch_of(1.0), record=fake_record)
     recorded = graphed.gradients[0]
     work.parameter.grad = None
     graphed(0, batch_of(2.0))
@@ -94,9 +94,9 @@ def test_gradients_come_back_after_they_were_cleared() -> None:
 
 
 def test_a_batch_of_another_size_is_not_replayed() -> None:
-    """As where more documents came than there was room for."""
+    """A packed batch may have more documents than the recorded one has room for."""
     work = Sum()
-    graphed = GraphedBackward(work, [work.parameter], batch_of(1.0), record=again)
+    graphed = GraphedBackward(work, [work.parameter], batch_of(1.0), record=fake_record)
     larger = StepBatch([{"x": torch.full((1,), 4.0)}], {"tokens": 2.0})
     loss, _ = graphed(1, larger)
     assert torch.equal(loss, Sum()(1, larger)[0])
@@ -104,34 +104,26 @@ def test_a_batch_of_another_size_is_not_replayed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plain_s", "graph_s", "found"),
+    ("plain_s", "graph_s", "used"),
     [
-        (0.02, 0.01, "forward and backward are one launch: 20.0 → 10.0 ms"),
-        (0.06, 0.06, "forward and backward are one launch: 60.0 → 60.0 ms"),
-        # of a host that is held up: the kernels are as short as ever
-        (0.11, 0.06, "forward and backward are one launch: 110.0 → 60.0 ms"),
-        (0.06, 0.07, "forward and backward stay many launches: as one they take 70.0 ms, not 60.0"),
+        (0.02, 0.01, True),
+        (0.06, 0.06, True),
+        (0.11, 0.06, True),  # the host was busy: the kernels take as long as ever
+        (0.06, 0.07, False),
     ],
 )
-def test_it_is_taken_unless_it_is_slower(
-    monkeypatch: pytest.MonkeyPatch, plain_s: float, graph_s: float, found: str
+def test_a_graph_is_used_unless_it_is_slower(
+    monkeypatch: pytest.MonkeyPatch, plain_s: float, graph_s: float, used: bool
 ) -> None:
     plain, graphed = Sum(), Sum()
-    monkeypatch.setattr(graph, "_seconds", lambda work, _: plain_s if work is plain else graph_s)
-    assert unless_slower(lambda: graphed, plain, batch_of(1.0)) == (graphed if "one launch" in found else None, found)
+    monkeypatch.setattr(warmup, "_seconds", lambda work, _: plain_s if work is plain else graph_s)
+    graph, message = graph_if_faster(lambda: graphed, plain, batch_of(1.0))
+    assert graph is (graphed if used else None)
+    assert f"{1e3 * plain_s:.1f}" in message
+    assert f"{1e3 * graph_s:.1f}" in message
 
 
-def test_the_log_says_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    work, said = Sum(), Said()
-    step = SimpleNamespace(backward=work, graph=None, parameters=[work.parameter])
-    monkeypatch.setattr(graph, "GraphedBackward", lambda *_: work)
-    monkeypatch.setattr(graph, "_seconds", lambda *_: 0.01)
-    use_graph(step, batch_of(1.0), said)  # type: ignore[arg-type]
-    assert step.graph is work
-    assert said.events == [("warmup", "forward and backward are one launch: 10.0 → 10.0 ms")]
-
-
-class Said:
+class FakeMonitor:
     def __init__(self) -> None:
         self.warnings: list[str] = []
         self.events: list[tuple[str, str]] = []
@@ -143,30 +135,40 @@ class Said:
         self.events.append((kind, message))
 
 
-def test_a_graph_that_fails_costs_nothing_but_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_times_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    work, monitor = Sum(), FakeMonitor()
+    step = SimpleNamespace(backward=work, graph=None, parameters=[work.parameter])
+    monkeypatch.setattr(warmup, "GraphedBackward", lambda *_: work)
+    monkeypatch.setattr(warmup, "_seconds", lambda *_: 0.01)
+    use_graph(step, batch_of(1.0), monitor)  # type: ignore[arg-type]
+    assert step.graph is work
+    ((kind, message),) = monitor.events
+    assert (kind, "10.0 ms" in message) == ("warmup", True)
+
+
+def test_a_graph_that_cannot_be_recorded_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        raise RuntimeError("operation not permitted when stream is capturing\ndetails")
 
     work = Sum()
     step = SimpleNamespace(backward=work, graph=None, parameters=[work.parameter])
-    monkeypatch.setattr(graph, "GraphedBackward", fail)
-    said = Said()
-    use_graph(step, batch_of(1.0), said)  # type: ignore[arg-type]
+    monkeypatch.setattr(warmup, "GraphedBackward", fail)
+    monitor = FakeMonitor()
+    use_graph(step, batch_of(1.0), monitor)  # type: ignore[arg-type]
     assert step.graph is None
-    assert said.warnings == [
-        "a CUDA graph could not be recorded (operation not permitted when stream is capturing); "
-        "going on without, which is slower"
-    ]
+    (warning,) = monitor.warnings
+    assert "operation not permitted when stream is capturing" in warning
+    assert "details" not in warning, "only the first line of the error is shown"
 
 
-def test_where_there_can_be_none_it_says_so(world: Any, tmp_path: Path) -> None:
+def test_a_run_that_cannot_record_a_graph_warns(world: Any, tmp_path: Path) -> None:
     world.run(tmp_path / "run", "train.graph=true", "train.steps=1")
-    said = [event["message"] for event in read_events(tmp_path / "run/events.jsonl") if event["type"] == "warning"]
-    assert said == ["train.graph is off: it needs a GPU"]
+    warnings = [event["message"] for event in read_events(tmp_path / "run/events.jsonl") if event["type"] == "warning"]
+    assert ["train.graph" in warning for warning in warnings] == [True]
 
 
 @pytest.mark.parametrize(
-    ("device", "replayable", "alone", "recorded"),
+    ("device", "replayable", "single_process", "recorded"),
     [
         ("cuda", True, True, True),
         ("cpu", True, True, False),
@@ -174,6 +176,6 @@ def test_where_there_can_be_none_it_says_so(world: Any, tmp_path: Path) -> None:
         ("cuda", True, False, False),
     ],
 )
-def test_who_gets_a_graph(device: str, replayable: bool, alone: bool, recorded: bool) -> None:
-    reason = not_recorded(torch.device(device), replayable=replayable, alone=alone)
+def test_which_steps_can_be_recorded(device: str, replayable: bool, single_process: bool, recorded: bool) -> None:
+    reason = not_graphable(torch.device(device), replayable=replayable, single_process=single_process)
     assert (reason == "") == recorded

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from redline.training import heartbeat as pulse
-from redline.training.heartbeat import FOLDER, Heartbeat, read_heartbeats
+from redline.training.heartbeat import FOLDER_VARIABLE, Heartbeat, read_heartbeats
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def heart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Heartbea
     begun: list[Heartbeat] = []
 
     def start(folder: Path) -> Heartbeat:
-        monkeypatch.setenv(FOLDER, str(folder))
+        monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
         begun.append(Heartbeat())
         begun[-1].start(0)
         return begun[-1]

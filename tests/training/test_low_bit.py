@@ -79,7 +79,7 @@ def test_together_they_learn_what_each_would_alone(monkeypatch: pytest.MonkeyPat
     shapes = {"a": (33, 129), "b": (64, 64), "c": (5, 1001), "d": (71, 83)}
     found = []
     for most in (1, 9000, 1 << 26):
-        monkeypatch.setattr("redline.training.low_bit._AT_ONCE", most)
+        monkeypatch.setattr("redline.training.low_bit._MAX_BATCH", most)
         torch.manual_seed(0)
         named = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
         ours = Optimizer([ParamGroup("matrix", named, dict.fromkeys(named, (1,)))], options())
@@ -89,7 +89,7 @@ def test_together_they_learn_what_each_would_alone(monkeypatch: pytest.MonkeyPat
             ours.step(1.0, (ONE, GOOD))
         found.append({**ours.tensors(), **named})
         assert ours.low_bit is not None
-        assert len(ours.low_bit.together) == {1: 4, 9000: 3}.get(most, 1)
+        assert len(ours.low_bit.batches) == {1: 4, 9000: 3}.get(most, 1)
     alone, *others = found
     for other in others:
         assert other.keys() == alone.keys()

@@ -19,7 +19,7 @@ from redline.planning.memory import moment_bytes
 from redline.planning.shapes import DecoderShape
 from redline.planning.speed import _hidden_matrices, decoder_work
 from redline.recipe.schema import Train
-from redline.training.muon import POLAR_EXPRESS, REACHED, SAFETY, Muon, momentum_at, orthogonalize
+from redline.training.muon import NORM_MARGIN, POLAR_EXPRESS, SMALLEST_SINGULAR_VALUE, Muon, momentum_at, orthogonalize
 from redline.training.optim import Optimizer
 
 GOOD, BAD, ONE = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(1.0)
@@ -62,14 +62,14 @@ def best_quintic(low: float, high: float) -> np.ndarray:
 
 @pytest.mark.parametrize(("count", "ends_above"), [(3, 0.72), (4, 0.79), (5, 0.87)])
 def test_the_coefficients_are_polar_express(count: int, ends_above: float) -> None:
-    low, high, powers = REACHED[count], 1.0, np.array([1, 3, 5])
+    low, high, powers = SMALLEST_SINGULAR_VALUE[count], 1.0, np.array([1, 3, 5])
     for number, coefficients in enumerate(POLAR_EXPRESS[count]):
         quintic = best_quintic(max(low, 0.0241 * high), high)
         ends = [(quintic * end**powers).sum() for end in (low, high)]
         if low < 0.0241 * high:
             quintic, ends = quintic * 2 / sum(ends), [2 * end / sum(ends) for end in ends]
         low, high = ends[0], 2 - ends[0]
-        shrunk = quintic / (SAFETY if number < count - 1 else 1.0) ** powers
+        shrunk = quintic / (NORM_MARGIN if number < count - 1 else 1.0) ** powers
         np.testing.assert_allclose(coefficients, shrunk, rtol=1e-6)
     assert len(POLAR_EXPRESS[count]) == count
     assert low > ends_above, "what began as the smallest that is reached"
@@ -77,10 +77,10 @@ def test_the_coefficients_are_polar_express(count: int, ends_above: float) -> No
 
 @pytest.mark.parametrize(("count", "off"), [(3, 0.30), (4, 0.23), (5, 0.15)])
 def test_what_is_reached_ends_near_one(count: int, off: float) -> None:
-    """Singular values from all of a norm of 1 down to REACHED of it, through the matmuls themselves."""
+    """Singular values from all of a norm of 1 down to SMALLEST_SINGULAR_VALUE of it, through the matmuls themselves."""
     chance = torch.Generator().manual_seed(count)
     u, v = (torch.linalg.qr(torch.randn(1, 64, 64, generator=chance)).Q for _ in range(2))
-    x = u * torch.logspace(0, np.log10(REACHED[count] * SAFETY), 64) @ v
+    x = u * torch.logspace(0, np.log10(SMALLEST_SINGULAR_VALUE[count] * NORM_MARGIN), 64) @ v
 
     def largest_error(quintics: Any) -> float:
         return float((torch.linalg.svdvals(orthogonalize(x, torch.ones(1), quintics)) - 1).abs().max())

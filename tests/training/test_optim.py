@@ -128,7 +128,7 @@ def test_each_role_has_its_rate(optimizer: str) -> None:
 
 
 def test_without_rates_of_their_own_roles_share_one_launch(model: nn.Module) -> None:
-    shared, own = (Adam(groups(model), options(**rates)).alike for rates in ({}, {"scalar_lr": 0.1}))
+    shared, own = (Adam(groups(model), options(**rates)).groups for rates in ({}, {"scalar_lr": 0.1}))
     assert list(shared) == [(3e-3, 0.1, torch.float32), (3e-3, 0.0, torch.float32)]
     assert list(own) == [(3e-3, 0.1, torch.float32), (0.1, 0.0, torch.float32)]
 
@@ -313,7 +313,7 @@ def test_counted_steps_are_a_line() -> None:
     horizon = Horizon(8, None)
     assert [horizon.progress(step) for step in range(10)] == [0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 1]
     assert horizon.end == 8
-    assert not horizon.due(8, 1e9)
+    assert not horizon.replan_due(8, 1e9)
 
 
 @st.composite
@@ -325,7 +325,7 @@ def clocked(draw: st.DrawFn) -> tuple[Horizon, list[float], list[float]]:
     for step, duration in enumerate(draw(st.lists(st.floats(1.0, 400.0), min_size=5, max_size=60))):
         used.append(horizon.progress(step))
         seconds += duration
-        if horizon.due(step + 1, seconds):
+        if horizon.replan_due(step + 1, seconds):
             horizon.replan(step + 1, seconds, seconds / (step + 1), 20.0)
         seen_later.append(horizon.progress(step))
     return horizon, used, seen_later
@@ -351,7 +351,9 @@ def test_the_state_survives(case: tuple[Horizon, list[float], list[float]], late
     new.load_state(json.loads(json.dumps(old.state())), len(used), 0.0)
     assert new.state() == old.state()
     assert new.progress(later) == old.progress(later)
-    assert [new.due(later, s) for s in range(0, 3600, 60)] == [old.due(later, s) for s in range(0, 3600, 60)]
+    assert [new.replan_due(later, s) for s in range(0, 3600, 60)] == [
+        old.replan_due(later, s) for s in range(0, 3600, 60)
+    ]
 
 
 @given(st.integers(2, 1000), st.data())
@@ -375,16 +377,18 @@ def test_more_steps_on_resume_beside_a_clock_that_does_not_bind() -> None:
 
 def test_the_last_step_is_not_planned_anew() -> None:
     horizon = Horizon(25, 10.0)
-    assert not any(horizon.due(step, 0.006 * step) for step in range(26)), "steps bind, not the clock"
+    assert not any(horizon.replan_due(step, 0.006 * step) for step in range(26)), "steps bind, not the clock"
     assert horizon.replan(25, 7200.0, 0.006, 1.0) is None
     assert horizon.end == 25
 
 
 def test_who_goes_on_with_no_time_left_is_told() -> None:
-    assert not Horizon(100, None).spent(100, 1e9)
-    assert Horizon(60, None).spent(100, 1.0) == "the run is at step 100 already: its end, step 60, lies behind it"
-    assert not Horizon(None, 1.0).spent(100, 1800.0)
-    assert Horizon(None, 1.0).spent(100, 3590.0).startswith("train.hours leaves 10s of 1h00m")
+    assert not Horizon(100, None).resume_warning(100, 1e9)
+    assert (
+        Horizon(60, None).resume_warning(100, 1.0) == "the run is at step 100 already: its end, step 60, lies behind it"
+    )
+    assert not Horizon(None, 1.0).resume_warning(100, 1800.0)
+    assert Horizon(None, 1.0).resume_warning(100, 3590.0).startswith("train.hours leaves 10s of 1h00m")
 
 
 def test_a_new_budget_is_planned_at_once() -> None:
@@ -394,8 +398,8 @@ def test_a_new_budget_is_planned_at_once() -> None:
     new = Horizon(None, 2.0)
     new.load_state(old.state(), 400, 400.0)
     assert new.progress(400) == 400.0 / 7200.0
-    assert new.due(400, 400.0)
+    assert new.replan_due(400, 400.0)
     piece = new.replan(400, 400.0, 1.0, 0.0)
     assert piece.length == 6800
-    assert not new.due(400, 400.0)
-    assert new.due(401, REPLAN_AT[3] * 7200)
+    assert not new.replan_due(400, 400.0)
+    assert new.replan_due(401, REPLAN_AT[3] * 7200)

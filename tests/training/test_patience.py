@@ -11,7 +11,7 @@ import torch
 
 from redline.errors import EXIT_DONE
 from redline.runs.events import Event, read_events
-from redline.training.state import TrainState
+from redline.training.schedule import TrainState
 from several import Several
 
 # At this learning rate no weight changes in float32: no evaluation is better than the one before the first step.
@@ -76,7 +76,7 @@ def test_checkpoints_of_older_versions_start_counting_at_zero() -> None:
 def test_what_counts(losses: list[float | None], count: int) -> None:
     state = TrainState()
     for loss in losses:
-        state = state.evaluated(loss)
+        state = state.after_evaluation(loss)
     assert state.evals_without_improvement == count
     assert TrainState.from_json(state.to_json()).evals_without_improvement == count
 

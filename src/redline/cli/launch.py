@@ -97,9 +97,9 @@ def _resumed(run: Path | None, name: str | None, overrides: list[str]) -> Loaded
         refuse_too_long(run)
     if run is None or not (run / RECIPE_LOCK_FILE).is_file():
         return None
-    from redline.launch.start import due_in
+    from redline.launch.start import plan_continue
 
-    return due_in(run, name, overrides).loaded
+    return plan_continue(run, name, overrides).loaded
 
 
 def _check_batch(loaded: Loaded, world: int) -> None:

@@ -134,9 +134,9 @@ def _short(name: str, most: int = 90) -> str:
 
 
 def _profile(loaded: Loaded, options: dict[str, Any], folder: Path) -> _Found:
-    from redline.launch.start import environment
+    from redline.launch.start import set_environment
 
-    environment(loaded.recipe)
+    set_environment(loaded.recipe)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notes of starting and stopping
     from redline.cache import write_atomically
     from redline.cli.progress import PreparationBar
@@ -146,7 +146,7 @@ def _profile(loaded: Loaded, options: dict[str, Any], folder: Path) -> _Found:
     from redline.runs.breakdown import breakdown
     from redline.training.profiling import Recording, memory_recorded, profiled
     from redline.training.step_log import peak_memory_gib
-    from redline.training.trial import Silent, trainer_alone
+    from redline.training.trial import SilentView, trainer_without_run
 
     recording = Recording(**options)
 
@@ -161,7 +161,7 @@ def _profile(loaded: Loaded, options: dict[str, Any], folder: Path) -> _Found:
     resolved = replace(resolved, horizon_steps=recording.steps)  # no teacher reads for more
     objective = runtime.create(resolved, data)
     trace = folder / f"{loaded.name}.pt.trace.json.gz"
-    with trainer_alone(resolved, objective, Silent()) as trainer:
+    with trainer_without_run(resolved, objective, SilentView()) as trainer:
         with memory_recorded(trainer.device) as recorded:
             say("building and warming up")
             trainer.build()

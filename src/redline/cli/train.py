@@ -97,16 +97,16 @@ def train(
         from redline.cli.preview import preview_recipe
 
         return preview_recipe(loaded.recipe, preview)
-    from redline.launch.session import ended
-    from redline.launch.start import fresh_run, new_run
+    from redline.launch.session import exit_code_of
+    from redline.launch.start import new_run, new_run_path
 
     if not dry_run and _starts_processes(gpus or 1, supervise):
         from redline.launch.processes import train_supervised
 
-        path = fresh_run(loaded, run)
+        path = new_run_path(loaded, run)
         words = ["train", name, *overrides, "--run", str(path), "--continue"]
-        raise typer.Exit(train_supervised(loaded.recipe, path, words, gpus=gpus or 1, again=_restarts(supervise)))
-    raise typer.Exit(ended(lambda: new_run(loaded, run, overrides, dry_run=dry_run, gpus=gpus or 1)))
+        raise typer.Exit(train_supervised(loaded.recipe, path, words, gpus=gpus or 1, restart=_restarts(supervise)))
+    raise typer.Exit(exit_code_of(lambda: new_run(loaded, run, overrides, dry_run=dry_run, gpus=gpus or 1)))
 
 
 def _starts_processes(gpus: int, supervise: bool) -> bool:
@@ -122,40 +122,40 @@ def _restarts(supervise: bool) -> bool:
 
 def _resume(name: str, overrides: list[str], gpus: int, *, supervise: bool, dry_run: bool) -> int:
     """Run `train --resume` and return the exit code."""
-    from redline.launch.session import ended
-    from redline.launch.start import resumable, resume_run
+    from redline.launch.session import exit_code_of
+    from redline.launch.start import open_resumable, resume_run
 
     if not dry_run and _starts_processes(gpus, supervise):
         from redline.launch.processes import train_supervised
 
-        path, loaded = resumable(name, overrides)
+        path, loaded = open_resumable(name, overrides)
         words = ["train", "--resume", str(path), *overrides]
-        return train_supervised(loaded.recipe, path, words, gpus=gpus, again=_restarts(supervise))
-    return ended(lambda: resume_run(name, overrides, dry_run=dry_run, gpus=gpus))
+        return train_supervised(loaded.recipe, path, words, gpus=gpus, restart=_restarts(supervise))
+    return exit_code_of(lambda: resume_run(name, overrides, dry_run=dry_run, gpus=gpus))
 
 
 def _continue(given: str | None, overrides: list[str], run: Path, gpus: int, *, supervise: bool, dry_run: bool) -> int:
     """Run `train --continue` and return the exit code."""
-    from redline.launch.session import ended
-    from redline.launch.start import continue_run, due_in
+    from redline.launch.session import exit_code_of
+    from redline.launch.start import continue_run, plan_continue
 
     if not dry_run and _starts_processes(gpus, supervise):
         from redline.launch.processes import train_supervised
 
-        due = due_in(run, given, overrides)
+        due = plan_continue(run, given, overrides)
         words = ["train", *([given] if given else []), *overrides, "--run", str(run), "--continue"]
-        return train_supervised(due.loaded.recipe, run, words, gpus=gpus, again=_restarts(supervise))
-    return ended(lambda: continue_run(run, given, overrides, dry_run=dry_run, gpus=gpus))
+        return train_supervised(due.loaded.recipe, run, words, gpus=gpus, restart=_restarts(supervise))
+    return exit_code_of(lambda: continue_run(run, given, overrides, dry_run=dry_run, gpus=gpus))
 
 
 def _sweep(name: str, overrides: list[str], options: list[str], run: Path | None, *, dry_run: bool) -> int:
     """Run `train --sweep` and return the exit code."""
-    from redline.launch.start import fresh_name
+    from redline.launch.start import unused_run_path
     from redline.launch.sweep import Sweep, parse_axes, run_sweep
     from redline.recipe.load import find_recipe
     from redline.runs.summary import refuse_unreadable
 
     sweep = Sweep(name, overrides, parse_axes(options, overrides))
-    directory = run or fresh_name(find_recipe(name).stem, "-sweep")
+    directory = run or unused_run_path(find_recipe(name).stem, "-sweep")
     refuse_unreadable(directory)
     return run_sweep(sweep, directory, dry_run=dry_run)

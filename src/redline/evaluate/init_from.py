@@ -123,7 +123,7 @@ def open_initial(spec: str, root: Path, say: Callable[[str], None] = lambda _: N
         fix = f"{error.fix} A folder that `redline export` wrote works too; models of a hub are not read yet."
         raise UsageError(error.what, where=f"{KEY}={spec}", fix=fix) from None
     lock = read_lock(path)
-    chosen = find_weights(path, selector, say=say)
+    chosen = find_weights(path, selector, warn=say)
     recipe = locked_recipe(path, lock).recipe
     check_model_identity(chosen.state["identity"], recipe, path)
     return Initial(

@@ -1,4 +1,4 @@
-"""What is the same for all jobs of a cluster: `~/.config/redline/cluster.yaml`."""
+"""Settings for all jobs of a cluster: `~/.config/redline/cluster.yaml`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from redline.recipe.load import read_recipe
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile(r"--([a-z][a-z0-9-]*)(=| |$)")
-# what the script itself relies on: another value would contradict its other lines
-_OURS = frozenset(
+# sbatch options that `redline launch` sets itself. Another value would contradict other lines of the script.
+_RESERVED_OPTIONS = frozenset(
     (
         *("array", "chdir", "cpus-per-task", "job-name", "nodes", "no-requeue", "ntasks", "ntasks-per-gpu"),
         *("ntasks-per-node", "open-mode", "output", "requeue", "signal", "time", "wrap"),
@@ -27,7 +27,7 @@ _OURS = frozenset(
 
 
 def one_line(value: Any) -> str:
-    """A text that cannot leave the line it is put into."""
+    """Return a text without line breaks and control characters, which could add lines to the script."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not a text; put it in quotes.")
     if not value.strip() or _CONTROL.search(value):
@@ -36,13 +36,13 @@ def one_line(value: Any) -> str:
 
 
 def sbatch_option(value: Any) -> str:
-    """A line as it would stand after #SBATCH."""
+    """Return an option as it is written after #SBATCH."""
     line = one_line(value)
-    found = _OPTION.match(line)
-    if not found:
+    match = _OPTION.match(line)
+    if not match:
         raise ValueError(f"{line!r} is not an option of sbatch: write it as --name=value.")
-    if found[1] in _OURS:
-        raise ValueError(f"--{found[1]} is set by `redline launch` itself; see its --help.")
+    if match[1] in _RESERVED_OPTIONS:
+        raise ValueError(f"--{match[1]} is set by `redline launch` itself; see its --help.")
     return line
 
 
@@ -59,16 +59,16 @@ def _maybe_line(value: Any) -> str | None:
 
 
 def _folder(value: Any) -> str | None:
-    """A path; bash would not expand the ~ of a quoted one."""
+    """Return a path with ~ expanded, because bash does not expand it within quotes."""
     return None if value is None else str(Path(one_line(value)).expanduser())
 
 
 def _environment(value: Any) -> tuple[tuple[str, str], ...]:
     if not isinstance(value, dict):
-        raise ValueError(f"{value!r} is not NAME: value.")
+        raise ValueError(f"{value!r} is not a mapping of NAME: value.")
     for name, text in value.items():
         if not _VARIABLE.fullmatch(name):
-            raise ValueError(f"{name!r} is not the name of a variable.")
+            raise ValueError(f"{name!r} is not a valid name of an environment variable.")
         if isinstance(text, bool) or not isinstance(text, str | int | float):
             raise ValueError(f"{name}: {text!r} is not a text or a number.")
     return tuple((name, one_line(str(text)) if text != "" else "") for name, text in value.items())
@@ -81,48 +81,48 @@ Lines = Annotated[tuple[str, ...], _lines(one_line)]
 
 
 class Container(Section):
-    """Where the ranks run, if not on the node itself; redline is installed in it."""
+    """The container in which the ranks run. redline must be installed in it."""
 
     image: Line
     runtime: Annotated[str, one_of("apptainer", "pyxis")] = "apptainer"
-    mounts: Lines = ()  # FOLDER or FOLDER:WHERE
+    mounts: Lines = ()  # FOLDER or FOLDER:TARGET
     python: Line = "python3"
 
 
 class Cluster(Section):
     account: MaybeLine = None
-    partition: MaybeLine = None  # --partition is stronger
+    partition: MaybeLine = None  # --partition takes precedence
     qos: MaybeLine = None
-    gpu_type: MaybeLine = None  # h100 in --gpus-per-node=h100:8
+    gpu_type: MaybeLine = None  # for example h100, for --gpus-per-node=h100:8
     gpu_request: Annotated[str, one_of("gpus-per-node", "gres")] = "gpus-per-node"
     cpus_per_gpu: Count = 8
-    notice: Count = 300  # seconds before the time limit at which SLURM asks to save
-    logs: Folder = None  # a folder; else where the job was submitted
+    notice: Count = 300  # seconds before the time limit at which SLURM sends the signal to save
+    logs: Folder = None  # default: the folder from which the job is submitted
     modules: Lines = ()
-    venv: Folder = None  # else the Python that `redline launch` ran with
+    venv: Folder = None  # default: the Python that runs `redline launch`
     container: Container | None = None
     environment: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_environment)] = ()  # NAME: value
-    setup: Lines = ()  # lines of bash before everything else
+    setup: Lines = ()  # lines of bash to run first
     sbatch: Annotated[tuple[str, ...], _lines(sbatch_option)] = ()
 
 
 def cluster_file() -> Path:
-    """$XDG_CONFIG_HOME/redline/cluster.yaml, which is below ~/.config where that is not set."""
+    """Return $XDG_CONFIG_HOME/redline/cluster.yaml; the default of that variable is ~/.config."""
     home = os.environ.get("XDG_CONFIG_HOME")
     return (Path(home).expanduser() if home else Path.home() / ".config") / "redline" / "cluster.yaml"
 
 
 def read_cluster(path: Path | None = None) -> Cluster:
-    """The site's lines; none where there is no such file, unless it was asked for by name."""
+    """Read the settings; return the defaults if there is no file. Raise UsageError if `path` is given but missing."""
     file = path or cluster_file()
     if not file.is_file():
         if path is not None:
-            raise UsageError("there is no such file.", where=str(path), fix="Name the site's file, or leave it out.")
+            raise UsageError("there is no such file.", where=str(path), fix="Check the path, or leave it out.")
         return Cluster()
     try:
         return Cluster.model_validate(read_recipe(file, "partition: NAME"))
     except ValidationError as error:
-        raise RecipeError(str(file), [_problem(found) for found in error.errors()]) from None
+        raise RecipeError(str(file), [_problem(detail) for detail in error.errors()]) from None
 
 
 def _problem(error: Any) -> Problem:
@@ -130,10 +130,10 @@ def _problem(error: Any) -> Problem:
     if error["type"] == "extra_forbidden":
         schema = Container if len(error["loc"]) > 1 else Cluster
         known = list(schema.model_fields)
-        hint = did_you_mean(str(error["loc"][-1]), known) or f"There are {', '.join(known)}."
+        hint = did_you_mean(str(error["loc"][-1]), known) or f"Known keys: {', '.join(known)}."
         return Problem(key, "is not a key of this file.", hint)
     if error["type"] == "missing":
-        return Problem(key, "is missing.", "Give it a value.")
+        return Problem(key, "is missing.", "Set it.")
     if error["type"] in ("model_type", "model_attributes_type"):
-        return Problem(key, f"is a section of keys, not {error['input']!r}.", f"Write {key}: {{image: …}}.")
+        return Problem(key, f"is a mapping of keys, not {error['input']!r}.", f"Use, for example, {key}: {{image: …}}.")
     return Problem(key, str(error.get("ctx", {}).get("error") or error["msg"]))

@@ -1,4 +1,4 @@
-"""redline train --gpus N, --supervise: this process starts the run's processes, watches them, and begins again."""
+"""`redline train --gpus N` and `--supervise`: start the processes of a run, supervise them, restart them on failure."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ from redline.launch.session import CONSOLE
 from redline.planning.batch import indivisible_batch
 from redline.recipe.schema import Recipe
 from redline.runs.trackers import require_packages
-from redline.training.heartbeat import FOLDER, PARENT
+from redline.training.heartbeat import FOLDER_VARIABLE, PARENT_VARIABLE
 from redline.training.run_directory import NOT_WRITABLE_FIX, open_no_follow
 from redline.training.supervisor import RECOVERY, SUPERVISED, supervise
-from redline.vocabulary import RECIPE_LOCK_FILE
+from redline.vocabulary import CHECKPOINTS_FOLDER, RECIPE_LOCK_FILE
 
-LOG = "ranks.log"  # in the run: what its ranks print, stacks and all
-_SHOWN = 30  # lines of it, when something failed
+LOG = "ranks.log"  # in the run directory: the output of all ranks, with the stacks of hung ones
+_SHOWN_LINES = 30  # of the log, after a failure
 
 
 def check_world(recipe: Recipe, gpus: int) -> None:
-    """What can be known before anything is started."""
+    """Raise an error if so many processes cannot train the recipe here."""
     total = none_if_auto(recipe.train.global_batch)
     if total and (problem := indivisible_batch(total, gpus)):
         raise RecipeError("recipe", [problem])
-    cards = 0 if recipe.train.device == "cpu" else _cards()
-    if cards and gpus > cards:
-        raise UsageError(f"this machine has {cards} GPU(s), not {gpus}.", where="--gpus", fix=f"Use --gpus {cards}.")
-    if not cards and gpus > 1:
-        typer.echo(f"no GPU is used: {gpus} processes on the CPU, by gloo", err=True)
+    count = 0 if recipe.train.device == "cpu" else _gpu_count()
+    if count and gpus > count:
+        raise UsageError(f"this machine has {count} GPU(s), not {gpus}.", where="--gpus", fix=f"Use --gpus {count}.")
+    if not count and gpus > 1:
+        typer.echo(f"no GPU is used: {gpus} processes train on the CPU", err=True)
 
 
-def _cards() -> int:
+def _gpu_count() -> int:
     nvml = open_nvml()
     return 0 if nvml is None else len(visible_handles(nvml))
 
 
 class Processes:
-    """One attempt: torchrun with its ranks, or a single process."""
+    """One attempt to train: torchrun with its ranks, or a single process."""
 
-    def __init__(self, words: Sequence[str], gpus: int, log: Path, recovery: str | None, *, again: bool) -> None:
+    def __init__(self, words: Sequence[str], gpus: int, log: Path, recovery: str | None, *, restart: bool) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="redline-"))
         command, environment = [sys.executable, "-m", "redline", *words], dict(os.environ)
-        environment |= {FOLDER: str(self.folder), PARENT: str(os.getpid())}
-        environment |= {SUPERVISED: "1"} if again else {}
+        environment |= {FOLDER_VARIABLE: str(self.folder), PARENT_VARIABLE: str(os.getpid())}
+        environment |= {SUPERVISED: "1"} if restart else {}
         environment |= {RECOVERY: recovery} if recovery else {}
         self.log = None
         if gpus > 1:
@@ -64,8 +64,9 @@ class Processes:
             command = [sys.executable, "-m", "torch.distributed.run", *ranks, *words]
             environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // gpus)))
             environment[CONSOLE] = "1"
-            self.log = open(log, "ab", opener=open_no_follow)  # noqa: SIM115 — for as long as they run
-        # a session of their own: a Ctrl-C of the terminal comes here alone, and is passed on once
+            self.log = open(log, "ab", opener=open_no_follow)  # noqa: SIM115 - until `end`
+        # In a session of their own the processes do not receive Ctrl-C from the terminal. The supervisor forwards it
+        # once: a second one would mean "exit at once".
         self.process = subprocess.Popen(
             command, env=environment, stdout=2 if self.log else None, stderr=self.log, start_new_session=True
         )
@@ -74,18 +75,18 @@ class Processes:
         return self.process.poll()
 
     def _is_ours(self, pid: int) -> bool:
-        """Not another process that was given the number of one that has ended."""
+        """Return whether a process belongs to this attempt. A process id may have been reused by another program."""
         try:
             return os.fsencode(self.folder) in Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             return False
 
-    def _family(self) -> set[int]:
-        """All that was begun here and is alive: ranks that have not told their numbers yet, too."""
+    def _all_pids(self) -> set[int]:
+        """Return all living processes of this attempt, also ranks that have not written a heartbeat yet."""
         return {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if self._is_ours(int(entry.name))}
 
     def end(self, pids: Sequence[int]) -> None:
-        for pid in {*pids, *self._family()} - {self.process.pid}:
+        for pid in {*pids, *self._all_pids()} - {self.process.pid}:
             if self._is_ours(pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -97,11 +98,13 @@ class Processes:
             self.log.close()
 
 
-def train_supervised(recipe: Recipe, path: Path, words: Sequence[str], *, gpus: int, again: bool) -> int:
-    """Run `redline WORDS` in processes of its own and watch them. A restart uses the same words, so they must resume
-    the run at `path` once it exists (--continue or --resume)."""
+def train_supervised(recipe: Recipe, path: Path, words: Sequence[str], *, gpus: int, restart: bool) -> int:
+    """Run `redline WORDS` in child processes and supervise them. Return the exit code.
+
+    A restart uses the same words, so they must resume the run at `path` once it exists (--continue or --resume).
+    """
     check_world(recipe, gpus)
-    several = ["--gpus", str(gpus)] if gpus > 1 else []
+    gpu_words = ["--gpus", str(gpus)] if gpus > 1 else []
     log = path / LOG
     require_packages(recipe.monitor)
     try:
@@ -112,25 +115,30 @@ def train_supervised(recipe: Recipe, path: Path, words: Sequence[str], *, gpus: 
         raise UserError(f"cannot be written ({error.strerror}).", where=str(path), fix=NOT_WRITABLE_FIX) from None
 
     def start(recovery: str | None) -> Processes:
-        return Processes([*words, *several], gpus, log, recovery, again=again)
+        return Processes([*words, *gpu_words], gpus, log, recovery, restart=restart)
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         typer.echo(f"redline: {text}", err=True)
 
     size = log.stat().st_size if log.is_file() else 0
-    ending = supervise(
-        start, timeout=recipe.parallel.timeout, again=again, progress=lambda: last_commit(path / "checkpoints"), say=say
+    result = supervise(
+        start,
+        timeout=recipe.parallel.timeout,
+        restart=restart,
+        progress=lambda: last_commit(path / CHECKPOINTS_FOLDER),
+        log=report,
     )
-    if ending.code == EXIT_FAILED and ending.what and log.is_file():
+    if result.code == EXIT_FAILED and result.message and log.is_file():
         _show_end(log, size)
-    if not (path / RECIPE_LOCK_FILE).exists():  # it never was a run
+    if not (path / RECIPE_LOCK_FILE).exists():  # training never started
         with suppress(OSError):
             log.unlink(missing_ok=True)
             path.rmdir()
-    return ending.code
+    return result.code
 
 
 def last_commit(folder: Path) -> int | None:
+    """Return the step of the newest checkpoint, by its name alone: verifying needs torch, which is slow to import."""
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return max((int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdigit()), default=None)
 
@@ -141,4 +149,4 @@ def _show_end(log: Path, start: int) -> None:
         lines = file.read().decode(errors="replace").splitlines()
     if lines:
         typer.echo(f"the end of {log}:", err=True)
-        typer.echo("\n".join(f"  {line}" for line in lines[-_SHOWN:]), err=True)
+        typer.echo("\n".join(f"  {line}" for line in lines[-_SHOWN_LINES:]), err=True)

@@ -1,4 +1,4 @@
-"""redline train --sweep: one run after the other, and one comparison."""
+"""`redline train --sweep`: train every combination of values, one run after the other, and compare the runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from redline.units import format_count, format_seconds
 from redline.vocabulary import EVENTS_FILE, RECIPE_LOCK_FILE, SWEEP_FILE, Status
 
 COMPARISON = "comparison.json"
-_LEAVING = {EXIT_INTERRUPTED, EXIT_PREEMPTED}  # a member that was asked to leave takes the sweep with it
+_STOP_CODES = {EXIT_INTERRUPTED, EXIT_PREEMPTED}  # the sweep stops when a run ends with one of these
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What was asked for; the same command later means the same sweep."""
+    """A sweep as its command describes it. Repeating the command continues it."""
 
     recipe: str
     overrides: list[str]
@@ -56,25 +56,25 @@ class Sweep:
         return [Member(f"{n:0{width}d}-{_slug(values)}", values) for n, values in enumerate(combinations, 1)]
 
     def description(self) -> dict[str, object]:
-        """Every member is validated for it: a mistake in the last one should not wait for the others."""
+        """Return the content of sweep.json. This validates all runs, so a mistake in the last one is found at once."""
         recipes = [load(self.recipe, [*self.overrides, *m.overrides]).recipe.model_dump_json() for m in self.members]
         digest = hashlib.sha256("\n".join(recipes).encode()).hexdigest()[:16]
         return {"schema": 1, **vars(self), "digest": digest}
 
 
 def parse_axes(options: list[str], overrides: list[str]) -> dict[str, list[str]]:
-    """`train.lr=1e-4,3e-4` → its values; a comma within brackets belongs to a value."""
+    """Return the values of each key of options like `train.lr=1e-4,3e-4`. Commas inside brackets do not separate."""
     axes: dict[str, list[str]] = {}
     for option in options:
         key, separator, text = option.removeprefix("+").partition("=")
         values = _split(text)
         if not separator or not key or not all(values):
-            fix = "Write for instance --sweep train.lr=1e-4,3e-4."
+            fix = "Use, for example, --sweep train.lr=1e-4,3e-4."
             raise UsageError(f"{option!r} is not KEY=VALUE,VALUE,….", where="--sweep", fix=fix)
-        if key in axes or any(given.removeprefix("+").startswith(f"{key}=") for given in overrides):
-            raise UsageError(f"{key} is given twice.", where="--sweep", fix="Name all its values in one --sweep.")
+        if key in axes or any(override.removeprefix("+").startswith(f"{key}=") for override in overrides):
+            raise UsageError(f"{key} is given twice.", where="--sweep", fix="Put all its values into one --sweep.")
         if len(set(values)) < len(values):
-            raise UsageError(f"{option!r} has a value twice.", where="--sweep", fix="Leave one out.")
+            raise UsageError(f"{option!r} has a value twice.", where="--sweep", fix="Remove one.")
         axes[key] = values
     return axes
 
@@ -93,7 +93,7 @@ def _split(text: str) -> list[str]:
 
 
 def _slug(values: dict[str, str]) -> str:
-    """A directory's name: the last word of each key, unless two share it."""
+    """Return a directory name with the last word of each key and its value; with full keys if two words are equal."""
     words = [key.rpartition(".")[2] for key in values]
     names = words if len(set(words)) == len(words) else list(values)
     text = "_".join(f"{name}={value}" for name, value in zip(names, values.values(), strict=True))
@@ -101,37 +101,38 @@ def _slug(values: dict[str, str]) -> str:
 
 
 def run_sweep(sweep: Sweep, directory: Path, *, dry_run: bool = False) -> int:
-    """Every member in a process of its own, so that none inherits another's memory or compiled kernels."""
+    """Train every run in a process of its own, so that memory and compiled kernels of one do not affect the next."""
     description = sweep.description()
     members = sweep.members
     if dry_run:
         for member in members:
             typer.echo(f"{directory / member.name}  {' '.join(member.overrides)}")
         return EXIT_DONE
-    _begin(directory, description)
+    _write_description(directory, description)
     codes: dict[str, int] = {}
-    with _signals() as run:
+    with _command_runner() as run:
         for number, member in enumerate(members, 1):
             path = directory / member.name
             done = _finished(path)
-            shown = "finished already" if done else f"→ {path}"
-            with suppress(OSError):  # nobody reads on, as with a single run
-                typer.echo(f"sweep  {number}/{len(members)}  {' '.join(member.overrides)}  {shown}", err=True)
+            state = "finished already" if done else f"→ {path}"
+            with suppress(OSError):  # a closed terminal or pipe must not stop the sweep
+                typer.echo(f"sweep  {number}/{len(members)}  {' '.join(member.overrides)}  {state}", err=True)
             if not done:
                 codes[member.name] = run(_command(sweep, member, path))
-            if codes.get(member.name) in _LEAVING:
+            if codes.get(member.name) in _STOP_CODES:
                 break
     rows = [sweep_row(directory / m.name, m.values, codes.get(m.name)) for m in members]
     _compare(directory, sweep, rows)
-    left = [code for code in codes.values() if code in _LEAVING]
-    if left:
-        again = f"the same command with --run {directory}"
-        typer.echo(f"next    go on with {again}; what is finished is not done again", err=True)
-        return left[0]
+    stopped = [code for code in codes.values() if code in _STOP_CODES]
+    if stopped:
+        command = f"the same command with --run {directory}"
+        typer.echo(f"next    continue with {command}; finished runs are not trained again", err=True)
+        return stopped[0]
     return EXIT_FAILED if any(codes.values()) else EXIT_DONE
 
 
-def _begin(directory: Path, description: dict[str, object]) -> None:
+def _write_description(directory: Path, description: dict[str, object]) -> None:
+    """Write sweep.json. If there is one, raise UsageError unless it describes the same sweep."""
     path = directory / SWEEP_FILE
     if path.is_file():
         try:
@@ -140,11 +141,11 @@ def _begin(directory: Path, description: dict[str, object]) -> None:
             known = None
         if known != description:
             keys = [key for key in description if not isinstance(known, dict) or known.get(key) != description[key]]
-            what = f"this directory holds another sweep (not the same: {', '.join(keys)})."
-            raise UsageError(what, where=str(directory), fix="Give the command it began with, or another --run.")
+            what = f"this directory holds another sweep (different: {', '.join(keys)})."
+            raise UsageError(what, where=str(directory), fix="Repeat its first command, or choose another --run.")
         return
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
-        raise UsageError("there is something already.", where=str(directory), fix="Choose another --run.")
+        raise UsageError("the folder is not empty.", where=str(directory), fix="Choose another --run.")
     try:
         write_atomically(path, json.dumps(description, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
@@ -164,30 +165,31 @@ def _command(sweep: Sweep, member: Member, path: Path) -> list[str]:
 
 
 @contextmanager
-def _signals() -> Iterator[Callable[[list[str]], int]]:
-    """Runs commands; a signal goes to the one that runs, which saves and leaves, and no other is begun.
+def _command_runner() -> Iterator[Callable[[list[str]], int]]:
+    """Return a function that runs a command and returns its exit code.
 
-    Each has a process group of its own: of one Ctrl-C in the terminal it must hear once, a second means "at once".
+    A signal is forwarded to the running command, which saves and exits; no further command is started. Each command has
+    a process group of its own, so that Ctrl-C in the terminal reaches it only once: twice means "exit at once".
     """
     current: list[subprocess.Popen[bytes]] = []
-    asked: list[int] = []
+    received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+        received.append(number)
         if current:
             current[-1].send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
     def run(command: list[str]) -> int:
-        if not asked:
+        if not received:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
             current.append(process)
-            if asked:  # it came while the process was being made
-                process.send_signal(asked[-1])
+            if received:  # the signal arrived before `current` was set
+                process.send_signal(received[-1])
             code = process.wait()
             current.clear()
-            if not asked:
+            if not received:
                 return code if code >= 0 else EXIT_FAILED
-        return EXIT_INTERRUPTED if asked[0] == signal.SIGINT else EXIT_PREEMPTED
+        return EXIT_INTERRUPTED if received[0] == signal.SIGINT else EXIT_PREEMPTED
 
     numbers = (signal.SIGINT, *preemption_signals())
     previous = {number: signal.signal(number, forward) for number in numbers}
@@ -212,21 +214,21 @@ def _compare(directory: Path, sweep: Sweep, rows: list[Row]) -> None:
 
 
 def _best(directory: Path, rows: list[Row]) -> tuple[Row | None, list[str]]:
-    """By the fairest measure that they share, and what to beware of; none where they do not compare."""
+    """Return the best run by the fairest measure that all share, and cautions; None if the runs are not comparable."""
     from redline.runs.report.compare import measure, read_sides
 
-    begun = [row for row in rows if (directory / row.name / EVENTS_FILE).is_file()]
-    found = measure(read_sides([directory / row.name for row in begun]))
-    if isinstance(found, str):
-        return None, [found]
-    return (begun[found.ranked[0][1]] if found.ranked else None), found.cautions
+    started = [row for row in rows if (directory / row.name / EVENTS_FILE).is_file()]
+    measured = measure(read_sides([directory / row.name for row in started]))
+    if isinstance(measured, str):
+        return None, [measured]
+    return (started[measured.ranked[0][1]] if measured.ranked else None), measured.cautions
 
 
 def _print_table(sweep: Sweep, rows: list[Row], best: Row | None) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    def shown(value: float | None, form: Callable[[float], str]) -> str:
+    def cell(value: float | None, form: Callable[[float], str]) -> str:
         return "–" if value is None else form(value)
 
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
@@ -235,11 +237,11 @@ def _print_table(sweep: Sweep, rows: list[Row], best: Row | None) -> None:
     for row in rows:
         status = f"{row.status} ({row.exit_code})" if row.exit_code else row.status
         figures = (
-            shown(row.step, "{:,.0f}".format),
-            shown(row.loss, "{:.4f}".format),
-            shown(row.best_val, "{:.4f}".format),
-            shown(row.tokens_per_s, format_count),
-            shown(row.hours, lambda hours: format_seconds(3600 * hours)),
+            cell(row.step, "{:,.0f}".format),
+            cell(row.loss, "{:.4f}".format),
+            cell(row.best_val, "{:.4f}".format),
+            cell(row.tokens_per_s, format_count),
+            cell(row.hours, lambda hours: format_seconds(3600 * hours)),
         )
         table.add_row(*map(escape, row.values.values()), status, *figures, "← best" if row is best else "")
     print_table(table)

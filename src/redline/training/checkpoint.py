@@ -1,8 +1,9 @@
-"""Checkpoints that exist whole or not at all.
+"""Checkpoints: atomic commits, verification, retention, background saving, and reading weights back.
 
-A checkpoint is a directory of files and a manifest with the size and SHA-256 of each, the manifest's own digest
-included. It is written to a temporary sibling, synced, and renamed: what has the final name and a valid manifest is
-committed, everything else does not exist. Links count as damage: a checkpoint lies within its run, whole.
+A checkpoint is a directory of files and a manifest with the size and SHA-256 of each file and of the manifest itself.
+It is written to a temporary directory beside its final place, synced and renamed. So a directory with the final name
+and a valid manifest is committed, and anything else counts as missing. Links count as damage, because all files of a
+checkpoint must lie within its run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from redline.runs.monitor import Monitor
 from redline.runs.summary import disk_bytes, is_locked, run_status
 from redline.training.run_directory import RunDirectory
 from redline.training.schedule import StepTimer
-from redline.vocabulary import Status
+from redline.vocabulary import CHECKPOINTS_FOLDER, Status
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -45,17 +46,18 @@ Tensors = dict[str, Tensor]
 
 
 class DamagedCheckpointError(Exception):
-    """A checkpoint that is not what was committed."""
+    """A checkpoint differs from what was committed, or cannot be read."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything a checkpoint holds, in host memory."""
+    """The content of a checkpoint, in host memory."""
 
     step: int
     tensors: dict[str, Tensors]  # file stem → tensors
     state: dict[str, Any]
-    places: dict[str, dict[str, Any]] = field(default_factory=dict)  # of rows that one of several ranks holds
+    # for checkpoints of several ranks: file stem → tensor name → ShardSpec of this rank's rows
+    shard_specs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,16 @@ def canonical_json(value: Any) -> bytes:
 
 
 def commit(folder: Path, snapshot: Snapshot) -> Committed:
-    """Write a checkpoint; when this returns it survives a power cut. OSError when the disk does not take it."""
-    with committing(folder, snapshot.step) as writing:
-        if not writing.done:
-            writing.bytes = total_bytes(_write(writing.temporary, snapshot))
-    return writing.committed()
+    """Write a checkpoint. When this returns, it survives a power cut. Raise OSError if the disk fails."""
+    with transaction(folder, snapshot.step) as pending:
+        if not pending.done:
+            pending.bytes = total_bytes(_write(pending.temporary, snapshot))
+    return pending.committed()
 
 
 @dataclass
-class Writing:
-    """A checkpoint on its way: files go into `temporary`, which gets its name when all are there."""
+class PendingCheckpoint:
+    """A checkpoint that is being written: files go into `temporary`, which is then renamed to `final`."""
 
     temporary: Path
     final: Path
@@ -92,7 +94,7 @@ class Writing:
 
     @property
     def done(self) -> bool:
-        """It was committed before; nothing may be lost in replacing it."""
+        """Whether this step is committed already. It is not replaced, because that could lose it."""
         return self.bytes > 0
 
     def committed(self) -> Committed:
@@ -100,47 +102,53 @@ class Writing:
 
 
 @contextmanager
-def committing(folder: Path, step: int) -> Iterator[Writing]:
-    folder.mkdir(exist_ok=True)  # alone: a run that was moved away is not to be begun a second time
-    sync(folder.parent)  # every time: whoever made the folder may have been killed before this
+def transaction(folder: Path, step: int) -> Iterator[PendingCheckpoint]:
+    """Make a temporary folder for a checkpoint; on success rename it to its final name, else delete it."""
+    # Without parents=True: if the run directory was moved away, it must not be created again at its old place.
+    folder.mkdir(exist_ok=True)
+    # Sync even if the folder exists: the process that made it may have been killed before its own sync.
+    sync(folder.parent)
     final, temporary = folder / step_name(step), folder / f"{_TEMPORARY}{step_name(step)}-{os.getpid()}"
-    writing = Writing(temporary, final, step)
+    pending = PendingCheckpoint(temporary, final, step)
     if _is_valid(final):
-        writing.bytes = total_bytes(read_manifest(final))
-        sync(folder)  # that may be what failed the last time
-        yield writing
+        pending.bytes = total_bytes(read_manifest(final))
+        sync(folder)  # this sync may be what failed in the save before
+        yield pending
         return
-    _discard(temporary)
+    _delete(temporary)
     try:
         temporary.mkdir()
-        yield writing
+        yield pending
         if os.path.lexists(final):
-            _remove(final)
+            remove_checkpoint(final)
         temporary.rename(final)
         sync(folder)
     except BaseException:
-        _discard(temporary)
+        _delete(temporary)
         raise
 
 
 def _write(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
-    """Every file, the manifest last, all of it on the disk."""
+    """Write and sync all files, the manifest last."""
     for stem, tensors in snapshot.tensors.items():
         try:
             save_file(tensors, folder / f"{stem}.safetensors")
             match_folder_permissions(folder / f"{stem}.safetensors")
-        except SafetensorError as error:  # how safetensors says that the disk is full
+        except SafetensorError as error:  # safetensors raises this for a full disk
             raise OSError(errno.EIO, str(error)) from None
     return seal(folder, snapshot)
 
 
 def match_folder_permissions(path: Path) -> None:
-    """As readable as its folder: safetensors shuts out everyone but the owner, whatever the umask."""
+    """Make a file as readable as its folder. safetensors creates files that only the owner can read."""
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def seal(folder: Path, snapshot: Snapshot, known: Mapping[str, dict[str, Any]] | None = None) -> dict[str, Any]:
-    """The state and the manifest; `known` are the digests of files that others have written and synced."""
+    """Write state and manifest and sync the folder; return the manifest.
+
+    `known` has the manifest entries of files that other ranks have written and synced.
+    """
     (folder / STATE).write_bytes(canonical_json(snapshot.state))
     manifest = _manifest(folder, snapshot.step, known or {})
     (folder / MANIFEST).write_bytes(canonical_json(manifest))
@@ -170,27 +178,22 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def discard(path: Path) -> None:
-    """A checkpoint that the run has turned away from."""
-    _remove(path)
-
-
-def _remove(path: Path) -> None:
-    """Renamed first, so that half a checkpoint never bears a checkpoint's name."""
+def remove_checkpoint(path: Path) -> None:
+    """Rename, then delete. A half-deleted directory must never have the name of a checkpoint."""
     doomed = path.with_name(f"{_TEMPORARY}removed-{path.name}-{os.getpid()}")
     path.rename(doomed)
-    sync(path.parent)  # or a power cut could keep the name and lose the files
-    _discard(doomed)
+    sync(path.parent)  # without it, a power cut could keep the old name and lose files below it
+    _delete(doomed)
 
 
-def _discard(path: Path) -> None:
-    """Away with it as far as that goes: what stays has a temporary's name and is no checkpoint."""
+def _delete(path: Path) -> None:
+    """Delete as much as possible. What remains has a temporary name, so it is never taken for a checkpoint."""
     with suppress(OSError):
         path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest, byte for byte as it was written, or Damaged."""
+    """Return the manifest. Raise DamagedCheckpointError if a single byte of it has changed."""
     try:
         raw = read_bytes(path / MANIFEST)
         manifest = json.loads(raw)
@@ -204,9 +207,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Check every byte of a checkpoint; Damaged when it is not whole, or cannot be read."""
+    """Check every byte of a checkpoint and return its manifest. Raise DamagedCheckpointError if anything is wrong."""
     if path.is_symlink():
-        raise DamagedCheckpointError(f"{path.name} is a link")
+        raise DamagedCheckpointError(f"{path.name} is a symbolic link")
     manifest = read_manifest(path)
     try:
         _check_files(path, manifest["files"])
@@ -217,30 +220,32 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def _check_content(path: Path, manifest: dict[str, Any]) -> None:
-    """Digests tell what was written, not by whom: that these are tensors and a state is not theirs to say."""
+    """Check that the files have the right format.
+
+    Digests are no signature: files with consistent digests may come from anywhere, and need not hold tensors.
+    """
     for name in manifest["files"]:
         if name.endswith(".safetensors"):
-            with safe_open(check_regular(path / name), "pt"):  # reads the header alone
+            with safe_open(check_regular(path / name), "pt"):  # reads only the header
                 pass
         elif name.endswith(".index.json"):
-            from redline.training.sharded_checkpoint import check_index
+            from redline.training.sharded_checkpoint import check_index  # that module imports this one
 
             check_index(path, name.removesuffix(".index.json"))
     if read_state(path)["step"] != manifest["step"]:
-        raise DamagedCheckpointError(f"{path.name}/{STATE} is of another step")
+        raise DamagedCheckpointError(f"{path.name}/{STATE} belongs to another step")
 
 
 def _check_files(path: Path, files: dict[str, dict[str, Any]]) -> None:
     present = {entry.name for entry in path.iterdir()}
     if present != {*files, MANIFEST}:
-        raise DamagedCheckpointError(
-            f"{path.name} lacks or has additional files: {sorted(present ^ {*files, MANIFEST})}"
-        )
+        different = sorted(present ^ {*files, MANIFEST})
+        raise DamagedCheckpointError(f"{path.name} has missing or additional files: {different}")
     for name, entry in files.items():
         file = path / name
-        whole = file.is_file() and not file.is_symlink() and file.stat().st_size == entry["bytes"]
-        if not whole or file_digest(file) != entry["sha256"]:
-            raise DamagedCheckpointError(f"{path.name}/{name} is not what was written")
+        right_size = file.is_file() and not file.is_symlink() and file.stat().st_size == entry["bytes"]
+        if not right_size or file_digest(file) != entry["sha256"]:
+            raise DamagedCheckpointError(f"{path.name}/{name} has changed since it was written")
 
 
 def _is_valid(path: Path) -> bool:
@@ -255,45 +260,49 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, stem: str, device: str = "cpu") -> Tensors:
-    """Whole, whether one process wrote them or several."""
+    """Read full tensors, whether one process or several ranks wrote them."""
     single = path / f"{stem}.safetensors"
     if single.is_file():
         return load_file(check_regular(single), device=device)
-    from redline.training.sharded_checkpoint import read_whole
+    from redline.training.sharded_checkpoint import read_full_tensors  # that module imports this one
 
-    return read_whole(path, stem, device)
+    return read_full_tensors(path, stem, device)
 
 
 def tensor_files(path: Path, stem: str) -> list[str]:
-    """The files that hold these tensors: one, or one of each rank."""
+    """Return the names of the files that hold these tensors: one file, or one per rank."""
     names = (entry.name for entry in path.glob(f"{stem}*.safetensors"))
     return sorted(n for n in names if n == f"{stem}.safetensors" or re.fullmatch(rf"{stem}-\d+-of-\d+\.safetensors", n))
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """Steps whose checkpoint has its name; valid or not is for `verify` to say."""
+    """Return the steps of all directories with the name of a checkpoint, without verifying them."""
     if not folder.is_dir():
         return []
-    found = {entry.name: _NAME.fullmatch(entry.name) for entry in folder.iterdir()}
-    steps = {name: int(match[1]) for name, match in found.items() if match}
+    matches = {entry.name: _NAME.fullmatch(entry.name) for entry in folder.iterdir()}
+    steps = {name: int(match[1]) for name, match in matches.items() if match}
     return sorted(step for name, step in steps.items() if name == step_name(step))
 
 
-def newest_valid(folder: Path, say: Callable[[str], None] = lambda _: None, *, below: int | None = None) -> Path | None:
-    """The newest checkpoint that verifies, of a step `below` this one if given; what is damaged is passed over, and
-    said."""
+def newest_valid(
+    folder: Path, warn: Callable[[str], None] = lambda _: None, *, below: int | None = None
+) -> Path | None:
+    """Return the newest checkpoint that verifies, or None. `below` limits it to earlier steps.
+
+    Damaged checkpoints are skipped with a warning.
+    """
     for step in reversed([s for s in committed_steps(folder) if below is None or s < below]):
         path = folder / step_name(step)
         try:
             verify(path)
             return path
         except DamagedCheckpointError as damage:
-            say(f"checkpoint {path.name} is damaged ({damage}); looking for one before it")
+            warn(f"checkpoint {path.name} is damaged ({damage}); looking for an earlier one")
     return None
 
 
 def best_step(folder: Path) -> int | None:
-    """The step with the lowest validation loss, as the newest readable state remembers it."""
+    """Return the step with the lowest validation loss, by the newest readable state; None if there is none."""
     for step in reversed(committed_steps(folder)):
         try:
             best = read_state(folder / step_name(step)).get("best")
@@ -303,21 +312,23 @@ def best_step(folder: Path) -> int | None:
     return None
 
 
-def select_checkpoint(folder: Path, selector: int | str | None, say: Callable[[str], None] = lambda _: None) -> Path:
-    """The checkpoint that `RUN[@selector]` names, verified."""
+def select_checkpoint(folder: Path, selector: int | str | None, warn: Callable[[str], None] = lambda _: None) -> Path:
+    """Return the checkpoint that `RUN[@selector]` names, verified. Without a selector: the newest valid one."""
     if selector is None:
-        found = newest_valid(folder, say)
-        if found is None and is_locked(folder.parent):
+        newest = newest_valid(folder, warn)
+        if newest is None and is_locked(folder.parent):
             fix = "Wait for its first checkpoint (checkpoint.every)."
-            raise UserError("the run is training, and has not saved yet.", where=str(folder.parent), fix=fix)
-        if found is None:
+            raise UserError("the run is training and has not saved yet.", where=str(folder.parent), fix=fix)
+        if newest is None:
             raise UserError("the run has no valid checkpoint.", where=str(folder.parent), fix="Train it first.")
-        return found
+        return newest
     step = best_step(folder) if selector == "best" else int(selector)
     path = folder / step_name(step) if step is not None else None
     if path is None or not path.is_dir():
         known = ", ".join(str(s) for s in committed_steps(folder)) or "none"
-        raise UserError(f"no checkpoint @{selector}.", where=str(folder.parent), fix=f"There are: {known}.")
+        raise UserError(
+            f"no checkpoint @{selector}.", where=str(folder.parent), fix=f"Steps with a checkpoint: {known}."
+        )
     try:
         verify(path)
     except DamagedCheckpointError as damage:
@@ -326,37 +337,40 @@ def select_checkpoint(folder: Path, selector: int | str | None, say: Callable[[s
 
 
 def temporaries(folder: Path) -> list[Path]:
-    """What an interrupted save left behind."""
+    """Return the folders that interrupted saves left behind."""
     return [entry for entry in folder.iterdir() if entry.name.startswith(_TEMPORARY)] if folder.is_dir() else []
 
 
 def remove_temporaries(folder: Path) -> None:
     for entry in temporaries(folder):
-        _discard(entry)
+        _delete(entry)
 
 
 def steps_to_delete(folder: Path, keep: int, also: Iterable[int] = (), fresh: int | None = None) -> list[int]:
-    """Steps that are older than the newest `keep` valid ones and not named.
+    """Return the steps to delete: older than the newest `keep` valid checkpoints, and not in `also`.
 
-    `fresh` was committed a moment ago and is not read again.
+    `fresh` was committed a moment ago, so it is not verified again.
     """
-    kept, valid, found = {*also, fresh}, 0, []
+    kept, valid, outdated = {*also, fresh}, 0, []
     for step in reversed(committed_steps(folder)):
         if valid < keep:
             valid += step == fresh or _is_intact(folder / step_name(step))
         elif step not in kept:
-            found.append(step)
-    return found
+            outdated.append(step)
+    return outdated
 
 
 def apply_retention(folder: Path, keep: int, also: Iterable[int] = (), fresh: int | None = None) -> None:
-    """Keep the newest `keep` valid ones and those named; what is older goes."""
+    """Keep the newest `keep` valid checkpoints and those in `also`; delete older ones."""
     for step in steps_to_delete(folder, keep, also, fresh):
-        _remove(folder / step_name(step))
+        remove_checkpoint(folder / step_name(step))
 
 
 def _is_intact(path: Path) -> bool:
-    """Valid; but read only once, unless its files changed: retention must not cost a read of everything per save."""
+    """Return whether a checkpoint is valid, from a cache unless its files have changed.
+
+    Otherwise every save would read all checkpoints that are kept.
+    """
     try:
         stats = sorted((entry.name, entry.stat()) for entry in path.iterdir())
     except OSError:
@@ -370,7 +384,7 @@ def _was_valid(path: Path, files: tuple[tuple[str, int, int, int, int], ...]) ->
 
 
 # ----------------------------------------------------------------------------------------------------
-# Saving beside training: snapshot to host memory, then write in the background, one at a time.
+# Saving in the background: copy to host memory, then write in a thread while training continues. One save at a time.
 
 
 OnSaved = Callable[[Committed, float], None]
@@ -380,7 +394,7 @@ Commit = Callable[[Path, Snapshot], Committed]
 
 
 class BackgroundSaver:
-    """Commits snapshots in a background thread. `on_saved` runs after the rename, never before."""
+    """Commits snapshots in a background thread. `on_saved` is called only after the rename."""
 
     def __init__(
         self,
@@ -390,12 +404,12 @@ class BackgroundSaver:
         on_saved: OnSaved,
         on_failed: OnFailed,
         clock: Clock = time.monotonic,
-        together: Commit | None = None,
-        retaining: bool = True,
+        shared_commit: Commit | None = None,
+        deletes_old: bool = True,
     ) -> None:
-        """`together` commits with other ranks; of those one alone removes what is old."""
+        """`shared_commit` commits together with the other ranks, of which only one deletes old checkpoints."""
         self.folder, self.keep, self._clock = folder, keep, clock
-        self._together, self._retaining = together, retaining
+        self._shared_commit, self._deletes_old = shared_commit, deletes_old
         self._on_saved, self._on_failed = on_saved, on_failed
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -406,7 +420,7 @@ class BackgroundSaver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is in flight."""
+        """Wait for the save in progress, and raise its error if it failed in an unexpected way."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -417,84 +431,90 @@ class BackgroundSaver:
     def _write(self, snapshot: Snapshot, protect: tuple[int, ...]) -> None:
         try:
             self._commit(snapshot, protect)
-        except BaseException as error:  # a thread cannot fail in its own name; `wait` says it
+        except BaseException as error:  # `wait` raises it in the main thread
             self._error = error
 
     def _commit(self, snapshot: Snapshot, protect: tuple[int, ...]) -> None:
         begin = self._clock()
         try:
-            done = (self._together or commit)(self.folder, snapshot)
-        except OSError as error:  # a full disk: earlier checkpoints are untouched and training can go on
+            done = (self._shared_commit or commit)(self.folder, snapshot)
+        except OSError as error:  # for example a full disk: earlier checkpoints are intact and training can continue
             self._on_failed(error)
             return
         self._on_saved(done, self._clock() - begin)
-        if not self._retaining:
+        if not self._deletes_old:
             return
-        with suppress(OSError):  # what cannot be removed now is old enough to go after the next save
+        with suppress(OSError):  # what cannot be deleted now is tried again after the next save
             apply_retention(self.folder, self.keep, protect, fresh=snapshot.step)
 
 
 class HostCopy:
-    """Copies that training cannot change any more. The memory is kept: pinning it anew takes longer than the copy."""
+    """Copies tensors to host memory, so that training cannot change them while they are written.
+
+    The memory is reused, because pinning new memory takes longer than the copy.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[str, Tensors] = {}
+        self._buffers: dict[str, Tensors] = {}
 
     def take(self, files: dict[str, Tensors]) -> dict[str, Tensors]:
-        """The tensors of each file as they are now; valid until the next call."""
+        """Return copies of the tensors of each file. They are valid until the next call."""
         for stem, tensors in files.items():
-            kept = self._kept.setdefault(stem, {})
+            buffers = self._buffers.setdefault(stem, {})
             for name, tensor in tensors.items():
-                if name not in kept:
-                    kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                kept[name].copy_(tensor.detach(), non_blocking=True)
+                if name not in buffers:
+                    buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                buffers[name].copy_(tensor.detach(), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return {stem: self._kept[stem] for stem in files}
+        return {stem: self._buffers[stem] for stem in files}
 
 
 # ----------------------------------------------------------------------------------------------------
-# Keeping a run: when to commit, what was committed, and what a commit costs.
+# The checkpoints of a run in training.
 
 
-EXPECTED_DISK_SPEED = 0.5e9  # bytes/s, hashed and synced; 0.46 to 0.61 measured on a rented machine's disk
-Places = dict[str, dict[str, Any]]
+# bytes/s of a save, hashed and synced; 0.46e9 to 0.61e9 measured on the disk of a rented cloud machine
+EXPECTED_DISK_SPEED = 0.5e9
 
 
 class CheckpointManager:
-    """The first rank keeps what all have alike; where each has its share, all keep it `together`."""
+    """Saves the checkpoints of a run, reports them, and measures what a save costs.
+
+    If all ranks hold the same tensors, rank 0 saves them. With `shared_commit`, every rank saves its shard.
+    """
 
     def __init__(
         self,
         run: RunDirectory,
         monitor: Monitor,
-        pace: StepTimer,
+        timer: StepTimer,
         options: Checkpoint,
         *,
-        first: bool = True,
-        together: Commit | None = None,
+        is_main: bool = True,
+        shared_commit: Commit | None = None,
     ) -> None:
-        self.run, self.monitor, self.pace, self.options = run, monitor, pace, options
-        self.shared = together is not None
-        self.writes = first or self.shared
-        self.saved_at: int | None = None
+        self.run, self.monitor, self.timer, self.options = run, monitor, timer, options
+        self.shared = shared_commit is not None
+        self.writes = is_main or self.shared
+        self.saved_at: int | None = None  # step of the last save that has not failed
         self._host = HostCopy()
-        self._measured = False
-        self._stall = 0.0
+        self._measured = False  # a save has been timed
+        self._stall = 0.0  # seconds that training waited for the last snapshot
         self._saver = BackgroundSaver(
             run.checkpoints,
             keep=options.keep,
             on_saved=self._saved,
             on_failed=self._failed,
-            clock=pace.clock,
-            together=together,
-            retaining=first,
+            clock=timer.clock,
+            shared_commit=shared_commit,
+            deletes_old=is_main,
         )
 
-    def expect(self, files: dict[str, Tensors]) -> None:
-        """Until a save was measured, a time budget reserves what one of this size should take."""
+    def estimate_save_time(self, files: dict[str, Tensors]) -> None:
+        """Estimate the time of a save by its size, for the time budget, until one has been measured."""
         size = sum(t.numel() * t.element_size() for tensors in files.values() for t in tensors.values())
-        self.pace.closing.setdefault("save", size / EXPECTED_DISK_SPEED)
+        self.timer.final_seconds.setdefault("save", size / EXPECTED_DISK_SPEED)
 
     def save(
         self,
@@ -502,40 +522,43 @@ class CheckpointManager:
         files: dict[str, Tensors],
         record: dict[str, Any],
         best: int | None,
-        places: Places | None = None,
+        shard_specs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Snapshot now, commit in the background; once per step."""
-        self._saver.wait()  # a save that failed meanwhile has taken `saved_at` back
+        """Copy the tensors now and commit them in the background. A step is saved only once."""
+        self._saver.wait()  # if the last save has failed, `_failed` has reset `saved_at`
         if self.saved_at == step:
             return
         self.saved_at = step
         if not self.writes:
             return
-        begin = self.pace.clock()
+        begin = self.timer.clock()
         self._saver.folder = self.run.checkpoints  # the directory may have been moved since the last save
-        snapshot = Snapshot(step, self._host.take(files), record, places or {})
-        self._stall = self.pace.clock() - begin
-        self.pace.paused += self._stall
+        snapshot = Snapshot(step, self._host.take(files), record, shard_specs or {})
+        self._stall = self.timer.clock() - begin
+        self.timer.paused += self._stall
         self._saver.save(snapshot, protect=(best,) if self.options.best and best is not None else ())
 
-    def settle(self) -> None:
-        """What is in flight is committed before a failure ends the process; with others it may never be."""
+    def wait(self) -> None:
+        """Wait for the save in progress, before an error ends the process.
+
+        Do not wait for a save that needs the other ranks: they may have failed too, and it would never end.
+        """
         if not self.shared:
             self._saver.wait()
 
     def finish(self, step: int) -> bool:
-        """Wait for what is in flight; whether this step is committed."""
+        """Wait for the save in progress; return whether this step is committed, and warn if it is not."""
         self._saver.wait()
         if self.saved_at != step:
             before = committed_steps(self.run.checkpoints)
-            left = f"step {before[-1]} is" if before else "no checkpoint is left, so the run has to start over"
-            self.monitor.warn(f"the last state of this run is not on disk; {left}")
+            rest = f"the last checkpoint is of step {before[-1]}" if before else "there is no checkpoint"
+            self.monitor.warn(f"the last state of this run could not be saved; {rest}")
         return self.saved_at == step
 
     def _saved(self, done: Committed, seconds: float) -> None:
-        known = self.pace.closing.get("save", 0.0) if self._measured else 0.0
-        self.pace.closing["save"], self._measured = max(known, seconds), True
-        path = done.path.relative_to(done.path.parent.parent)  # of the run, wherever it has been moved since
+        known = self.timer.final_seconds.get("save", 0.0) if self._measured else 0.0
+        self.timer.final_seconds["save"], self._measured = max(known, seconds), True
+        path = done.path.relative_to(done.path.parent.parent)  # relative to the run directory, which may be moved
         self.monitor.emit(
             "checkpoint", step=done.step, path=path, seconds=seconds, stall_s=self._stall, bytes=done.bytes
         )
@@ -549,14 +572,14 @@ class CheckpointManager:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The weights of a checkpoint, for everything but training on: looking, exporting, beginning another run.
+# The weights of a checkpoint, for evaluation, sampling, export and model.init_from.
 
 
 @dataclass(frozen=True)
 class Weights:
     checkpoint: Path
     kind: str  # "ema" or "raw"
-    averaged: bool  # whether there is an average to choose
+    averaged: bool  # the checkpoint has a moving average
     state: dict[str, Any]
 
     @property
@@ -565,7 +588,7 @@ class Weights:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the file that holds them, or of those that do."""
+        """SHA-256 of the file that holds the weights; of several files, SHA-256 of their digests."""
         entries = read_manifest(self.checkpoint)["files"]
         digests = [entries[name]["sha256"] for name in tensor_files(self.checkpoint, self._stem)]
         return str(digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest())
@@ -580,32 +603,32 @@ class Weights:
 
 @torch.no_grad()
 def copy_weights(parameters: Mapping[str, Tensor], tensors: Tensors, where: str) -> None:
-    """Into the model, on whatever device it is; a UserError names what does not fit."""
+    """Copy tensors into the parameters of the same names. Raise UserError if one is missing or has another shape."""
     for name, parameter in parameters.items():
-        found = tensors.get(name)
-        if found is None or found.shape != parameter.shape:
-            shape = "missing" if found is None else f"of shape {list(found.shape)}"
-            fix = "Take weights of a model of this shape."
-            raise UserError(f"{name} is {shape}, not {list(parameter.shape)}.", where=where, fix=fix)
-        parameter.copy_(found)
+        tensor = tensors.get(name)
+        if tensor is None or tensor.shape != parameter.shape:
+            problem = "is missing" if tensor is None else f"has the shape {list(tensor.shape)}"
+            what = f"{name} {problem}; this model needs the shape {list(parameter.shape)}."
+            raise UserError(what, where=where, fix="Use weights of a model with the same shape.")
+        parameter.copy_(tensor)
 
 
 def find_weights(
     run: Path,
     selector: int | str | None = None,
     kind: str | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> Weights:
-    """Those of `RUN[@selector]`, verified: the moving average if there is one, unless `kind` says otherwise."""
-    checkpoint = select_checkpoint(run / "checkpoints", selector, say)
+    """Return the weights of `RUN[@selector]`, verified: those of `kind`, or by default the average if there is one."""
+    checkpoint = select_checkpoint(run / CHECKPOINTS_FOLDER, selector, warn)
     averaged = bool(tensor_files(checkpoint, "ema"))
     if kind == "ema" and not averaged:
-        raise UserError("this run kept no moving average.", where=str(checkpoint), fix="Use --weights raw.")
+        raise UserError("this run has no moving average (train.ema).", where=str(checkpoint), fix="Use --weights raw.")
     return Weights(checkpoint, kind or ("ema" if averaged else "raw"), averaged, read_state(checkpoint))
 
 
 # ----------------------------------------------------------------------------------------------------
-# Freeing disk: the checkpoints that nobody needs any more, of runs that are over.
+# `redline runs prune`: free disk space by deleting checkpoints of runs that have ended.
 
 
 Keep = str | int  # "best": the best and the newest; "last": the newest; N: the newest N and the best
@@ -613,12 +636,12 @@ Keep = str | int  # "best": the best and the newest; "last": the newest; N: the 
 
 @dataclass(frozen=True)
 class PruneResult:
-    """What goes and what stays of one run; with a `reason`, all of it stays."""
+    """What is deleted of one run. `reason` says why nothing is."""
 
     run: Path
     removed: dict[int, int] = field(default_factory=dict)  # step → bytes
     kept: list[int] = field(default_factory=list)
-    leftover_bytes: int = 0  # of saves that were interrupted
+    leftover_bytes: int = 0  # of interrupted saves
     reason: str | None = None
 
     @property
@@ -631,43 +654,44 @@ class PruneResult:
 
 
 def plan_prune(run: Path, keep: Keep = "best") -> PruneResult:
-    """Decides; touches nothing. The newest valid checkpoint always stays, and damaged ones that are newer with it:
-    a disk that cannot be read today may be readable tomorrow."""
+    """Return what `prune` would delete, without deleting it.
+
+    The newest valid checkpoint stays, and newer damaged ones too: a disk that cannot be read now may be readable later.
+    """
     if is_locked(run):
         return PruneResult(run, reason="is running")
     if run_status(run) is Status.FAILED:
-        return PruneResult(run, reason="failed, and an earlier checkpoint may be what saves it")
-    return _decide(run, keep)
+        return PruneResult(run, reason="failed, and may have to continue from an earlier checkpoint")
+    return _select(run, keep)
 
 
 def prune(run: Path, keep: Keep = "best") -> PruneResult:
-    """Removes what `plan_prune` decides, while nobody can go on with the run; returns what was done."""
+    """Delete what `plan_prune` selects, under the lock of the run; return what was deleted."""
     plan = plan_prune(run, keep)
     if not plan.bytes:
         return plan
     try:
         with RunDirectory(run) as held:
-            plan = _decide(run, keep)  # it may have gone on between the look and the lock
-            apply_retention(held.checkpoints, *_rule(run, keep))
+            plan = _select(run, keep)  # again: the run may have continued before this process had the lock
+            apply_retention(held.checkpoints, *_retention(run, keep))
             remove_temporaries(held.checkpoints)
     except UserError as error:
         return PruneResult(run, reason=error.what.rstrip("."))
     except OSError as error:
-        left = committed_steps(run / "checkpoints")
-        removed = {step: size for step, size in plan.removed.items() if step not in left}
-        return PruneResult(run, removed, left, reason=f"cannot be changed ({error.strerror})")
+        remaining = committed_steps(run / CHECKPOINTS_FOLDER)
+        removed = {step: size for step, size in plan.removed.items() if step not in remaining}
+        return PruneResult(run, removed, remaining, reason=f"cannot be changed ({error.strerror})")
     return plan
 
 
-def _decide(run: Path, keep: Keep) -> PruneResult:
-    folder = run / "checkpoints"
-    going = steps_to_delete(folder, *_rule(run, keep))
-    removed = {step: disk_bytes(folder / step_name(step)) for step in going}
+def _select(run: Path, keep: Keep) -> PruneResult:
+    folder = run / CHECKPOINTS_FOLDER
+    removed = {step: disk_bytes(folder / step_name(step)) for step in steps_to_delete(folder, *_retention(run, keep))}
     kept = [step for step in committed_steps(folder) if step not in removed]
     return PruneResult(run, removed, kept, sum(disk_bytes(path) for path in temporaries(folder)))
 
 
-def _rule(run: Path, keep: Keep) -> tuple[int, tuple[int, ...]]:
-    """How many of the newest valid ones stay, and which besides."""
-    best = None if keep == "last" else best_step(run / "checkpoints")
+def _retention(run: Path, keep: Keep) -> tuple[int, tuple[int, ...]]:
+    """Return how many of the newest valid checkpoints stay, and which steps besides."""
+    best = None if keep == "last" else best_step(run / CHECKPOINTS_FOLDER)
     return keep if isinstance(keep, int) else 1, () if best is None else (best,)

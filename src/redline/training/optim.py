@@ -1,4 +1,8 @@
-"""Optimizers whose every write is gated by a device flag: a bad step changes nothing, and nobody waits for the GPU."""
+"""The optimizers, and the moving average of the weights.
+
+Every write is gated by a device flag: a bad step (loss or gradient not finite) changes nothing, and the host does not
+have to wait for the GPU to find out.
+"""
 
 from __future__ import annotations
 
@@ -20,33 +24,35 @@ MakeMuon = Callable[[Sequence[ParamGroup], Train], Muon]
 
 
 class Adam:
-    """torch's fused AdamW, called as its optimizer calls it: that one imports a compiler, for seconds.
+    """torch's fused AdamW kernel, called directly.
 
-    Its state has names before the first step, so that it can be saved by them.
+    `torch.optim.AdamW` would import torch's compiler, which takes seconds, and creates its state only in the first
+    step. Here the state exists, with names to save it by, from the start.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], train: Train) -> None:
         self.betas, self.eps = train.betas, train.eps
-        self.alike: dict[tuple[float, float, torch.dtype], list[_Moments]] = defaultdict(list)  # by rate and decay
+        # parameters that one kernel call updates together, by (learning rate, weight decay, dtype)
+        self.groups: dict[tuple[float, float, torch.dtype], list[_Moments]] = defaultdict(list)
         for group in groups:
             rate, decay = train.role_lr(group.role), 0.0 if group.role == "scalar" else train.weight_decay
             for name, parameter in group.parameters.items():
-                self.alike[rate, decay, parameter.dtype].append(_Moments(name, parameter))
+                self.groups[rate, decay, parameter.dtype].append(_Moments(name, parameter))
 
     @torch.no_grad()
     def step(self, factor: float, gate: Gate, momentum: float | None = None) -> None:
         divisor, bad = gate
-        for (rate, decay, _), moments in self.alike.items():
-            there = [one for one in moments if one.parameter.grad is not None]
-            if not there:
+        for (rate, decay, _), moments in self.groups.items():
+            used = [m for m in moments if m.parameter.grad is not None]
+            if not used:
                 continue
-            steps = [one.step for one in there]
+            steps = [m.step for m in used]
             torch._foreach_add_(steps, 1)
             torch._fused_adamw_(
-                [one.parameter for one in there],
-                [one.parameter.grad for one in there],  # type: ignore[misc]
-                [one.first for one in there],
-                [one.second for one in there],
+                [m.parameter for m in used],
+                [m.parameter.grad for m in used],  # type: ignore[misc]
+                [m.first for m in used],
+                [m.second for m in used],
                 [],
                 steps,
                 lr=rate * factor,
@@ -63,8 +69,12 @@ class Adam:
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """A step is counted before it is taken, and that taken back after a bad one: a signal may come in between."""
-        counts = [(one.step, one.step.clone()) for moments in self.alike.values() for one in moments]
+        """Restore the step counts on exit.
+
+        `step` counts before the kernel runs and takes that back after a bad step. A signal in between would raise, and
+        leave the count too high.
+        """
+        counts = [(m.step, m.step.clone()) for moments in self.groups.values() for m in moments]
         try:
             yield
         finally:
@@ -72,12 +82,12 @@ class Adam:
                 step.copy_(before)
 
     def tensors(self) -> dict[str, Tensor]:
-        every = (one for moments in self.alike.values() for one in moments)
-        return {f"{one.name}.{key}": value for one in every for key, value in one.tensors().items()}
+        every = (m for moments in self.groups.values() for m in moments)
+        return {f"{m.name}.{key}": value for m in every for key, value in m.tensors().items()}
 
 
 class _Moments:
-    """Of one parameter."""
+    """AdamW's state of one parameter."""
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name, self.parameter = name, parameter
@@ -89,21 +99,25 @@ class _Moments:
 
 
 class Optimizer:
-    """AdamW for all; or Muon for the hidden matrices, or 8-bit AdamW for all that is large, and AdamW for the rest."""
+    """AdamW for all parameters; or Muon for the hidden matrices (or 8-bit AdamW for the large tensors) and AdamW for
+    the rest."""
 
-    def __init__(self, groups: Sequence[ParamGroup], train: Train, muon: MakeMuon = Muon) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], train: Train, make_muon: MakeMuon = Muon) -> None:
         hidden = [g for g in groups if g.role == "matrix" and train.optimizer in MUON]
         rest = [g for g in groups if g not in hidden]
         large: list[ParamGroup] = []
         if train.optimizer in LOW_BIT:
-            large, rest = _part(rest, is_large), _part(rest, lambda p: not is_large(p))
-        self.muon = muon(hidden, train) if hidden else None
+            large, rest = _select(rest, is_large), _select(rest, lambda p: not is_large(p))
+        self.muon = make_muon(hidden, train) if hidden else None
         self.low_bit = Adam8bit(large, train) if large else None
         self.adam = Adam(rest, train) if rest else None
 
     def step(self, factor: float, gate: Gate, step: int = 0, momentum: float | None = None) -> None:
-        """Take one step. `factor` multiplies every peak rate, `momentum` replaces beta1 and Muon's momentum if given,
-        and `step` counts from the run's beginning, resumes included."""
+        """Take one step.
+
+        `factor` multiplies every peak learning rate. `momentum`, if given, replaces AdamW's beta1 and Muon's momentum.
+        `step` counts from the start of the run, over all resumes.
+        """
         if self.muon:
             self.muon.step(factor, gate, step, momentum)
         if self.low_bit:
@@ -112,7 +126,7 @@ class Optimizer:
             self.adam.step(factor, gate, momentum)
 
     def dry_run(self) -> AbstractContextManager[None]:
-        """Around a step that must leave nothing behind, however it ends."""
+        """Return a context for a step that must change nothing, however it ends."""
         return self.adam.dry_run() if self.adam else nullcontext()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -120,18 +134,23 @@ class Optimizer:
         return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def _part(groups: Sequence[ParamGroup], wanted: Callable[[nn.Parameter], bool]) -> list[ParamGroup]:
-    """The groups with only such parameters; those without any fall away."""
-    parts = [replace(g, parameters={n: p for n, p in g.parameters.items() if wanted(p)}) for g in groups]
-    return [part for part in parts if part.parameters]
+def _select(groups: Sequence[ParamGroup], wanted: Callable[[nn.Parameter], bool]) -> list[ParamGroup]:
+    """Return the groups with the wanted parameters only, without groups that have none."""
+    selected = [replace(g, parameters={n: p for n, p in g.parameters.items() if wanted(p)}) for g in groups]
+    return [group for group in selected if group.parameters]
 
 
 class Ema:
-    """A moving average of the weights that skips bad steps too. It looks back over a share of a young run, and not over
-    more steps than there were: else it would keep the weights that the run began with."""
+    """An exponential moving average of the weights, which skips bad steps too.
+
+    Early in a run the decay is smaller: with the full decay the average would still consist mostly of the initial
+    weights.
+    """
 
     def __init__(self, parameters: dict[str, nn.Parameter], decay: float, in_place: bool = False) -> None:
-        self.decay, self.in_place = decay, in_place  # in place: others see the parameters' memory too
+        # With in_place, `swap` copies values: under FSDP torch holds views of the same memory, which an exchange of
+        # tensors would not reach.
+        self.decay, self.in_place = decay, in_place
         self.parameters = parameters
         self.average = {name: p.detach().clone() for name, p in parameters.items()}
 
@@ -144,11 +163,11 @@ class Ema:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange average and weights; twice is nothing."""
+        """Exchange the average and the weights. A second call undoes the first."""
         for name, parameter in self.parameters.items():
             if self.in_place:
-                kept = parameter.clone()
+                weights = parameter.clone()
                 parameter.copy_(self.average[name])
-                self.average[name].copy_(kept)
+                self.average[name].copy_(weights)
             else:
                 parameter.data, self.average[name] = self.average[name], parameter.data

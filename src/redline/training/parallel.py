@@ -1,8 +1,6 @@
-"""How a step is shared: by one process, or by several that each hold the whole model (DDP). Shares of it: `shards.py`.
+"""How ranks share a step: one process alone, the whole model on every rank (DDP), or shards of it (FSDP).
 
-Every rank has its places of the global batch, and its gradients are parts of one sum. They are all-reduced while the
-backward of a step's last micro-batch still runs: in buckets, as soon as the last gradient of one is there. Hooks on
-the parameters do that, so it does not matter how an objective calls its model.
+Every rank computes its positions of the global batch, and its gradients are parts of one sum over all ranks.
 """
 
 from __future__ import annotations
@@ -30,32 +28,32 @@ from redline.training.muon import Muon, ShardedMuon, first_row
 
 @dataclass
 class Traffic:
-    """Bytes that this process has handed to collectives since the last look: whole tensors, not what a ring sends."""
+    """Bytes of the tensors that this process has passed to collectives (not the bytes that a ring then sends)."""
 
-    reduced: int = 0  # all-reduced
-    gathered: int = 0  # all-gathered, as they come out
-    scattered: int = 0  # reduce-scattered, as they go in
-    exchanged: int = 0  # sent to the ranks that orthogonalise, and back
+    reduced: int = 0  # inputs of all-reduce
+    gathered: int = 0  # outputs of all-gather
+    scattered: int = 0  # inputs of reduce-scatter
+    exchanged: int = 0  # of Muon: gradients to the ranks that orthogonalise them, and updates back
 
-    def look(self) -> Traffic:
-        """What it was; counting begins anew."""
-        seen = Traffic(**vars(self))
+    def pop(self) -> Traffic:
+        """Return the counts and reset them."""
+        counts = Traffic(**vars(self))
         self.reduced = self.gathered = self.scattered = self.exchanged = 0
-        return seen
+        return counts
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Where a tensor lies in the whole that several ranks hold together: rows from `start` on, of `shape`."""
+    """Which rows of a full tensor this rank holds: those from `start` on. `shape` is the full tensor's."""
 
     shape: tuple[int, ...]
     start: int = 0
 
 
 class ParallelStrategy:
-    """One process: nothing is shared."""
+    """One process: no communication. The subclasses replace what several ranks do differently."""
 
-    sharded = False
+    sharded = False  # whether each rank holds only rows of the parameters
 
     def __init__(self, ranks: Ranks, objective: Objective) -> None:
         self.ranks, self.objective, self.traffic = ranks, objective, Traffic()
@@ -65,80 +63,118 @@ class ParallelStrategy:
         return self.objective.model
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank updates, by name."""
+        """Return the parameters (or rows of them) that this rank updates, by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def groups(self) -> list[ParamGroup]:
         return self.objective.param_groups()
 
-    def muon(self, groups: Sequence[ParamGroup], train: Train) -> Muon:
+    def make_muon(self, groups: Sequence[ParamGroup], train: Train) -> Muon:
         return Muon(groups, train)
 
-    def before(self, last: bool) -> None:
-        """A micro-batch begins; after the last one of a step gradients are summed over the ranks."""
+    def begin_micro_batch(self, last: bool) -> None:
+        """Prepare for a forward and backward. The backward of the last micro-batch sums gradients over the ranks."""
 
-    def after(self) -> None:
-        """The step's gradients are complete when this returns (on a GPU: for what is queued after it)."""
+    def end_backward(self) -> None:
+        """Wait until the step's gradients are complete (on a GPU: for the kernels that are queued after this call)."""
 
-    def total(self, values: Tensor) -> Tensor:
-        """Summed over the ranks."""
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Sum over the ranks."""
         return values
 
-    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+    def grad_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """In here a step is this rank's own, where that can be: a rehearsal may fail in one and not in another."""
+    def local_only(self) -> Iterator[None]:
+        """Switch off the collectives of a step, if the strategy can.
+
+        A dry run may run out of memory on one rank only, and the others would then wait in a collective for ever.
+        """
         yield
 
-    def rest(self) -> None:
-        """After forwards without a backward."""
+    def reshard(self) -> None:
+        """Free gathered weights after forward passes that no backward follows."""
 
     def clear(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def places(self, tensors: Mapping[str, Tensor]) -> dict[str, ShardSpec]:
+    def shard_specs(self, tensors: Mapping[str, Tensor]) -> dict[str, ShardSpec]:
+        """Return where each of these tensors (parameters, moments, averages) lies in its full tensor."""
         return {name: ShardSpec(tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def parallelize(mode: str, ranks: Ranks, objective: Objective) -> ParallelStrategy:
+    """Return the strategy for `parallel.mode`. The objective has built its model already."""
+    if not ranks.joined:
+        return ParallelStrategy(ranks, objective)
+    if mode == "fsdp":
+        return FSDP(ranks, objective)
+    return DDP(ranks, objective)
+
+
+def build_on_all_ranks(objective: Objective, device: torch.device, ranks: Ranks, *, restored: bool) -> None:
+    """Build the model. What rank 0 chooses by measuring, the other ranks take over.
+
+    Their measurements could differ a little, and then the ranks would run different kernels. With `restored`, the
+    choices of a checkpoint have been loaded on every rank and nothing is measured.
+    """
+    if ranks.is_main or restored:
+        objective.build(device)
+    if not restored:
+        state = ranks.broadcast(objective.state() if ranks.is_main else None)
+        if not ranks.is_main:
+            objective.load_state(state)
+            objective.build(device)
+
+
+# ----------------------------------------------------------------------------------------------------
+# DDP: the whole model on every rank.
+#
+# Gradients are all-reduced while the backward of a step's last micro-batch still runs: in buckets, each as soon as its
+# last gradient is computed. Hooks on the parameters start it, so it does not matter how an objective calls its model.
 
 
 @dataclass
 class _Bucket:
     parameters: list[nn.Parameter] = field(default_factory=list)
     bytes: int = 0
-    waiting: int = 0  # gradients that are not there yet
+    missing: int = 0  # gradients that this backward has not computed yet
 
 
 class DDP(ParallelStrategy):
-    """The whole model in each rank; gradients are all-reduced once a step."""
+    """The whole model on each rank. Gradients are all-reduced once a step."""
 
     def __init__(self, ranks: Ranks, objective: Objective) -> None:
         super().__init__(ranks, objective)
         self._buckets = buckets(list(self.parameters().values()))
-        self._of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
-        self._next = 0
-        self._armed = self._apart = False
-        self._flying: list[dist.Work] = []
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        self._next = 0  # bucket to reduce
+        self._reducing = False  # this backward sums its gradients over the ranks
+        self._local_only = False
+        self._pending: list[dist.Work] = []
         for parameter in self.parameters().values():
-            dist.broadcast(parameter.data, 0)  # they are alike already, unless a node has other files
-            parameter.register_post_accumulate_grad_hook(self._ready)
+            # All ranks have the same weights already, unless a node has other files (of a base model, for example).
+            dist.broadcast(parameter.data, 0)
+            parameter.register_post_accumulate_grad_hook(self._gradient_ready)
 
-    def before(self, last: bool) -> None:
-        self._armed = last and not self._apart
-        if self._armed:
+    def begin_micro_batch(self, last: bool) -> None:
+        self._reducing = last and not self._local_only
+        if self._reducing:
             self._next = 0
             for bucket in self._buckets:
-                bucket.waiting = len(bucket.parameters)
+                bucket.missing = len(bucket.parameters)
 
-    def _ready(self, parameter: Tensor) -> None:
-        if self._armed:
-            self._of[id(parameter)].waiting -= 1
-            # in order, so that all ranks send the same ones, whichever gradient happens to be early
-            while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
-                self._reduce()
+    def _gradient_ready(self, parameter: Tensor) -> None:
+        if self._reducing:
+            self._bucket_of[id(parameter)].missing -= 1
+            # Buckets are reduced in order: all ranks must call their collectives in the same order, and gradients may
+            # be computed in a different order on each rank.
+            while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+                self._reduce_next()
 
-    def _reduce(self) -> None:
+    def _reduce_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
@@ -149,71 +185,54 @@ class DDP(ParallelStrategy):
         self.traffic.reduced += flat.nbytes
         work = dist.all_reduce(flat, async_op=True)
         assert work is not None
-        self._flying.append(work)
+        self._pending.append(work)
 
-    def after(self) -> None:
-        if self._armed:
-            while self._next < len(self._buckets):  # what this batch did not touch
-                self._reduce()
+    def end_backward(self) -> None:
+        if self._reducing:
+            while self._next < len(self._buckets):  # buckets with parameters that this batch did not use
+                self._reduce_next()
             with HEARTBEAT.waiting():
-                for work in self._flying:
+                for work in self._pending:
                     work.wait()
-        self._flying.clear()
-        self._armed = False
+        self._pending.clear()
+        self._reducing = False
 
-    def total(self, values: Tensor) -> Tensor:
-        if not self._apart:
+    def all_reduce(self, values: Tensor) -> Tensor:
+        if not self._local_only:
             dist.all_reduce(values)
         return values
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        self._apart = True
+    def local_only(self) -> Iterator[None]:
+        self._local_only = True
         try:
             yield
         finally:
-            self._apart = False
-
-
-def parallelize(mode: str, ranks: Ranks, objective: Objective) -> ParallelStrategy:
-    """As asked for, once the objective has built its model."""
-    if not ranks.joined:
-        return ParallelStrategy(ranks, objective)
-    if mode == "fsdp":
-        return FSDP(ranks, objective)
-    return DDP(ranks, objective)
-
-
-def build_on_all_ranks(objective: Objective, device: torch.device, ranks: Ranks, *, decided: bool) -> None:
-    """What the first rank chooses by measurement, the others take over; unless a checkpoint has decided for all."""
-    if ranks.is_main or decided:
-        objective.build(device)
-    if not decided:
-        state = ranks.broadcast(objective.state() if ranks.is_main else None)
-        if not ranks.is_main:
-            objective.load_state(state)
-            objective.build(device)
+            self._local_only = False
 
 
 def buckets(parameters: Sequence[nn.Parameter], size: int = BUCKET) -> list[_Bucket]:
-    """Of about this many bytes, in the order in which a backward makes gradients: the last parameters first."""
-    found = [_Bucket()]
+    """Group parameters into buckets of about `size` bytes and one dtype each.
+
+    The last parameters come first, because a backward computes their gradients first.
+    """
+    result = [_Bucket()]
     for parameter in reversed(parameters):
-        last = found[-1]
+        last = result[-1]
         if last.parameters and (last.bytes + parameter.nbytes > size or last.parameters[0].dtype != parameter.dtype):
             last = _Bucket()
-            found.append(last)
+            result.append(last)
         last.parameters.append(parameter)
         last.bytes += parameter.nbytes
-    return found
+    return result
 
 
 # ----------------------------------------------------------------------------------------------------
-# Shares of the model in each rank (FSDP2): weights, gradients, moments and averages are kept once in all.
+# FSDP2: each rank holds rows of every tensor, of weights, gradients, moments and averages.
 #
-# torch's `fully_shard` gathers a block's weights when it runs and scatters its gradients behind its backward. Each rank
-# keeps rows of every tensor. To all the rest of the trainer these are plain tensors: `parameters()` are views of the
-# rows, so that AdamW, averages, checkpoints and the gate need not know of anything else.
+# torch's `fully_shard` gathers the weights of a block when it runs and reduce-scatters its gradients after its
+# backward. The rest of the trainer sees plain tensors: `parameters()` are views of this rank's rows, so that AdamW,
+# averages, checkpoints and the gate need no code for DTensors.
 
 
 class FSDP(ParallelStrategy):
@@ -222,7 +241,7 @@ class FSDP(ParallelStrategy):
     def __init__(self, ranks: Ranks, objective: Objective) -> None:
         super().__init__(ranks, objective)
         for parameter in self.model.parameters():
-            dist.broadcast(parameter.data, 0)  # each rank keeps its rows of what all of them have alike
+            dist.broadcast(parameter.data, 0)  # shards of one model, even if a node has other files
         mesh = init_device_mesh(next(self.model.parameters()).device.type, (ranks.size,))
         for block in blocks(self.model):
             fully_shard(block, mesh=mesh)
@@ -231,12 +250,12 @@ class FSDP(ParallelStrategy):
         fully_shard(self.model, mesh=mesh)
         self.root = cast(FSDPModule, self.model)
         for unit in self._units():
-            unit.set_gradient_divide_factor(1.0)  # parts of one sum, not of a mean
-            unit.set_custom_all_gather(cast(Any, _Gather(self.traffic)))
-            unit.set_custom_reduce_scatter(cast(Any, _Scatter(self.traffic)))
-        self.whole = {n: cast(DTensor, p) for n, p in self.model.named_parameters() if p.requires_grad}
-        rows = {name: cast(DTensor, p.detach()).to_local() for name, p in self.whole.items()}
-        # a rank beyond a tensor's rows has none of it
+            unit.set_gradient_divide_factor(1.0)  # gradients are parts of one sum, not of a mean
+            unit.set_custom_all_gather(cast(Any, _CountedAllGather(self.traffic)))
+            unit.set_custom_reduce_scatter(cast(Any, _CountedReduceScatter(self.traffic)))
+        self.dtensors = {n: cast(DTensor, p) for n, p in self.model.named_parameters() if p.requires_grad}
+        rows = {name: cast(DTensor, p.detach()).to_local() for name, p in self.dtensors.items()}
+        # A tensor with fewer rows than ranks leaves some ranks without any.
         self._rows = {name: nn.Parameter(local) for name, local in rows.items() if local.numel()}
 
     def _units(self) -> Iterator[FSDPModule]:
@@ -246,62 +265,72 @@ class FSDP(ParallelStrategy):
         return self._rows
 
     def groups(self) -> list[ParamGroup]:
-        """Of this rank's rows, be there none: its part in what all do together is still to be played."""
+        """Return the groups with this rank's rows.
+
+        A group without rows stays: the rank still takes part in the collectives of its optimizer.
+        """
         return [
             replace(group, parameters={n: self._rows[n] for n in group.parameters if n in self._rows})
             for group in self.objective.param_groups()
         ]
 
-    def muon(self, groups: Sequence[ParamGroup], train: Train) -> Muon:
+    def make_muon(self, groups: Sequence[ParamGroup], train: Train) -> Muon:
         return ShardedMuon([g for g in self.objective.param_groups() if g.role == "matrix"], train, self)
 
-    def before(self, last: bool) -> None:
+    def begin_micro_batch(self, last: bool) -> None:
         self.root.set_requires_gradient_sync(last)
 
-    def after(self) -> None:
-        for name, parameter in self.whole.items():
+    def end_backward(self) -> None:
+        for name, parameter in self.dtensors.items():
             if name in self._rows:
                 gradient = parameter.grad
                 self._rows[name].grad = None if gradient is None else cast(DTensor, gradient).to_local()
 
-    def total(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         dist.all_reduce(values)
         return values
 
-    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+    def grad_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         squares = torch.stack(torch._foreach_norm(list(gradients))).square().sum()
-        return self.total(squares).sqrt()
+        return self.all_reduce(squares).sqrt()
 
-    def rest(self) -> None:
-        """The root keeps its weights gathered after a forward, for a backward that does not come here."""
+    def reshard(self) -> None:
+        """Shard the weights again after an evaluation.
+
+        After a forward the root module keeps its weights gathered for the backward, which an evaluation does not run.
+        """
         for unit in self._units():
             unit.reshard()
 
     def clear(self) -> None:
-        for parameter in (*self.whole.values(), *self._rows.values()):
+        for parameter in (*self.dtensors.values(), *self._rows.values()):
             parameter.grad = None
 
-    def places(self, tensors: Mapping[str, Tensor]) -> dict[str, ShardSpec]:
-        """Of what lies beside a parameter's rows, by the name it begins with; anything else is whole."""
-        return {name: self._place(name, tensor) for name, tensor in tensors.items()}
+    def shard_specs(self, tensors: Mapping[str, Tensor]) -> dict[str, ShardSpec]:
+        return {name: self._shard_spec(name, tensor) for name, tensor in tensors.items()}
 
-    def _place(self, name: str, tensor: Tensor) -> ShardSpec:
+    def _shard_spec(self, name: str, tensor: Tensor) -> ShardSpec:
+        # Moments and averages are named after their parameter and have the shape of its rows; other tensors (step
+        # counts, loss scale) are the same on every rank.
         base = name if name in self._rows else name.rpartition(".")[0]
         rows = self._rows.get(base)
         if rows is None or tensor.shape != rows.shape:
             return ShardSpec(tuple(tensor.shape))
-        whole = self.whole[base]
-        return ShardSpec(tuple(whole.shape), first_row(whole.shape[0], self.ranks.rank, self.ranks.size))
+        full = self.dtensors[base]
+        return ShardSpec(tuple(full.shape), first_row(full.shape[0], self.ranks.rank, self.ranks.size))
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """What is gathered at once: modules in a list, if they have parts; tables are the model's own."""
+    """Return the modules that FSDP gathers one at a time: transformer blocks, which are items of a ModuleList.
+
+    Items without submodules (single embeddings or norms) stay with the root module.
+    """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return [child for found in lists for child in found if any(True for _ in child.children())]
+    return [child for items in lists for child in items if any(True for _ in child.children())]
 
 
-class _Gather:
-    """torch's all-gather, counted."""
+class _CountedAllGather:
+    """torch's all-gather that counts its bytes."""
 
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
@@ -311,17 +340,18 @@ class _Gather:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         self.traffic.gathered += output_tensor.nbytes
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # as torch called it before
+        # older versions of torch have the second name only
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class _Scatter(_Gather):
-    """torch's reduce-scatter, counted."""
+class _CountedReduceScatter(_CountedAllGather):
+    """torch's reduce-scatter that counts its bytes and always sums."""
 
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         self.traffic.scattered += input_tensor.nbytes
-        # a plain sum, whatever way of dividing by one torch would choose: gloo knows no other
+        # Ignore `op`: with a divide factor of 1 torch may pass another op than SUM, which gloo does not support.
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return scatter(output_tensor, input_tensor, group=group, async_op=async_op)

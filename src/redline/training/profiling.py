@@ -1,4 +1,4 @@
-"""A few steps of the real loop under the profiler."""
+"""Profile a few training steps: where time goes by kernel or operator, and who allocates memory."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from redline.runs.breakdown import UPDATE, MemoryHistory, Span, covered, memory_
 from redline.training.step import BatchLoader
 from redline.training.trainer import Trainer
 
-_HISTORY = 1_000_000  # events of the allocator
+_MAX_MEMORY_EVENTS = 1_000_000
 _STEP = "redline.step"
-_TORCHS_STEP = "ProfilerStep"  # a range of torch.profiler around each step
+_TORCH_STEP = "ProfilerStep"  # the range that torch.profiler puts around each step
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What the profiler records, under the names that torch.profiler has for it."""
+    """What to record, with the names of torch.profiler's options."""
 
-    active: int = 3  # steps that are recorded
-    wait: int = 2  # steps before, without the profiler
-    warmup: int = 1  # steps before, under the profiler and thrown away: starting it slows the first
+    active: int = 3  # recorded steps
+    wait: int = 2  # steps before them, without the profiler
+    warmup: int = 1  # steps between, profiled but discarded: starting the profiler slows the first one
     record_shapes: bool = False
     profile_memory: bool = False
     with_stack: bool = False
 
     @property
-    def settling(self) -> int:
+    def unrecorded(self) -> int:
         return self.wait + self.warmup
 
     @property
     def steps(self) -> int:
-        return self.settling + self.active
+        return self.unrecorded + self.active
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,20 @@ class Profiled:
     spans: list[Span]
     steps: int
     seconds: float
-    busy: float  # seconds of these in which a kernel, or an operator, ran
+    busy: float  # of `seconds`, those in which a kernel (on a CPU: an operator) ran
     data_wait: float
 
 
 def profiled(
-    trainer: Trainer, recording: Recording, trace: Path, told: Callable[[int], None] = lambda _: None
+    trainer: Trainer, recording: Recording, trace: Path, on_step: Callable[[int], None] = lambda _: None
 ) -> Profiled:
-    """Profile steps of a trainer that is built and warmed up; `told` is called with the number of steps done."""
-    setattr(trainer.optimizer, "step", _named(UPDATE, trainer.optimizer.step))  # noqa: B010, a method of one instance
+    """Profile steps of a trainer that is built and warmed up, and write the trace.
+
+    `on_step` is called with the number of steps done.
+    """
+    setattr(trainer.optimizer, "step", _in_range(UPDATE, trainer.optimizer.step))  # noqa: B010, on one instance
     gpu = trainer.device.type == "cuda"
-    begin = seconds = waited = 0.0
+    begin = seconds = wait_seconds = 0.0
     events: list[Any] = []
 
     def finished(profiler: profile) -> None:
@@ -78,52 +81,56 @@ def profiled(
     )
     data = trainer.recipe.data
     work = (trainer.objective, trainer.batch, trainer.device, data.workers, 0)
-    with BatchLoader(*work, depth=data.prefetch) as feed, profiler:
+    with BatchLoader(*work, depth=data.prefetch) as loader, profiler:
         for step in range(recording.steps):
-            if step == recording.settling:
+            if step == recording.unrecorded:
                 begin = time.perf_counter()
             with record_function(_STEP):
-                batch = feed.next(step)
+                batch = loader.next(step)
                 trainer.train_step(step, batch, 1e-3)
-            waited += batch.seconds if step >= recording.settling else 0.0
-            if gpu and step + 1 in (recording.settling, recording.steps):
-                torch.cuda.synchronize()  # kernels that are still queued would run, and be recorded, in the next part
+            wait_seconds += batch.wait_seconds if step >= recording.unrecorded else 0.0
+            if gpu and step + 1 in (recording.unrecorded, recording.steps):
+                torch.cuda.synchronize()  # else queued kernels would run, and be recorded, in the next phase
             seconds = time.perf_counter() - begin
-            told(step + 1)
-            profiler.step()  # after the last one it stops, and calls `finished`
+            on_step(step + 1)
+            profiler.step()  # after the last step it stops and calls `finished`
     spans = _kernels(events) if gpu else _operators(events)
     busy = covered((s.start, s.end) for s in spans) if gpu else sum(s.end - s.start for s in spans)
-    return Profiled(spans, recording.active, seconds, busy, waited)
+    return Profiled(spans, recording.active, seconds, busy, wait_seconds)
 
 
 def _export(profiler: profile, trace: Path) -> None:
-    """Beside the trace, not where temporary files go, which torch would fill in silence."""
+    """Write the compressed trace.
+
+    The uncompressed one is written beside it and not into the temporary folder, which may be small: torch writes a
+    truncated file there without an error.
+    """
     plain = trace.with_suffix("")
     try:
         profiler.export_chrome_trace(str(plain))
-        with open(plain, "rb") as whole, gzip.open(trace, "wb") as packed:
-            shutil.copyfileobj(whole, packed)
-            whole.seek(-min(16, whole.tell()), os.SEEK_END)
-            if not whole.read().rstrip().endswith(b"}"):  # torch does not say that a disk was full
-                raise UserError("the trace could not be written whole.", where=str(trace), fix="Free some disk.")
+        with open(plain, "rb") as source, gzip.open(trace, "wb") as packed:
+            shutil.copyfileobj(source, packed)
+            source.seek(-min(16, source.tell()), os.SEEK_END)
+            if not source.read().rstrip().endswith(b"}"):  # torch raises no error if the disk is full
+                raise UserError("the trace is incomplete.", where=str(trace), fix="Free some disk space.")
     finally:
         plain.unlink(missing_ok=True)
 
 
-def _named(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*arguments: Any, **named: Any) -> Any:
+def _in_range(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **options: Any) -> Any:
         with record_function(name):
-            return work(*arguments, **named)
+            return work(*args, **options)
 
     return run
 
 
 def _kernels(events: list[Any]) -> list[Span]:
-    """On the GPU; those that ran within the optimizer's range there are its own."""
-    there = [event for event in events if event.device_type == DeviceType.CUDA]
-    ranges = [_seconds(event) for event in there if event.is_user_annotation and event.name == UPDATE]
+    """Return the kernels of the GPU, marked if they ran within the optimizer's range."""
+    on_gpu = [event for event in events if event.device_type == DeviceType.CUDA]
+    ranges = [_seconds(event) for event in on_gpu if event.is_user_annotation and event.name == UPDATE]
     spans = []
-    for event in there:
+    for event in on_gpu:
         if not event.is_user_annotation:
             start, end = _seconds(event)
             spans.append(Span(event.name, start, end, any(a <= start < b for a, b in ranges)))
@@ -131,13 +138,13 @@ def _kernels(events: list[Any]) -> list[Span]:
 
 
 def _operators(events: list[Any]) -> list[Span]:
-    """On a CPU, of the thread that trains: what each operator took itself, without those it called."""
-    ours = next((event.thread for event in events if event.name == _STEP), None)
+    """Return the operators of the training thread on a CPU, each with its own time without those that it called."""
+    training_thread = next((event.thread for event in events if event.name == _STEP), None)
     spans = []
     for event in events:
-        ranges = event.name in (_STEP, UPDATE) or event.name.startswith(_TORCHS_STEP)
-        python = getattr(event, "is_python_function", False)  # with stacks there is an event for each Python call
-        if event.thread == ours and not ranges and not python and event.self_cpu_time_total > 0:
+        is_range = event.name in (_STEP, UPDATE) or event.name.startswith(_TORCH_STEP)
+        is_python = getattr(event, "is_python_function", False)  # with_stack records an event for each Python call
+        if event.thread == training_thread and not is_range and not is_python and event.self_cpu_time_total > 0:
             start, _ = _seconds(event)
             spans.append(Span(event.name, start, start + 1e-6 * event.self_cpu_time_total, _within(event, UPDATE)))
     return spans
@@ -156,11 +163,11 @@ def _seconds(event: Any) -> tuple[float, float]:
 
 @contextmanager
 def memory_recorded(device: torch.device) -> Iterator[Callable[[], MemoryHistory | None]]:
-    """What is allocated in here, and by whom; None without a GPU, whose allocator alone keeps a record."""
+    """Record allocations and the Python code that makes them; None without a GPU, whose allocator keeps the record."""
     if device.type != "cuda":
         yield lambda: None
         return
-    torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=_HISTORY)
+    torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=_MAX_MEMORY_EVENTS)
     try:
         yield lambda: memory_history(torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()])
     finally:
@@ -168,7 +175,7 @@ def memory_recorded(device: torch.device) -> Iterator[Callable[[], MemoryHistory
 
 
 # ----------------------------------------------------------------------------------------------------
-# How much of the wall time the GPU spends in kernels.
+# The share of wall time in which the GPU runs kernels.
 
 
 _NO_KERNELS = ("Memcpy", "Memset")
@@ -176,7 +183,7 @@ _NO_KERNELS = ("Memcpy", "Memset")
 
 @dataclass(frozen=True)
 class Busy:
-    """In seconds. The profiler slows the host a little: the share is a lower bound."""
+    """Seconds in kernels and in all. The profiler slows the host a little, so the share is a lower bound."""
 
     kernels: float
     wall: float
@@ -187,7 +194,7 @@ class Busy:
 
 
 def kernel_time(work: Callable[[], object], device: torch.device) -> Busy | None:
-    """`work` under the profiler, from its first kernel's launch until the GPU has done it all; None without a GPU."""
+    """Measure `work` under the profiler until the GPU has finished it; None without a GPU or if profiling fails."""
     if device.type != "cuda":
         return None
     from torch.autograd import DeviceType
@@ -201,12 +208,12 @@ def kernel_time(work: Callable[[], object], device: torch.device) -> Busy | None
             torch.cuda.synchronize()
             wall = time.perf_counter() - begin
         events = profiler.events() or []
-    except RuntimeError:  # another profiler is at work, or the right to count is missing
+    except RuntimeError:  # another profiler is active, or the process has no permission
         return None
     spans = [
         (event.time_range.start, event.time_range.end)
         for event in events
-        # a named range covers the pauses between its kernels too
+        # a user annotation also covers the pauses between its kernels
         if event.device_type == DeviceType.CUDA
         and not event.is_user_annotation
         and not event.name.startswith(_NO_KERNELS)

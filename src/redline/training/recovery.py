@@ -1,7 +1,8 @@
-"""What went wrong in a run and changes how it goes on: too little memory, and batches whose loss is not finite.
+"""Failures that change how a run continues: out of memory, and batches whose loss or gradient is not finite.
 
-Each rank notes it in the run's directory before it ends. Whoever resumes the run, a supervisor, a scheduler or a
-person, then finds it, and the run goes on in another way: nothing has to be handed over between the two.
+A rank that fails writes a record into the run directory before it exits. The next process that resumes the run, started
+by a supervisor, a scheduler or a person, reads the records and continues with less memory or without those batches. The
+two processes need no other connection.
 """
 
 from __future__ import annotations
@@ -21,25 +22,27 @@ from redline.training.run_directory import open_no_follow
 
 FOLDER = "trouble"
 MEMORY, NONFINITE = "memory", "nonfinite"
-MOST_STORMS = 3  # of batches that are not finite; after that the data are not what is wrong
+MAX_NONFINITE_RECOVERIES = 3  # after so many, leaving out batches does not help
 
 
 class OutOfMemoryError(UserError):
+    """A step ran out of memory. The record of it makes the resumed run use less."""
+
     why = "memory"
 
 
 class NonFiniteError(UserError):
-    """Many batches in a row that are not finite: the run is to go on from before them, without them."""
+    """Too many batches in a row were not finite. The resumed run goes back to before them and leaves them out."""
 
     why = "nonfinite"
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """How the run was going."""
+    """The state of a run when it failed."""
 
     rank: int
-    step: int  # at which it ended
+    step: int
     micro: int
     world: int
     checkpointing: str
@@ -48,101 +51,98 @@ class RunFacts:
 @dataclass(frozen=True)
 class Failure(RunFacts):
     kind: str = MEMORY
-    batches: tuple[int, ...] = ()  # that were not finite, by the step whose data they were
-    first: int = 0  # step at which that began
+    batches: tuple[int, ...] = ()  # batches that were not finite, as steps of the data
+    first: int = 0  # the first training step that was not finite
 
 
-def record_failure(run: Path, trouble: Failure) -> None:
+def record_failure(run: Path, failure: Failure) -> None:
+    """Append a failure to the file of its rank, and sync it to disk."""
     folder = run / FOLDER
     make_folder(folder)
-    with open(folder / f"rank-{trouble.rank}.jsonl", "a", encoding="utf-8", opener=open_no_follow) as file:
-        file.write(json.dumps(asdict(trouble)) + "\n")
+    with open(folder / f"rank-{failure.rank}.jsonl", "a", encoding="utf-8", opener=open_no_follow) as file:
+        file.write(json.dumps(asdict(failure)) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
 
 def record_out_of_memory(run: Path, facts: RunFacts) -> UserError:
-    """Noted; and what to say."""
+    """Record the failure and return the error to raise."""
     record_failure(run, Failure(**vars(facts)))
     what = f"out of memory at step {facts.step}, with a micro-batch of {facts.micro} (rank {facts.rank})."
-    how = "with less at once" if facts.micro > 1 else "with grad_checkpointing=full"
-    place = "from the last checkpoint" if facts.step else "from the beginning"
-    return OutOfMemoryError(what, fix=f"`redline train --resume {shlex.quote(str(run))}` goes on {place} {how}.")
+    how = "with a smaller micro-batch" if facts.micro > 1 else "with grad_checkpointing=full"
+    start = "from the last checkpoint" if facts.step else "from the beginning"
+    return OutOfMemoryError(what, fix=f"`redline train --resume {shlex.quote(str(run))}` continues {start} {how}.")
 
 
 def record_nonfinite(run: Path, facts: RunFacts, first: int, batches: Sequence[int]) -> bool:
-    """Whether the run may go on without these; not so when that was tried too often."""
-    if len(nonfinite_failures(read_failures(run))) >= MOST_STORMS:
+    """Record the failure. Return False, without a record, if the run has been recovered too often already."""
+    if len(nonfinite_failures(read_failures(run))) >= MAX_NONFINITE_RECOVERIES:
         return False
     record_failure(run, Failure(**vars(facts), kind=NONFINITE, batches=tuple(batches), first=first))
     return True
 
 
 def read_failures(run: Path) -> list[Failure]:
-    """Of all ranks; a line that was torn is passed over."""
-    found = []
+    """Read the failures of all ranks. A line that was only partly written is ignored."""
+    failures = []
     for path in sorted((run / FOLDER).glob("rank-*.jsonl")):
         for line in read_text(path).splitlines():
             try:
                 facts = json.loads(line)
                 rank, step, micro, world = (int(facts[name]) for name in ("rank", "step", "micro", "world"))
                 batches = tuple(int(batch) for batch in facts["batches"])
-                words = (str(facts["checkpointing"]), str(facts["kind"]))
-                found.append(Failure(rank, step, micro, world, *words, batches, int(facts["first"])))
+                checkpointing, kind = str(facts["checkpointing"]), str(facts["kind"])
+                failures.append(Failure(rank, step, micro, world, checkpointing, kind, batches, int(facts["first"])))
             except (ValueError, TypeError, KeyError):
                 continue
-    return found
+    return failures
 
 
 def reduce_memory(
-    plan: BatchPlan, checkpointing: str, troubles: Iterable[Failure], *, sharded: bool
+    plan: BatchPlan, checkpointing: str, failures: Iterable[Failure], *, sharded: bool
 ) -> tuple[BatchPlan, str]:
-    """Micro-batch and checkpointing below all that did not fit; the global batch stays what it is.
+    """Return a micro-batch and checkpointing that have not run out of memory yet. The global batch stays the same.
 
-    What is sharded over more ranks takes less of each: of those troubles only that of as many or more counts here.
+    With a sharded model, fewer ranks need more memory each, so a failure on fewer ranks says nothing about more ranks.
     """
-    failed = [t for t in troubles if t.kind == MEMORY and (t.world >= plan.world or not sharded)]
-    while any(t.checkpointing == checkpointing and t.micro <= plan.micro for t in failed):
-        half = plan.halved()
-        if half is not None:
-            plan = half
+    failed = [f for f in failures if f.kind == MEMORY and (f.world >= plan.world or not sharded)]
+    while any(f.checkpointing == checkpointing and f.micro <= plan.micro for f in failed):
+        smaller = plan.halved()
+        if smaller is not None:
+            plan = smaller
         elif checkpointing != "full":
             checkpointing = "full"
         else:
-            what = (
-                f"a micro-batch of {plan.micro} does not fit, even when everything is computed again in the backward."
-            )
+            what = f"a micro-batch of {plan.micro} does not fit, even with grad_checkpointing=full."
             fix = "Use a shorter data.seq_len, a smaller model, parallel.mode=fsdp on several GPUs, or a larger card."
             raise UserError(what, where="train.micro_batch", fix=fix)
     return plan, checkpointing
 
 
 def describe_change(before: tuple[BatchPlan, str], after: tuple[BatchPlan, str]) -> str | None:
-    """What `smaller` changed, in words."""
-    (old, plain), (new, checkpointing) = before, after
+    """Return a message about what `reduce_memory` changed, or None if it changed nothing."""
+    (old, old_checkpointing), (new, checkpointing) = before, after
     if before == after:
         return None
     parts = [f"micro-batch {old.micro} → {new.micro}"] if old.micro != new.micro else []
-    parts += [f"grad_checkpointing {plain} → {checkpointing}"] if plain != checkpointing else []
+    parts += [f"grad_checkpointing {old_checkpointing} → {checkpointing}"] if old_checkpointing != checkpointing else []
     return f"out of memory: {', '.join(parts)}, the global batch stays {new.global_batch}"
 
 
-def nonfinite_failures(troubles: Iterable[Failure]) -> list[Failure]:
-    return [t for t in troubles if t.kind == NONFINITE and t.rank == 0]
+def nonfinite_failures(failures: Iterable[Failure]) -> list[Failure]:
+    return [f for f in failures if f.kind == NONFINITE and f.rank == 0]
 
 
-def predates_failures(state: dict[str, Any], found: Sequence[Failure]) -> bool:
-    """Whether a checkpoint is of before those batches, or of a run that left them out."""
-    gone = {*state["decisions"].get("skipped", ())}
-    return all(state["step"] <= storm.first or gone.issuperset(storm.batches) for storm in found)
+def predates_failures(state: dict[str, Any], failures: Sequence[Failure]) -> bool:
+    """Return whether a checkpoint is from before these failures, or from a run that left their batches out."""
+    skipped = {*state["decisions"].get("skipped", ())}
+    return all(state["step"] <= failure.first or skipped.issuperset(failure.batches) for failure in failures)
 
 
-def steps_to_skip(state: dict[str, Any] | None, found: Sequence[Failure], place: int) -> list[int]:
-    """Data steps to leave out from here on: those decided before, and those that were not finite since; what lies
-    before `place`, the next step's data, is past."""
+def steps_to_skip(state: dict[str, Any] | None, failures: Sequence[Failure], next_step: int) -> list[int]:
+    """Return the steps of the data to leave out: those that the checkpoint left out, and the failed ones still to come.
+
+    `next_step` is the step of the data that comes next; failed batches before it are in the past.
+    """
     known = [] if state is None else [int(step) for step in state["decisions"].get("skipped", ())]
-    return sorted({*known, *(batch for storm in found for batch in storm.batches if batch >= place)})
-
-
-# ----------------------------------------------------------------------------------------------------
-# Before the first step: compile, allocate, and meet an out-of-memory here instead of in hour three.
+    return sorted({*known, *(batch for failure in failures for batch in failure.batches if batch >= next_step)})

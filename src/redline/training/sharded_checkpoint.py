@@ -1,8 +1,8 @@
-"""Checkpoints that several ranks write together: rows of every tensor in a file of each, and an index over them.
+"""Checkpoints that several ranks write together: a file per rank with its rows of every tensor, and an index.
 
-They are committed as any other (see `checkpoint`): all write into one temporary folder, each syncs and hashes its own
-files, and when every digest has arrived the first rank writes the manifest and renames the folder. They are read by
-any number of ranks, whole or by rows.
+They are committed like any other checkpoint (see `checkpoint`). All ranks write into one temporary folder, and each
+syncs and hashes its own files. Rank 0 writes the manifest and renames the folder after it has received every digest.
+Any number of ranks can read such a checkpoint, as full tensors or by rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ SCHEMA = 1
 
 
 class SharedCommit:
-    """`checkpoint.commit` by all ranks at once, each with its part. Runs beside the steps: it speaks by the store."""
+    """`checkpoint.commit` by all ranks at once, each with its shard.
+
+    It runs in a background thread, so the ranks communicate through the key-value store: collectives of this thread
+    would mix with those of the training steps.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.count = ranks, 0
@@ -51,137 +55,148 @@ class SharedCommit:
         return f"save-{self.count - back}/{what}"
 
     def _lead(self, folder: Path, snapshot: Snapshot) -> Committed:
-        if self.count > 2:  # whoever began this save has ended the one before the last
+        # Every rank has begun the last save and so has finished the one before it, whose keys can be deleted.
+        if self.count > 2:
             self.ranks.delete(*(self._key(what, back=2) for what in ("folder", "done", *range(1, self.ranks.size))))
         answer: dict[str, Any] = {}
         try:
-            with checkpoint.committing(folder, snapshot.step) as writing:
-                self.ranks.post(self._key("folder"), None if writing.done else writing.temporary.name)
-                if not writing.done:
-                    writing.bytes = checkpoint.total_bytes(self._complete(writing.temporary, snapshot))
-            answer = {"bytes": writing.bytes}
+            with checkpoint.transaction(folder, snapshot.step) as pending:
+                self.ranks.post(self._key("folder"), None if pending.done else pending.temporary.name)
+                if not pending.done:
+                    pending.bytes = checkpoint.total_bytes(self._write_and_seal(pending.temporary, snapshot))
+            answer = {"bytes": pending.bytes}
         except OSError as error:
             answer = {"error": str(error)}
             raise
         finally:
             self.ranks.post(self._key("done"), answer)
-        return writing.committed()
+        return pending.committed()
 
-    def _complete(self, temporary: Path, snapshot: Snapshot) -> dict[str, Any]:
-        own = _write_share(temporary, snapshot, self.ranks)
-        shares = [own, *(self.ranks.wait_for(self._key(rank)) for rank in range(1, self.ranks.size))]
-        if failed := [share["error"] for share in shares if "error" in share]:
+    def _write_and_seal(self, temporary: Path, snapshot: Snapshot) -> dict[str, Any]:
+        """Write rank 0's files, wait for those of the others, and write index and manifest."""
+        own = _write_shard(temporary, snapshot, self.ranks)
+        shards = [own, *(self.ranks.wait_for(self._key(rank)) for rank in range(1, self.ranks.size))]
+        if failed := [shard["error"] for shard in shards if "error" in shard]:
             raise OSError(errno.EIO, failed[0])
         for stem in snapshot.tensors:
-            index = _merged([share["index"][stem] for share in shares])
+            index = _merge([shard["index"][stem] for shard in shards])
             (temporary / index_name(stem)).write_bytes(canonical_json({"schema": SCHEMA, "tensors": index}))
-        digests = {name: entry for share in shares for name, entry in share["files"].items()}
+        digests = {name: entry for shard in shards for name, entry in shard["files"].items()}
         return checkpoint.seal(temporary, snapshot, digests)
 
     def _follow(self, folder: Path, snapshot: Snapshot) -> Committed:
         name = self.ranks.wait_for(self._key("folder"))
         if name is not None:
             try:
-                share = _write_share(folder / name, snapshot, self.ranks)
+                shard = _write_shard(folder / name, snapshot, self.ranks)
             except OSError as error:
-                share = {"error": f"rank {self.ranks.rank}: {error}"}
-            self.ranks.post(self._key(self.ranks.rank), share)
+                shard = {"error": f"rank {self.ranks.rank}: {error}"}
+            self.ranks.post(self._key(self.ranks.rank), shard)
         answer = self.ranks.wait_for(self._key("done"))
         if "bytes" not in answer:
-            raise OSError(errno.EIO, answer.get("error", "the first rank did not finish the save"))
+            raise OSError(errno.EIO, answer.get("error", "rank 0 did not finish the save"))
         return Committed(folder / checkpoint.step_name(snapshot.step), snapshot.step, int(answer["bytes"]))
 
 
-def _write_share(folder: Path, snapshot: Snapshot, ranks: Ranks) -> dict[str, Any]:
-    """This rank's files, on the disk; what they hold, and their digests."""
+def _write_shard(folder: Path, snapshot: Snapshot, ranks: Ranks) -> dict[str, Any]:
+    """Write and sync this rank's files; return their manifest entries and which rows they hold."""
     files, index = {}, {}
     for stem, tensors in snapshot.tensors.items():
         path = folder / f"{stem}-{ranks.rank + 1:05d}-of-{ranks.size:05d}.safetensors"
         try:
             save_file(tensors, path)
             checkpoint.match_folder_permissions(path)
-        except SafetensorError as error:  # how safetensors says that the disk is full
+        except SafetensorError as error:  # safetensors raises this for a full disk
             raise OSError(errno.EIO, str(error)) from None
         sync(path)
         files[path.name] = {"bytes": path.stat().st_size, "sha256": checkpoint.file_digest(path)}
-        places = snapshot.places[stem]
-        index[stem] = {name: [path.name, places[name].start, list(places[name].shape)] for name in tensors}
+        specs = snapshot.shard_specs[stem]
+        index[stem] = {name: [path.name, specs[name].start, list(specs[name].shape)] for name in tensors}
     return {"files": files, "index": index}
 
 
-def _merged(shares: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each tensor its shape, and which file holds it from which row on; what all have whole is the first's."""
-    found: dict[str, Any] = {}
-    for share in shares:
-        for name, (file, start, shape) in share.items():
-            entry = found.setdefault(name, {"shape": shape, "parts": []})
+def _merge(shards: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the index: for each tensor its shape, and which file holds it from which row on.
+
+    Of a tensor that every rank holds in full (from row 0), the index lists only the first file.
+    """
+    index: dict[str, Any] = {}
+    for shard in shards:
+        for name, (file, start, shape) in shard.items():
+            entry = index.setdefault(name, {"shape": shape, "parts": []})
             if start not in [first for _, first in entry["parts"]]:
                 entry["parts"].append([file, start])
-    return found
+    return index
 
 
 def index_name(stem: str) -> str:
     return f"{stem}.index.json"
 
 
-def read_whole(path: Path, stem: str, device: str = "cpu") -> Tensors:
-    """Consolidated."""
-    index = _index(path, stem)
-    places = {name: (0, entry["shape"]) for name, entry in index.items()}
-    return _Reader(path, index).read(places, device)
+def read_full_tensors(path: Path, stem: str, device: str = "cpu") -> Tensors:
+    """Read every tensor in full from the files of all ranks."""
+    index = _read_index(path, stem)
+    return _Reader(path, index).read({name: (0, entry["shape"]) for name, entry in index.items()}, device)
 
 
-def read_rows(path: Path, stem: str, tensors: Mapping[str, Tensor], places: Mapping[str, ShardSpec]) -> Tensors:
-    """What belongs into these tensors, at their places in the whole: of a checkpoint of however many ranks."""
+def read_rows(path: Path, stem: str, tensors: Mapping[str, Tensor], specs: Mapping[str, ShardSpec]) -> Tensors:
+    """Read the rows that these tensors hold, from a checkpoint of any number of ranks."""
     if (path / f"{stem}.safetensors").is_file():
-        index = _single(path, stem)
+        index = _index_of_single_file(path, stem)
     else:
-        index = _index(path, stem)
-    wanted = {name: (places[name].start, list(tensor.shape)) for name, tensor in tensors.items()}
-    return _Reader(path, index).read(wanted)
+        index = _read_index(path, stem)
+    rows = {name: (specs[name].start, list(tensor.shape)) for name, tensor in tensors.items()}
+    return _Reader(path, index).read(rows)
 
 
 def check_index(path: Path, stem: str) -> None:
-    """That an index speaks of this checkpoint's own files alone, and of all rows of each tensor; else Damaged, or
-    what reading it raises."""
-    reader = _Reader(path, _index(path, stem))
+    """Check that an index names only files of its checkpoint, and all rows of each tensor exactly once.
+
+    Raise DamagedCheckpointError if not, or the error of reading the files.
+    """
+    reader = _Reader(path, _read_index(path, stem))
     for name, entry in reader.index.items():
         reached = 0
         for file, start in sorted(entry["parts"], key=lambda part: part[1]):
             if file not in tensor_files(path, stem):
-                raise DamagedCheckpointError(f"{path.name}/{index_name(stem)} names a file that is none of its own")
+                raise DamagedCheckpointError(
+                    f"{path.name}/{index_name(stem)} names a file that is not part of the checkpoint"
+                )
             shape = reader.shape(file, name)
             if shape[1:] != entry["shape"][1:] or (shape and start != reached):
-                raise DamagedCheckpointError(f"{path.name}/{index_name(stem)} does not fit what {file} holds")
+                raise DamagedCheckpointError(f"{path.name}/{index_name(stem)} does not agree with {file}")
             reached += shape[0] if shape else 0
         if entry["shape"] and reached != entry["shape"][0]:
-            raise DamagedCheckpointError(f"{path.name}/{index_name(stem)} lacks rows of {name}")
+            raise DamagedCheckpointError(f"{path.name}/{index_name(stem)} does not cover all rows of {name}")
 
 
-def _index(path: Path, stem: str) -> dict[str, Any]:
+def _read_index(path: Path, stem: str) -> dict[str, Any]:
     return dict(json.loads(read_bytes(path / index_name(stem)))["tensors"])
 
 
-def _single(path: Path, stem: str) -> dict[str, Any]:
+def _index_of_single_file(path: Path, stem: str) -> dict[str, Any]:
     name = f"{stem}.safetensors"
     with safe_open(check_regular(path / name), framework="pt") as file:
         return {key: {"shape": file.get_slice(key).get_shape(), "parts": [[name, 0]]} for key in list(file.keys())}
 
 
 class _Reader:
+    """Reads rows of tensors through an index; opens each file once."""
+
     def __init__(self, path: Path, index: dict[str, Any]) -> None:
         self.path, self.index = path, index
         self._open: dict[str, Any] = {}
 
-    def read(self, wanted: Mapping[str, tuple[int, list[int]]], device: str = "cpu") -> Tensors:
-        there = {name: place for name, place in wanted.items() if name in self.index}
-        return {name: self._one(name, start, shape).to(device) for name, (start, shape) in there.items()}
+    def read(self, rows: Mapping[str, tuple[int, list[int]]], device: str = "cpu") -> Tensors:
+        """Read, for each name, the rows from `start` on that fill a tensor of `shape`. Unknown names are left out."""
+        known = {name: place for name, place in rows.items() if name in self.index}
+        return {name: self._read_tensor(name, start, shape).to(device) for name, (start, shape) in known.items()}
 
-    def _one(self, name: str, start: int, shape: list[int]) -> Tensor:
+    def _read_tensor(self, name: str, start: int, shape: list[int]) -> Tensor:
         entry = self.index[name]
         if not shape:
-            whole: Tensor = self._file(entry["parts"][0][0]).get_tensor(name)
-            return whole
+            scalar: Tensor = self._file(entry["parts"][0][0]).get_tensor(name)
+            return scalar
         pieces, end = [], start + shape[0]
         for file, first in sorted(entry["parts"], key=lambda part: part[1]):
             rows = self._file(file).get_slice(name)
@@ -191,8 +206,8 @@ class _Reader:
         return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
 
     def shape(self, file: str, name: str) -> list[int]:
-        found: list[int] = self._file(file).get_slice(name).get_shape()
-        return found
+        shape: list[int] = self._file(file).get_slice(name).get_shape()
+        return shape
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

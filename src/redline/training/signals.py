@@ -1,4 +1,4 @@
-"""Signals ask; the loop answers between steps."""
+"""Requests to stop: signals, which the training loop answers between steps, and the deadline of a scheduled job."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from redline.errors import EXIT_INTERRUPTED, UserError
+from redline.vocabulary import StopReason
 
-_SHOW_CURSOR = "\x1b[?25h"  # the live bar hides it, and nobody tidies up after `os._exit`
+_SHOW_CURSOR = "\x1b[?25h"  # the progress bar hides the cursor, and `os._exit` runs no cleanup that shows it again
 
 
 def preemption_signals() -> tuple[signal.Signals, ...]:
-    """Who asks for room: a scheduler; and a terminal that closes, unless `nohup` has said that it may."""
-    closed = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
-    return (signal.SIGTERM, signal.SIGUSR1, *closed)
+    """Return the signals that preempt a run: from a scheduler, or (except under `nohup`) from a closed terminal."""
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGTERM, signal.SIGUSR1, *hangup)
 
 
 class StopRequested(Exception):  # noqa: N818 - a request, not an error
-    """Raised out of long work that can be abandoned (compiling, preparing)."""
+    """Raised by a signal during long work that can be abandoned (compiling, preparing data)."""
 
 
 class Signals:
-    """SIGTERM, SIGUSR1 and SIGHUP mean "preempted"; the first Ctrl-C means "interrupted", the second leaves at once."""
+    """Handles signals while a run trains.
+
+    SIGTERM, SIGUSR1 and SIGHUP mean "preempted". The first Ctrl-C means "interrupted"; the second exits at once.
+    """
 
     def __init__(self) -> None:
-        self.reason: str | None = None
+        self.reason: StopReason | None = None
         self._abandon = False
         self._previous: dict[int, Any] = {}
 
@@ -50,18 +54,18 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            if self.reason == "interrupted":
-                _tell(f"{_SHOW_CURSOR if os.isatty(2) else ''}left at once; what was saved before stays valid")
+            if self.reason is StopReason.INTERRUPTED:
+                _write_stderr(f"{_SHOW_CURSOR if os.isatty(2) else ''}exiting at once; saved checkpoints stay valid")
                 os._exit(EXIT_INTERRUPTED)
-            _tell("finishing this step, saving and reporting; Ctrl-C again leaves at once")
-        self.reason = "interrupted" if number == signal.SIGINT else self.reason or "preempted"
+            _write_stderr("finishing this step, saving and writing the report; press Ctrl-C again to exit at once")
+        self.reason = StopReason.INTERRUPTED if number == signal.SIGINT else self.reason or StopReason.PREEMPTED
         if self._abandon:
-            self._abandon = False  # once: a second signal must not interrupt the tidying up after the first
+            self._abandon = False  # raise only once: a second signal must not interrupt the cleanup after the first
             raise StopRequested
 
     @contextmanager
     def abandonable(self) -> Iterator[None]:
-        """A signal in here interrupts the work instead of waiting for its end."""
+        """Return a context in which a signal raises StopRequested at once."""
         self._abandon = True
         try:
             if self.reason:
@@ -71,16 +75,19 @@ class Signals:
             self._abandon = False
 
 
-def _tell(text: str) -> None:
-    """Straight to the descriptor: within a write to sys.stderr, where the signal may have come, another one raises."""
+def _write_stderr(text: str) -> None:
+    """Write directly to the file descriptor.
+
+    The signal may have arrived during a write to sys.stderr, and a second write in its handler would raise.
+    """
     with suppress(OSError):
         os.write(2, f"\n{text}\n".encode())
 
 
 # ----------------------------------------------------------------------------------------------------
-# When the scheduler ends the job: REDLINE_DEADLINE, in unix seconds, as the script of `redline launch` sets it.
+# The deadline: when the scheduler ends the job, in unix seconds. The script of `redline launch` sets it.
 #
-# Not a goal of the run, as `train.hours` is: the schedule does not see it, and the run goes on in the next job.
+# Unlike `train.hours` it does not end the schedule: the run continues in the next job.
 
 
 DEADLINE = "REDLINE_DEADLINE"
@@ -89,14 +96,14 @@ DEADLINE = "REDLINE_DEADLINE"
 class Deadline:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
-        self.end = _end(os.environ.get(DEADLINE, ""))
+        self.end = _parse_deadline(os.environ.get(DEADLINE, ""))
 
     def within(self, seconds: float) -> bool:
-        """Whether it comes before `seconds` are over."""
+        """Return whether the deadline is less than `seconds` away."""
         return self.clock() + seconds >= self.end
 
 
-def _end(text: str) -> float:
+def _parse_deadline(text: str) -> float:
     if not text:
         return math.inf
     try:
@@ -104,6 +111,6 @@ def _end(text: str) -> float:
     except ValueError:
         end = math.nan
     if math.isnan(end):
-        fix = "Leave it unset, or set it to unix seconds, such as $(($(date +%s) + 3600))."
-        raise UserError(f"{text!r} is not a time.", where=DEADLINE, fix=fix)
+        fix = "Unset it, or set it to unix seconds, for example $(($(date +%s) + 3600))."
+        raise UserError(f"{text!r} is not a time in unix seconds.", where=DEADLINE, fix=fix)
     return end

@@ -1,4 +1,4 @@
-"""The step log: the only place where training waits for the GPU."""
+"""The log of training steps. Reading a step's results is the only point at which training waits for the GPU."""
 
 from __future__ import annotations
 
@@ -12,51 +12,55 @@ import torch
 from redline.hardware.nvml import Nvml, Reading, ThrottleWatch
 from redline.runs.monitor import Monitor
 from redline.runs.throughput import Throughput
-from redline.training.state import TrainState
+from redline.training.schedule import TrainState
 from redline.training.step import StepResult
 from redline.units import GIB
+from redline.vocabulary import StopReason
 
-_STEPS_AHEAD = 2  # the host may queue this many steps before it waits for the GPU
+_MAX_STEPS_AHEAD = 2  # steps that the host may queue before it waits for the GPU
+_MAX_LISTED = 100  # skipped steps that the stop event lists
 
 
 class StepLog:
     def __init__(
-        self, monitor: Monitor, throughput: Throughput, device: torch.device, most_bad: int, seq_len: int
+        self, monitor: Monitor, throughput: Throughput, device: torch.device, max_nonfinite: int, seq_len: int
     ) -> None:
-        self.monitor, self.throughput, self.device, self.most_bad = monitor, throughput, device, most_bad
-        self.seq_len = seq_len
-        self.skipped = 0
-        self.bad_steps: list[int] = []  # the last of them: which data to look at
-        self.storm: list[int] = []  # the first row of them that is longer than it may be
-        self.row: list[int] = []  # of them, up to the last step that was looked at
-        self._bad: list[torch.Tensor] = []
-        self.said = 0  # the last step that an event tells of
-        self._unsaid = 0  # bad steps that no event has counted yet
+        self.monitor, self.throughput, self.device = monitor, throughput, device
+        self.max_nonfinite, self.seq_len = max_nonfinite, seq_len
+        self.skipped = 0  # steps of the whole run that changed nothing, because loss or gradient was not finite
+        self.skipped_steps: list[int] = []  # the last of them, so that a person can look at their data
+        self.streak: list[int] = []  # skipped steps in a row, up to the last step that was read
+        self.fatal_streak: list[int] = []  # the first streak as long as train.max_nonfinite, which ends the run
+        self.logged_step = 0  # of the last step event
+        self._unlogged_skips = 0  # skipped steps that no step event has counted yet
+        self._flags: list[torch.Tensor] = []  # `bad` of the steps that were not read yet
         self._last: StepResult | None = None
         self._queued: deque[torch.cuda.Event] = deque()
         self._nvml = Nvml() if device.type == "cuda" else None
         self._throttle = ThrottleWatch()
 
-    def note(self, result: StepResult, tokens: int, data_wait: float) -> None:
-        """Remember a step without looking at it."""
+    def record(self, result: StepResult, tokens: int, data_wait: float) -> None:
+        """Keep the results of a step on the device, to be read later."""
         self._last = result
-        self._bad.append(result.bad)
+        self._flags.append(result.bad)
         self.throughput.add(tokens, data_wait)
         if self.device.type == "cuda":
-            # the GPU stays fed, and signals and clocks are answered within a step or two
+            # Without a limit the host would queue steps far ahead of the GPU: a signal or the end of the time budget
+            # would then take effect only after all of them. Two steps ahead keep the GPU busy.
             event = torch.cuda.Event()
             event.record()
             self._queued.append(event)
-            if len(self._queued) > _STEPS_AHEAD:
+            if len(self._queued) > _MAX_STEPS_AHEAD:
                 self._queued.popleft().synchronize()
 
-    def emit(self, state: TrainState, *, lr: float, progress: float, eta_s: float | None) -> None:
+    def log(self, state: TrainState, *, lr: float, progress: float, eta_s: float | None) -> None:
+        """Write a step event with the results of the last step."""
         result = self._last
         if result is None:
             return
-        self.said = state.step
-        self.look(state.step)
-        bad, self._unsaid = self._unsaid, 0
+        self.logged_step = state.step
+        self.read_skipped(state.step)
+        skipped, self._unlogged_skips = self._unlogged_skips, 0
         rates = self.throughput.read()
         hours = state.seconds / 3600
         card = self._nvml.read() if self._nvml else Reading()
@@ -76,41 +80,41 @@ class StepLog:
             cost_usd=self.monitor.cost(hours),
             progress=progress,
             eta_s=eta_s,
-            skipped=bad,
+            skipped=skipped,
         )
         if warning := self._throttle.note(card):
             self.monitor.warn(warning)
 
-    def ending(self, reason: str, saved: bool) -> dict[str, Any]:
-        """What a `stop` event says of the updates, and that their last state is not on disk."""
-        bad = {"bad_steps": self.bad_steps} if reason == "nonfinite" else {}
+    def stop_fields(self, reason: StopReason, saved: bool) -> dict[str, Any]:
+        """Return the fields of the stop event about skipped steps, and `saved` if the last state is not on disk."""
+        bad = {"bad_steps": self.skipped_steps} if reason is StopReason.NONFINITE else {}
         return {"skipped": self.skipped, **bad, **({} if saved else {"saved": False})}
 
     def wait(self) -> None:
-        """Until the GPU has done what was queued."""
+        """Wait until the GPU has done all queued steps."""
         while self._queued:
             self._queued.popleft().synchronize()
 
-    def look(self, step: int) -> None:
-        """Which steps since the last look changed nothing."""
-        bad = [value > 0 for value in torch.stack(self._bad).tolist()] if self._bad else []  # waits for the GPU
-        self._bad.clear()
-        steps = []
-        for number, is_bad in enumerate(bad, start=step - len(bad)):  # counted from 0, as data are
-            self.row = [*self.row, number] if is_bad else []
-            steps += [number] if is_bad else []
-            if len(self.row) >= self.most_bad:
-                self.storm = self.row
-        self.skipped += len(steps)
-        self._unsaid += len(steps)
-        if steps:
-            self.bad_steps = [*self.bad_steps, *steps][-100:]
-            which = ", ".join(map(str, steps[:10])) + (" …" if len(steps) > 10 else "")
-            self.monitor.warn(f"loss or gradient not finite in the batches of step {which}; they changed nothing")
+    def read_skipped(self, step: int) -> None:
+        """Find out which steps since the last call were skipped, and warn of them; waits for the GPU."""
+        flags = [value > 0 for value in torch.stack(self._flags).tolist()] if self._flags else []
+        self._flags.clear()
+        skipped = []
+        for number, bad in enumerate(flags, start=step - len(flags)):  # counted from 0, as the data are
+            self.streak = [*self.streak, number] if bad else []
+            skipped += [number] if bad else []
+            if len(self.streak) >= self.max_nonfinite:
+                self.fatal_streak = self.streak
+        self.skipped += len(skipped)
+        self._unlogged_skips += len(skipped)
+        if skipped:
+            self.skipped_steps = [*self.skipped_steps, *skipped][-_MAX_LISTED:]
+            listed = ", ".join(map(str, skipped[:10])) + (" …" if len(skipped) > 10 else "")
+            self.monitor.warn(f"loss or gradient not finite in the batches of step {listed}; these steps were skipped")
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
-    """The most that was used: of the GPU by tensors, of the host by this process."""
+    """Return the peak memory: of tensors on a GPU, or of this process on a CPU; None if it is not known."""
     if device.type == "cuda":
         return round(torch.cuda.max_memory_allocated() / GIB, 3)
     if sys.platform == "linux":

@@ -1,8 +1,10 @@
-"""Watching the processes of a run, and beginning again where they were stopped. Without torch: it outlives them.
+"""The supervisor: it watches the processes of a run and restarts them after a failure.
 
-A run that ends by itself, is asked to leave, or is refused with a sentence, has ended. One that lost a rank, hangs, ran
-out of memory or met a storm of batches that are not finite is resumed from its last checkpoint, after a pause that
-doubles, unless it gets no further.
+A run that finishes, is asked to stop, or refuses to start with an error message is not restarted. A run that lost a
+rank, hangs, ran out of memory or had too many batches that are not finite is resumed from its last checkpoint. The
+pause before a restart doubles each time, and the supervisor gives up if the run makes no progress.
+
+The supervisor does not import torch, so that it keeps little memory and starts fast.
 """
 
 from __future__ import annotations
@@ -20,207 +22,217 @@ from types import FrameType
 from typing import Any, Protocol
 
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USAGE
-from redline.training.heartbeat import EVERY_S, PREPARING, STACK, read_heartbeats
+from redline.training.heartbeat import EVERY_S, PREPARING, STACK_SIGNAL, read_heartbeats
 from redline.training.signals import preemption_signals
 
-SUPERVISED = "REDLINE_SUPERVISED"  # set for a process that someone will begin again
-RECOVERY = "REDLINE_RECOVERY"  # and why it was, for its log
-MOST_WITHOUT_PROGRESS = 5
-LONGEST_PAUSE_S = 60.0
-SLOW = 6  # what is no step (compiling, evaluating, saving) may take so many times as long
-GRACE_S = 5.0  # for ranks that have lost another one, to say so and leave
-STACK_S = 2.0  # for a stack to be written
-FINAL = (EXIT_DONE, EXIT_USAGE, EXIT_PREEMPTED, EXIT_INTERRUPTED)
-REFUSED = "refused"
-_LOOK_EVERY_S = 0.1
+# Environment variables that the supervisor sets for the ranks.
+SUPERVISED = "REDLINE_SUPERVISED"  # the process is restarted after a failure
+RECOVERY = "REDLINE_RECOVERY"  # why the process before it failed, for the log of the run
+MAX_FAILURES = 5  # in a row from the same checkpoint
+MAX_PAUSE_S = 60.0
+SLOW_FACTOR = 6  # compiling, evaluating and saving may take this many times as long as a step
+GRACE_S = 5.0  # for the remaining ranks to notice that one is lost, and to exit with a message
+STACK_S = 2.0  # for a rank to write its stack
+FINAL_CODES = (EXIT_DONE, EXIT_USAGE, EXIT_PREEMPTED, EXIT_INTERRUPTED)  # after these the run is not restarted
+# Why a rank failed, as in its last heartbeat. An exception's type name stands for any other failure.
+REFUSED = "refused"  # an error that a restart would meet again, such as a wrong recipe
+LOST = "lost"  # another rank has ended or does not answer
+_POLL_S = 0.1
 
 
 class Attempt(Protocol):
-    """The processes of one attempt; their pulses are in `folder`."""
+    """The processes of one attempt to train. Their heartbeats are in `folder`."""
 
     folder: Path
 
     def poll(self) -> int | None:
-        """The exit code of whatever started them; None while they run."""
+        """Return the exit code of the process that started the ranks, or None while it runs."""
 
     def end(self, pids: Sequence[int]) -> None:
-        """All of them, at once."""
+        """Kill all processes of the attempt, `pids` among them."""
 
 
 @dataclass(frozen=True)
 class AttemptResult:
     code: int
-    what: str = ""  # in words; empty where it has said so itself
-    why: str = ""  # as the rank that failed put it
+    message: str = ""  # empty if the process has printed one itself
+    why: str = ""  # of the rank that failed, see REFUSED
 
     @property
     def recoverable(self) -> bool:
-        return self.code not in FINAL and self.why != REFUSED
+        return self.code not in FINAL_CODES and self.why != REFUSED
 
 
 class SignalForwarder:
-    """Signals that came to this process; they are passed on to the ranks."""
+    """Collects the signals that this process receives, to be forwarded to the ranks."""
 
     def __init__(self) -> None:
         self.pending: list[int] = []
-        self.code: int | None = None
+        self.code: int | None = None  # the exit code of a run that is asked to stop; None if it is not
 
     def __enter__(self) -> SignalForwarder:
         numbers = (*preemption_signals(), signal.SIGINT)
-        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        self._previous = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         self.pending.append(number)
         self.code = EXIT_INTERRUPTED if number == signal.SIGINT else self.code or EXIT_PREEMPTED
 
 
 @dataclass
 class Watcher:
-    """Over one attempt."""
+    """Watches one attempt until it ends, or ends it if it hangs."""
 
-    job: Attempt
-    asked: SignalForwarder
-    timeout: float  # seconds in which a rank must move
-    lost_at: float | None = None
-    seen: dict[int, dict[str, Any]] = field(default_factory=dict)
+    attempt: Attempt
+    signals: SignalForwarder
+    timeout: float  # seconds within which a rank must make progress
+    lost_at: float | None = None  # when a rank was first found to be gone
+    heartbeats: dict[int, dict[str, Any]] = field(default_factory=dict)  # the last one of each rank
 
     def run(self) -> AttemptResult:
         try:
-            while (code := self.job.poll()) is None:
-                self.seen |= read_heartbeats(self.job.folder)
-                self._pass_on()
-                if hung := self._hung():
-                    return self._show(hung)
-                if self._abandoned():
+            while (code := self.attempt.poll()) is None:
+                self.heartbeats |= read_heartbeats(self.attempt.folder)
+                self._forward_signals()
+                if hung := self._hung_ranks():
+                    return self._dump_stacks(hung)
+                if self._grace_is_over():
                     break
-                time.sleep(_LOOK_EVERY_S)
-            self.seen |= read_heartbeats(self.job.folder)
-            return self._ending(code)
+                time.sleep(_POLL_S)
+            self.heartbeats |= read_heartbeats(self.attempt.folder)
+            return self._result(code)
         finally:
-            self.job.end(self._pids())
+            self.attempt.end(self._pids())
 
     def _pids(self) -> list[int]:
-        return [int(facts["pid"]) for facts in self.seen.values()]
+        return [int(facts["pid"]) for facts in self.heartbeats.values()]
 
-    def _pass_on(self) -> None:
-        while self.asked.pending:
-            number = self.asked.pending.pop(0)
+    def _forward_signals(self) -> None:
+        while self.signals.pending:
+            number = self.signals.pending.pop(0)
             for pid in self._pids():
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
-            if not self.seen:  # nobody listens yet
-                self.job.end([])
+            if not self.heartbeats:  # no rank has installed its signal handlers yet
+                self.attempt.end([])
 
-    def _hung(self) -> list[int]:
-        """Ranks that do not move, and do not wait for another one either."""
-        now, found = time.monotonic(), []
-        for rank, facts in self.seen.items():
+    def _hung_ranks(self) -> list[int]:
+        """Return the ranks that make no progress and are not waiting for another rank."""
+        now, hung = time.monotonic(), []
+        for rank, facts in self.heartbeats.items():
             if "code" in facts or not _alive(facts["pid"]):
                 continue
-            limit = {"step": self.timeout, PREPARING: math.inf}.get(facts["doing"], SLOW * self.timeout)
+            limit = {"step": self.timeout, PREPARING: math.inf}.get(facts["doing"], SLOW_FACTOR * self.timeout)
             silent = now - facts["time"] > max(self.timeout, 4 * EVERY_S)
             if silent or (now - facts["since"] > limit and not facts["waiting"]):
-                found.append(rank)
-        return sorted(found)
+                hung.append(rank)
+        return sorted(hung)
 
-    def _show(self, hung: list[int]) -> AttemptResult:
-        """Each is made to print its stack, if it has to be woken for that; then all are ended. The others are held
-        meanwhile: nothing goes on that was given up."""
-        for rank in (*(set(self.seen) - set(hung)), *hung):
-            pid = int(self.seen[rank]["pid"])
+    def _dump_stacks(self, hung: list[int]) -> AttemptResult:
+        """Make the hung ranks print their stacks to the log.
+
+        The other ranks are stopped first: otherwise a rank that hung in a collective could continue meanwhile, and
+        the run would go on after it was given up. A hung rank may be stopped itself, so it is continued.
+        """
+        for rank in (*(set(self.heartbeats) - set(hung)), *hung):
+            pid = int(self.heartbeats[rank]["pid"])
             with suppress(ProcessLookupError):
                 if rank in hung:
-                    _signal_main_thread(pid, STACK)
+                    _signal_main_thread(pid, STACK_SIGNAL)
                     os.kill(pid, signal.SIGCONT)
                 else:
                     os.kill(pid, signal.SIGSTOP)
         time.sleep(STACK_S)
-        places = [f"rank {rank} in {_place(self.seen[rank])}" for rank in hung]
-        what = f"nothing moved for {self.timeout:g} s: {', '.join(places)}; the stack is in the log"
-        return AttemptResult(EXIT_FAILED, what, "hung")
+        places = [f"rank {rank} in {_activity(self.heartbeats[rank])}" for rank in hung]
+        message = f"no progress for {self.timeout:g} s: {', '.join(places)}; the stack is in the log"
+        return AttemptResult(EXIT_FAILED, message, "hung")
 
-    def _abandoned(self) -> bool:
-        """Whether a rank is gone, and those that are left do not leave by themselves."""
-        gone = any("code" not in facts and not _alive(facts["pid"]) for facts in self.seen.values())
-        failed = any(facts.get("code", 0) not in FINAL for facts in self.seen.values())
+    def _grace_is_over(self) -> bool:
+        """Return whether a rank has been gone for GRACE_S while others are still running."""
+        gone = any("code" not in facts and not _alive(facts["pid"]) for facts in self.heartbeats.values())
+        failed = any(facts.get("code", 0) not in FINAL_CODES for facts in self.heartbeats.values())
         if not gone and not failed:
             return False
         self.lost_at = self.lost_at or time.monotonic()
         return time.monotonic() - self.lost_at > GRACE_S
 
-    def _ending(self, code: int | None) -> AttemptResult:
-        said = {rank: facts for rank, facts in self.seen.items() if "code" in facts}
-        leader = min(self.seen, default=0)  # whoever watches one rank of a SLURM job sees no other
-        if leader in said and said[leader]["code"] in FINAL:
-            return AttemptResult(said[leader]["code"])
-        gone = sorted(set(self.seen) - set(said))
+    def _result(self, code: int | None) -> AttemptResult:
+        """Return how the attempt ended, by the last heartbeats of its ranks and the exit code of their launcher."""
+        ended = {rank: facts for rank, facts in self.heartbeats.items() if "code" in facts}
+        leader = min(self.heartbeats, default=0)  # not always rank 0: in a SLURM job each rank has its own supervisor
+        if leader in ended and ended[leader]["code"] in FINAL_CODES:
+            return AttemptResult(ended[leader]["code"])
+        gone = sorted(set(self.heartbeats) - set(ended))
         if gone:
-            last = ", ".join(f"rank {rank} in {_place(self.seen[rank])}" for rank in gone)
-            return self._or_asked(AttemptResult(EXIT_FAILED, f"lost {last}", "lost"))
-        # who lost another one is not where it began
-        failed = [facts for facts in said.values() if facts["code"] not in FINAL]
-        first = next((facts for facts in failed if facts["why"] != "lost"), failed[0] if failed else None)
-        if first is None and code is not None and code < 0:  # by the kernel, say, for want of memory
-            return self._or_asked(AttemptResult(EXIT_FAILED, f"killed by signal {-code} before it began", "lost"))
-        if first is None and code == EXIT_DONE:  # a run that had finished before: no rank had anything to do
+            places = ", ".join(f"rank {rank} in {_activity(self.heartbeats[rank])}" for rank in gone)
+            return self._unless_stopped(AttemptResult(EXIT_FAILED, f"lost {places}", LOST))
+        # The failure began at another rank than those that report a lost one.
+        failed = [facts for facts in ended.values() if facts["code"] not in FINAL_CODES]
+        first = next((facts for facts in failed if facts["why"] != LOST), failed[0] if failed else None)
+        if first is None and code is not None and code < 0:  # for example by the kernel, for lack of memory
+            return self._unless_stopped(AttemptResult(EXIT_FAILED, f"killed by signal {-code} before it began", LOST))
+        if first is None and code == EXIT_DONE:  # the run had finished before, so no rank sent a heartbeat
             return AttemptResult(EXIT_DONE)
         if first is None:
-            what = f"the processes ended before training started (exit code {code})"
-            return self._or_asked(AttemptResult(EXIT_FAILED, what, REFUSED))
+            message = f"the processes ended before training started (exit code {code})"
+            return self._unless_stopped(AttemptResult(EXIT_FAILED, message, REFUSED))
         if first["rank"] == leader and first["why"] == REFUSED:
-            return AttemptResult(EXIT_FAILED, why=REFUSED)  # in a sentence that is on the screen
-        what = f"rank {first['rank']} failed in {_place(first)} ({first['why']})"
-        return self._or_asked(AttemptResult(EXIT_FAILED, what, first["why"]))
+            return AttemptResult(EXIT_FAILED, why=REFUSED)  # the rank has printed its error message
+        message = f"rank {first['rank']} failed in {_activity(first)} ({first['why']})"
+        return self._unless_stopped(AttemptResult(EXIT_FAILED, message, first["why"]))
 
-    def _or_asked(self, ending: AttemptResult) -> AttemptResult:
-        """Who was asked to leave while it could not answer has left."""
-        return ending if self.asked.code is None else AttemptResult(self.asked.code, ending.what)
+    def _unless_stopped(self, result: AttemptResult) -> AttemptResult:
+        """Return the result, with the exit code of a stop if one was requested while the ranks could not react."""
+        return result if self.signals.code is None else AttemptResult(self.signals.code, result.message)
 
 
 def supervise(
     start: Callable[[str | None], Attempt],
     *,
     timeout: float,
-    again: bool,
+    restart: bool,
     progress: Callable[[], int | None] = lambda: None,
-    say: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
     pause: float = 1.0,
 ) -> AttemptResult:
-    """Run it to its end; `again` and again if it fails. `start` is told what went wrong before, and `progress` is the
-    last step that is committed."""
+    """Watch a run to its end and, with `restart`, start it again after each failure.
+
+    `start` receives the message of the last failure. `progress` returns the last committed step.
+    """
     recovery, failures, reached = None, 0, progress()
-    with SignalForwarder() as asked:
+    with SignalForwarder() as signals:
         while True:
-            ending = Watcher(start(recovery), asked, timeout).run()
-            if not ending.recoverable or not again:
-                if ending.what and ending.code not in (EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
-                    say(ending.what)
-                return ending
-            now = progress()
-            failures, reached = 1 if now != reached else failures + 1, now
-            if failures > MOST_WITHOUT_PROGRESS:
-                say(f"{ending.what}; given up after {failures} attempts from the same checkpoint")
-                return ending
-            seconds = min(LONGEST_PAUSE_S, pause * 2.0 ** (failures - 1))
-            say(f"{ending.what}; going on from {'the beginning' if now is None else f'step {now}'} in {seconds:g} s")
+            result = Watcher(start(recovery), signals, timeout).run()
+            if not result.recoverable or not restart:
+                if result.message and result.code not in (EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
+                    log(result.message)
+                return result
+            step = progress()
+            failures, reached = 1 if step != reached else failures + 1, step
+            if failures > MAX_FAILURES:
+                log(f"{result.message}; giving up after {failures} attempts from the same checkpoint")
+                return result
+            seconds = min(MAX_PAUSE_S, pause * 2.0 ** (failures - 1))
+            origin = "from the beginning" if step is None else f"at step {step}"
+            log(f"{result.message}; restarting {origin} in {seconds:g} s")
             deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline and asked.code is None:
-                time.sleep(_LOOK_EVERY_S)
-            if asked.code is not None:
-                return AttemptResult(asked.code)
-            recovery = ending.what
+            while time.monotonic() < deadline and signals.code is None:
+                time.sleep(_POLL_S)
+            if signals.code is not None:
+                return AttemptResult(signals.code)
+            recovery = result.message
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    """Signal the main thread of a process, where it hangs.
+    """Send a signal to the main thread of a process.
 
-    A signal to the process as a whole may wake another thread of a stopped process. That thread would print the main
-    thread's stack while the main thread already moves on, which cuts the stack off.
+    If the process is stopped, a signal to the process as a whole may wake another thread. That thread would print the
+    main thread's stack while the main thread is already running again, which cuts the stack off.
     """
     try:
         tgkill = ctypes.CDLL(None).tgkill
@@ -231,12 +243,12 @@ def _signal_main_thread(pid: int, number: int) -> None:
         raise ProcessLookupError(pid)
 
 
-def _place(facts: dict[str, Any]) -> str:
+def _activity(facts: dict[str, Any]) -> str:
     return str(facts["doing"]) if facts["step"] is None else f"{facts['doing']} ({facts['step']})"
 
 
 def _alive(pid: int) -> bool:
-    """A zombie is dead: whoever started it has only not looked yet."""
+    """Return whether a process runs. A zombie does not: only its parent has not read its exit code yet."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,107 +1,59 @@
-"""How a run goes. Knows no job by name."""
+"""The training loop: train steps, and between them log, evaluate, save, re-plan and stop. It knows no job by name."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from redline.data.shards import BackgroundCheck, DamagedDataError
+from redline.errors import UserError
 from redline.jobs.objective import Objective, Sampling
 from redline.planning.batch import BatchPlan
 from redline.planning.schedule import cycled_momentum, lr_factor
 from redline.recipe.horizon import warmup_warnings
-from redline.recipe.lock import model_identity
+from redline.recipe.lock import check_model_identity, model_identity
 from redline.recipe.resolve import Resolved
 from redline.recipe.schema import Eval
 from redline.runs.monitor import Monitor
 from redline.runs.throughput import Throughput
-from redline.training import recovery as trouble
+from redline.training import recovery
 from redline.training.checkpoint import CheckpointManager, Tensors, committed_steps, copy_weights, read_state
-from redline.training.cuda_graph import graph_if_possible
 from redline.training.distributed import SINGLE_PROCESS, Ranks
 from redline.training.heartbeat import HEARTBEAT
 from redline.training.optim import Ema, Optimizer
 from redline.training.parallel import ParallelStrategy, build_on_all_ranks, parallelize
 from redline.training.run_directory import RunDirectory
-from redline.training.schedule import Horizon, StepTimer
+from redline.training.schedule import Horizon, StepTimer, TrainState
 from redline.training.sharded_checkpoint import SharedCommit, read_rows
 from redline.training.signals import Deadline, Signals, StopRequested
-from redline.training.state import OWN_ENDS, REASONS, Outcome, TrainState, check_identity
 from redline.training.step import BatchLoader, LossScale, Step, data_step, step_batch, to_device
 from redline.training.step_log import StepLog
-from redline.training.warmup import SmallestBatchTooLargeError, resumed_batch_plan, warm_up
-
-# ----------------------------------------------------------------------------------------------------
-# What a run shows of itself while it trains: metrics on what is held out, and texts it writes.
-#
-# Every rank computes the same sequences: what a job decides by them, all decide, and a model that is shared by rows
-# takes all of them for a forward. The first rank's numbers count, and it alone writes them down.
+from redline.training.warmup import SmallestBatchTooLargeError, graph_if_possible, resumed_batch_plan, warm_up
+from redline.vocabulary import Status, StopReason
 
 
-class Evaluator:
-    def __init__(
-        self,
-        parallel: ParallelStrategy,
-        ema: Ema | None,
-        monitor: Monitor,
-        throughput: Throughput,
-        pace: StepTimer,
-        seed: int,
-    ) -> None:
-        self.parallel, self.ema, self.monitor = parallel, ema, monitor
-        self.throughput, self.timer, self.seed = throughput, pace, seed
-        self.evaluated_at: int | None = None
+@dataclass(frozen=True)
+class Outcome:
+    """How `Trainer.run` ended."""
 
-    def evaluate(self, state: TrainState, micro: int) -> TrainState:
-        HEARTBEAT.at("evaluating", state.step)
-        metrics: dict[str, Any] = {}
-        with self.throughput.paused(), self._weights():
-            self.timer.timed("evaluation", lambda: metrics.update(self._metrics(micro)))
-        self.evaluated_at = state.step
-        self.monitor.emit("eval", step=state.step, tokens=state.tokens, **metrics)
-        return state.evaluated(metrics.get("loss"))
+    reason: StopReason
+    state: TrainState
+    saved: bool = True  # the last state is in a checkpoint
 
-    def _metrics(self, micro: int) -> dict[str, Any]:
-        objective, ranks = self.parallel.objective, self.parallel.ranks
-        metrics, decided = ranks.broadcast([objective.evaluate(micro), objective.state()])
-        if not ranks.is_main:
-            objective.load_state(decided)
-        return dict(metrics)
-
-    def sample(self, state: TrainState, label: str, options: Eval) -> None:
-        if options.samples:
-            HEARTBEAT.at("sampling", state.step)
-            with self.throughput.paused(), self._weights():
-                self.timer.timed("samples", lambda: self._write(state, label, options))
-
-    def _write(self, state: TrainState, label: str, options: Eval) -> None:
-        count = 1 if label == "before" else options.samples  # noise is the same everywhere
-        how = Sampling(count=count, tokens=options.sample_tokens, seed=self.seed)
-        objective = self.parallel.objective
-        prompt = objective.first_prompt() if options.prompt is None else options.prompt
-        for sample in objective.sample(prompt, how):
-            self.monitor.emit("sample", step=state.step, label=label, prompt=sample.prompt, text=sample.text)
-
-    @contextmanager
-    def _weights(self) -> Iterator[None]:
-        """The average of the weights, if one is kept."""
-        if self.ema is not None:
-            self.ema.swap()
-        try:
-            yield
-        finally:
-            self.parallel.rest()
-            if self.ema is not None:
-                self.ema.swap()
+    @property
+    def exit_code(self) -> int:
+        return self.reason.exit_code(saved=self.saved)
 
 
-_DAMAGE = "damaged-data"  # in the ranks' store: what a rank has found
+# Reasons by their order of precedence. Ranks agree on a reason by the maximum of its index.
+_REASONS = (None, *StopReason)
+_DAMAGE_KEY = "damaged-data"  # in the store of the ranks: what a rank has found
 
 
 class Trainer:
@@ -119,14 +71,15 @@ class Trainer:
         supervised: bool = False,
         skipped: Sequence[int] = (),
     ) -> None:
+        """`supervised`: a supervisor restarts the run after a failure. `skipped`: steps whose data are left out."""
         self.resolved, self.recipe, self.train = resolved, resolved.recipe, resolved.recipe.train
         self.objective, self.run_directory, self.monitor = objective, run, monitor
         objective.log = monitor.status
-        self.identity = {**identity, "model": model_identity(self.recipe)}  # what must be equal on resume
-        self.ranks, self.supervised = ranks, supervised  # supervised: someone will go on after a failure
-        self.skipped = list(skipped)  # steps whose data are left out
-        self._warmup_told = any("train.warmup_steps=" in text for text in resolved.warnings)  # by what was expected
+        self.identity = {**identity, "model": model_identity(self.recipe)}  # must be equal on resume
+        self.ranks, self.supervised = ranks, supervised
+        self.skipped = list(skipped)
         objective.skipped_steps = len(self.skipped)
+        self._warned_of_warmup = resolved.warmup_warned
         self.device = torch.device(self.train.device)
         self.batch = resolved.batch
         self.state = TrainState()
@@ -139,30 +92,34 @@ class Trainer:
         self.step_log = StepLog(
             monitor, self.throughput, self.device, self.train.max_nonfinite, self.recipe.data.seq_len
         )
-        shared = ranks.joined and self.recipe.parallel.mode == "fsdp"
-        together = SharedCommit(ranks) if shared else None
+        sharded = ranks.joined and self.recipe.parallel.mode == "fsdp"
         self.checkpoints = CheckpointManager(
-            run, monitor, self.timer, self.recipe.checkpoint, first=ranks.is_main, together=together
+            run,
+            monitor,
+            self.timer,
+            self.recipe.checkpoint,
+            is_main=ranks.is_main,
+            shared_commit=SharedCommit(ranks) if sharded else None,
         )
-        # one process of each machine checks the files there
+        # The token files are checked once per node, because each node may have its own copy.
         self.data_check = BackgroundCheck(objective.token_files if ranks.local_rank == 0 else lambda: ())
-        self._agreed_s = 0.0  # the first rank's clock, as all know it
+        self._rank0_seconds = 0.0  # rank 0's clock, as of the last `stop_reason`
 
-    # --- assembling
+    # --- building
 
     def build(self, checkpoint: Path | None = None, initial: Tensors | None = None) -> None:
-        """Make everything that trains; from a checkpoint, make it as it was; else from `initial` weights if given."""
+        """Build model and optimizer, and restore the checkpoint if there is one; else start from `initial` weights."""
         if checkpoint is not None:
             self.objective.load_state(read_state(checkpoint)["objective"])
         if self.train.deterministic:
             torch.use_deterministic_algorithms(True)
-        build_on_all_ranks(self.objective, self.device, self.ranks, decided=checkpoint is not None)
+        build_on_all_ranks(self.objective, self.device, self.ranks, restored=checkpoint is not None)
         if initial is not None and checkpoint is None:
-            learnt = {n: p for n, p in self.objective.model.named_parameters() if p.requires_grad}
-            copy_weights(learnt, initial, "model.init_from")
+            trainable = {n: p for n, p in self.objective.model.named_parameters() if p.requires_grad}
+            copy_weights(trainable, initial, "model.init_from")
         self.parallel = parallelize(self.recipe.parallel.mode, self.ranks, self.objective)
         self.parameters = self.parallel.parameters()
-        self.optimizer = Optimizer(self.parallel.groups(), self.train, self.parallel.muon)
+        self.optimizer = Optimizer(self.parallel.groups(), self.train, self.parallel.make_muon)
         self.scale = LossScale(self.train.precision, self.device)
         decay = self.train.ema
         self.ema = None if decay is None else Ema(self.parameters, decay, self.parallel.sharded)
@@ -182,7 +139,7 @@ class Trainer:
             self._restore(checkpoint)
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Everything that a checkpoint holds, as it lives: file → name → tensor."""
+        """Return the live tensors that a checkpoint holds: file → name → tensor."""
         files: dict[str, dict[str, torch.Tensor]] = {
             "model": {name: p.detach() for name, p in self.parameters.items()},
             "optimizer": {**self.optimizer.tensors(), **self.scale.tensors()},
@@ -191,33 +148,42 @@ class Trainer:
 
     def _restore(self, checkpoint: Path) -> None:
         state = read_state(checkpoint)
-        check_identity(state["identity"], self.identity, self.recipe, self.run_directory.path)
+        self._check_identity(state["identity"])
         with torch.no_grad():
             for stem, tensors in self.tensors().items():
-                saved = read_rows(checkpoint, stem, tensors, self.parallel.places(tensors))
+                saved = read_rows(checkpoint, stem, tensors, self.parallel.shard_specs(tensors))
                 copy_weights(tensors, saved, str(checkpoint))
         self.state = TrainState.from_json(state)
-        if then := self.state.best_of_others(state.get("evaluated_on"), self.recipe.eval.sequences):
-            self.state = replace(self.state, best_loss=None, best_step=None, evals_without_improvement=0)
-            self.monitor.warn(then)
+        before, now = state.get("evaluated_on"), self.recipe.eval.sequences
+        if self.state.best_step is not None and before not in (None, now):
+            self.state = self.state.without_best()
+            self.monitor.warn(f"eval.sequences was {before} and is {now} now: the best step is determined anew")
         self.horizon.load_state(state["decisions"]["horizon"], self.state.step, self.state.seconds)
-        self.timer.closing |= state["decisions"].get("closing", {})
+        self.timer.final_seconds |= state["decisions"].get("closing", {})
         self.batch = resumed_batch_plan(BatchPlan(*state["decisions"]["batch"]), self.batch)
-        self.step_log.skipped, self.step_log.row = (
-            int(state["skipped"]),
-            [int(step) for step in state.get("bad_row", ())],
-        )
-        self.evaluator.evaluated_at = state.get("evaluated", self.state.step)  # older ones do not tell
+        self.step_log.skipped = int(state["skipped"])
+        self.step_log.streak = [int(step) for step in state.get("bad_row", ())]
+        self.evaluator.evaluated_at = state.get("evaluated", self.state.step)  # older checkpoints do not have it
         self.checkpoints.saved_at = self.state.step
-        if warning := self.horizon.spent(self.state.step, self.state.seconds):
+        if warning := self.horizon.resume_warning(self.state.step, self.state.seconds):
             self.monitor.warn(warning)
+
+    def _check_identity(self, recorded: dict[str, Any]) -> None:
+        """Refuse to resume with another model, other data or another tokenizer than the checkpoint's."""
+        run = self.run_directory.path
+        check_model_identity(recorded, self.recipe, run)
+        known = {key: value for key, value in self.identity.items() if key != "model"}
+        changed = [key for key, value in known.items() if recorded.get(key, value) != value]
+        if changed:
+            what = f"the {' and '.join(changed)} changed since this run began."
+            raise UserError(what, where=str(run), fix="Put the old data back, or start a new run.")
 
     # --- the run
 
     def run(self) -> Outcome:
-        """Train until something says stop."""
-        self.began_at = self.state.step
-        self.timer.resume(self.state.seconds)
+        """Train until there is a reason to stop; then evaluate, save and return how it ended."""
+        self.resumed_at = self.state.step
+        self.timer.resume_from(self.state.seconds)
         with self.signals:
             try:
                 return self.finish(self._train())
@@ -225,57 +191,74 @@ class Trainer:
                 self._stop_for_damage(error)
                 raise
             except Exception:
-                # another rank may have found damaged data and left, which broke a collective here
-                if self.ranks.is_main and (damage := self.ranks.peek(_DAMAGE)):
+                # Another rank may have found damaged data and exited, which broke a collective on this one.
+                if self.ranks.is_main and (damage := self.ranks.peek(_DAMAGE_KEY)):
                     self._stop_for_damage(DamagedDataError(**damage))
                 raise
 
-    def _train(self) -> str:
-        """Warm up and train; return why it stopped."""
+    def _train(self) -> StopReason:
+        """Warm up and train; return the reason to stop."""
         try:
-            # one of several must not leave the others alone in a warm-up
+            # With several ranks a signal must not interrupt the warm-up: the others would wait for this one in vain.
             with self.signals.abandonable() if self.ranks.size == 1 else nullcontext():
                 self.warm_up()
             if self.state.step > 0:
-                self.evaluate_if_due()  # a run that was stopped while an evaluation was due has not done it yet
-            elif not self.leaving():
+                # A run that was stopped while an evaluation was due has not done it yet.
+                if self._evaluation_due() and not self.stop_signaled():
+                    self.evaluate()
+            elif not self.stop_signaled():
                 self.evaluate_and_sample("before")
             return self._loop()
         except StopRequested:
-            return self.signals.reason or "preempted"
+            return self.signals.reason or StopReason.PREEMPTED
         except torch.OutOfMemoryError as error:
             self.batch = error.plan if isinstance(error, SmallestBatchTooLargeError) else self.batch
-            self.checkpoints.settle()
-            raise trouble.record_out_of_memory(self.run_directory.path, self._facts()) from None
+            self.checkpoints.wait()
+            raise recovery.record_out_of_memory(self.run_directory.path, self._facts()) from None
 
-    def _loop(self) -> str:
-        data, ranks = self.recipe.data, self.ranks
-        where = (self.objective, self.batch, self.device, data.workers, self.state.step)
-        with self.data_check, BatchLoader(*where, depth=data.prefetch, ranks=ranks, skipped=self.skipped) as feed:
-            self.timer.begin()
+    def _loop(self) -> StopReason:
+        with self.data_check, self._batch_loader() as loader:
+            self.timer.start_steps()
             self.throughput.begin()
-            stop = self.should_stop()
-            while not stop:
-                HEARTBEAT.at("step", self.state.step)
-                batch = feed.next(self.state.step)
-                number = self.state.step
-                result = self.train_step(number, batch, self._lr_factor(number), self._momentum(number))
-                self.state = self.state.after(self.resolved.tokens_per_step, self.timer.seconds)
-                self.timer.after()
-                self.step_log.note(result, self.resolved.tokens_per_step, batch.seconds)
+            reason = self.stop_reason()
+            while not reason:
+                step = self.state.step
+                HEARTBEAT.at("step", step)
+                batch = loader.next(step)
+                result = self.train_step(step, batch, self._lr_factor(step), self._momentum(step))
+                self.state = self.state.after_step(self.resolved.tokens_per_step, self.timer.seconds)
+                self.timer.step_done()
+                self.step_log.record(result, self.resolved.tokens_per_step, batch.wait_seconds)
                 self.replan_if_due()
                 self.log_if_due()
-                self.evaluate_if_due()
+                if self._evaluation_due() and not self.stop_signaled():
+                    self.evaluate()
                 if self.objective.batches_changed():
-                    feed.restart(self.state.step)
-                stop = self.should_stop()
-                # not at the last step: the save that follows then knows what the last evaluation found
-                if not stop and self.checkpoint_if_due():
-                    stop = self.should_stop()
-        return stop
+                    loader.restart(self.state.step)
+                reason = self.stop_reason()
+                # At the last step `finish` saves instead, after the final evaluation: its result is in the checkpoint.
+                if not reason and self.state.step % self.recipe.checkpoint.every == 0:
+                    self.save()
+                    reason = self.stop_reason()
+        return reason
+
+    def _batch_loader(self) -> BatchLoader:
+        data = self.recipe.data
+        return BatchLoader(
+            self.objective,
+            self.batch,
+            self.device,
+            data.workers,
+            self.state.step,
+            depth=data.prefetch,
+            ranks=self.ranks,
+            skipped=self.skipped,
+        )
+
+    # --- warm-up
 
     def warm_up(self) -> None:
-        """Compile and run the worst-case batch: an OOM happens here, not in hour three."""
+        """Compile, and find a micro-batch that fits by dry runs of the largest batch."""
         HEARTBEAT.at("warming up", self.state.step)
         self.batch = warm_up(
             self._dry_run,
@@ -287,20 +270,22 @@ class Trainer:
             device=self.resolved.machine.name,
         )
         if self.train.graph:
-            graph_if_possible(self.train_step, self.batch, self.device, self.monitor, alone=not self.ranks.joined)
-        self.checkpoints.expect(self.tensors())
+            single_process = not self.ranks.joined
+            graph_if_possible(self.train_step, self.batch, self.device, self.monitor, single_process=single_process)
+        self.checkpoints.estimate_save_time(self.tensors())
 
     def _dry_run(self, plan: BatchPlan) -> None:
         self.train_step.clear()
         with self.objective.dry_run():
             for micro, batch in self.objective.warmup_batches(plan.micro):
                 rows = to_device(batch, self.device)
-                # as one of the step's: gradients of the size they will have
-                self.train_step.dry_run(step_batch(self.objective, [rows]).part_of(plan.global_batch / micro))
+                # Weighted as one of the step's micro-batches, so that the gradients are as large as in a step.
+                weighted = step_batch(self.objective, [rows]).scale_weights(plan.global_batch / micro)
+                self.train_step.dry_run(weighted)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    # --- what happens between steps
+    # --- learning rate and horizon
 
     def _lr_factor(self, step: int) -> float:
         return lr_factor(
@@ -315,7 +300,7 @@ class Trainer:
         )
 
     def _momentum(self, step: int) -> float | None:
-        """Return what replaces AdamW's beta1 and Muon's momentum at this step, if train.cycle_momentum is given."""
+        """Return what replaces AdamW's beta1 and Muon's momentum at this step, if train.cycle_momentum is set."""
         if self.train.cycle_momentum is None:
             return None
         return cycled_momentum(
@@ -328,78 +313,81 @@ class Trainer:
         )
 
     def replan_if_due(self) -> None:
-        if self.horizon.due(self.state.step, self.state.seconds if self.ranks.size == 1 else self._agreed_s):
-            self.step_log.wait()  # steps that are only queued have not been paid for
-            per_step = self.timer.seconds_per_step()
-            seconds, per_step, reserve = self.ranks.broadcast([self.state.seconds, per_step, self.timer.reserve])
-            if self.horizon.replan(self.state.step, seconds, per_step, reserve) is None:
-                return
-            end = self.horizon.end
-            message = f"{1000 * per_step:.0f} ms a step: the schedule ends at step {end}"
-            self.monitor.emit("replan", step=self.state.step, end=end, seconds_per_step=per_step, message=message)
-            rises_by_steps = self.train.pct_start is None
-            if rises_by_steps and not self._warmup_told and (told := warmup_warnings(self.train.warmup_steps, end)):
-                self._warmup_told = True
-                self.monitor.warn(told[0])
-
-    def log_if_due(self) -> None:
-        step = self.state.step
-        eta = self.horizon.left_s(self.state.step, self.state.seconds, self.timer.seconds_per_step())
-        self.monitor.tick(step, self.progress, eta)
-        if step % self.recipe.monitor.log_every == 0 or step == self.horizon.end:
-            self._log(eta)
-        elif step % self.train.max_nonfinite == 0:
-            self.step_log.look(step)
-
-    def _log(self, eta_s: float | None) -> None:
-        rate = self.train.lr * self._lr_factor(self.state.step - 1)
-        self.step_log.emit(self.state, lr=rate, progress=self.progress, eta_s=eta_s)
+        """Fit the schedule of a run with train.hours to the measured speed."""
+        # All ranks must decide alike, so with several ranks rank 0's clock counts.
+        seconds = self.state.seconds if self.ranks.size == 1 else self._rank0_seconds
+        if not self.horizon.replan_due(self.state.step, seconds):
+            return
+        self.step_log.wait()  # steps that are only queued on the GPU have not taken their time yet
+        per_step = self.timer.seconds_per_step()
+        seconds, per_step, reserve = self.ranks.broadcast([self.state.seconds, per_step, self.timer.reserve])
+        if self.horizon.replan(self.state.step, seconds, per_step, reserve) is None:
+            return
+        end = self.horizon.end
+        message = f"{1000 * per_step:.0f} ms a step: the schedule ends at step {end}"
+        self.monitor.emit("replan", step=self.state.step, end=end, seconds_per_step=per_step, message=message)
+        if self.train.pct_start is None and not self._warned_of_warmup:
+            for warning in warmup_warnings(self.train.warmup_steps, end):
+                self._warned_of_warmup = True
+                self.monitor.warn(warning)
 
     @property
     def progress(self) -> float:
-        return self.horizon.done(self.state.step, self.state.seconds)
+        return self.horizon.fraction_done(self.state.step, self.state.seconds)
 
-    def evaluate_if_due(self) -> None:
-        due = self.state.step % self.recipe.eval.every == 0 and self.evaluator.evaluated_at != self.state.step
-        if due and not self.leaving():
-            self.evaluate()
+    # --- log, evaluate, save
+
+    def log_if_due(self) -> None:
+        step = self.state.step
+        eta_s = self.horizon.seconds_left(step, self.state.seconds, self.timer.seconds_per_step())
+        self.monitor.tick(step, self.progress, eta_s)
+        if step % self.recipe.monitor.log_every == 0 or step == self.horizon.end:
+            self._log(eta_s)
+        elif step % self.train.max_nonfinite == 0:
+            # Otherwise a run whose steps are all bad would train on until the next log line, which may be far away.
+            self.step_log.read_skipped(step)
+
+    def _log(self, eta_s: float | None) -> None:
+        lr = self.train.lr * self._lr_factor(self.state.step - 1)
+        self.step_log.log(self.state, lr=lr, progress=self.progress, eta_s=eta_s)
+
+    def _evaluation_due(self) -> bool:
+        return self.state.step % self.recipe.eval.every == 0 and self.evaluator.evaluated_at != self.state.step
 
     def evaluate(self) -> None:
-        self.step_log.wait()  # for what is queued: in the pause, its time would be lost and its tokens counted
+        self.step_log.wait()  # or the time of queued steps would count as evaluation, and raise the tokens/s
         self.state = self.evaluator.evaluate(self.state, self.batch.micro)
         if self.recipe.checkpoint.best and self.state.best_step == self.state.step > 0:
             self.save()
 
     def evaluate_and_sample(self, label: str) -> None:
-        """Validation loss and samples, before and after."""
+        """Evaluate and write samples; `label` is "before" or "after" the training."""
         if self.evaluator.evaluated_at != self.state.step:
             self.evaluate()
         self.evaluator.sample(self.state, label, self.recipe.eval)
 
-    def checkpoint_if_due(self) -> bool:
-        if due := self.state.step % self.recipe.checkpoint.every == 0:
-            self.save()
-        return due
-
     def save(self) -> None:
         HEARTBEAT.at("saving", self.state.step)
-        self.data_check.poll(self.monitor.warn)  # nothing is saved that learned from damaged data knowingly
+        self.data_check.poll(self.monitor.warn)  # do not save weights that may have learned from damaged data
         self.step_log.wait()
-        self.step_log.look(self.state.step)  # whoever goes on from here cannot look at these steps any more
+        self.step_log.read_skipped(self.state.step)  # a run that resumes here cannot read these steps any more
         files = self.tensors()
-        places = {stem: self.parallel.places(tensors) for stem, tensors in files.items()}
+        shard_specs = {stem: self.parallel.shard_specs(tensors) for stem, tensors in files.items()}
         with self.throughput.paused():
-            self.checkpoints.save(self.state.step, files, self._record(), self.state.best_step, places)
-            self.ranks.broadcast(None)  # who has no part in it waits here, where that may take its time
+            self.checkpoints.save(self.state.step, files, self._record(), self.state.best_step, shard_specs)
+            # The others wait here while rank 0 saves, with the long timeout of a broadcast. In the next step's
+            # collectives they would run into the short one.
+            self.ranks.broadcast(None)
 
     def _record(self) -> dict[str, Any]:
+        """Return the content of state.json."""
         plan = self.batch
         return {
             "schema": 1,
             **replace(self.state, seconds=self.timer.seconds).to_json(),
             "seed": self.train.seed,
             "skipped": self.step_log.skipped,
-            "bad_row": self.step_log.row,
+            "bad_row": self.step_log.streak,
             "evaluated": self.evaluator.evaluated_at,
             "evaluated_on": self.recipe.eval.sequences,
             "identity": self.identity,
@@ -407,113 +395,129 @@ class Trainer:
             "decisions": {
                 "batch": [plan.micro, plan.accumulation, plan.world],
                 "horizon": self.horizon.state(),
-                "closing": dict(self.timer.closing),
+                "closing": dict(self.timer.final_seconds),
                 **({"skipped": self.skipped} if self.skipped else {}),
             },
         }
 
     # --- stopping
 
-    def should_stop(self) -> str | None:
-        """What one rank was told, all do; clocks, files and losses are the first one's to look at."""
+    def stop_reason(self) -> StopReason | None:
+        """Return why the run should stop now, or None; with several ranks, agree on it.
+
+        Any rank may have received a signal or found damaged data. Clocks, files and losses are rank 0's to check: they
+        may differ a little between ranks.
+        """
         if self.ranks.size == 1:
             self.data_check.poll(self.monitor.warn)
-            return self._wish()
-        wish = self._wish() if self.ranks.is_main else self.signals.reason
+            return self._own_stop_reason()
+        own = self._own_stop_reason() if self.ranks.is_main else self.signals.reason
         try:
             self.data_check.poll(self.monitor.warn)
         except DamagedDataError as error:
-            self.ranks.post(_DAMAGE, {"what": error.what, "where": error.where, "fix": error.fix})
-            wish = "damaged_data"
+            self.ranks.post(_DAMAGE_KEY, {"what": error.what, "where": error.where, "fix": error.fix})
+            own = StopReason.DAMAGED_DATA
         seconds = self.timer.seconds if self.ranks.is_main else 0.0
-        code, self._agreed_s = self.ranks.max(REASONS.index(wish), seconds)
-        if (reason := REASONS[int(code)]) == "damaged_data":
-            # by a collective: rank 0 may host the store and leaves as soon as it has written the event
-            raise DamagedDataError(**self.ranks.broadcast(self.ranks.wait_for(_DAMAGE) if self.ranks.is_main else None))
+        index, self._rank0_seconds = self.ranks.max(_REASONS.index(own), seconds)
+        if (reason := _REASONS[int(index)]) is StopReason.DAMAGED_DATA:
+            # Rank 0 sends the details by a collective: it may host the store, and exits soon after.
+            damage = self.ranks.wait_for(_DAMAGE_KEY) if self.ranks.is_main else None
+            raise DamagedDataError(**self.ranks.broadcast(damage))
         return reason
 
-    def leaving(self) -> bool:
-        """Whether a signal has asked any of the ranks to stop."""
-        return bool(self.ranks.max(float(bool(self.signals.reason)))[0])
-
-    def _wish(self) -> str | None:
+    def _own_stop_reason(self) -> StopReason | None:
         if self.signals.reason:
             return self.signals.reason
         if reason := self.run_directory.stop_reason():
             return reason
-        if self.step_log.storm:
-            return "nonfinite"
+        if self.step_log.fatal_streak:
+            return StopReason.NONFINITE
         target, best = self.train.target_loss, self.state.best_loss
         if target is not None and best is not None and best <= target:
-            return "target_loss"
+            return StopReason.TARGET_LOSS
         if self.state.out_of_patience(self.recipe.eval.patience):
-            return "patience"
+            return StopReason.PATIENCE
         if self.horizon.steps is not None and self.state.step >= self.horizon.steps:
-            return "steps"
-        one_more = self.timer.seconds_per_step() + self.timer.reserve
-        if self.horizon.seconds is not None and self.timer.seconds + one_more >= self.horizon.seconds:
-            return "hours"
-        return "preempted" if self.deadline.within(one_more) else None
+            return StopReason.STEPS
+        next_step = self.timer.seconds_per_step() + self.timer.reserve
+        if self.horizon.seconds is not None and self.timer.seconds + next_step >= self.horizon.seconds:
+            return StopReason.HOURS
+        return StopReason.PREEMPTED if self.deadline.within(next_step) else None
 
-    def _rolls_back(self) -> bool:
-        """Whether to go on from before the bad batches, without them: that is for a supervisor, and not for ever."""
-        steps, path = self.step_log.storm, self.run_directory.path
+    def stop_signaled(self) -> bool:
+        """Return whether any rank has received a signal to stop."""
+        return bool(self.ranks.max(float(bool(self.signals.reason)))[0])
+
+    def finish(self, reason: StopReason) -> Outcome:
+        """Evaluate, save, and write the stop event.
+
+        A run that has reached its end evaluates first, so that the last checkpoint includes the result. A run that a
+        person stops saves first. A preempted run only saves, because the machine may be gone in seconds.
+        """
+        if reason is StopReason.MOVED:
+            self._follow_directory()
+        rolled_back = reason is StopReason.NONFINITE and self._record_rollback()
+        if self.step_log.logged_step < self.state.step:  # only after the step was it clear that it is the last one
+            self._log(None)
+        if reason.status is Status.FINISHED:
+            self._final_evaluation()
+        if not rolled_back:
+            self.save()
+        saved = self.ranks.broadcast(rolled_back or self.checkpoints.finish(self.state.step))
+        if reason in (StopReason.INTERRUPTED, StopReason.REQUESTED):
+            self._final_evaluation()
+        self._emit_stop(reason, saved)
+        if rolled_back:
+            self.checkpoints.wait()
+            what = f"the batches of {len(self.step_log.fatal_streak)} steps in a row are not finite."
+            raise recovery.NonFiniteError(what, fix="The run restarts from the checkpoint before them, without them.")
+        return Outcome(reason, self.state, saved)
+
+    def _record_rollback(self) -> bool:
+        """Record the bad batches, for a restart from before them that leaves them out.
+
+        Return False if no supervisor restarts the run, or if it has been rolled back too often already.
+        """
+        steps, path = self.step_log.fatal_streak, self.run_directory.path
         batches = [data_step(step, self.skipped) for step in steps]
-        noted = (
-            self.supervised and self.ranks.is_main and trouble.record_nonfinite(path, self._facts(), steps[0], batches)
+        recorded = (
+            self.supervised and self.ranks.is_main and recovery.record_nonfinite(path, self._facts(), steps[0], batches)
         )
-        return bool(self.ranks.broadcast(noted))
+        return bool(self.ranks.broadcast(recorded))
 
-    def _last_look(self) -> None:
-        """It may need more memory than any before it, for more texts; what was learnt is not lost by that."""
+    def _final_evaluation(self) -> None:
+        """Evaluate and sample. A failure must not lose the trained weights: save them first, then raise."""
         try:
             self.evaluate_and_sample("after")
         except Exception as error:
             if self.ranks.size > 1:
-                raise  # the others are still within it: they cannot save
+                raise  # the other ranks are still in the evaluation, so no collective save is possible
             if not isinstance(error, torch.OutOfMemoryError):
                 self.save()
-                self.checkpoints.settle()
+                self.checkpoints.wait()
                 raise
-            self.monitor.warn("the last look does not fit into memory; smaller eval.samples or eval.sample_tokens may")
+            # The final one writes more samples than those before, so it may be the first that does not fit.
+            self.monitor.warn(
+                "the final evaluation ran out of memory. Use a smaller eval.samples or eval.sample_tokens"
+            )
 
-    def _facts(self) -> trouble.RunFacts:
+    def _facts(self) -> recovery.RunFacts:
         micro, checkpointing = self.batch.micro, self.train.grad_checkpointing
-        return trouble.RunFacts(self.ranks.rank, self.state.step, micro, self.ranks.size, checkpointing)
+        return recovery.RunFacts(self.ranks.rank, self.state.step, micro, self.ranks.size, checkpointing)
 
     def _follow_directory(self) -> None:
-        """Save where the directory is now, on every rank; without one, say that nothing more can be saved."""
+        """Find the moved run directory, on every rank. If it was removed, warn that nothing more can be saved."""
         before = self.run_directory.path
-        found = self.ranks.broadcast(str(self.run_directory.path) if self.run_directory.follow() else None)
-        if found is None:
+        now = self.ranks.broadcast(str(self.run_directory.path) if self.run_directory.follow() else None)
+        if now is None:
             self.monitor.warn(f"the run directory {before} was removed while the run was training: stopping unsaved")
             return
-        self.run_directory.path = Path(found)
-        self.monitor.warn(f"the run directory {before} was moved to {found} while the run was training: saving there")
+        self.run_directory.path = Path(now)
+        self.monitor.warn(f"the run directory {before} was moved to {now} while the run was training: saving there")
 
-    def finish(self, reason: str) -> Outcome:
-        """The last look, which the last save knows of. Who was asked to leave saves first; to make room, none looks."""
-        if reason == "moved":
-            self._follow_directory()
-        abandoned = reason == "nonfinite" and self._rolls_back()
-        if self.step_log.said < self.state.step:  # where it ended was not known in advance
-            self._log(None)
-        if reason in OWN_ENDS:
-            self._last_look()
-        if not abandoned:
-            self.save()
-        saved = self.ranks.broadcast(abandoned or self.checkpoints.finish(self.state.step))
-        if reason in ("interrupted", "requested"):
-            self._last_look()
-        self._emit_stop(reason, saved)
-        if abandoned:
-            self.checkpoints.settle()
-            what = f"the batches of {len(self.step_log.storm)} steps in a row are not finite."
-            raise trouble.NonFiniteError(what, fix="Going on from the last checkpoint before them, without them.")
-        return Outcome(reason, self.state, saved)
-
-    def _emit_stop(self, reason: str, saved: bool) -> None:
+    def _emit_stop(self, reason: StopReason, saved: bool) -> None:
         hours = self.timer.seconds / 3600
+        message = self._stop_message(reason)
         self.monitor.emit(
             "stop",
             reason=reason,
@@ -521,27 +525,92 @@ class Trainer:
             tokens=self.state.tokens,
             hours=hours,
             cost_usd=self.monitor.cost(hours),
-            **self.step_log.ending(reason, saved),
-            **self._explanation(reason),
+            **self.step_log.stop_fields(reason, saved),
+            **({} if message is None else {"message": message}),
             **self.data_check.progress(),
         )
 
-    def _explanation(self, reason: str) -> dict[str, Any]:
-        """Return the message of a stop event whose reason needs one."""
+    def _stop_message(self, reason: StopReason) -> str | None:
+        """Return the message of the stop event, for reasons that need one."""
         best = self.state.best_loss
-        if reason == "patience" and best is not None:
+        if reason is StopReason.PATIENCE and best is not None:
             what = f"no lower validation loss in {self.recipe.eval.patience} evaluations (eval.patience)"
-            return {"message": f"{what}; the best was {best:.4f} at step {self.state.best_step}"}
-        return self.horizon.ending(reason, self.state.step)
+            return f"{what}; the best was {best:.4f} at step {self.state.best_step}"
+        return self.horizon.stop_message(reason, self.state.step)
 
     def _stop_for_damage(self, error: DamagedDataError) -> None:
-        """Write down why the run ends. Nothing more is saved: the weights may have learned from the damaged file."""
+        """Write the stop event. Nothing more is saved, because the weights may have learned from the damaged file."""
         if not self.ranks.is_main:
-            with suppress(RuntimeError):  # rank 0, which has the log and may host the store, knows it and has left
-                self.ranks.post(_DAMAGE, {"what": error.what, "where": error.where, "fix": error.fix})
+            # The store is gone if rank 0 hosted it, already knows of the damage and has exited.
+            with suppress(RuntimeError):
+                self.ranks.post(_DAMAGE_KEY, {"what": error.what, "where": error.where, "fix": error.fix})
             return
-        self.checkpoints.settle()
-        since = [step for step in committed_steps(self.run_directory.checkpoints) if step > self.began_at]
-        seen = f" Checkpoints from step {since[0]} on may have learned from it." if since else ""
-        self.monitor.warn(f"{error.message()}{seen}")
-        self._emit_stop("damaged_data", saved=False)
+        self.checkpoints.wait()
+        since = [step for step in committed_steps(self.run_directory.checkpoints) if step > self.resumed_at]
+        affected = f" Checkpoints from step {since[0]} on may have learned from it." if since else ""
+        self.monitor.warn(f"{error.message()}{affected}")
+        self._emit_stop(StopReason.DAMAGED_DATA, saved=False)
+
+
+class Evaluator:
+    """Measures the validation loss and writes samples while the run trains, with the averaged weights if there are any.
+
+    Every rank computes the same sequences: under FSDP every rank has to take part in a forward. Rank 0's numbers count,
+    and rank 0 writes the events.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelStrategy,
+        ema: Ema | None,
+        monitor: Monitor,
+        throughput: Throughput,
+        timer: StepTimer,
+        seed: int,
+    ) -> None:
+        self.parallel, self.ema, self.monitor = parallel, ema, monitor
+        self.throughput, self.timer, self.seed = throughput, timer, seed
+        self.evaluated_at: int | None = None  # step of the last evaluation
+
+    def evaluate(self, state: TrainState, micro: int) -> TrainState:
+        HEARTBEAT.at("evaluating", state.step)
+        metrics: dict[str, Any] = {}
+        with self.throughput.paused(), self._averaged_weights():
+            self.timer.timed("evaluation", lambda: metrics.update(self._metrics(micro)))
+        self.evaluated_at = state.step
+        self.monitor.emit("eval", step=state.step, tokens=state.tokens, **metrics)
+        return state.after_evaluation(metrics.get("loss"))
+
+    def _metrics(self, micro: int) -> dict[str, Any]:
+        objective, ranks = self.parallel.objective, self.parallel.ranks
+        # A job may decide something by its metrics, which differ a little between ranks. All use rank 0's decision.
+        metrics, job_state = ranks.broadcast([objective.evaluate(micro), objective.state()])
+        if not ranks.is_main:
+            objective.load_state(job_state)
+        return dict(metrics)
+
+    def sample(self, state: TrainState, label: str, options: Eval) -> None:
+        if options.samples:
+            HEARTBEAT.at("sampling", state.step)
+            with self.throughput.paused(), self._averaged_weights():
+                self.timer.timed("samples", lambda: self._write_samples(state, label, options))
+
+    def _write_samples(self, state: TrainState, label: str, options: Eval) -> None:
+        count = 1 if label == "before" else options.samples  # untrained weights write noise; one sample is enough
+        sampling = Sampling(count=count, tokens=options.sample_tokens, seed=self.seed)
+        objective = self.parallel.objective
+        prompt = objective.first_prompt() if options.prompt is None else options.prompt
+        for sample in objective.sample(prompt, sampling):
+            self.monitor.emit("sample", step=state.step, label=label, prompt=sample.prompt, text=sample.text)
+
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """Use the moving average of the weights, if there is one."""
+        if self.ema is not None:
+            self.ema.swap()
+        try:
+            yield
+        finally:
+            self.parallel.reshard()
+            if self.ema is not None:
+                self.ema.swap()

@@ -1,4 +1,11 @@
-"""A trainer on random weights and tokens, ready for its first step: what is tried, timed and held against a plan."""
+"""Train a few steps on random weights and tokens, without a run, to measure speed and memory.
+
+    python -m redline.training.trial < request.json
+
+measures in a process of its own, because running out of memory or a crash of the compiler must not end the caller. The
+request has a resolved recipe and the facts of its data, and optionally `least_steps` to time and `profile`, the number
+of further steps to profile. The answer is one line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +35,7 @@ from redline.training.step_log import peak_memory_gib
 from redline.training.trainer import Trainer
 
 
-class Silent:
+class SilentView:
     """A view that shows nothing."""
 
     def event(self, event: Event) -> None:
@@ -41,8 +48,8 @@ class Silent:
         return
 
 
-class Heard(Silent):
-    """What is to be known of figures."""
+class WarningCollector(SilentView):
+    """A view that collects warnings: they may explain the measured figures."""
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
@@ -53,16 +60,18 @@ class Heard(Silent):
 
 
 @dataclass(frozen=True)
-class Ready:
+class WarmTrainer:
+    """A trainer that is built and warmed up."""
+
     trainer: Trainer
     objective: Any
     resolved: Resolved
     facts: DataFacts
     warmup_s: float
-    heard: Heard
+    collector: WarningCollector
 
-    def said(self) -> dict[str, Any]:
-        """How it was set up, and what it warned of."""
+    def settings(self) -> dict[str, Any]:
+        """Return how the trainer is set up, and its warnings."""
         recipe = self.resolved.recipe
         chosen = {choice.key: choice.value for choice in self.resolved.choices}
         return {
@@ -71,29 +80,29 @@ class Ready:
             "precision": recipe.train.precision,
             "compiled": recipe.train.compile,
             "kernels": recipe.model.kernels,
-            "warnings": [*self.resolved.warnings, *self.objective.warnings(), *self.heard.warnings],
+            "warnings": [*self.resolved.warnings, *self.objective.warnings(), *self.collector.warnings],
             "choices": chosen | {key: value for key, value, _ in self.objective.choices()},
         }
 
 
 @contextmanager
-def ready(tree: dict[str, Any], facts: DataFacts, *, where: str) -> Iterator[Ready]:
-    """Of a resolved recipe and the facts of its data."""
+def warm_trainer(tree: dict[str, Any], facts: DataFacts, *, where: str) -> Iterator[WarmTrainer]:
+    """Build and warm up a trainer from a resolved recipe and the facts of its data. `where` is for error messages."""
     recipe = validate(tree, where=where)
     resolved = resolve(recipe, detect_machine(recipe.train.device), facts)
     runtime = job_runtime(recipe.objective)
     objective = runtime.create(resolved, runtime.random_data(facts))
-    heard = Heard()
-    with trainer_alone(resolved, objective, heard) as trainer:
+    collector = WarningCollector()
+    with trainer_without_run(resolved, objective, collector) as trainer:
         trainer.build()
         begin = time.perf_counter()
         trainer.warm_up()
-        yield Ready(trainer, objective, resolved, facts, time.perf_counter() - begin, heard)
+        yield WarmTrainer(trainer, objective, resolved, facts, time.perf_counter() - begin, collector)
 
 
 @contextmanager
-def trainer_alone(resolved: Resolved, objective: Any, view: View) -> Iterator[Trainer]:
-    """Not built yet; of its run nothing stays."""
+def trainer_without_run(resolved: Resolved, objective: Any, view: View) -> Iterator[Trainer]:
+    """Make a trainer that is not built yet, with a temporary run directory."""
     with (
         tempfile.TemporaryDirectory() as name,
         RunDirectory(Path(name)) as run,
@@ -102,41 +111,32 @@ def trainer_alone(resolved: Resolved, objective: Any, view: View) -> Iterator[Tr
         yield Trainer(resolved, objective, run, monitor, horizon_steps=None, identity={})
 
 
-# ----------------------------------------------------------------------------------------------------
-# A few real steps on random tokens, in a process of their own: what a plan's figures are held against.
-#
-#     python -m redline.training.trial < request.json
-#
-# The request holds a resolved recipe and the facts of its data, and may ask for `least_steps` to be timed and for a
-# `profile` of so many more; the answer is one JSON line. A process of its own, because running out of memory, or a
-# compiler that crashes, must not take the plan with it.
+UNTIMED_STEPS = 2  # the first steps, which only estimate how many steps to time
+MIN_STEPS, MIN_SECONDS = 3, 3.0
+MAX_STEPS, MAX_SECONDS = 30, 10.0
 
 
-SETTLE_STEPS = 2
-LEAST_STEPS, LEAST_SECONDS = 3, 3.0
-MOST_STEPS, MOST_SECONDS = 30, 10.0
-
-
-def trial(tree: dict[str, Any], facts: DataFacts, least_steps: int = LEAST_STEPS, profile: int = 0) -> dict[str, Any]:
-    with ready(tree, facts, where="trial") as own:
-        trainer = own.trainer
+def trial(tree: dict[str, Any], facts: DataFacts, least_steps: int = MIN_STEPS, profile: int = 0) -> dict[str, Any]:
+    """Measure training steps; return the answer as in the module's docstring."""
+    with warm_trainer(tree, facts, where="trial") as warm:
+        trainer = warm.trainer
         steps = _steps(trainer)
         seconds = _seconds_per_step(steps, least_steps)
         memory = peak_memory_gib(trainer.device)
         busy = kernel_time(lambda: steps(0, profile), trainer.device) if profile else None
     return {
-        "tokens_per_s": own.resolved.tokens_per_step / seconds,
+        "tokens_per_s": warm.resolved.tokens_per_step / seconds,
         "step_ms": 1e3 * seconds,
         "memory_gib": memory,
-        "compile_s": own.warmup_s,
+        "compile_s": warm.warmup_s,
         "micro": trainer.batch.micro,
-        "choices": [{"key": key, "value": value, "reason": reason} for key, value, reason in own.objective.choices()],
+        "choices": [{"key": key, "value": value, "reason": reason} for key, value, reason in warm.objective.choices()],
         **({} if busy is None else {"kernel_ms": 1e3 * busy.kernels / profile, "kernel_share": busy.share}),
     }
 
 
 def _steps(trainer: Trainer) -> Callable[[int, int], float]:
-    """Seconds that `count` steps take, beginning with step `first`."""
+    """Return a function of (first, count) that trains `count` steps from step `first` on and returns the seconds."""
     micro = to_device(trainer.objective.worst_batch(trainer.batch.micro), trainer.device)
     batch = step_batch(trainer.objective, [micro] * trainer.batch.accumulation)
 
@@ -152,10 +152,10 @@ def _steps(trainer: Trainer) -> Callable[[int, int], float]:
 
 
 def _seconds_per_step(steps: Callable[[int, int], float], least: int) -> float:
-    settling = steps(0, SETTLE_STEPS) / SETTLE_STEPS
-    count = min(MOST_STEPS, max(least, round(LEAST_SECONDS / settling)))
-    count = max(1, min(count, round(MOST_SECONDS / settling)))
-    return steps(SETTLE_STEPS, count) / count
+    estimate = steps(0, UNTIMED_STEPS) / UNTIMED_STEPS
+    count = min(MAX_STEPS, max(least, round(MIN_SECONDS / estimate)))
+    count = max(1, min(count, round(MAX_SECONDS / estimate)))
+    return steps(UNTIMED_STEPS, count) / count
 
 
 def main() -> None:
