@@ -18,6 +18,7 @@ COMPLETE_VARIABLE = "_REDLINE_COMPLETE"  # click derives this name from the prog
 
 
 def completion(
+    context: typer.Context,
     shell: Annotated[
         str,
         typer.Argument(
@@ -39,14 +40,15 @@ def completion(
     """
     if shell not in SHELLS:
         raise UsageError(f"{shell!r} is not {' or '.join(SHELLS)}.", where="SHELL", fix="Use one of those.")
-    from typer.completion import get_completion_script
     from typer.completion import install as install_script
+    from typer.completion import shell_complete
 
     if install:
-        _, path = install_script(shell=shell, prog_name="redline", complete_var=COMPLETE_VARIABLE)
+        _, path = install_script(shell, "redline", COMPLETE_VARIABLE)
         typer.echo(f"installed in {path}; open a new terminal to use it")
     else:
-        typer.echo(get_completion_script(prog_name="redline", complete_var=COMPLETE_VARIABLE, shell=shell))
+        enable()
+        shell_complete(context.find_root().command, {}, "redline", COMPLETE_VARIABLE, f"source_{shell}")
 
 
 def enable() -> None:

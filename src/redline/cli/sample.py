@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from redline.cli.evaluate import open_model
 from redline.cli.options import (
     MOST_TOKENS,
     BaseOption,
@@ -58,12 +57,20 @@ def sample(
       redline sample runs/quickstart-20261115-101500@best --count 3 --temperature 0.7
       redline sample HuggingFaceTB/SmolLM2-135M-Instruct --prompt "Why is the sky blue?"
     """
-    trained = open_model(run, weights=weights, base=base, device=device, writes_only=True, settings=settings or ())
+
+    def log(text: str) -> None:
+        typer.echo(text, err=True)
+
+    from redline.evaluate.named_model import open_model
+
+    trained = open_model(
+        run, log=log, weights=weights, base=base, settings=settings or (), device=device, writes_only=True
+    )
     from redline.jobs.objective import Sampling
 
     sampling = Sampling(count, tokens, seed, temperature, top_k, top_p)
     objective = trained.objective
-    objective.log = lambda text: typer.echo(text, err=True)
+    objective.log = log
     # Arguments that are not UTF-8 reach Python as lone surrogates, which no tokenizer accepts.
     prompt = os.fsencode(prompt).decode("utf-8", "replace")
     samples = objective.continuation(prompt, sampling) if plain else objective.sample(prompt, sampling)
