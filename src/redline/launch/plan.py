@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from redline.data.facts import expected_facts
+from redline.data.estimate import expected_facts
 from redline.errors import UsageError, UserError
 from redline.fields import AUTO, none_if_auto
 from redline.hardware.machine import local_cpu, local_machine, named_gpu
