@@ -19,7 +19,7 @@ from redline.runs.report.compare import (
     comparison_data,
     legend_of,
     measure,
-    read_sides,
+    read_runs,
     recipe_differences,
     winner,
     write_comparison,
@@ -67,7 +67,7 @@ def make(
 def test_only_what_differs_in_the_recipes_is_listed(tmp_path: Path) -> None:
     extra = {"recipe": {"objective": "causal_lm", "train": {"lr": 1e-3, "betas": [0.9, 0.99], "new_key": 1}}}
     runs = [make(tmp_path, "a"), make(tmp_path, "b", lr=2e-3), make(tmp_path, "c", lock=extra)]
-    rows = {row.key: row.values for row in recipe_differences(read_sides(runs))}
+    rows = {row.key: row.values for row in recipe_differences(read_runs(runs))}
     assert rows == {
         "train.lr": ["0.001", "0.002", "0.001"],
         "train.betas": ["[0.9, 0.95]", "[0.9, 0.95]", "[0.9, 0.99]"],
@@ -81,7 +81,7 @@ def test_only_what_differs_in_the_recipes_is_listed(tmp_path: Path) -> None:
 
 def test_who_won_by_how_much_and_how_much_sooner(tmp_path: Path) -> None:
     runs = [make(tmp_path, "slow", loss=4.0, rate=500.0), make(tmp_path, "fast", loss=2.0, price=0.5)]
-    first, sooner, speed = winner(read_sides(runs))
+    first, sooner, speed = winner(read_runs(runs))
     assert first == "fast won: best validation loss 2, 2 (50.0 %) lower than slow."
     # 10 − 8·s/40 ≤ 4 first at step 30; `slow` is there at its end, step 40
     assert sooner == "It reached slow's 4 after 30s instead of 40s and $0.0042 instead of $0.011."
@@ -90,7 +90,7 @@ def test_who_won_by_how_much_and_how_much_sooner(tmp_path: Path) -> None:
 
 def test_an_even_race_has_no_winner(tmp_path: Path) -> None:
     runs = [make(tmp_path, "a", loss=2.0), make(tmp_path, "b", loss=2.001)]
-    assert winner(read_sides(runs)) == ["a and b are even: best validation loss 2 and 2.001."]
+    assert winner(read_runs(runs)) == ["a and b are even: best validation loss 2 and 2.001."]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_an_even_race_has_no_winner(tmp_path: Path) -> None:
 )
 def test_what_does_not_compare_is_said(tmp_path: Path, lock: dict[str, Any], words: str) -> None:
     runs = [make(tmp_path, "a", loss=2.0), make(tmp_path, "b", loss=3.0, lock=lock)]
-    said = " ".join(winner(read_sides(runs)))
+    said = " ".join(winner(read_runs(runs)))
     assert words in said
     assert ("won: bits per byte 1," in said) == ("bits" in words)
     page = write_comparison(runs).read_text()
@@ -129,8 +129,8 @@ def test_text_of_another_size_has_no_winner_whatever_the_tokenizers(tmp_path: Pa
         lock = lock_with(tokenizer, fingerprint=name)
         lock["data"]["text_bytes"] = [100, val]
         runs.append(make(tmp_path, name, loss=2.0, lock=lock))
-    assert isinstance(measure(read_sides(runs[:2])), Measure)
-    assert isinstance(measure(read_sides(runs[1:])), str)
+    assert isinstance(measure(read_runs(runs[:2])), Measure)
+    assert isinstance(measure(read_runs(runs[1:])), str)
 
 
 def test_losses_that_divide_by_other_tokens_have_no_winner(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_the_same_rows_in_another_order_or_split_do_compare(tmp_path: Path) -> N
     runs = [
         make(tmp_path, name, loss=loss, lock=lock) for name, loss, lock in zip("ab", (2.0, 3.0), locks, strict=True)
     ]
-    found = measure(read_sides(runs))
+    found = measure(read_runs(runs))
     assert isinstance(found, Measure)
     assert any("validation rows" in caution for caution in found.cautions)
     assert comparison_data(runs)["winner"] == "a"
@@ -180,7 +180,7 @@ def lock_with(
 )
 def test_what_makes_a_loss_lower_by_itself_is_said(tmp_path: Path, other: Any, expected: list[str]) -> None:
     runs = [make(tmp_path, "a", loss=2.0, lock=lock_with()), make(tmp_path, "b", loss=3.0, lock=other)]
-    found = measure(read_sides(runs))
+    found = measure(read_runs(runs))
     assert isinstance(found, Measure)
     assert found.ranked[0][1] == 0
     cautions = found.cautions
@@ -189,12 +189,12 @@ def test_what_makes_a_loss_lower_by_itself_is_said(tmp_path: Path, other: Any, e
 
 def test_other_tokenizers_without_bits_have_no_winner(tmp_path: Path) -> None:
     other = make(tmp_path, "b", evals=False, lock={"data": {"tokenizer_fingerprint": "u"}})
-    assert "do not compare" in winner(read_sides([make(tmp_path, "a"), other]))[0]
+    assert "do not compare" in winner(read_runs([make(tmp_path, "a"), other]))[0]
 
 
 def test_training_losses_stand_in_where_nothing_was_held_out(tmp_path: Path) -> None:
     runs = [make(tmp_path, "a", evals=False), make(tmp_path, "b", evals=False, count=20)]
-    said = winner(read_sides(runs))
+    said = winner(read_runs(runs))
     assert said[0] == "a won: training loss 5, 2 (28.6 %) lower than b."
     assert any("training losses are compared" in sentence for sentence in said)
 
@@ -216,16 +216,16 @@ def test_runs_without_a_loss_and_crashed_ones_still_have_a_page(tmp_path: Path) 
 
 def test_there_is_a_view_for_each_axis_that_is_known(tmp_path: Path) -> None:
     priced = [make(tmp_path, "a"), make(tmp_path, "b", price=None)]
-    views = aligned_views(read_sides(priced))
+    views = aligned_views(read_runs(priced))
     assert [view.name for view in views] == ["steps", "tokens", "time", "dollars"]
     assert views[-1].without == ["b"]
     free = [make(tmp_path, "c", price=None), priced[1]]
-    assert [view.name for view in aligned_views(read_sides(free))] == ["steps", "tokens", "time"]
+    assert [view.name for view in aligned_views(read_runs(free))] == ["steps", "tokens", "time"]
 
 
 def test_losses_are_compared_where_the_shortest_ends(tmp_path: Path) -> None:
     runs = [make(tmp_path, "long", loss=2.0, count=40), make(tmp_path, "short", loss=5.0, count=20)]
-    step, tokens, time, cost = aligned_views(read_sides(runs))
+    step, tokens, time, cost = aligned_views(read_runs(runs))
     assert step.at_the_end == "At 20 steps, where the shortest run ends: short 5, long 6."
     assert tokens.at_the_end == "At 2k tokens, where the shortest run ends: short 5, long 6."
     assert time.at_the_end == "At 20 seconds of training, where the shortest run ends: short 5, long 6."
@@ -233,7 +233,7 @@ def test_losses_are_compared_where_the_shortest_ends(tmp_path: Path) -> None:
 
 
 def test_every_figure_is_well_formed_and_told_apart_by_more_than_colour(tmp_path: Path) -> None:
-    sides = read_sides([make(tmp_path, f"run-{n}", loss=2 + n) for n in range(8)])
+    sides = read_runs([make(tmp_path, f"run-{n}", loss=2 + n) for n in range(8)])
     for view in aligned_views(sides):
         for figure in view.figures:
             ElementTree.fromstring(figure.svg)
@@ -258,7 +258,7 @@ def test_any_name_of_a_run_is_shown_and_inert(tmp_path: Path, name: str) -> None
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     runs = [make(tmp_path / "x", "run"), make(tmp_path / "y", "run")]
-    assert [side.name for side in read_sides(runs)] == [str(run) for run in runs]
+    assert [side.name for side in read_runs(runs)] == [str(run) for run in runs]
 
 
 # --- the page

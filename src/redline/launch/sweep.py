@@ -215,10 +215,10 @@ def _compare(directory: Path, sweep: Sweep, rows: list[Row]) -> None:
 
 def _best(directory: Path, rows: list[Row]) -> tuple[Row | None, list[str]]:
     """Return the best run by the fairest measure that all share, and cautions; None if the runs are not comparable."""
-    from redline.runs.report.compare import measure, read_sides
+    from redline.runs.report.compare import measure, read_runs
 
     started = [row for row in rows if (directory / row.name / EVENTS_FILE).is_file()]
-    measured = measure(read_sides([directory / row.name for row in started]))
+    measured = measure(read_runs([directory / row.name for row in started]))
     if isinstance(measured, str):
         return None, [measured]
     return (started[measured.ranked[0][1]] if measured.ranked else None), measured.cautions

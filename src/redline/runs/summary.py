@@ -186,9 +186,9 @@ def run_paths(root: Path) -> list[Path]:
     """Return the runs under `root`, newest first."""
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if not path.is_symlink()]
-    found += [member for path in found if is_sweep(path) for member in path.iterdir()]
-    runs = [path for path in found if not path.is_symlink() and _is_run(path)]
+    paths = [path for path in root.iterdir() if not path.is_symlink()]
+    paths += [member for path in paths if is_sweep(path) for member in path.iterdir()]
+    runs = [path for path in paths if not path.is_symlink() and _is_run(path)]
     return sorted(runs, key=lambda path: (_start_time(path), path.name), reverse=True)
 
 
@@ -216,10 +216,10 @@ def disk_bytes(run: Path) -> int:
     for folder, _, names in os.walk(run):
         for name in names:
             try:
-                found = os.lstat(Path(folder) / name)
+                status = os.lstat(Path(folder) / name)
             except OSError:  # the trainer of a running run has just removed an old checkpoint
                 continue
-            sizes[found.st_dev, found.st_ino] = found.st_size
+            sizes[status.st_dev, status.st_ino] = status.st_size
     return sum(sizes.values())
 
 

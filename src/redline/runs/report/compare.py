@@ -87,7 +87,7 @@ _CONDITIONS = (
 
 
 @dataclass(frozen=True)
-class Side:
+class ComparedRun:
     """One run of a comparison: the data of its report, and the events from which its curves are drawn."""
 
     name: str
@@ -109,37 +109,37 @@ class Difference:
         return len({value for value in self.values if value != MISSING}) > 1
 
 
-def read_sides(runs: Sequence[Path]) -> list[Side]:
-    names = _names(runs)
-    return [_side(run, name) for run, name in zip(runs, names, strict=True)]
+def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
+    """Read the runs of a comparison."""
+    return [_read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
 
 
-def _names(runs: Sequence[Path]) -> list[str]:
+def _names(paths: Sequence[Path]) -> list[str]:
     """Return the folder name of each run, or its whole path if two have the same name."""
-    names = [run.resolve().name for run in runs]
-    return [one_line(name if names.count(name) == 1 else run) for name, run in zip(names, runs, strict=True)]
+    names = [path.resolve().name for path in paths]
+    return [one_line(name if names.count(name) == 1 else path) for name, path in zip(names, paths, strict=True)]
 
 
-def _side(run: Path, name: str) -> Side:
-    history, lock = read_run(run)
+def _read_run(path: Path, name: str) -> ComparedRun:
+    history, lock = read_run(path)
     steps = sorted(history.of_type("step"), key=lambda event: number(event, "step") or 0)
-    data, final_lock = run_data(run, history, lock), lock_at_the_end(run, lock, history)
-    return Side(name, data, final_lock, steps, comparable_evals(history))
+    data, final_lock = run_data(path, history, lock), lock_at_the_end(path, lock, history)
+    return ComparedRun(name, data, final_lock, steps, comparable_evals(history))
 
 
-def recipe_differences(sides: Sequence[Side]) -> list[Difference]:
+def recipe_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
     """Return the keys of the resolved recipes that differ, in the order of the recipe. A key that only some runs have,
     of another objective or version, is not a difference by itself."""
-    flat = [dict(flatten(dict(section(side.lock, "recipe")))) for side in sides]
+    flat = [dict(flatten(dict(section(run.lock, "recipe")))) for run in runs]
     keys = dict.fromkeys(key for recipe in flat for key in recipe if key != "description")
     rows = [Difference(key, [_text(recipe[key]) if key in recipe else MISSING for recipe in flat]) for key in keys]
     return [row for row in rows if row.differs]
 
 
-def other_differences(sides: Sequence[Side]) -> list[Difference]:
+def other_differences(runs: Sequence[ComparedRun]) -> list[Difference]:
     """Return what differs in the machine, the code and the data."""
     rows = [
-        Difference(name, [_text(section(side.lock, part).get(key, MISSING)) for side in sides])
+        Difference(name, [_text(section(run.lock, part).get(key, MISSING)) for run in runs])
         for name, (part, key) in _CONDITIONS
     ]
     return [row for row in rows if row.differs]
@@ -185,131 +185,131 @@ class Measure:
         return sorted((score, place) for place, score in enumerate(self.scores) if score is not None)
 
 
-def measure(sides: Sequence[Side]) -> Measure | str:
+def measure(runs: Sequence[ComparedRun]) -> Measure | str:
     """Return the fairest measure, or a sentence that says why the losses cannot be compared."""
-    objectives = _lock_values(sides, "recipe", "objective")
+    objectives = _lock_values(runs, "recipe", "objective")
     if len(objectives) > 1:
         return f"The runs have different objectives ({', '.join(sorted(objectives))}): their losses do not compare."
-    if _other_data(sides):
+    if _other_data(runs):
         return _OTHER_DATA
-    if not _same_loss(sides):
+    if not _same_loss(runs):
         return "The losses are averaged over different tokens (loss_per), so there is no winner."
-    if len(_lock_values(sides, *_TOKENIZER)) > 1:
-        bits = [_lowest(side, "bits_per_byte") for side in sides]
+    if len(_lock_values(runs, *_TOKENIZER)) > 1:
+        bits = [_lowest(run, "bits_per_byte") for run in runs]
         if None in bits:
             return "The tokenizers differ and a run has no bits per byte: the losses do not compare."
         caution = "The tokenizers differ, so bits per byte are compared, not losses."
-        lengths = _cautions(sides, "recipe.data.seq_len")
-        return Measure("bits per byte", "bits_per_byte", bits, [caution, *_partial_evaluation(sides), *lengths])
-    cautions = _cautions(sides, "data.fingerprint", "recipe.data.seq_len", "recipe.eval.sequences")
-    validation = [_lowest(side, "loss") for side in sides]
+        lengths = _cautions(runs, "recipe.data.seq_len")
+        return Measure("bits per byte", "bits_per_byte", bits, [caution, *_partial_evaluation(runs), *lengths])
+    cautions = _cautions(runs, "data.fingerprint", "recipe.data.seq_len", "recipe.eval.sequences")
+    validation = [_lowest(run, "loss") for run in runs]
     if any(value is not None for value in validation):
         return Measure("best validation loss", "loss", validation, cautions)
-    training = [side.data["headline"]["train_loss"] for side in sides]
+    training = [run.data["headline"]["train_loss"] for run in runs]
     return Measure("training loss", None, training, [*cautions, "No validation data: training losses are compared."])
 
 
-def winner(sides: Sequence[Side]) -> list[str]:
+def winner(runs: Sequence[ComparedRun]) -> list[str]:
     """Return sentences about the comparison: the winner first, then what forbids or weakens the comparison."""
-    found = measure(sides)
-    if isinstance(found, str):
-        return [found]
-    if len(found.ranked) < 2:
+    comparison = measure(runs)
+    if isinstance(comparison, str):
+        return [comparison]
+    if len(comparison.ranked) < 2:
         return ["Fewer than two runs have a loss: there is nothing to compare yet."]
-    (best, first), (second, other) = found.ranked[:2]
+    (best, first), (second, other) = comparison.ranked[:2]
     gap = second - best
-    if _even(found):
-        even = f"{sides[first].name} and {sides[other].name} are even: {found.name} {best:.4g} and {second:.4g}."
-        return [even, *_speeds(sides), *found.cautions]
+    if _even(comparison):
+        even = f"{runs[first].name} and {runs[other].name} are even: {comparison.name} {best:.4g} and {second:.4g}."
+        return [even, *_speeds(runs), *comparison.cautions]
     share = f" ({100 * gap / abs(second):.1f} %)" if second else ""
-    won = f"{sides[first].name} won: {found.name} {best:.4g}, {gap:.2g}{share} lower than {sides[other].name}."
-    return [won, *_reached_earlier(sides[first], sides[other], found), *_speeds(sides), *found.cautions]
+    won = f"{runs[first].name} won: {comparison.name} {best:.4g}, {gap:.2g}{share} lower than {runs[other].name}."
+    return [won, *_reached_earlier(runs[first], runs[other], comparison), *_speeds(runs), *comparison.cautions]
 
 
-def winner_name(sides: Sequence[Side]) -> str | None:
+def winner_name(runs: Sequence[ComparedRun]) -> str | None:
     """Return the run with the lowest score; None if scores do not compare, are even, or are fewer than two."""
-    found = measure(sides)
-    if isinstance(found, str) or len(found.ranked) < 2 or _even(found):
+    comparison = measure(runs)
+    if isinstance(comparison, str) or len(comparison.ranked) < 2 or _even(comparison):
         return None
-    return sides[found.ranked[0][1]].name
+    return runs[comparison.ranked[0][1]].name
 
 
-def _even(found: Measure) -> bool:
-    (best, _), (second, _) = found.ranked[:2]
+def _even(comparison: Measure) -> bool:
+    (best, _), (second, _) = comparison.ranked[:2]
     return second - best <= _EVEN * abs(best)
 
 
-def losses_compare(sides: Sequence[Side]) -> bool:
+def losses_are_comparable(runs: Sequence[ComparedRun]) -> bool:
     """Return whether a lower loss is better: only for the same objective, tokenizer and data."""
-    same = all(len(_lock_values(sides, *place)) <= 1 for place in (("recipe", "objective"), _TOKENIZER))
-    return same and not _other_data(sides) and _same_loss(sides)
+    same = all(len(_lock_values(runs, *place)) <= 1 for place in (("recipe", "objective"), _TOKENIZER))
+    return same and not _other_data(runs) and _same_loss(runs)
 
 
-def _same_loss(sides: Sequence[Side]) -> bool:
+def _same_loss(runs: Sequence[ComparedRun]) -> bool:
     """Return whether the loss means the same in all runs. Keys that changed its meaning are missing in older locks,
     which then have the older value."""
     meanings = set()
-    for side in sides:
-        recipe = section(side.lock, "recipe")
+    for run in runs:
+        recipe = section(run.lock, "recipe")
         name = str(recipe.get("objective"))
         older = options_of(name).defaults_in_older_locks if is_job(name) else {}
         meanings.add(str({key: section(recipe, name).get(key, value) for key, value in older.items()}))
     return len(meanings) <= 1
 
 
-def _other_data(sides: Sequence[Side]) -> bool:
+def _other_data(runs: Sequence[ComparedRun]) -> bool:
     """Return whether the runs read different data.
 
     With different tokenizers no fingerprint of tokens can be equal, so the names of the sources and the bytes of each
     split are compared. A fingerprint of rows also covers how they are split and packed; `content`, which older locks
     lack, covers only the rows.
     """
-    if len(_lock_values(sides, *_TOKENIZER)) > 1:
-        names = {str(_sources(side)) for side in sides if _sources(side)}
-        return len(names) > 1 or len(_lock_values(sides, "data", "text_bytes")) > 1
-    contents = [section(side.lock, "data").get("content") for side in sides]
+    if len(_lock_values(runs, *_TOKENIZER)) > 1:
+        names = {str(_sources(run)) for run in runs if _sources(run)}
+        return len(names) > 1 or len(_lock_values(runs, "data", "text_bytes")) > 1
+    contents = [section(run.lock, "data").get("content") for run in runs]
     key = "content" if all(contents) else "fingerprint"
-    return len(_lock_values(sides, "data", key)) > 1
+    return len(_lock_values(runs, "data", key)) > 1
 
 
-def _sources(side: Side) -> list[str]:
+def _sources(run: ComparedRun) -> list[str]:
     """Return the names of the run's sources, without their weights."""
-    given = section(section(side.lock, "recipe"), "data").get("source")
+    given = section(section(run.lock, "recipe"), "data").get("source")
     parts = given if isinstance(given, list) else [given]
     return [str(part.get("source") if isinstance(part, dict) else part) for part in parts if part is not None]
 
 
-def _lock_values(sides: Sequence[Side], *path: str) -> set[str]:
+def _lock_values(runs: Sequence[ComparedRun], *path: str) -> set[str]:
     """Return the different values that the locks hold at this path; a run without a lock adds none."""
     *parts, key = path
-    values = [reduce(section, parts, side.lock).get(key) for side in sides]
+    values = [reduce(section, parts, run.lock).get(key) for run in runs]
     return {str(value) for value in values if value is not None}
 
 
-def _cautions(sides: Sequence[Side], *paths: str) -> list[str]:
+def _cautions(runs: Sequence[ComparedRun], *paths: str) -> list[str]:
     """Return a caution for each of these paths at which the locks differ."""
-    return [_CAUTIONS[path] for path in paths if len(_lock_values(sides, *path.split("."))) > 1]
+    return [_CAUTIONS[path] for path in paths if len(_lock_values(runs, *path.split("."))) > 1]
 
 
-def _partial_evaluation(sides: Sequence[Side]) -> list[str]:
+def _partial_evaluation(runs: Sequence[ComparedRun]) -> list[str]:
     """Return a caution if a run evaluated only the first sequences of its validation set."""
-    for side in sides:
-        recipe = section(side.lock, "recipe")
+    for run in runs:
+        recipe = section(run.lock, "recipe")
         sequences, length = number(section(recipe, "eval"), "sequences"), number(section(recipe, "data"), "seq_len")
-        tokens = number(section(side.lock, "data"), "val_tokens")
+        tokens = number(section(run.lock, "data"), "val_tokens")
         if None not in (sequences, length, tokens) and sequences * length < tokens:  # type: ignore[operator]
             return [_PARTIAL_EVALUATION]
     return []
 
 
-def _lowest(side: Side, key: str) -> float | None:
-    return min(numbers(side.evals, key), default=None)
+def _lowest(run: ComparedRun, key: str) -> float | None:
+    return min(numbers(run.evals, key), default=None)
 
 
-def _reached_earlier(first: Side, other: Side, found: Measure) -> list[str]:
+def _reached_earlier(first: ComparedRun, other: ComparedRun, comparison: Measure) -> list[str]:
     """Return how much earlier, in time and money, the winner reached the best score of the next run."""
-    target = _lowest(other, found.key) if found.key else None
-    if found.key is None or target is None:
+    target = _lowest(other, comparison.key) if comparison.key else None
+    if comparison.key is None or target is None:
         return []
     savings = []
     units: tuple[tuple[str, Callable[[float], str]], ...] = (
@@ -317,23 +317,23 @@ def _reached_earlier(first: Side, other: Side, found: Measure) -> list[str]:
         ("cost_usd", lambda cost: f"${cost:.2g}"),
     )
     for unit, show in units:
-        mine, theirs = (_spent_until(side, found.key, target, unit) for side in (first, other))
+        mine, theirs = (_spent_until(run, comparison.key, target, unit) for run in (first, other))
         if mine is not None and theirs is not None and 0 < mine < theirs:
             savings.append(f"{show(mine)} instead of {show(theirs)}")
     return [f"It reached {other.name}'s {target:.4g} after {' and '.join(savings)}."] if savings else []
 
 
-def _spent_until(side: Side, key: str, target: float, unit: str) -> float | None:
+def _spent_until(run: ComparedRun, key: str, target: float, unit: str) -> float | None:
     """Return the hours or dollars at the first evaluation that is as good as the target."""
-    step = next((number(e, "step") for e in side.evals if (v := number(e, key)) is not None and v <= target), None)
-    at, value = series(side.steps, "step", unit)
+    step = next((number(e, "step") for e in run.evals if (v := number(e, key)) is not None and v <= target), None)
+    at, value = series(run.steps, "step", unit)
     if step is None or not len(at):
         return None
     return float(np.interp(step, np.concatenate([[0.0], at]), np.concatenate([[0.0], value])))
 
 
-def _speeds(sides: Sequence[Side]) -> list[str]:
-    rates = [(side.data["headline"]["tokens_per_s_median"], side.name) for side in sides]
+def _speeds(runs: Sequence[ComparedRun]) -> list[str]:
+    rates = [(run.data["headline"]["tokens_per_s_median"], run.name) for run in runs]
     known = sorted((rate, name) for rate, name in rates if rate)
     if len(known) < 2 or known[-1][0] < 1.02 * known[0][0]:
         return []
@@ -363,67 +363,67 @@ class View:
 _AXES = (("step", "steps"), ("tokens", "tokens"), ("hours", "time"), ("cost_usd", "dollars"))
 
 
-def aligned_views(sides: Sequence[Side]) -> list[View]:
+def aligned_views(runs: Sequence[ComparedRun]) -> list[View]:
     """Return a view for each axis that some run has numbers for."""
     views = []
     for key, name in _AXES:
-        without = [side.name for side in sides if not len(series(side.steps, key, "loss")[0])]
-        if len(without) < len(sides):
-            views.append(View(key, name, _figures(sides, key), without, _at_the_end(sides, key)))
+        without = [run.name for run in runs if not len(series(run.steps, key, "loss")[0])]
+        if len(without) < len(runs):
+            views.append(View(key, name, _figures(runs, key), without, _at_the_end(runs, key)))
     return views
 
 
-def _at_the_end(sides: Sequence[Side], key: str) -> str:
+def _at_the_end(runs: Sequence[ComparedRun], key: str) -> str:
     """Return the validation losses where the shortest run was evaluated last, the fair comparison on this axis."""
-    curves = [(side.name, *_validation_curve(side, key)) for side in sides]
+    curves = [(run.name, *_validation_curve(run, key)) for run in runs]
     known = [(name, x, y) for name, x, y in curves if len(x) and x[-1] > 0]
     if len(known) < 2:
         return ""
-    unit, label = _unit(sides, key)
+    unit, label = _unit(runs, key)
     end = min(float(x[-1]) for _, x, _ in known)
     losses = sorted((float(np.interp(end, x, y)), name) for name, x, y in known)
     place = f"${end:.2g}" if key == "cost_usd" else f"{format_count(end / unit)} {label}"
     return f"At {place}, where the shortest run ends: {', '.join(f'{name} {loss:.4g}' for loss, name in losses)}."
 
 
-def _figures(sides: Sequence[Side], key: str) -> list[Figure]:
-    unit, label = _unit(sides, key)
-    training = [tuple(series(side.steps, key, "loss")) for side in sides]
-    validation = [_validation_curve(side, key) for side in sides]
+def _figures(runs: Sequence[ComparedRun], key: str) -> list[Figure]:
+    unit, label = _unit(runs, key)
+    training = [tuple(series(run.steps, key, "loss")) for run in runs]
+    validation = [_validation_curve(run, key) for run in runs]
     figures = []
     for title, marked, curves in (("Training loss", False, training), ("Validation loss", True, validation)):
         if any(len(y) for _, y in curves):
             scaled = [(x / unit, y) for x, y in curves]
-            svg = drawing(partial(_draw, sides=sides, curves=scaled, label=label, marked=marked))
+            svg = drawing(partial(_draw, runs=runs, curves=scaled, label=label, marked=marked))
             figures.append(Figure(f"{title} by {label}", svg))
     return figures
 
 
-def _unit(sides: Sequence[Side], key: str) -> tuple[float, str]:
+def _unit(runs: Sequence[ComparedRun], key: str) -> tuple[float, str]:
     """Return what the axis is divided by, and its name."""
     if key != "hours":
         return 1.0, {"step": "steps", "tokens": "tokens", "cost_usd": "dollars"}[key]
-    longest = max((float(hours.max()) for side in sides if len(hours := series(side.steps, key)[0])), default=0.0)
+    longest = max((float(hours.max()) for run in runs if len(hours := series(run.steps, key)[0])), default=0.0)
     seconds, name = time_unit(3600 * longest)
     return seconds / 3600, f"{name} of training"
 
 
-def _validation_curve(side: Side, key: str) -> tuple[Array, Array]:
+def _validation_curve(run: ComparedRun, key: str) -> tuple[Array, Array]:
     """Return the validation losses along an axis. Evaluations log their step; the rest is interpolated from steps."""
-    step, loss = series(side.evals, "step", "loss")
-    at, value = series(side.steps, "step", key) if key != "step" else (step, step)
+    step, loss = series(run.evals, "step", "loss")
+    at, value = series(run.steps, "step", key) if key != "step" else (step, step)
     if not len(at):
         return step[:0], loss[:0]
     return np.interp(step, np.concatenate([[0.0], at]), np.concatenate([[0.0], value])), loss
 
 
 def _draw(
-    canvas: Canvas, sides: Sequence[Side], curves: Sequence[tuple[Array, Array]], label: str, marked: bool
+    canvas: Canvas, runs: Sequence[ComparedRun], curves: Sequence[tuple[Array, Array]], label: str, marked: bool
 ) -> None:
     ax = canvas.subplots()
-    for place, (side, (x, y)) in enumerate(zip(sides, curves, strict=True)):
+    for place, (run, (x, y)) in enumerate(zip(runs, curves, strict=True)):
         if len(y):
-            _draw_run(ax, place, side.name, x, y, marked)
+            _draw_run(ax, place, run.name, x, y, marked)
     ax.set_xlabel(label)
     ax.set_ylabel("loss")
     ax.xaxis.set_major_formatter(lambda value, _: f"${value:.3g}" if label == "dollars" else format_count(value))
@@ -481,53 +481,53 @@ _COLUMNS = (
 _LOSSES = ("best_val_loss", "bits_per_byte")
 
 
-def write_comparison(runs: Sequence[Path], out: Path | None = None) -> Path:
+def write_comparison(paths: Sequence[Path], out: Path | None = None) -> Path:
     """Write the page, comparison.html beside the first run by default, and return its path."""
-    page = render("comparison.html.j2", _page_values(read_sides(runs)))
-    path = runs[0].parent / COMPARISON_FILE if out is None else Path(out)
+    page = render("comparison.html.j2", _page_values(read_runs(paths)))
+    path = paths[0].parent / COMPARISON_FILE if out is None else Path(out)
     return write_page(path, page, named=out is not None)
 
 
-def comparison_data(runs: Sequence[Path]) -> dict[str, Any]:
+def comparison_data(paths: Sequence[Path]) -> dict[str, Any]:
     """Return the content of the comparison as plain data."""
-    sides = read_sides(runs)
+    runs = read_runs(paths)
     return {
         "schema": 1,
-        "verdict": winner(sides),
-        "winner": winner_name(sides),
-        "recipe_differences": [asdict(row) for row in recipe_differences(sides)],
-        "other_differences": [asdict(row) for row in other_differences(sides)],
-        "runs": [side.data | {"name": side.name} for side in sides],
+        "verdict": winner(runs),
+        "winner": winner_name(runs),
+        "recipe_differences": [asdict(row) for row in recipe_differences(runs)],
+        "other_differences": [asdict(row) for row in other_differences(runs)],
+        "runs": [run.data | {"name": run.name} for run in runs],
     }
 
 
-def _page_values(sides: Sequence[Side]) -> dict[str, Any]:
-    views = aligned_views(sides)
-    columns = [column for column in _COLUMNS if any(_value(side, column) is not None for side in sides)]
-    if not losses_compare(sides):
+def _page_values(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    views = aligned_views(runs)
+    columns = [column for column in _COLUMNS if any(_value(run, column) is not None for run in runs)]
+    if not losses_are_comparable(runs):
         views = [replace(view, at_the_end="") for view in views]
         columns = [replace(column, best=None) if column.key in _LOSSES else column for column in columns]
     return {
-        "names": [side.name for side in sides],
-        "runs": [side.data for side in sides],
-        "inks": legend_of(len(sides)),
-        "verdict": winner(sides),
-        "figure_rows": [(column.title, _cells(sides, column)) for column in columns],
-        "recipe_rows": recipe_differences(sides),
-        "other_rows": other_differences(sides),
+        "names": [run.name for run in runs],
+        "runs": [run.data for run in runs],
+        "inks": legend_of(len(runs)),
+        "verdict": winner(runs),
+        "figure_rows": [(column.title, _cells(runs, column)) for column in columns],
+        "recipe_rows": recipe_differences(runs),
+        "other_rows": other_differences(runs),
         "views": views,
     }
 
 
-def _value(side: Side, column: Column) -> float | None:
-    value = side.data["headline"][column.key]
+def _value(run: ComparedRun, column: Column) -> float | None:
+    value = run.data["headline"][column.key]
     return None if value is None else float(value)
 
 
-def _cells(sides: Sequence[Side], column: Column) -> list[tuple[str, bool]]:
+def _cells(runs: Sequence[ComparedRun], column: Column) -> list[tuple[str, bool]]:
     """Return each run's figure as text and whether to mark it as the best. Figures that read the same are not
     marked."""
-    values = [_value(side, column) for side in sides]
+    values = [_value(run, column) for run in runs]
     texts = ["–" if value is None else column.show(value) for value in values]
     known = [value for value in values if value is not None]
     best = column.best(known) if column.best is not None else None
