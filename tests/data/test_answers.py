@@ -140,7 +140,7 @@ def test_rows_of_a_packed_sequence(load: Loaded, source: str) -> None:
     filled = 0
     for number in range(len(data.train)):
         inputs, targets, documents, positions = (values[number] for values in rows.values())
-        members = range(data.train.borders[number], data.train.borders[number + 1])
+        members = range(data.train.sequence_starts[number], data.train.sequence_starts[number + 1])
         assert documents[0] == 0
         assert set(np.diff(documents)) <= {0, 1}
         for document, place in enumerate(members):
@@ -170,9 +170,11 @@ def test_overlong_samples(load: Loaded, tmp_path: Path) -> None:
     assert [text.startswith("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nyes yes") for text in more] == [True]
     whole = lessons(cut.train.rows(np.arange(len(cut.train)))).total()
     assert whole == cut.report.sources[0].learnt
-    with pytest.raises(UserError, match=r"2 of 22 samples are longer than data\.seq_len=96\. Set it to at least \d{3}"):
+    with pytest.raises(
+        UserError, match=r"2 of 22 samples are longer than data\.seq_len=96\. Set data.seq_len to at least \d{3}"
+    ):
         load(path, overlong="error")
-    with pytest.raises(UserError, match=r"none of its 22 samples fits into data\.seq_len=4; .*overlong=cut"):
+    with pytest.raises(UserError, match=r"none of the 22 samples fits into data\.seq_len=4; .*overlong=cut"):
         load(path, seq_len=4)
 
 
@@ -256,7 +258,7 @@ def test_the_cache(load: Loaded, source: str, cache: Path, monkeypatch: pytest.M
     before = load(source)
     (kept,) = (cache / "answers").iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(ChatTokenizer, "code", None)  # nothing is tokenised again
+        patch.setattr(ChatTokenizer, "encode_rendered", None)  # nothing is tokenised again
         assert load(source, pack=False, seq_len=200, seed=9).facts.vocab_size == before.facts.vocab_size
     for damage in (
         lambda p: p.write_bytes(p.read_bytes()[:-4] + b"abcd"),

@@ -80,7 +80,7 @@ def test_an_answer_has_one_space_before_it(vocabulary: tuple[Path, list[list[Any
 )
 def test_what_is_no_such_list_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "tok9.json").write_text(content)
-    with pytest.raises(UserError, match=r"no list of pieces.*tokenizer\.json"):
+    with pytest.raises(UserError, match=r"not a list of pieces.*tokenizer\.json"):
         PromptTokenizer(tmp_path, "Answer: ")
 
 

@@ -204,7 +204,7 @@ TEMPLATES = {
 
 
 def test_templates(harmless: Any, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, say: Any) -> None:
-    monkeypatch.setattr("redline.data.chat_template._MOST_SECONDS", 0.5)
+    monkeypatch.setattr("redline.data.chat_template._MAX_SECONDS", 0.5)
     template = tmp_path / "home/evil.jinja"
     for name, text in TEMPLATES.items():
         template.write_text(text.replace("CANARY", str(tmp_path / "home/canary")))

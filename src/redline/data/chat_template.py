@@ -1,11 +1,12 @@
-"""A model's tokenizer with its chat template: conversations → text, and which characters of it are the answers.
+"""A model's tokenizer with its chat template: conversations to text and tokens, and the loss mask of the answers.
 
-An answer begins where the template asks for one (`add_generation_prompt`) and ends with the first special token after
-what was said, so that a model learns to stop; white space that a template writes behind that token is not learnt.
-Both places are found on the rendered text, with the turn and without it, and no knowledge of any template is needed.
+An answer begins where the template ends when it asks for one (`add_generation_prompt`). It ends with the first special
+token after its content, so that the model learns to stop; white space that the template writes after that token has no
+loss. Both positions are found by rendering the conversation with the answer and without it, so nothing has to be known
+about any particular template.
 
-Without a template a prompt and its completion are written as `bos? prompt ⏎ completion eos`: the mark at the
-beginning only if the tokenizer itself puts one before every text, and no mark where the text has it already.
+Without a template, a prompt and its completion are written as `bos? prompt ⏎ completion eos`. The bos token is written
+only if the tokenizer puts one before every text, and neither token is written twice.
 """
 
 from __future__ import annotations
@@ -32,38 +33,38 @@ from redline.data.tokens import digest_of
 from redline.errors import UserError, install_hint
 
 # ----------------------------------------------------------------------------------------------------
-# Tokenizers that are a list of pieces with scores, `[["<unk>", 0.0], …, [" the", -6.0]]`: what is left of
-# a SentencePiece model in small Llamas that come without a tokenizer.json (`tok512.json`).
+# Tokenizers stored as a list of pieces with scores, `[["<unk>", 0.0], …, [" the", -6.0]]`: a SentencePiece model as
+# exported with small Llamas that have no tokenizer.json (`tok512.json`).
 #
-# Such a tokenizer puts a space before a text, cuts it into characters (bytes, where it does not know one) and joins
-# two neighbours as long as a piece is made of them, that of the highest score first. This is BPE whose merges are
-# ordered by score, which the package tokenizers does.
+# Such a tokenizer puts a space before the text, splits it into characters (unknown ones into bytes), and joins the two
+# neighbours whose joined piece has the highest score until none can be joined. This is BPE with merges ordered by
+# score, which the tokenizers package implements.
 
 
 UNKNOWN, BEGIN, END = "<unk>", "<s>", "</s>"
-_SPACE = "▁"  # how the package writes one inside a piece
-_LARGEST = 1 << 26  # bytes
-_KNOWN = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_SPACE = "▁"  # stands for a space inside a piece
+_MAX_PIECE_FILE_BYTES = 1 << 26
+_USUAL_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 def piece_file(folder: Path) -> Path | None:
-    """`tok….json`, where no usual tokenizer is."""
-    if any((folder / name).exists() for name in _KNOWN):
+    """Return the folder's `tok….json` if it has none of the usual tokenizer files."""
+    if any((folder / name).exists() for name in _USUAL_FILES):
         return None
-    found = sorted(folder.glob("tok*.json"))
-    return found[0] if len(found) == 1 else None
+    files = sorted(folder.glob("tok*.json"))
+    return files[0] if len(files) == 1 else None
 
 
 def piece_tokenizer(path: Path) -> Any:
-    """As transformers has them."""
+    """Load a list of pieces with scores as a tokenizer of transformers."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    scores = _read(path)
+    scores = _read_scores(path)
     numbers = {piece: number for number, piece in enumerate(scores)}
     marks = [piece for piece in (UNKNOWN, BEGIN, END) if piece in numbers]
     if marks[1:] != [BEGIN, END]:
-        raise _broken(path, f"there is no {BEGIN} or no {END} in it")
+        raise _not_pieces(path, f"{BEGIN} or {END} is missing")
     unknown = UNKNOWN if UNKNOWN in numbers else None
     backend = Tokenizer(models.BPE(numbers, _merges(scores), unk_token=unknown, fuse_unk=True, byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
@@ -76,39 +77,43 @@ def piece_tokenizer(path: Path) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BEGIN, eos_token=END, unk_token=unknown)
 
 
-def _read(path: Path) -> dict[str, float]:
-    """Piece → score, in their order; spaces as the package writes them."""
+def _read_scores(path: Path) -> dict[str, float]:
+    """Return the score of each piece, in the order of the file, with spaces replaced by `▁`."""
     try:
-        if path.stat().st_size > _LARGEST:
-            raise _broken(path, "it is too large")
+        if path.stat().st_size > _MAX_PIECE_FILE_BYTES:
+            raise _not_pieces(path, "too large")
         rows = json.loads(path.read_text(encoding="utf-8"))
-        # control pieces stand between line breaks, so that they are seen when printed
+        # Exporters put line breaks around control pieces so that they are visible when printed.
         pieces = {
             (piece.strip("\n") if piece.strip("\n") in (BEGIN, END) else piece).replace(" ", _SPACE): float(score)
             for piece, score in rows
         }
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise _broken(path, type(error).__name__) from None
+        raise _not_pieces(path, type(error).__name__) from None
     if len(pieces) != len(rows) or "" in pieces:
-        raise _broken(path, "a piece is empty, or there twice")
+        raise _not_pieces(path, "a piece is empty or repeated")
     return pieces
 
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Each pair of pieces that is a third, by the third's score, and by its number where these are equal."""
+    """Return each pair of pieces whose concatenation is a piece, by the score of that piece, then by its number."""
     order = {piece: number for number, piece in enumerate(scores)}
-    found = [
+    merges = [
         (-scores[piece], order[piece], (piece[:cut], piece[cut:]))
         for piece in scores
         for cut in range(1, len(piece))
         if piece[:cut] in scores and piece[cut:] in scores
     ]
-    return [pair for *_, pair in sorted(found)]
+    return [pair for *_, pair in sorted(merges)]
 
 
-def _broken(path: Path, why: str) -> UserError:
+def _not_pieces(path: Path, why: str) -> UserError:
     fix = "Put the model's tokenizer.json there instead."
-    return UserError(f"is no list of pieces with their scores ({why}).", where=str(path), fix=fix)
+    return UserError(f"the file is not a list of pieces with scores ({why}).", where=str(path), fix=fix)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Chat templates.
 
 
 KEY = "finetune.template"
@@ -123,12 +128,12 @@ _CHATML = (
     "{{%- endfor -%}}"
     "{{%- if add_generation_prompt -%}}{{{{ '<|im_start|>assistant\\n' }}}}{{%- endif -%}}"
 )
-# Some templates write today's date. What is learnt must not depend on the day on which it is prepared.
+# Some templates write today's date. The training data must not depend on the day on which it is prepared.
 _DAY = datetime(2024, 7, 26)
-_MOST_SECONDS = 10.0  # of processor time for writing one conversation; ordinary templates take a thousandth of one
-# Processor time for all conversations of a source: this much, and so much for each writing and each character written.
-# Ordinary templates take under a millisecond for a writing and 0.02 µs for a character.
-_SOURCE_SECONDS, _SECONDS_PER_WRITING, _SECONDS_PER_CHARACTER = 60.0, 0.01, 1e-6
+_MAX_SECONDS = 10.0  # processor time for rendering one conversation; ordinary templates take about a millisecond
+# Processor time for all conversations of a source: a constant, plus an allowance per rendering and per character.
+# Ordinary templates take less than a millisecond per rendering and 0.02 µs per character.
+_SOURCE_SECONDS, _SECONDS_PER_RENDERING, _SECONDS_PER_CHARACTER = 60.0, 0.01, 1e-6
 _PROBE = Conversation("a probe", (Message(USER, "Which?"), Message(ASSISTANT, "This.")), is_pair=True)
 _LONG_PROBE = Conversation("a probe", (*_PROBE.messages, *_PROBE.messages), is_pair=False)
 
@@ -136,7 +141,7 @@ Span = tuple[int, int]
 
 
 class TemplateRefusalError(Exception):
-    """Why the template cannot write a conversation."""
+    """The template cannot render a conversation; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -146,47 +151,47 @@ class Rendered:
 
 
 @dataclass(frozen=True)
-class Coded:
+class EncodedSample:
     tokens: npt.NDArray[np.int32]
-    learnt: npt.NDArray[np.bool_]  # the token is a target
+    loss_mask: npt.NDArray[np.bool_]  # whether the token is a target
 
 
 class ChatTokenizer:
-    """Conversations → tokens, prompts → tokens, tokens → text."""
+    """Encodes conversations and prompts, and decodes tokens."""
 
     def __init__(self, tokenizer: Any, name: str, template: str | None) -> None:
         from tokenizers import Tokenizer as Backend
 
         self.name = name
         self._tokenizer = tokenizer
-        # A copy without post-processing: that adds marks which the template has written already, and in some
-        # tokenizers moves a word's beginning behind its space.
+        # A copy without post-processing, which would add special tokens that the template has written already, and in
+        # some tokenizers shifts the offset of a word past its space.
         self._backend = Backend.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.post_processor = None
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint: str = backend_fingerprint(self._backend)
-        self.template_name, self.template = self._chosen(template)
+        self.template_name, self.template = self._choose_template(template)
         self.begin_source()
         self._check()
 
-    # --- what it is
+    # --- identity and special tokens
 
     @property
     def identity(self) -> str:
-        """Stands for everything that decides how a conversation becomes tokens."""
+        """Return a digest of everything that decides how a conversation becomes tokens."""
         return digest_of([self.fingerprint, self.template, self._bos, self._eos, sorted(self._special)])
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
-        """What ends an answer: the token that the template writes there, then the tokenizer's own end of text."""
-        found = [self._id(self._end_mark), self._tokenizer.eos_token_id]
-        return tuple(dict.fromkeys(int(one) for one in found if one is not None))
+        """Return the ids that end an answer: the token that the template writes there, then the tokenizer's eos."""
+        ids = [self._id(self._end_mark), self._tokenizer.eos_token_id]
+        return tuple(dict.fromkeys(int(i) for i in ids if i is not None))
 
     @property
     def pad(self) -> int:
-        """Fills a row up; nothing is learnt from it."""
+        """Return the id that fills a row after its last sample."""
         own = self._tokenizer.pad_token_id
         return int(own) if own is not None else self.eos_ids[0] if self.eos_ids else 0
 
@@ -197,7 +202,7 @@ class ChatTokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        return frozenset(one for one in map(self._id, self._special) if one is not None)
+        return frozenset(i for i in map(self._id, self._special) if i is not None)
 
     @cached_property
     def _any_special(self) -> re.Pattern[str]:
@@ -210,12 +215,13 @@ class ChatTokenizer:
 
     @cached_property
     def _bos(self) -> str:
-        """The mark that the tokenizer puts before every text; most newer ones put none."""
+        """Return the token that the tokenizer puts before every text; "" for most newer ones, which put none."""
         begins = self._tokenizer.backend_tokenizer.encode("", add_special_tokens=True).ids[:1]
         return str(self._tokenizer.bos_token) if begins and begins == [self._tokenizer.bos_token_id] else ""
 
     @cached_property
     def _end_mark(self) -> str:
+        """Return the special token that ends an answer, or ""."""
         if self.template is None:
             return self._eos
         rendered = self.render(_PROBE)[0]
@@ -228,7 +234,7 @@ class ChatTokenizer:
 
     # --- which template
 
-    def _chosen(self, template: str | None) -> tuple[str | None, str | None]:
+    def _choose_template(self, template: str | None) -> tuple[str | None, str | None]:
         if template is None:
             own = self._tokenizer.chat_template
             own = own.get("default") if isinstance(own, dict) else own
@@ -239,11 +245,11 @@ class ChatTokenizer:
         try:
             return template, read_text(Path(template).expanduser())
         except (OSError, UnicodeDecodeError):
-            what = f"{template!r} is no chat template that can be read."
-            raise UserError(what, where=KEY, fix=f"Write {CHATML}, or the path of a .jinja file.") from None
+            what = f"the chat template {template!r} cannot be read."
+            raise UserError(what, where=KEY, fix=f"Use {CHATML}, or the path of a .jinja file.") from None
 
     def _check(self) -> None:
-        """A template that never works, or a tokenizer without an end, is refused before the first row."""
+        """Raise UserError before the first row for a template that never works, or a tokenizer without an eos token."""
         if self.template is None:
             self._end_of_text()
             return
@@ -256,63 +262,68 @@ class ChatTokenizer:
     def _end_of_text(self) -> str:
         if self._eos:
             return self._eos
-        what = "the tokenizer has no token that ends a text."
+        what = "the tokenizer has no end-of-text token."
         raise UserError(what, where=self.name, fix="Set eos_token in its tokenizer_config.json.")
 
     # --- conversations → text
 
     def begin_source(self) -> None:
-        """Start a new budget of processor time for the template: it is counted for each source."""
-        self._budget = Budget(_SOURCE_SECONDS, _SECONDS_PER_WRITING, _SECONDS_PER_CHARACTER)
+        """Start a new budget of processor time for the template. Each source has its own."""
+        self._budget = Budget(_SOURCE_SECONDS, _SECONDS_PER_RENDERING, _SECONDS_PER_CHARACTER)
 
     def render(self, conversation: Conversation, learn: str = ANSWERS) -> list[Rendered]:
-        """One text for a conversation. A template that rewrites earlier turns (by leaving out their thoughts, say)
-        gives one for each answer instead, as a model meets them, when answers alone are learnt."""
+        """Return the conversation as one text, with the spans of its answers.
+
+        A template may rewrite earlier turns, for example by removing their reasoning. Then return one text for each
+        answer, because this is what a model reads when it gives that answer (unless all tokens are trained on).
+        """
         if self.template is None:
-            return [self._plain(conversation)]
-        whole = self._write(conversation, len(conversation.messages))
+            return [self._render_plain(conversation)]
+        complete = self._render_turns(conversation, len(conversation.messages))
         if learn == ALL:
-            return [Rendered(whole, ())]
+            return [Rendered(complete, ())]
         answers = [number for number, message in enumerate(conversation.messages) if message.role == ASSISTANT]
-        turns = [self._turn(conversation, number, whole) for number in answers]
-        if all(whole.startswith(text) for text, _ in turns):
-            return [Rendered(whole, tuple(span for _, span in turns))]
+        turns = [self._answer_turn(conversation, number, complete) for number in answers]
+        if all(complete.startswith(text) for text, _ in turns):
+            return [Rendered(complete, tuple(span for _, span in turns))]
         return [Rendered(text, (span,)) for text, span in turns]
 
-    def _turn(self, conversation: Conversation, number: int, whole: str) -> tuple[str, Span]:
-        """The text up to and with this answer, and where in it the answer lies."""
-        before = self._write(conversation, number, asks=True)
+    def _answer_turn(self, conversation: Conversation, number: int, complete: str) -> tuple[str, Span]:
+        """Return the text up to the end of answer `number`, and the span of the answer in it."""
+        before = self._render_turns(conversation, number, asks=True)
         is_last = number + 1 == len(conversation.messages)
-        text = whole if is_last else self._write(conversation, number + 1)
+        text = complete if is_last else self._render_turns(conversation, number + 1)
         if not text.startswith(before):
-            raise TemplateRefusalError("it does not write an answer where it asks for one")
-        return text, (len(before), self._end_of(text, len(before), conversation.messages[number].content))
+            raise TemplateRefusalError("it does not write an answer at the place where it asks for one")
+        return text, (len(before), self._end_of_answer(text, len(before), conversation.messages[number].content))
 
-    def _end_of(self, text: str, start: int, said: str) -> int:
-        """Behind the special token that ends the answer; at the end of the turn where there is none."""
-        for words in (said, said.strip()):
-            if (found := text.find(words, start)) >= 0:
-                start = found + len(words)
+    def _end_of_answer(self, text: str, start: int, content: str) -> int:
+        """Return the end of the first special token after the answer's content, or the end of the text."""
+        for words in (content, content.strip()):  # some templates strip the content
+            if (position := text.find(words, start)) >= 0:
+                start = position + len(words)
                 break
         mark = self._any_special.search(text, start)
         return mark.end() if mark else len(text)
 
-    def _write(self, conversation: Conversation, count: int, *, asks: bool = False) -> str:
+    def _render_turns(self, conversation: Conversation, count: int, *, asks: bool = False) -> str:
+        """Render the first `count` turns; with `asks`, also the beginning of the answer that follows."""
         return self._apply(conversation.as_dicts(count), asks=asks)
 
     def _apply(self, messages: list[dict[str, str]], *, asks: bool) -> str:
+        """Run the template within its time limits."""
         how = {"add_generation_prompt": asks, "tokenize": False, "strftime_now": _DAY.strftime}
         try:
-            with self._budget.charged(), processor_seconds(_MOST_SECONDS):
+            with self._budget.charged(), processor_seconds(_MAX_SECONDS):
                 text = str(self._tokenizer.apply_chat_template(messages, chat_template=self.template, **how))
         except TookTooLongError:
-            what = f"the chat template ({self.template_name}) wrote one conversation for {_MOST_SECONDS:g} s."
+            what = f"the chat template ({self.template_name}) took more than {_MAX_SECONDS:g} s for one conversation."
             raise UserError(what, where=self.name, fix=_FIX) from None
-        except Exception as error:  # templates raise what they like, and meet types they did not expect
+        except Exception as error:  # a template may raise anything, and may meet types that it does not expect
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-            self._refuse_slow()  # before the next row: a template may also take its time to fail
+            self._refuse_slow()  # a template may also fail slowly, row after row
             raise TemplateRefusalError(f"it fails ({reason.rstrip('.')})") from None
-        self._budget.wrote(len(text))
+        self._budget.allow_characters(len(text))
         self._refuse_slow()
         return text
 
@@ -320,48 +331,51 @@ class ChatTokenizer:
         budget = self._budget
         if not budget.is_over:
             return
-        what = f"the chat template ({self.template_name}) took {budget.spent:.0f} s of processor time to write"
-        what += f" {budget.calls:,} conversations of this source, where {budget.allowed:.0f} s are allowed."
+        what = f"the chat template ({self.template_name}) took {budget.spent:.0f} s of processor time to render"
+        what += f" {budget.calls:,} conversations of this source; at most {budget.allowed:.0f} s are allowed."
         raise UserError(what, where=self.name, fix=_FIX)
 
-    def _plain(self, conversation: Conversation) -> Rendered:
+    def _render_plain(self, conversation: Conversation) -> Rendered:
+        """Write a prompt and its completion without a template."""
         if not conversation.is_pair:
-            what = f"this is a chat ({conversation.place}), and the tokenizer has no chat template."
+            what = f"the tokenizer has no chat template, which the chat at {conversation.place} needs."
             raise UserError(what, where=self.name, fix=_FIX)
         prompt, completion = (message.content for message in conversation.messages)
-        before = self._asked(prompt)
+        before = self._plain_prompt(prompt)
         text = before + completion + ("" if completion.endswith(self._eos) else self._eos)
         return Rendered(text, ((len(before), len(text)),))
 
-    def _asked(self, prompt: str) -> str:
+    def _plain_prompt(self, prompt: str) -> str:
         return ("" if prompt.startswith(self._bos) else self._bos) + prompt + "\n"
 
-    # --- text → tokens and back
+    # --- text to tokens and back
 
-    def code(self, texts: Sequence[Rendered], learn: str) -> list[Coded]:
-        """A token is learnt if it begins inside an answer; of `all`, every one that another comes before."""
-        found = encodings(self._backend, [one.text for one in texts], self.name, offsets=True)
-        return [_coded(encoding, one.spans, learn) for encoding, one in zip(found, texts, strict=True)]
+    def encode_rendered(self, texts: Sequence[Rendered], learn: str) -> list[EncodedSample]:
+        """Encode the texts. The loss mask has the tokens that begin inside an answer; with `all`, all but the first."""
+        encoded = encodings(self._backend, [rendered.text for rendered in texts], self.name, offsets=True)
+        return [_sample(encoding, text.spans, learn) for encoding, text in zip(encoded, texts, strict=True)]
 
     def encode(self, prompt: str) -> list[int]:
-        """What a model reads before it answers."""
-        asked = [{"role": USER, "content": prompt}]
-        text = self._asked(prompt) if self.template is None else self._apply(asked, asks=True)
+        """Return the tokens that a model reads before it answers the prompt."""
+        messages = [{"role": USER, "content": prompt}]
+        text = self._plain_prompt(prompt) if self.template is None else self._apply(messages, asks=True)
         return list(encodings(self._backend, [text], self.name)[0].ids)
 
     def encode_bare(self, text: str) -> list[int]:
-        """A text to go on with, outside any chat."""
-        begun = text if text.startswith(self._bos) else self._bos + text
-        return list(encodings(self._backend, [begun], self.name)[0].ids)
+        """Encode text that a model continues, without a chat template."""
+        text = text if text.startswith(self._bos) else self._bos + text
+        return list(encodings(self._backend, [text], self.name)[0].ids)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], *, special: bool = True) -> str:
-        return str(self._backend.decode([int(one) for one in ids], skip_special_tokens=not special))
+        """Return the text; without `special`, leave the special tokens out."""
+        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=not special))
 
     def save(self, folder: Path) -> None:
-        """Write the files that transformers reads: with the template that was used, and its end mark as eos_token.
+        """Write the files that transformers reads, with the template in use, and its end-of-answer token as eos_token.
 
-        Inference engines stop at the tokenizer's eos_token, which for a base model is often another token. A template
-        that itself writes eos_token keeps the old one, because with another it would write another text.
+        Inference engines stop at the tokenizer's eos_token, which for a base model is often another token. If the
+        template itself writes eos_token, the old one is kept, because the template would write other texts with a new
+        one.
         """
         written = copy.deepcopy(self._tokenizer)
         written.chat_template = self.template
@@ -373,51 +387,52 @@ class ChatTokenizer:
 
 
 def _texts(tokenizer: ChatTokenizer) -> list[str]:
-    """Return what the template writes for each of the probes, or why it refuses to."""
-    found = []
+    """Return what the template writes for each of the probes, or why it fails."""
+    texts = []
     for probe in (_PROBE, _LONG_PROBE):
         try:
-            found += [one.text for one in tokenizer.render(probe)]
+            texts += [rendered.text for rendered in tokenizer.render(probe)]
         except TemplateRefusalError as reason:
-            found.append(str(reason))
-    return found
+            texts.append(str(reason))
+    return texts
 
 
-def _coded(encoding: Any, spans: Sequence[Span], learn: str) -> Coded:
+def _sample(encoding: Any, spans: Sequence[Span], learn: str) -> EncodedSample:
     tokens = np.array(encoding.ids, dtype=np.int32)
-    learnt = np.full(len(tokens), learn == ALL, dtype=bool)
+    loss_mask = np.full(len(tokens), learn == ALL, dtype=bool)
     if learn != ALL:
-        offsets = encoding.offsets  # (start, end) in order: a tuple of one compares as the start alone
+        offsets = encoding.offsets  # (start, end), sorted; a tuple of one element compares by the start alone
         for start, end in spans:
-            learnt[bisect_left(offsets, (start,)) : bisect_left(offsets, (end,))] = True
-    learnt[:1] = False
-    return Coded(tokens, learnt)
+            loss_mask[bisect_left(offsets, (start,)) : bisect_left(offsets, (end,))] = True
+    loss_mask[:1] = False  # nothing predicts the first token
+    return EncodedSample(tokens, loss_mask)
 
 
 def load_chat_tokenizer(folder: Path, template: str | None = None) -> ChatTokenizer:
-    """The tokenizer of a model's folder; `template` is chatml or a file, and the model's own if not given."""
+    """Load the tokenizer in a model's folder. `template` is chatml, a file, or None for the model's own template."""
     try:
         from transformers import AutoTokenizer
     except ImportError:
         what = "chat templates need the transformers package."
         raise UserError(what, fix=f"Install it: {install_hint('finetune')}.") from None
     if not folder.is_dir():
-        raise UserError("no such folder.", where=str(folder), fix="Give the folder of a model with its tokenizer.")
+        raise UserError("no such folder.", where=str(folder), fix="Give the folder of a model and its tokenizer.")
     try:
-        for entry in folder.iterdir():  # transformers opens them by name, and would wait at a FIFO
+        for entry in folder.iterdir():  # transformers opens files by name, and would wait forever at a FIFO
             if entry.exists() and not entry.is_dir():
                 check_regular(entry)
-        if listed := piece_file(folder):
-            tokenizer = piece_tokenizer(listed)
+        if pieces := piece_file(folder):
+            tokenizer = piece_tokenizer(pieces)
         else:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except UserError:
         raise
-    except Exception as error:  # each tokenizer's code raises its own kinds
+    except Exception as error:  # each tokenizer class raises errors of its own
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         fix = "Put the model's tokenizer.json and tokenizer_config.json there."
-        raise UserError(f"no tokenizer that can be read ({reason.rstrip('.')}).", where=str(folder), fix=fix) from None
+        what = f"the tokenizer cannot be read ({reason.rstrip('.')})."
+        raise UserError(what, where=str(folder), fix=fix) from None
     if not hasattr(tokenizer, "backend_tokenizer"):
-        fix = "Convert it with `tokenizers`, or take a release of the model that has one."
+        fix = "Convert it with `tokenizers`, or use a release of the model that has one."
         raise UserError("the tokenizer has no tokenizer.json.", where=str(folder), fix=fix)
     return ChatTokenizer(tokenizer, folder.name, template)

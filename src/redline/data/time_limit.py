@@ -1,8 +1,8 @@
 """Limits on the processor time of code that comes with other people's files: chat templates and tokenizer patterns.
 
-A template is Python code, which a signal interrupts (`processor_seconds`), and has a budget for a whole source
-(`Budget`). A tokenizer's regular expressions run in native code, which no signal interrupts: the caller stops waiting
-for it (`within_seconds`).
+A chat template runs as Python code. `processor_seconds` interrupts one rendering by a signal, and `Budget` limits the
+time of all renderings of a source. A tokenizer's regular expressions run in native code, which no signal interrupts;
+`within_seconds` stops waiting for it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class TookTooLongError(Exception):
-    """The block was still computing when its time was over."""
+    """The code was still running when its time was used up."""
 
 
 @contextmanager
-def processor_seconds(most: float) -> Iterator[None]:
-    """Ends the block by TookTooLongError once the process has computed for so long in it.
+def processor_seconds(limit: float) -> Iterator[None]:
+    """Raise TookTooLongError in the block once the process has used `limit` seconds of processor time in it.
 
-    Python runs signal handlers in the main thread alone: in others there is no limit.
+    Python runs signal handlers in the main thread only; in other threads there is no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -36,7 +36,7 @@ def processor_seconds(most: float) -> Iterator[None]:
         raise TookTooLongError
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, most, 1.0)  # again and again, in case something swallows the first
+    signal.setitimer(signal.ITIMER_VIRTUAL, limit, 1.0)  # repeated, in case a template catches the first error
     try:
         yield
     finally:
@@ -45,7 +45,7 @@ def processor_seconds(most: float) -> Iterator[None]:
 
 
 class Budget:
-    """Processor time that many calls share. The allowance grows with the work, so large inputs are not refused."""
+    """Processor time for many calls together. It grows with the work done, so that large inputs are not refused."""
 
     def __init__(self, seconds: float, per_call: float, per_character: float) -> None:
         self.allowed, self._per_call, self._per_character = seconds, per_call, per_character
@@ -62,7 +62,8 @@ class Budget:
             self.calls += 1
             self.allowed += self._per_call
 
-    def wrote(self, characters: int) -> None:
+    def allow_characters(self, characters: int) -> None:
+        """Add the allowance for so many characters of output."""
         self.allowed += self._per_character * characters
 
     @property
@@ -70,12 +71,12 @@ class Budget:
         return self.spent > self.allowed
 
 
-def within_seconds(call: Callable[[], T], most: float) -> T:
-    """Return what `call` returns, or raise TookTooLongError when it has computed for `most` seconds.
+def within_seconds(call: Callable[[], T], limit: float) -> T:
+    """Return what `call` returns, or raise TookTooLongError after `limit` seconds.
 
-    For native code that releases the interpreter's lock: it runs in a thread of its own, which cannot be ended and is
-    left behind when the time is over. Both clocks must have passed the limit: on a busy machine the wall clock runs
-    ahead of the work, and beside other threads of this process its processor time does.
+    For native code that releases the interpreter's lock. It runs in a thread of its own, which cannot be stopped and
+    keeps running after the limit. Both the wall clock and the processor time of this process must have passed the
+    limit: on a busy machine the wall clock runs ahead of the work, and with other busy threads the processor time does.
     """
     returned: list[T] = []
     failed: list[BaseException] = []
@@ -84,15 +85,15 @@ def within_seconds(call: Callable[[], T], most: float) -> T:
     def work() -> None:
         try:
             returned.append(call())
-        except BaseException as error:  # raised again below, in the thread that asked
+        except BaseException as error:  # raised again below, in the calling thread
             failed.append(error)
         finally:
             done.set()
 
     wall, processor = time.monotonic(), time.process_time()
     threading.Thread(target=work, name="redline-limited", daemon=True).start()
-    while not done.wait(max(0.01, most - min(time.monotonic() - wall, time.process_time() - processor))):
-        if min(time.monotonic() - wall, time.process_time() - processor) >= most:
+    while not done.wait(max(0.01, limit - min(time.monotonic() - wall, time.process_time() - processor))):
+        if min(time.monotonic() - wall, time.process_time() - processor) >= limit:
             raise TookTooLongError
     if failed:
         raise failed[0]

@@ -1,8 +1,7 @@
-"""What fine-tuning reads: samples of weighted sources, split, measured against `seq_len`, and packed.
+"""The data of fine-tuning: conversations of several sources as samples, split, fitted to `seq_len`, and packed.
 
-A sample longer than `seq_len` is overlong: it is dropped, cut (its beginning is kept; if no learnt token is in that,
-it is dropped too), or an error. Rows are held out by the row rule of
-`data.splits`.
+A sample longer than `seq_len` is overlong. `finetune.overlong` says what happens to it: it is dropped, it is cut (and
+dropped all the same if no target is left), or it is an error. Rows are held out by the row rule of `data.splits`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,14 @@ from redline.cache import (
     read_text,
 )
 from redline.data.chat import Conversation, read_conversations
-from redline.data.chat_template import KEY, ChatTokenizer, Coded, Rendered, TemplateRefusalError, load_chat_tokenizer
+from redline.data.chat_template import (
+    KEY,
+    ChatTokenizer,
+    EncodedSample,
+    Rendered,
+    TemplateRefusalError,
+    load_chat_tokenizer,
+)
 from redline.data.index import order_keys, permute
 from redline.data.mixture import RowIndex, epoch_sample, row_index, row_mixture_key, shares_of
 from redline.data.packing import IGNORE, best_fit
@@ -42,16 +48,16 @@ from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Data, Part
 
 # ----------------------------------------------------------------------------------------------------
-# The samples of one source as flat arrays on disk: made once, mapped into memory afterwards.
+# The samples of one source as flat arrays in the cache: written once, mapped into memory afterwards.
 #
-# A folder of the cache is named after everything that its samples depend on. It appears whole or not at all, is checked
-# against its digests when it is opened, and is made again if they do not agree.
+# The name of a folder is a digest of everything that its samples depend on. The folder appears complete or not at all.
+# Its files are compared with their digests when it is opened, and written again if they differ.
 
 
-# How rows become samples. Whoever changes that raises the number, so that old folders are not taken.
+# The version of the rules by which rows become samples. Raise it when they change, so that old folders are not used.
 SCHEMA = "redline-answers-1"
-_AT_ONCE = 512  # conversations
-_FIX = f"Look at the row, or give another template ({KEY})."
+_BATCH_ROWS = 512  # conversations that are encoded together
+_FIX = f"Check the row, or set {KEY} to another template."
 _DTYPES = {
     "tokens": np.int32,
     "learnt": np.bool_,
@@ -65,16 +71,19 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class AnswerStore:
-    """Sample i has tokens[offsets[i] : offsets[i + 1]]. A row gives one sample, or one for each of its answers."""
+    """The samples of one source. Sample i has tokens[offsets[i] : offsets[i + 1]].
+
+    A row gives one sample, or one for each of its answers if the chat template rewrites earlier turns.
+    """
 
     tokens: npt.NDArray[np.int32]
-    learnt: npt.NDArray[np.bool_]
+    loss_mask: npt.NDArray[np.bool_]
     offsets: npt.NDArray[np.int64]
-    keys: npt.NDArray[np.uint64]  # stand for what the row says: equal for equal rows
-    rows: npt.NDArray[np.int64]  # which usable row of the source it is from
-    first: npt.NDArray[np.int32]  # the first token that is learnt
-    count: npt.NDArray[np.int32]  # of tokens that are learnt
-    counts: dict[str, Any]  # what became of the rows
+    keys: npt.NDArray[np.uint64]  # 64 bits that stand for the content of the row
+    rows: npt.NDArray[np.int64]  # the number of the row, among the usable rows of the source
+    first: npt.NDArray[np.int32]  # the first token in the loss mask
+    count: npt.NDArray[np.int32]  # of tokens in the loss mask
+    counts: dict[str, Any]  # how many rows were read, and how many are bad and why
     fingerprint: str
 
     def __len__(self) -> int:
@@ -88,7 +97,7 @@ class AnswerStore:
 def open_store(
     source: str, tokenizer: ChatTokenizer, learn: str, progress: ProgressCallback | None = None
 ) -> AnswerStore:
-    """The source's samples; from the cache when they are there."""
+    """Open the samples of a source, after writing them to the cache if they are not there."""
     folder = cache_dir() / "answers" / digest_of([SCHEMA, source_identity(source), tokenizer.identity, learn])
     if folder.exists():
         try:
@@ -100,7 +109,7 @@ def open_store(
             with atomic_dir(folder) as temporary:
                 _write(temporary, source, tokenizer, learn, progress)
         except OSError:
-            if not folder.exists():  # else another process was faster, with the same content
+            if not folder.exists():  # otherwise another process has written the same folder in the meantime
                 raise
         return _read(folder)
 
@@ -114,6 +123,7 @@ def _read(folder: Path) -> AnswerStore:
     if not described or meta["schema"] != SCHEMA or meta["digests"] != _digests(folder):
         raise ValueError("damaged")
     arrays: dict[str, Any] = {name: np.load(check_regular(folder / f"{name}.npy"), mmap_mode="r") for name in _DTYPES}
+    arrays["loss_mask"] = arrays.pop("learnt")  # the name of the file, which older releases read too
     return AnswerStore(**arrays, counts=meta["counts"], fingerprint=digest_of(meta["digests"]))
 
 
@@ -127,7 +137,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 def _write(folder: Path, source: str, tokenizer: ChatTokenizer, learn: str, progress: ProgressCallback | None) -> None:
     stats = ReadStats(source, source_bytes(source))
-    files = {name: _Growing(folder / f"{name}.npy", np.dtype(kind)) for name, kind in _DTYPES.items()}
+    files = {name: _GrowingArray(folder / f"{name}.npy", np.dtype(kind)) for name, kind in _DTYPES.items()}
     try:
         files["offsets"].append(np.zeros(1))
         for samples in _coded(source, tokenizer, learn, stats):
@@ -143,13 +153,13 @@ def _write(folder: Path, source: str, tokenizer: ChatTokenizer, learn: str, prog
     (folder / "meta.json").write_text(json.dumps({**meta, "digest": digest_of(meta)}), encoding="utf-8")
 
 
-Sample = tuple[int, int, Coded]  # number and key of its row
+Sample = tuple[int, int, EncodedSample]  # number and key of its row
 
 
 def _coded(source: str, tokenizer: ChatTokenizer, learn: str, stats: ReadStats) -> Iterator[list[Sample]]:
     tokenizer.begin_source()
     numbered = enumerate(read_conversations(source, stats))
-    while some := list(itertools.islice(numbered, _AT_ONCE)):
+    while some := list(itertools.islice(numbered, _BATCH_ROWS)):
         texts: list[Rendered] = []
         origins: list[tuple[int, Conversation]] = []
         for number, conversation in some:
@@ -161,8 +171,8 @@ def _coded(source: str, tokenizer: ChatTokenizer, learn: str, stats: ReadStats) 
             texts += rendered
             origins += [(number, conversation)] * len(rendered)
         found = []
-        for (number, conversation), coded in zip(origins, tokenizer.code(texts, learn), strict=True):
-            if coded.learnt.any():
+        for (number, conversation), coded in zip(origins, tokenizer.encode_rendered(texts, learn), strict=True):
+            if coded.loss_mask.any():
                 found.append((number, conversation.key(), coded))
             else:
                 stats.bad_row(conversation.place, f"{EMPTY}answer once it is tokenised", _FIX)
@@ -170,20 +180,20 @@ def _coded(source: str, tokenizer: ChatTokenizer, learn: str, stats: ReadStats) 
             yield found
 
 
-def _append(files: dict[str, _Growing], samples: list[Sample]) -> None:
+def _append(files: dict[str, _GrowingArray], samples: list[Sample]) -> None:
     coded = [sample[2] for sample in samples]
     before = files["tokens"].length
     files["tokens"].append(np.concatenate([one.tokens for one in coded]))
-    files["learnt"].append(np.concatenate([one.learnt for one in coded]))
+    files["learnt"].append(np.concatenate([one.loss_mask for one in coded]))
     files["offsets"].append(before + np.cumsum([len(one.tokens) for one in coded]))
     files["keys"].append(np.array([key for _, key, _ in samples], dtype=np.uint64))
     files["rows"].append(np.array([number for number, _, _ in samples]))
-    files["first"].append(np.array([one.learnt.argmax() for one in coded]))
-    files["count"].append(np.array([one.learnt.sum() for one in coded]))
+    files["first"].append(np.array([one.loss_mask.argmax() for one in coded]))
+    files["count"].append(np.array([one.loss_mask.sum() for one in coded]))
 
 
-class _Growing:
-    """A .npy file of one dimension that is written piece by piece; numpy leaves room in its header for the length."""
+class _GrowingArray:
+    """A .npy file of one dimension that is written piece by piece. numpy pads its header, so a longer length fits."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self.dtype, self.length = dtype, 0
@@ -208,7 +218,7 @@ class _Growing:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Samples in sequences of one length: which of them share a sequence, in which order sequences come, and their rows.
+# Packing: which samples share a sequence, and the batches of sequences.
 
 
 Int64s = npt.NDArray[np.int64]
@@ -218,7 +228,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Members:
-    """Samples of several stores, each from its beginning and perhaps not to its end."""
+    """Samples of several stores. Of each sample the first `length` tokens are used, which may not be all of them."""
 
     stores: tuple[AnswerStore, ...]
     part: Int64s  # which store
@@ -229,35 +239,35 @@ class Members:
         return len(self.part)
 
     def __getitem__(self, place: int) -> tuple[Int32s, Bools]:
-        """Tokens, and which of them are learnt."""
+        """Return the tokens and the loss mask of a sample."""
         store = self.stores[self.part[place]]
         begin = int(store.offsets[self.number[place]])
         end = begin + int(self.length[place])
-        return store.tokens[begin:end], store.learnt[begin:end]
+        return store.tokens[begin:end], store.loss_mask[begin:end]
 
     def take(self, places: Int64s) -> Members:
         return Members(self.stores, self.part[places], self.number[places], self.length[places])
 
     @property
     def keys(self) -> list[int]:
-        """One key per distinct row; rows that say the same have the same key."""
+        """Return one key per distinct row; rows with equal content have the same key."""
         every = [store.keys[self.number[self.part == part]] for part, store in enumerate(self.stores)]
         return [int(key) for key in np.unique(np.concatenate(every))]
 
     @property
-    def learnt(self) -> int:
-        """How many tokens of them are learnt."""
-        return int(self._learnt().sum())
+    def loss_tokens(self) -> int:
+        """Return the number of tokens in the loss masks."""
+        return int(self._loss_tokens().sum())
 
     def targets(self) -> Int64s:
-        """How many targets each has: a sample's first token is nobody's."""
+        """Return the number of targets of each sample. Its first token is no target: nothing comes before it."""
         first = np.zeros(len(self), dtype=np.int64)
         for part, store in enumerate(self.stores):
             own = self.part == part
-            first[own] = store.learnt[store.offsets[self.number[own]]]
-        return self._learnt() - first
+            first[own] = store.loss_mask[store.offsets[self.number[own]]]
+        return self._loss_tokens() - first
 
-    def _learnt(self) -> Int64s:
+    def _loss_tokens(self) -> Int64s:
         found = np.zeros(len(self), dtype=np.int64)
         for part, store in enumerate(self.stores):
             own = np.flatnonzero(self.part == part)
@@ -266,38 +276,41 @@ class Members:
             found[own[whole]] = store.count[number[whole]]
             cut = zip(own[~whole], store.offsets[number[~whole]], length[~whole], strict=True)
             for place, begin, size in cut:
-                found[place] = int(store.learnt[begin : begin + size].sum())
+                found[place] = int(store.loss_mask[begin : begin + size].sum())
         return found
 
 
 def joined(some: Sequence[Members]) -> Members:
-    """All of them, one after the other; they are of the same stores."""
+    """Concatenate members that refer to the same stores."""
     columns = [np.concatenate([getattr(one, name) for one in some]) for name in ("part", "number", "length")]
     return Members(some[0].stores, *columns)
 
 
 class PackedSplit:
-    """Sequences of `seq_len` tokens. What no sample fills is padding: a document of its own that teaches nothing."""
+    """Sequences of `seq_len` tokens. The rest of a sequence is padding: a document of its own, without targets."""
 
-    def __init__(self, members: Members, borders: Int64s, seq_len: int, pad: int) -> None:
+    def __init__(self, members: Members, sequence_starts: Int64s, seq_len: int, pad: int) -> None:
         self.samples, self.seq_len, self.pad = members, seq_len, pad
-        self.borders = borders  # sequence n has the samples from borders[n] to borders[n + 1]
+        self.sequence_starts = (
+            sequence_starts  # sequence n has the samples from sequence_starts[n] to sequence_starts[n + 1]
+        )
 
     def __len__(self) -> int:
-        return len(self.borders) - 1
+        return len(self.sequence_starts) - 1
 
     @property
     def fill(self) -> float:
-        """The share of all positions that hold a token of a sample."""
+        """Return the share of all positions that hold a token of a sample."""
         return int(self.samples.length.sum()) / (len(self) * self.seq_len)
 
     def means(self, numbers: Int64s, *, pack: bool) -> dict[str, Any]:
-        """Over these sequences: the share of positions that have a target, and the mean length of the document that a
-        position stands in; padding is a document of its own. Without `pack`, a row is one document."""
+        """Return means over these sequences: `scored`, the share of positions with a target, and `document`, the mean
+        length of the document at a position (padding is a document of its own). Without `pack` there is no
+        `document`, because a sequence is then one document."""
         lengths, ends = self.samples.length, np.cumsum(self.samples.length)
         squares = np.concatenate([[0], np.cumsum(lengths**2)])
         targets = np.concatenate([[0], np.cumsum(self.samples.targets())])
-        first, last = self.borders[numbers], self.borders[numbers + 1]
+        first, last = self.sequence_starts[numbers], self.sequence_starts[numbers + 1]
         filled = np.concatenate([[0], ends])
         padding = self.seq_len - (filled[last] - filled[first])
         positions = len(numbers) * self.seq_len
@@ -306,7 +319,8 @@ class PackedSplit:
         return found | ({"document": squared / positions} if pack else {})
 
     def rows(self, numbers: Int64s) -> dict[str, npt.NDArray[np.integer]]:
-        """`inputs` and `targets` [n, seq_len], the running number of the sample and the position in it."""
+        """Return `inputs`, `targets`, `documents` (the number of the sample in its sequence) and `positions` (in the
+        sample), all [n, seq_len]."""
         shape = (len(numbers), self.seq_len)
         inputs_BT = np.full(shape, self.pad, dtype=np.int64)
         targets_BT = np.full(shape, IGNORE, dtype=np.int64)
@@ -314,12 +328,12 @@ class PackedSplit:
         count_T = np.arange(self.seq_len, dtype=np.int32)
         for row, number in enumerate(np.asarray(numbers).tolist()):
             at = 0
-            places = range(int(self.borders[number]), int(self.borders[number + 1]))
+            places = range(int(self.sequence_starts[number]), int(self.sequence_starts[number + 1]))
             for document, place in enumerate(places):
-                tokens, learnt = self.samples[place]
+                tokens, loss_mask = self.samples[place]
                 end = at + len(tokens)
                 inputs_BT[row, at:end] = tokens
-                targets_BT[row, at : end - 1] = np.where(learnt[1:], tokens[1:], IGNORE)
+                targets_BT[row, at : end - 1] = np.where(loss_mask[1:], tokens[1:], IGNORE)
                 documents_BT[row, at:end] = document
                 positions_BT[row, at:end] = count_T[: end - at]
                 at = end
@@ -329,7 +343,10 @@ class PackedSplit:
 
 
 def packed(members: Members, seq_len: int, *, pack: bool, seed: int | None, group: int) -> tuple[Members, Int64s]:
-    """The samples in the order of their sequences, and where each sequence begins. Without `seed`: not shuffled."""
+    """Return the samples in the order of their sequences, and the first sample of each sequence.
+
+    Without `seed` the samples are not shuffled. `group` is the number of the random stream.
+    """
     count = len(members)
     order = np.arange(count, dtype=np.int64)
     if seed is not None:
@@ -338,8 +355,8 @@ def packed(members: Members, seq_len: int, *, pack: bool, seed: int | None, grou
     if not pack:
         return shuffled, np.arange(count + 1, dtype=np.int64)
     bins = best_fit(shuffled.length, seq_len)
-    borders = np.concatenate([[0], np.cumsum(np.bincount(bins))]).astype(np.int64)
-    return shuffled.take(np.argsort(bins, kind="stable")), borders
+    sequence_starts = np.concatenate([[0], np.cumsum(np.bincount(bins))]).astype(np.int64)
+    return shuffled.take(np.argsort(bins, kind="stable")), sequence_starts
 
 
 DROP, CUT, ERROR = "drop", "cut", "error"
@@ -350,7 +367,7 @@ _VAL_GROUP, _PACK_GROUP = 1 << 17, 1 << 18
 
 @dataclass(frozen=True)
 class SourceReport:
-    """What became of a source's rows. Of the rows that are bad some are empty; samples are overlong, cut or doubled."""
+    """How the rows of a source were used: how many are bad, overlong, cut or duplicates, and how many are left."""
 
     source: str
     weight: float | None  # as the recipe states it
@@ -359,19 +376,19 @@ class SourceReport:
     bad: int
     empty: int
     reasons: dict[str, int]  # why rows are bad
-    examples: list[str]  # where the first of them stand
+    examples: list[str]  # place and reason of the first few bad rows
     overlong: int  # samples longer than seq_len
     cut: int  # of these, kept in part; the rest is dropped
-    duplicates: int  # left out: a row that says the same is held out (or, with data.dedup, came before)
+    duplicates: int  # left out: an equal row is held out (or, with data.dedup, came before)
     train_samples: int
     val_samples: int
     tokens: int  # of training
-    learnt: int  # of these, targets
+    learnt: int  # tokens in the loss mask
     sequences: int
     fill: float
 
     def line(self, *, held_out: bool = True) -> str:
-        told = f"{self.source}: {self.rows:,} rows, {self.train_samples:,} used" + (
+        used = f"{self.source}: {self.rows:,} rows, {self.train_samples:,} used" + (
             f" to train on and {self.val_samples:,} held out" if held_out else ""
         )
         dropped = self.overlong - self.cut
@@ -379,11 +396,11 @@ class SourceReport:
             "cannot be used": self.bad,
             "longer than data.seq_len, dropped": dropped,
             "longer than data.seq_len, cut": self.cut,
-            "left out, for their like is held out or came before": self.duplicates,
+            "left out: an equal row is held out or came before": self.duplicates,
         }
         why = [f"{count:,} {reason}" for reason, count in left_out.items() if count]
         most = dropped > (self.train_samples + self.val_samples)
-        return "; ".join([told, *why, *(["most of them are too long: raise data.seq_len"] if most else [])])
+        return "; ".join([used, *why, *(["most of them are too long: raise data.seq_len"] if most else [])])
 
     def details(self) -> list[str]:
         """Return the counts as lines of a table, for `--preview`."""
@@ -441,23 +458,23 @@ class AnswerData:
     index: RowIndex
 
     def batch(self, samples: Int64s) -> dict[str, npt.NDArray[np.integer]]:
-        """The sequences with these global sample numbers; a function of (seed, sample) alone."""
+        """Return the sequences with these global sample numbers. It depends on the seed and the numbers alone."""
         return self.train.rows(self.index.sequences(samples))
 
     def questions(self, split: PackedSplit, count: int) -> list[EncodedQuestion]:
         """Return the first `count` samples up to their first answer, and that answer.
 
-        Only for data whose answers are learnt and whose prompts are not: the loss mask shows where an answer begins.
+        Only for data with `finetune.learn=answers`: the loss mask then shows where an answer begins.
         """
-        found = []
+        questions = []
         for place in range(min(count, len(split.samples))):
-            tokens, learnt = split.samples[place]
-            begin = int(learnt.argmax())
-            rest = learnt[begin:]
+            tokens, loss_mask = split.samples[place]
+            begin = int(loss_mask.argmax())
+            rest = loss_mask[begin:]
             end = begin + (len(rest) if rest.all() else int(rest.argmin()))
             reference = self.tokenizer.decode(tokens[begin:end], special=False)
-            found.append(EncodedQuestion(tokens[:begin].tolist(), reference))
-        return found
+            questions.append(EncodedQuestion(tokens[:begin].tolist(), reference))
+        return questions
 
 
 def load_answers(
@@ -473,7 +490,7 @@ def load_answers(
     val_fraction: float,
     progress: ProgressCallback | None = None,
 ) -> AnswerData:
-    """All that the sources hold, as sequences; `folder` is the tokenizer's. With `val_fraction` 0 all is in `train`."""
+    """Read all sources as packed sequences; `folder` holds the tokenizer. With `val_fraction` 0 nothing is held out."""
     tokenizer = load_chat_tokenizer(folder, template)
     names = [part.source for part in data.parts]
     stores = tuple(open_store(name, tokenizer, learn, progress) for name in names)
@@ -490,9 +507,9 @@ def load_answers(
     val = [members.take(split.val) for members, split in zip(fitting, splits, strict=True)]
     order = seed if data.shuffle else None
     each = [packed(some, seq_len, pack=pack, seed=order, group=_PACK_GROUP + part) for part, some in enumerate(train)]
-    sizes = [len(borders) - 1 for _, borders in each]
+    sizes = [len(sequence_starts) - 1 for _, sequence_starts in each]
     index = row_index(sizes, data.parts, seed, shuffle=data.shuffle)
-    trained = PackedSplit(joined([one for one, _ in each]), _all_borders(each), seq_len, tokenizer.pad)
+    trained = PackedSplit(joined([one for one, _ in each]), _all_sequence_starts(each), seq_len, tokenizer.pad)
     validated = None
     if any(len(some) for some in val):
         together = packed(joined(val), seq_len, pack=pack, seed=seed, group=_VAL_GROUP)
@@ -511,8 +528,8 @@ def load_answers(
         rows=trained.means(epoch_sample(index), pack=pack),
     )
     reports = tuple(
-        _report(part, share, store, fit, one, borders, held, seq_len)
-        for part, share, store, fit, (one, borders), held in zip(
+        _report(part, share, store, fit, one, sequence_starts, held, seq_len)
+        for part, share, store, fit, (one, sequence_starts), held in zip(
             data.parts, shares_of(sizes, data.parts), stores, fitting, each, val, strict=True
         )
     )
@@ -521,23 +538,23 @@ def load_answers(
 
 
 def _fitting(source: str, stores: tuple[AnswerStore, ...], part: int, seq_len: int, overlong: str) -> Members:
-    """The part's samples that are kept, with the length that is kept of each."""
+    """Return the samples of a source that are kept, with the length that is kept of each."""
     store = stores[part]
     lengths = store.lengths
     too_long = lengths > seq_len
     if overlong == ERROR and too_long.any():
         what = f"{int(too_long.sum()):,} of {len(store):,} samples are longer than data.seq_len={seq_len}."
-        fix = f"Set it to at least {int(lengths.max())}, or {_KEY} to {DROP} or {CUT}."
+        fix = f"Set data.seq_len to at least {int(lengths.max())}, or {_KEY} to {DROP} or {CUT}."
         raise UserError(what, where=source, fix=fix)
     kept = np.flatnonzero(~too_long | ((overlong == CUT) & (store.first < seq_len)))
     if not len(kept):
-        what = f"none of its {len(store):,} samples fits into data.seq_len={seq_len}; the shortest has {lengths.min()}."
-        raise UserError(what, where=source, fix=f"Raise it, or cut them: {_KEY}={CUT}.")
+        what = f"none of the {len(store):,} samples fits into data.seq_len={seq_len}; the shortest has {lengths.min()}."
+        raise UserError(what, where=source, fix=f"Raise data.seq_len, or set {_KEY}={CUT}.")
     return Members(stores, np.full(len(kept), part), kept, np.minimum(lengths[kept], seq_len))
 
 
-def _all_borders(each: Sequence[tuple[Members, Int64s]]) -> Int64s:
-    sizes = np.concatenate([np.diff(borders) for _, borders in each])
+def _all_sequence_starts(each: Sequence[tuple[Members, Int64s]]) -> Int64s:
+    sizes = np.concatenate([np.diff(sequence_starts) for _, sequence_starts in each])
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
@@ -547,12 +564,12 @@ def _report(
     store: AnswerStore,
     fitting: Members,
     train: Members,
-    borders: Int64s,
+    sequence_starts: Int64s,
     val: Members,
     seq_len: int,
 ) -> SourceReport:
     counts, tokens = store.counts, int(train.length.sum())
-    sequences = len(borders) - 1
+    sequences = len(sequence_starts) - 1
     return SourceReport(
         source=part.source,
         weight=part.weight,
@@ -568,7 +585,7 @@ def _report(
         train_samples=len(train),
         val_samples=len(val),
         tokens=tokens,
-        learnt=train.learnt,
+        learnt=train.loss_tokens,
         sequences=sequences,
         fill=tokens / (sequences * seq_len),
     )
@@ -590,12 +607,12 @@ def _previews(data: AnswerData, most: int) -> Iterator[SampleView]:
     split = data.train
     for number in range(len(data.index)):
         sequence = int(data.index.sequences(np.array([number]))[0])
-        first, end = int(split.borders[sequence]), int(split.borders[sequence + 1])
+        first, end = int(split.sequence_starts[sequence]), int(split.sequence_starts[sequence + 1])
         for place in range(first, end):
-            tokens, learnt = split.samples[place]
+            tokens, loss_mask = split.samples[place]
             cut = ", the beginning" if len(tokens) > most else ""
             title = (
                 f"sequence {sequence}, sample {place - first + 1} of {end - first}: "
-                f"{len(tokens):,} tokens, {int(learnt.sum()):,} learnt{cut}"
+                f"{len(tokens):,} tokens, {int(loss_mask.sum()):,} learnt{cut}"
             )
-            yield SampleView(title, list(token_runs(data.tokenizer, tokens[:most], learnt[:most])))
+            yield SampleView(title, list(token_runs(data.tokenizer, tokens[:most], loss_mask[:most])))
