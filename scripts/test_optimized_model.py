@@ -1,7 +1,8 @@
-"""Is this machine ready for the 350M model? python scripts/test_optimized_model.py [--skip_compile]
+"""Check that this machine can train the 350M model: python scripts/test_optimized_model.py [--skip_compile]
 
-Builds pretrain-350m in small and really runs it: forward, backward, learning, torch.compile, the attention back-end;
-and plans the full size for this machine's memory. Under a minute on a CPU. Exit code 1 if anything fails.
+Builds a small version of pretrain-350m and runs it (forward, backward, training, torch.compile, attention back-end),
+and checks that the plan of the full model fits into this machine's memory. Takes less than a minute on a CPU. The exit
+code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ try:
     from redline.units import GIB
 except ModuleNotFoundError as error:
     name = Path(sys.argv[0]).name
-    sys.exit(f"{error.name} is not installed here: run `make setup`, then .venv/bin/python scripts/{name}")
+    sys.exit(f"{error.name} is not installed. Run `make setup`, then .venv/bin/python scripts/{name}")
 
 FULL = DataFacts(50257, 10**10, 10**7, "", "gpt2", "")
 SMALL = DataFacts(512, 10**6, 10**4, "", "bytes", "")
@@ -38,11 +39,11 @@ TINY = ["model.layers=2", "model.d_model=128", "model.heads=2", "model.d_ff=320"
 TINY += ["train.global_batch=8", "train.micro_batch=8", "train.lr=3e-3", "train.warmup_steps=0"]
 LEARNING_STEPS = 12
 
-Row = tuple[bool | None, str]  # passed (None: not tried), and what was seen
+Result = tuple[bool | None, str]  # passed (None: skipped), and details
 
 
-class Model:
-    """The small model, and one batch of random tokens that never changes."""
+class SmallModel:
+    """The small model and its training step, with one fixed batch of random tokens."""
 
     def __init__(self, resolved: Resolved) -> None:
         train = resolved.recipe.train
@@ -53,8 +54,8 @@ class Model:
         self.objective.build(self.device)
         optimizer = Optimizer(self.objective.param_groups(), train)
         scale = LossScale(train.precision, self.device)
-        alone = ParallelStrategy(SINGLE_PROCESS, self.objective)
-        self.step = Step(self.objective, optimizer, parallel=alone, scale=scale, ema=None, clip=train.clip, seed=0)
+        parallel = ParallelStrategy(SINGLE_PROCESS, self.objective)
+        self.step = Step(self.objective, optimizer, parallel=parallel, scale=scale, ema=None, clip=train.clip, seed=0)
         self.batch = step_batch(self.objective, [to_device(self.objective.worst_batch(8), self.device)])
         self.resolved = resolved
 
@@ -63,55 +64,56 @@ class Model:
         return float(loss)
 
 
-def parameters(model: Model, full: Resolved) -> Row:
+def parameters(model: SmallModel, full: Resolved) -> Result:
     built = sum(p.numel() for p in model.objective.model.parameters())
     planned = model.resolved.shape.parameters
-    return built == planned, f"350M recipe {full.shape.parameters:,}; small: built {built:,} = planned {planned:,}"
+    return built == planned, f"350M recipe {full.shape.parameters:,}; small model: {built:,} built, {planned:,} planned"
 
 
-def forward(model: Model, full: Resolved) -> Row:
-    loss, chance = model.loss(), math.log(SMALL.vocab_size)
-    return abs(loss - chance) < 0.5, f"loss {loss:.3f}, chance is ln {SMALL.vocab_size} = {chance:.3f}"
+def forward(model: SmallModel, full: Resolved) -> Result:
+    loss, uniform = model.loss(), math.log(SMALL.vocab_size)
+    return abs(loss - uniform) < 0.5, f"loss {loss:.3f}; a uniform guess has ln {SMALL.vocab_size} = {uniform:.3f}"
 
 
-def backward(model: Model, full: Resolved) -> Row:
+def backward(model: SmallModel, full: Resolved) -> Result:
     model.loss()
     named = dict(model.objective.model.named_parameters())
     bad = [n for n, p in named.items() if p.grad is None or not torch.isfinite(p.grad).all() or not p.grad.any()]
-    return not bad, f"{len(named) - len(bad)} of {len(named)} gradients finite and not zero" + "".join(bad[:3])
+    examples = f" (not {', '.join(bad[:3])})" if bad else ""
+    return not bad, f"{len(named) - len(bad)} of {len(named)} gradients finite and not zero{examples}"
 
 
-def attention(model: Model, full: Resolved) -> Row:
+def attention(model: SmallModel, full: Resolved) -> Result:
     key, value, reason = model.objective.choices()[0]
     return True, f"{key.split('.')[-1]} = {value}: {reason}"
 
 
-def compiles(model: Model, full: Resolved) -> Row:
+def compiles(model: SmallModel, full: Resolved) -> Result:
     if model.device.type == "cpu" and not model.resolved.machine.compiler:
-        return None, "no C++ compiler here (g++ or clang++)"
+        return None, "no C++ compiler on this machine (g++ or clang++)"
     before, begin = model.loss(), time.perf_counter()
     model.objective.compile()
     after, seconds = model.loss(), time.perf_counter() - begin
     close = abs(after - before) < (1e-4 if model.exact else 2e-2)
-    return close, f"loss {after:.5f}, eager {before:.5f}; {seconds:.0f} s the first time"
+    return close, f"loss {after:.5f}, eager {before:.5f}; compiled in {seconds:.0f} s"
 
 
-def learns(model: Model, full: Resolved) -> Row:
+def learns(model: SmallModel, full: Resolved) -> Result:
     losses = [float(model.step(number, model.batch, 1.0).loss) for number in range(LEARNING_STEPS)]
     return losses[-1] < losses[0] - 0.3, f"{losses[0]:.3f} → {losses[-1]:.3f} in {LEARNING_STEPS} steps on one batch"
 
 
-def memory(model: Model, full: Resolved) -> Row:
-    peak, there = full.memory.peak / GIB, full.machine.memory_bytes / GIB
+def memory(model: SmallModel, full: Resolved) -> Result:
+    peak, available = full.memory.peak / GIB, full.machine.memory_bytes / GIB
     batch = f"micro-batch {full.batch.micro} × {full.batch.accumulation}"
     used = ""
     if model.device.type == "cuda":
         planned, measured = model.resolved.memory.peak / GIB, torch.cuda.max_memory_allocated() / GIB
-        used = f"; small: planned {planned:.2f}, measured {measured:.2f} GiB"
-    return peak <= there, f"350M with {batch}: {peak:.1f} of {there:.1f} GiB by estimate{used}"
+        used = f"; small model: planned {planned:.2f}, measured {measured:.2f} GiB"
+    return peak <= available, f"350M with {batch}: estimated {peak:.1f} of {available:.1f} GiB{used}"
 
 
-CHECKS: dict[str, Callable[[Model, Resolved], Row]] = {
+CHECKS: dict[str, Callable[[SmallModel, Resolved], Result]] = {
     "parameters": parameters,
     "attention": attention,
     "forward": forward,
@@ -122,18 +124,18 @@ CHECKS: dict[str, Callable[[Model, Resolved], Row]] = {
 }
 
 
-def rows(skip_compile: bool) -> Iterator[tuple[str, bool | None, str]]:
+def run_checks(skip_compile: bool) -> Iterator[tuple[str, bool | None, str]]:
     machine = detect_machine("auto")
     full = resolve(load("pretrain-350m").recipe, machine, FULL)
-    model = Model(resolve(load("pretrain-350m", TINY).recipe, machine, SMALL))
+    model = SmallModel(resolve(load("pretrain-350m", TINY).recipe, machine, SMALL))
     yield "machine", True, f"{machine.name}, trains in {full.recipe.train.precision}"
     for name, check in CHECKS.items():
         if name == "compile" and skip_compile:
-            yield name, None, "left out by --skip_compile"
+            yield name, None, "skipped by --skip_compile"
             continue
         try:
             yield name, *check(model, full)
-        except Exception as error:  # one check's failure is a row of the table, whatever it is
+        except Exception as error:  # whatever a check raises is reported as its failure, and the others still run
             yield name, False, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
 
 
@@ -141,12 +143,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("--skip_compile", action="store_true", help="do not try torch.compile")
     failed: list[Any] = []
-    for name, passed, text in rows(parser.parse_args().skip_compile):
+    for name, passed, text in run_checks(parser.parse_args().skip_compile):
         word = {True: "ok", False: "FAIL", None: "skip"}[passed]
         print(f"{word:<5} {name:<11} {text}", flush=True)
         failed += [name] if passed is False else []
-    print(f"{', '.join(failed)} failed" if failed else "ready: python scripts/train_h100_optimized.py")
-    return 1 if failed else 0
+    if failed:
+        print(f"{', '.join(failed)} failed")
+        return 1
+    print("all checks passed; to train: python scripts/train_h100_optimized.py")
+    return 0
 
 
 if __name__ == "__main__":

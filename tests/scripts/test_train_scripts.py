@@ -190,7 +190,7 @@ def test_sbatch_runs_a_copy(checkout: Path, tmp_path: Path, name: str) -> None:
     assert done.stdout.splitlines() == expected
     lost = bash(spool / "slurm_script", cwd=spool, SLURM_SUBMIT_DIR=str(spool))
     assert lost.returncode == 1
-    assert "submit this from the checkout" in lost.stderr
+    assert "from the checkout" in lost.stderr
 
 
 def test_without_redline_it_says_so(checkout: Path, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_without_redline_it_says_so(checkout: Path, tmp_path: Path) -> None:
         (nothing / tool).symlink_to(found)
     done = bash(script, cwd=tmp_path, PATH=str(nothing))
     assert done.returncode == 1
-    assert "run `make setup`" in done.stderr
+    assert "make setup" in done.stderr
 
 
 def test_three_that_disagree_are_a_sentence(told: Told) -> None:

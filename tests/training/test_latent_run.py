@@ -127,7 +127,7 @@ def test_states_of_another_teacher_are_refused(one: Latents) -> None:
 def test_a_model_without_an_end_of_text_is_refused(world: Any, tmp_path: Path) -> None:
     base = other_base(tmp_path / "endless", eos=False)
     rows = write_rows(tmp_path / "rows.jsonl")
-    with pytest.raises(UserError, match="no token that ends a text"):
+    with pytest.raises(UserError, match="end-of-text token"):
         Latents(world, [base], rows, tmp_path).objective(teach=False)
 
 
