@@ -184,7 +184,7 @@ def _exit_if_first_failed(record: Record) -> None:
 
 
 if __name__ == "__main__":
-    # contenders are `python -m benchmarks.peers.…` processes, whatever the current directory is
+    # Contenders are `python -m benchmarks.peers.…` processes, which must find this package from any directory.
     root = str(Path(benchmarks.__file__).resolve().parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     raise SystemExit(run(app))

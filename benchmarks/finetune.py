@@ -1,6 +1,7 @@
-"""Fine-tuning by redline and by the usual stack: the same base, tokens and adapters, in the same call.
+"""Compare fine-tuning by redline with the usual stack, on the same base, tokens and adapters.
 
-Each row is a process of its own: `benchmarks.finetune_steps` for ours, `benchmarks.peers.hf_qlora` for the others.
+Each row runs in a process of its own: `benchmarks.finetune_steps` for redline, `benchmarks.peers.hf_qlora` for the
+others.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from redline.recipe.resolve import DataFacts, Resolved, resolve
 from redline.recipe.schema import Recipe
 
 RECIPE = "qlora-8b"
-# On a CPU it only shows that it works, within seconds.
+# On a CPU the benchmark only shows, within seconds, that it works.
 TINY = (
     "model.layers=2",
     "model.d_model=64",
@@ -37,7 +38,7 @@ TINY = (
 )
 COUNTED = ("train.epochs=null", "train.hours=null", "train.global_batch=4")
 DEFAULTS = {"cuda": (*COUNTED, "train.steps=20"), "cpu": (*COUNTED, "train.steps=3")}
-SAMPLE_TOKENS = 512  # of a packed row's samples, about
+SAMPLE_TOKENS = 512  # mean length of the samples in a packed row
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,18 @@ class Contender:
     name: str
     what: str
     method: str = "qlora"
-    packed: bool = False  # several samples a row, which must not see each other
-    forced: tuple[str, ...] = ()  # above what the user asks for: what it is named for
-    peer: dict[str, bool | int] | None = None  # how the usual stack is to do it; None: redline
+    packed: bool = False  # several samples a row, which do not attend to each other
+    forced: tuple[str, ...] = ()  # what the contender is named for; wins over the user's overrides
+    peer: dict[str, bool | int] | None = None  # options of the usual stack; None: redline
 
 
 PLAIN = "hf+peft+bitsandbytes"
 CONTENDERS = (
     Contender("redline qlora", "NF4 base, each row one document"),
     Contender(
-        "redline qlora packed", "the same, each row filled with short samples that do not see each other", packed=True
+        "redline qlora packed",
+        "the same, each row filled with short samples that do not attend to each other",
+        packed=True,
     ),
     Contender(
         "redline qlora fp8",
@@ -88,7 +91,7 @@ CONTENDERS = (
 
 
 def choose(name: str | None, overrides: list[str]) -> Setting:
-    """The recipe that was named, else `RECIPE`, on a CPU a tiny one of its kind."""
+    """Return the named recipe, or `RECIPE`, which is shrunk on a CPU."""
     objective = load(name or RECIPE, overrides).recipe.objective
     if objective != "finetune":
         raise UsageError(
@@ -99,7 +102,7 @@ def choose(name: str | None, overrides: list[str]) -> Setting:
 
 
 def run_finetune(setting: Setting, contenders: Sequence[Contender] = CONTENDERS) -> Iterator[Row]:
-    """A row for each contender, one after the other; who cannot run says why in `error`."""
+    """Yield a row for each contender; the row of one that cannot run has the reason in `error`."""
     for contender in contenders:
         row: Row = {"name": contender.name, "what": contender.what}
         try:
@@ -110,8 +113,8 @@ def run_finetune(setting: Setting, contenders: Sequence[Contender] = CONTENDERS)
             yield row | {"error": error.message()}
 
 
-def asked(contender: Contender, setting: Setting) -> tuple[Resolved, dict[str, Any]]:
-    """What it is asked to do, by the plan and as a request."""
+def request_for(contender: Contender, setting: Setting) -> tuple[Resolved, dict[str, Any]]:
+    """Return the resolved recipe of a contender, and the request to its process."""
     words = [*setting.overrides, f"finetune.method={contender.method}", *contender.forced]
     recipe = _complete(load(setting.name, words).recipe)
     facts = DataFacts(int(none_if_auto(recipe.model.vocab) or 0), 10**9, 10**7, "", recipe.data.tokenizer, "")
@@ -127,22 +130,22 @@ def asked(contender: Contender, setting: Setting) -> tuple[Resolved, dict[str, A
 
 
 def _figures(contender: Contender, setting: Setting) -> Row:
-    resolved, request = asked(contender, setting)
+    resolved, request = request_for(contender, setting)
     if "train.precision=fp8" in contender.forced and resolved.recipe.train.precision != "fp8":
         why = why_not_fp8(str(resolved.recipe.train.precision), (), resolved.warnings)
-        raise UserError(str(why))  # known before anything runs
+        raise UserError(str(why))  # before the process starts
     if contender.peer is None:
         measured = ask("benchmarks.finetune_steps", request)
-        found = measured | _planned(resolved, measured)
+        figures = measured | _planned(resolved, measured)
     else:
-        found = ask("benchmarks.peers.hf_qlora", request)
-    # one formula for all, T being the length of the document that a token lies in
-    flops = costs(resolved.recipe).flops(resolved.shape, round(found["document_tokens"]), "none").useful
-    return found | {"mfu": mfu(found["tokens_per_s"], flops, setting.machine.peak("bf16"))}
+        figures = ask("benchmarks.peers.hf_qlora", request)
+    # One formula for all contenders, in which T is the mean length of the document that a token is in.
+    flops = costs(resolved.recipe).flops(resolved.shape, round(figures["document_tokens"]), "none").useful
+    return figures | {"mfu": mfu(figures["tokens_per_s"], flops, setting.machine.peak("bf16"))}
 
 
 def _complete(recipe: Recipe) -> Recipe:
-    """With its base's shape, where it leaves that to the base."""
+    """Return the recipe with its base's shape, if it leaves the shape to the base."""
     if AUTO not in (recipe.model.layers, recipe.model.vocab):
         return recipe
     completed: Recipe = job_runtime(recipe.objective).complete(recipe, lambda _: None)
@@ -156,7 +159,7 @@ def _sample_tokens(recipe: Recipe) -> int:
 
 
 def _peers_batch(recipe: Recipe, resolved: Resolved) -> BatchPlan:
-    """The recipe's where it says, else all in one: what redline's plan needs is not what others need."""
+    """Return the recipe's batch, or else one micro-batch: redline's plan of memory does not hold for other programs."""
     total = resolved.batch.global_batch
     batch = solve_batch(total, none_if_auto(recipe.train.micro_batch), none_if_auto(recipe.train.accumulation))
     return batch if isinstance(batch, BatchPlan) else BatchPlan(total, 1)
@@ -172,7 +175,7 @@ def _planned(resolved: Resolved, measured: Row) -> Row:
 
 
 def add_ratios(rows: list[Row]) -> list[Row]:
-    """How many times as fast each is as the usual stack, plain and at its best."""
+    """Add to each row how many times as fast it is as the usual stack, plain and at its best."""
     rates = {row["name"]: row["tokens_per_s"] for row in rows if "tokens_per_s" in row}
     peers = {one.name: rates[one.name] for one in CONTENDERS if one.peer is not None and one.name in rates}
     plain, best = peers.get(PLAIN), max(peers, key=peers.__getitem__, default=None)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.finetune_steps < request.json
 
-The request holds a resolved recipe, the facts of its data, how many `steps` to time, and `sample_tokens` where a row is
-to hold several samples; the answer is one JSON line. The base is random: nothing is fetched.
+The request holds a resolved recipe, the facts of its data, the number of `steps` to time, and `sample_tokens` if a row
+holds several samples. The answer is one line of JSON. The base has random weights: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from redline.training.step import step_batch, to_device
 from redline.training.step_log import peak_memory_gib
 from redline.training.trial import WarmTrainer, warm_trainer
 
-SETTLE_STEPS = 3  # before the timed ones
+SETTLE_STEPS = 3  # before the timed steps
 PACKAGES = ("torch", "triton", "bitsandbytes")
 
 Figures = dict[str, Any]
 
 
 def random_rows(vocab: int, rows: int, length: int, sample_tokens: int | None) -> tuple[np.ndarray, ...]:
-    """Inputs, targets and documents [rows, length]: the same for everyone who asks for the same."""
+    """Return inputs, targets and documents, each [rows, length]. The same arguments give the same rows."""
     chance = np.random.default_rng(0)
     inputs, targets = chance.integers(0, vocab, (2, rows, length), dtype=np.int64)
     documents = np.zeros((rows, length), dtype=np.int32)
@@ -50,13 +50,13 @@ def random_rows(vocab: int, rows: int, length: int, sample_tokens: int | None) -
 
 
 def document_tokens(documents: np.ndarray) -> float:
-    """The length of the document that a token lies in, on average over tokens."""
+    """Return the length of the document that a token is in, averaged over tokens."""
     lengths = np.diff(cu_seqlens(documents)).astype(np.float64)
     return float((lengths**2).sum() / lengths.sum())
 
 
 def time_steps(step: Callable[[int], Tensor], *, steps: int, tokens: int, device: torch.device) -> Figures:
-    """The median of so many steps, after some that are not timed; the first loss is the base's own."""
+    """Return the figures of the median step, after some untimed ones; the first loss is that of the base."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     losses = [step(number) for number in range(SETTLE_STEPS)]
@@ -80,7 +80,7 @@ def time_steps(step: Callable[[int], Tensor], *, steps: int, tokens: int, device
 
 
 def _mark(device: torch.device) -> Any:
-    """Now, by the device's clock: the host need not wait."""
+    """Return the time now by the device's clock, so that the host need not wait for the device."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -96,19 +96,19 @@ def _seconds(marks: list[Any]) -> list[float]:
 
 
 def installed(*packages: str) -> dict[str, str]:
-    """The versions of those that are there."""
-    found = {}
+    """Return the versions of those packages that are installed."""
+    versions = {}
     for name in packages:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def contend(request: dict[str, Any]) -> Figures:
     with warm_trainer(request["recipe"], DataFacts(**request["facts"]), where="bench") as own:
-        if own.resolved.recipe.train.precision == "fp8":  # a figure in that name is to be one
-            told = [{"key": key, "value": value, "reason": why} for key, value, why in own.objective.choices()]
-            if why_not := why_not_fp8("fp8", told, ()):
+        if own.resolved.recipe.train.precision == "fp8":  # a row called fp8 must compute in fp8
+            choices = [{"key": key, "value": value, "reason": why} for key, value, why in own.objective.choices()]
+            if why_not := why_not_fp8("fp8", choices, ()):
                 raise UserError(why_not)
         batch, documents = step_of(own, request["sample_tokens"])
         figures = time_steps(
@@ -127,7 +127,7 @@ def contend(request: dict[str, Any]) -> Figures:
 
 
 def step_of(own: WarmTrainer, sample_tokens: int | None) -> tuple[Any, np.ndarray]:
-    """One step's batch of random rows, on the device, and which document each token belongs to."""
+    """Return one step's batch of random rows on the device, and the document of each token."""
     micro, total = own.trainer.batch.micro, own.trainer.batch.global_batch
     rows = random_rows(own.facts.vocab_size, total, own.resolved.recipe.data.seq_len, sample_tokens)
     parts = [tuple(part[first : first + micro] for part in rows) for first in range(0, total, micro)]

@@ -1,6 +1,7 @@
-"""A latent prefix by redline and by the textbook loop: the same models, texts and terms, in the same call.
+"""Compare a latent prefix by redline with the textbook loop, on the same models, texts and loss terms.
 
-Each row is a process of its own: `benchmarks.latent_steps` for ours, `benchmarks.peers.latent_textbook` for the others.
+Each row runs in a process of its own: `benchmarks.latent_steps` for redline, `benchmarks.peers.latent_textbook` for the
+others.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from redline.recipe.schema import Recipe
 
 RECIPE, OBJECTIVE = "latentwire-squad", "latent_prefix"
 COUNTED = ("train.epochs=null", "train.hours=null", "train.micro_batch=auto")
-# The guide's two families at a size that is built within seconds; nothing of them is fetched but the names.
+# The guide's two model families at a size that is built within seconds. Weights are random; nothing is downloaded.
 ONE_BILLION = (
     "model.base=meta-llama/Llama-3.2-1B-Instruct",
     "model.quant=none",
@@ -35,7 +36,7 @@ ONE_BILLION = (
     "latent_prefix.others=[{base: Qwen/Qwen2.5-1.5B-Instruct, shape: {layers: 28, d_model: 1536, heads: 12,"
     " kv_heads: 2, d_ff: 8960, vocab: 151936, tied: true, qkv_bias: true}}]",
 )
-# On a CPU it only shows that it works, within seconds.
+# On a CPU the benchmark only shows, within seconds, that it works.
 TINY = (
     "model.base=tiny",
     "model.quant=none",
@@ -67,7 +68,7 @@ SMALLER = {"cuda": ONE_BILLION, "cpu": TINY}
 class Contender:
     name: str
     what: str
-    peer: dict[str, Any] | None = None  # how the textbook loop is to do it; None: redline
+    peer: dict[str, Any] | None = None  # options of the textbook loop; None: redline
 
 
 TEXTBOOK = "textbook"
@@ -87,7 +88,7 @@ CONTENDERS = (
 
 
 def choose(name: str | None, overrides: list[str]) -> Setting:
-    """The recipe that was named, else `RECIPE` with smaller models, on a CPU with tiny ones."""
+    """Return the named recipe, or `RECIPE` with smaller models, on a CPU with tiny ones."""
     objective = load(name or RECIPE, overrides).recipe.objective
     if objective != OBJECTIVE:
         fix = f"Use {RECIPE}, or another {OBJECTIVE}."
@@ -98,7 +99,7 @@ def choose(name: str | None, overrides: list[str]) -> Setting:
 
 
 def run_latent(setting: Setting, contenders: Sequence[Contender] = CONTENDERS) -> Iterator[Row]:
-    """A row for each contender, one after the other; who cannot run says why in `error`."""
+    """Yield a row for each contender; the row of one that cannot run has the reason in `error`."""
     recipe = _complete(setting.recipe)
     facts = DataFacts(257, 10**9, 10**7, "", "bytes", "")
     resolved = resolve(recipe, setting.machine, facts)
@@ -122,7 +123,7 @@ def run_latent(setting: Setting, contenders: Sequence[Contender] = CONTENDERS) -
 
 
 def _complete(recipe: Recipe) -> Recipe:
-    """With its models' shapes, where it leaves these to the models."""
+    """Return the recipe with its models' shapes, if it leaves the shapes to the models."""
     others = recipe.latent_prefix.others  # type: ignore[attr-defined]
     if AUTO not in (recipe.model.layers, recipe.model.vocab) and all(one.shape for one in others):
         return recipe
@@ -131,35 +132,35 @@ def _complete(recipe: Recipe) -> Recipe:
 
 
 def _peers_batch(recipe: Recipe, resolved: Resolved) -> BatchPlan:
-    """The recipe's where it says, else all in one: what redline's plan needs is not what others need."""
+    """Return the recipe's batch, or else one micro-batch: redline's plan of memory does not hold for other programs."""
     total = resolved.batch.global_batch
     batch = solve_batch(total, none_if_auto(recipe.train.micro_batch), none_if_auto(recipe.train.accumulation))
     return batch if isinstance(batch, BatchPlan) else BatchPlan(total, 1)
 
 
 def add_ratios(rows: list[Row]) -> list[Row]:
-    """How many times as fast each is as the textbook loop, and by how much its first terms are apart from that's.
+    """Add to each row how many times as fast it is as the textbook loop, and how far its first loss terms differ.
 
-    Of one epoch, every text is read by the teacher once: redline's steps then cost that on top.
+    In a run of one epoch the teacher reads every text once, so redline's steps are also compared with that added.
     """
     textbook = next((row for row in rows if row["name"] == TEXTBOOK and "step_ms" in row), None)
     if textbook is None:
         return rows
-    found = []
+    with_ratios = []
     for row in rows:
         if "step_ms" in row:
-            whole = row["step_ms"] + row.get("teacher_ms", 0.0)
+            with_teacher = row["step_ms"] + row.get("teacher_ms", 0.0)
             row = row | {
                 "times_textbook": textbook["step_ms"] / row["step_ms"],
-                "times_textbook_one_epoch": textbook["step_ms"] / whole,
-                "terms_apart": _apart(row, textbook),
+                "times_textbook_one_epoch": textbook["step_ms"] / with_teacher,
+                "terms_apart": _largest_difference(row, textbook),
             }
-        found.append(row)
-    return found
+        with_ratios.append(row)
+    return with_ratios
 
 
-def _apart(row: Row, other: Row) -> float | None:
-    """The largest difference of a term, as a share of the loss; None where they have not the same terms."""
+def _largest_difference(row: Row, other: Row) -> float | None:
+    """Return the largest difference of a loss term, as a share of the loss; None if the terms are not the same."""
     terms, others = row["first_terms"], other["first_terms"]
     if terms.keys() != others.keys():
         return None

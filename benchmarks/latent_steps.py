@@ -2,9 +2,9 @@
 
     python -m benchmarks.latent_steps < request.json
 
-The request holds a resolved recipe, the facts of its data and how many `steps` to time; the answer is one JSON line.
-The frozen models are random: nothing is fetched. Their teachers read the texts before the first step, as in training,
-and `teacher_ms` is what that takes for the texts of one step.
+The request holds a resolved recipe, the facts of its data and the number of `steps` to time. The answer is one line of
+JSON. The frozen models have random weights: nothing is downloaded. Their teachers read the texts before the first step,
+as in training; `teacher_ms` is the time of that for the texts of one step.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from redline.recipe.schema import Recipe
 from redline.training.step import step_batch, to_device
 from redline.training.trial import warm_trainer
 
-BEGIN, ANCHOR = [0], [0, 0]  # what a random model reads before a text, and between it and the answer
-TEXT_BYTES, SPREAD = 800, 0.4  # the median, and of its logarithm; 40 articles of SQuAD: 784, 867 on average
+BEGIN, ANCHOR = [0], [0, 0]  # tokens before a text, and between the text and the answer
+TEXT_BYTES, SPREAD = 800, 0.4  # median, and deviation of the logarithm; 40 articles of SQuAD have 784
 BYTES_PER_TOKEN = 4.8
-ENDS = 0.25  # the chance that an answer ends with a token: four on average, and its end
-_LETTERS = 6  # of a word
+ENDS = 0.25  # probability that an answer ends after a token: four tokens on average, and the end
+_LETTERS = 6  # letters of a word
 
-Lists = dict[str, list[list[int]]]  # of tokens, by model and row
+Lists = dict[str, list[list[int]]]  # token ids by model and row
 
 
 @dataclass(frozen=True)
 class TimedRows:
-    batch: Batch  # bytes, each model's targets, words: what any loop learns from
-    prompts: Lists  # what a teacher reads before the answer
+    batch: Batch  # bytes, each model's targets, words: what every loop trains on
+    prompts: Lists  # the teacher's tokens before the answer
     answers: Lists
 
     def micros(self, size: int) -> list[TimedRows]:
@@ -57,7 +57,7 @@ class TimedRows:
 
 
 def timed_rows(recipe: Recipe, vocabularies: dict[str, int], count: int) -> TimedRows:
-    """So many, with the answers of models of these vocabularies, laid out as in training."""
+    """Return `count` random rows, with answers in the vocabulary of each model, laid out as in training."""
     options, chance = options_of(recipe), np.random.default_rng(0)
     room = recipe.data.seq_len - prefix_length(options) - len(BEGIN) - len(ANCHOR) + 1
     sizes = np.clip(np.exp(chance.normal(np.log(TEXT_BYTES), SPREAD, count)), 2, options.bytes).astype(int)
@@ -66,8 +66,10 @@ def timed_rows(recipe: Recipe, vocabularies: dict[str, int], count: int) -> Time
     answers, prompts = {}, {}
     for name, vocabulary in vocabularies.items():
         answers[name] = [chance.integers(0, vocabulary, length).tolist() for length in lengths.tolist()]
-        told = [chance.integers(0, vocabulary, max(1, round(size / BYTES_PER_TOKEN))).tolist() for size in sizes]
-        prompts[name] = [[*BEGIN, *tokens, *ANCHOR] for tokens in told]
+        texts_in_tokens = [
+            chance.integers(0, vocabulary, max(1, round(size / BYTES_PER_TOKEN))).tolist() for size in sizes
+        ]
+        prompts[name] = [[*BEGIN, *tokens, *ANCHOR] for tokens in texts_in_tokens]
     limits = RowLengths(options.bytes, options.patch, (room,) * len(vocabularies), options.words_weight > 0)
     rows = PairRows([Pair(text, "", (), "") for text in texts], list(answers.values()), limits)
     names = {f"targets.{place}": f"targets.{name}" for place, name in enumerate(vocabularies)}
@@ -87,8 +89,8 @@ def contend(request: dict[str, Any]) -> Figures:
         vocabularies = {name: one.decoder.shape.vocab for name, one in objective.frozen.items()}
         rows = timed_rows(own.resolved.recipe, vocabularies, trainer.batch.global_batch)
         teacher_ms = 0.0
-        for _ in range(2):  # the first look is slower
-            states, teacher_ms = _taught(objective, rows)
+        for _ in range(2):  # the first pass is slower
+            states, teacher_ms = _teacher_states(objective, rows)
         micros = TimedRows(rows.batch | states, rows.prompts, rows.answers).micros(trainer.batch.micro)
         batch = step_batch(objective, [to_device(one.batch, trainer.device) for one in micros])
         terms: list[dict[str, Tensor]] = []
@@ -101,7 +103,7 @@ def contend(request: dict[str, Any]) -> Figures:
         total = trainer.batch.global_batch
         figures = time_steps(step, steps=request["steps"], tokens=total, device=trainer.device)
     return {
-        **texts_a_second(figures),
+        **rename_to_texts(figures),
         **own.settings(),
         "first_terms": {name: term.item() for name, term in terms[0].items()},
         "teacher_ms": teacher_ms,
@@ -110,28 +112,28 @@ def contend(request: dict[str, Any]) -> Figures:
     }
 
 
-def texts_a_second(figures: Figures) -> Figures:
-    """What is counted here are texts."""
+def rename_to_texts(figures: Figures) -> Figures:
+    """Rename the figures of tokens to texts, which are what this benchmark counts."""
     return {key.replace("tokens", "texts"): value for key, value in figures.items()}
 
 
 @torch.no_grad()
-def _taught(objective: Any, rows: TimedRows) -> tuple[dict[str, Tensor], float]:
-    """What each teacher leaves on disk of a step's texts, and the milliseconds that reading them took."""
-    options, device, found = objective.options, objective.device, {}
+def _teacher_states(objective: Any, rows: TimedRows) -> tuple[dict[str, Tensor], float]:
+    """Return the states that each teacher would store for a step's texts, and the milliseconds that they took."""
+    options, device, all_states = objective.options, objective.device, {}
     if not needs_teacher(options):
         return {}, 0.0
     begin = time.perf_counter()
     with objective.uncompiled():
         for name, one in objective.frozen.items():
             size = (len(rows.prompts[name]), options.first_tokens, one.decoder.shape.d_model)
-            states = found[f"teacher.{name}"] = torch.zeros(size, dtype=objective.dtype)
-            said = [answer[: options.first_tokens] for answer in rows.answers[name]]
-            for place, hidden in one.text_states(rows.prompts[name], said):
+            states = all_states[f"teacher.{name}"] = torch.zeros(size, dtype=objective.dtype)
+            answers = [answer[: options.first_tokens] for answer in rows.answers[name]]
+            for place, hidden in one.text_states(rows.prompts[name], answers):
                 states[place, : len(hidden)] = hidden.to("cpu", objective.dtype)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return found, 1e3 * (time.perf_counter() - begin)
+    return all_states, 1e3 * (time.perf_counter() - begin)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A result as a page: the table, and what it was measured with."""
+"""Results as text: a Markdown page with the table and what it was measured with, and lines for a terminal."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from redline.units import format_count
 
 Entry = dict[str, Any]
 
-_LOSS_PAGE_NOT_KNOWN = "–"
+_NOT_KNOWN = "–"
 
 
 def sections(result: dict[str, Any]) -> list[str]:
-    """The tables with what they mean, then every row."""
+    """Return the Markdown of a time-to-loss result: its tables with notes, then every row."""
     parts = [part for table in result["comparison"] for part in _section(table)]
     if not result["comparison"]:
         parts = [f"There is no row of `{BASELINE}` yet to compare with."]
@@ -70,13 +70,13 @@ def _cells(entry: Entry, table: dict[str, Any]) -> list[str]:
         _loss(entry),
         f"{entry['loss_difference']:+.4f}",
         _passes(entry),
-        *(_LOSS_PAGE_NOT_KNOWN if ratio is None else f"{ratio:.3f}" for ratio in ratios),
+        *(_NOT_KNOWN if ratio is None else f"{ratio:.3f}" for ratio in ratios),
         *_run_by(entry),
     ]
 
 
 def _titled(entry: Entry, table: dict[str, Any]) -> str:
-    """The arm and what sets it apart."""
+    """Return the arm with its overrides, and its budget or time where they differ from the table's."""
     within = "" if entry["budget_s"] == table["budget_s"] else f", fitted to {entry['budget_s']:g} s"
     if abs(entry["seconds"] / entry["budget_s"] - 1) > OFF_BUDGET:
         within += f", trained {entry['seconds']:.1f} s"
@@ -99,7 +99,7 @@ def _passes(entry: Entry) -> str:
 
 
 def _spread(mean: float, spread: float | None, form: str) -> str:
-    """Half of what lies between the lowest and the highest seed."""
+    """Return the mean ± half the distance between the lowest and the highest seed."""
     return form.format(mean) + (f" ± {form.format(spread / 2)}" if spread else "")
 
 
@@ -108,7 +108,7 @@ def _time_to_loss_notes(table: dict[str, Any]) -> list[str]:
 
 
 def _lost_notes(table: dict[str, Any]) -> list[str]:
-    """Seeds that diverged or failed: whoever has one does not pass."""
+    """Return a note for each entry with seeds that diverged or failed: such an entry does not pass."""
     return [
         f"{' '.join([entry['arm'], *entry['overrides']])}: {entry['lost_seeds']} of its seeds have no curve."
         for entry in table["entries"]
@@ -117,7 +117,7 @@ def _lost_notes(table: dict[str, Any]) -> list[str]:
 
 
 def _untuned_notes(table: dict[str, Any]) -> list[str]:
-    """A baseline that does as well in less time was not tuned at this one."""
+    """Return a note for each shorter baseline that passes too: the baseline was then not tuned for this budget."""
     shorter = [entry for entry in table["entries"] if entry["budget_s"] < table["budget_s"]]
     sooner = [e for e in shorter if e["arm"] == BASELINE and not is_control(e["arm"], e["overrides"])]
     return [
@@ -127,7 +127,7 @@ def _untuned_notes(table: dict[str, Any]) -> list[str]:
 
 
 def _anchor_notes(table: dict[str, Any]) -> list[str]:
-    """Where the card itself was faster or slower than when the baseline ran."""
+    """Return a note for each entry during which the GPU itself was faster or slower than for the baseline."""
     differ = [entry for entry in table["entries"] if abs(entry["anchor_difference"] or 0.0) > ANCHORS_DIFFER]
     return [
         f"{' '.join([entry['arm'], *entry['overrides']])}: the card's anchor step took "
@@ -154,10 +154,10 @@ def _run(row: Row) -> list[str]:
         f"{row['seconds']:.1f}",
         f"{row['step_ms']:.1f} ({row['anchor_step_ms']:.1f})",
         f"{row['tokens_per_s']:,.0f}",
-        _LOSS_PAGE_NOT_KNOWN if row["epochs"] is None else f"{row['epochs']:.2f}",
+        _NOT_KNOWN if row["epochs"] is None else f"{row['epochs']:.2f}",
         f"{row['warmup_s']:.1f}",
-        _LOSS_PAGE_NOT_KNOWN if row["memory_gib"] is None else f"{row['memory_gib']:.1f}",
-        _LOSS_PAGE_NOT_KNOWN if row["card_anchor_ms"] is None else f"{row['card_anchor_ms']:.1f}",
+        _NOT_KNOWN if row["memory_gib"] is None else f"{row['memory_gib']:.1f}",
+        _NOT_KNOWN if row["card_anchor_ms"] is None else f"{row['card_anchor_ms']:.1f}",
     ]
 
 
@@ -167,9 +167,9 @@ def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def time_to_loss_lines(result: dict[str, Any]) -> list[str]:
-    """For the console: every run, then each arm at its best."""
-    told = [_run_line(row) for row in result["rows"]]
-    return [*told, *(line for table in result["comparison"] for line in ["", *_table_lines(table)])]
+    """Return the lines for a terminal: every run, then each arm at its best."""
+    runs = [_run_line(row) for row in result["rows"]]
+    return [*runs, *(line for table in result["comparison"] for line in ["", *_table_lines(table)])]
 
 
 def _run_line(row: Row) -> str:
@@ -182,32 +182,30 @@ def _run_line(row: Row) -> str:
 
 
 def _table_lines(table: dict[str, Any]) -> list[str]:
-    """Each arm at its best, and the controls."""
-    told = [f"{table['budget_s']:g} s of training. {_about_time_to_loss(table)}", _tried(table)]
+    """Return the lines of a table: each arm at its best, and the controls."""
+    head = [f"{table['budget_s']:g} s of training. {_about_time_to_loss(table)}", _tried(table)]
     controls = [entry for entry in table["entries"] if is_control(entry["arm"], entry["overrides"])]
     entries = [_entry_line(entry, table["baseline"]) for entry in (*best_entries(table), *controls)]
-    return [*told, *entries, *_time_to_loss_notes(table)]
+    return [*head, *entries, *_time_to_loss_notes(table)]
 
 
 def _entry_line(entry: Entry, baseline: Entry) -> str:
     if entry is baseline:
-        said = f"in {entry['seconds']:.1f} s: the baseline"
+        text = f"in {entry['seconds']:.1f} s: the baseline"
     elif entry["ratio"] is None:
-        said = f"passes that loss: {_passes(entry)}"
+        text = f"passes that loss: {_passes(entry)}"
     else:
-        said = f"passes that loss after {_passes(entry)}, {entry['ratio']:.3f} of its time"
-        said += "" if entry["ratio_corrected"] is None else f" (corrected {entry['ratio_corrected']:.3f})"
-    return "  ".join([f"{entry['arm']:14} {_loss(entry):>17}", said, *entry["overrides"]])
+        text = f"passes that loss after {_passes(entry)}, {entry['ratio']:.3f} of its time"
+        text += "" if entry["ratio_corrected"] is None else f" (corrected {entry['ratio_corrected']:.3f})"
+    return "  ".join([f"{entry['arm']:14} {_loss(entry):>17}", text, *entry["overrides"]])
 
 
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
 
-_NOT_KNOWN = "–"
-
 
 def markdown(result: dict[str, Any], picture: str | None = None) -> str:
-    """`picture` is the name of a file beside the page."""
+    """Return the page of a result; `picture` is the name of a file beside it."""
     benchmark, machine = str(result["benchmark"]), result["machine"]
     parts = [
         f"# bench {benchmark}: {machine['name']}, {result['date']}",
@@ -237,12 +235,12 @@ def _versions(versions: dict[str, str]) -> str:
 
 def _commit(git: dict[str, Any]) -> str:
     if not git.get("commit"):
-        return "not known: the code was no checkout"
-    return f"`{git['commit']}`" + (", with changes of its own" if git.get("dirty") else "")
+        return "unknown: the code is not in a Git checkout"
+    return f"`{git['commit']}`" + (", with uncommitted changes" if git.get("dirty") else "")
 
 
 def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """A row without figures has its reason below the table."""
+    """Return a Markdown table; the reason of a row without figures is a note below it."""
     lines = [" | ".join(name for name, _ in columns), " | ".join("---" for _ in columns)]
     for row in rows:
         first, *others = (show for _, show in columns)
@@ -252,22 +250,22 @@ def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The table for a terminal: columns under their names, a row without figures with its reason."""
+    """Return the table for a terminal; a row without figures shows its reason."""
     _, *columns = _COLUMNS[str(result["benchmark"])]
     names = ["", *(row["name"] for row in result["rows"])]
     cells = [[name for name, _ in columns]]
     cells += [[] if "error" in row else [show(row) for _, show in columns] for row in result["rows"]]
-    wide = [max(len(line[place]) for line in cells if line) for place in range(len(columns))]
+    widths = [max(len(line[column]) for line in cells if line) for column in range(len(columns))]
     reasons = ["", *(f"failed: {_one_line(row['error'])}" if "error" in row else "" for row in result["rows"])]
     return [
         f"{name:{max(map(len, names))}}  "
-        + (why or "  ".join(f"{cell:>{width}}" for cell, width in zip(line, wide, strict=True)))
-        for name, line, why in zip(names, cells, reasons, strict=True)
+        + (reason or "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)))
+        for name, line, reason in zip(names, cells, reasons, strict=True)
     ]
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """Why there is no figure, what else a figure depends on, and which rows are of another day or other code."""
+    """Return the notes: why a figure is missing, what it depends on, and which rows are of another day or commit."""
     notes = [f"- {row['name']}: no figure. {_one_line(row['error'])}" for row in rows if "error" in row]
     notes += [f"- {row['name']}: {_one_line(text)}." for row in rows for text in row.get("warnings") or []]
     notes += [f"- {row['name']}: the best of the usual stack." for row in rows if row.get("best_of_theirs")]
@@ -286,7 +284,7 @@ def _one_line(text: object) -> str:
 
 
 def _fp8(row: Row) -> str | None:
-    """Which matmuls, where that was chosen."""
+    """Return which matmuls run in fp8, if that was chosen."""
     choices = row.get("choices") or (row.get("measured") or {}).get("choices") or {}
     listed = {choice["key"]: choice["value"] for choice in choices} if isinstance(choices, list) else choices
     return listed.get("train.fp8")
@@ -311,7 +309,7 @@ def _shown(key: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
 
 
 def _forecast(key: str, form: str) -> Callable[[Row], str]:
-    """What the plan said, and by how much it is off."""
+    """Show a planned value and its relative error."""
 
     def show(row: Row) -> str:
         planned, error = (row.get("planned") or {}).get(key), row.get(f"{key}_error")
@@ -321,7 +319,7 @@ def _forecast(key: str, form: str) -> Callable[[Row], str]:
 
 
 def _compared(key: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
-    """Planned → measured, and by how much the plan is off."""
+    """Show planned → measured, and the relative error."""
 
     def show(row: Row) -> str:
         planned, measured = (
@@ -410,8 +408,8 @@ def accuracy_line(row: dict[str, Any]) -> str:
         "" if row[key] is None else f"({row[key]:+.1%})" for key in ("memory_gib_error", "tokens_per_s_error")
     )
     speed = f"{planned['tokens_per_s']:,.0f} → " if planned["tokens_per_s"] else ""
-    there = measured["memory_gib"] or 0.0
+    memory_gib = measured["memory_gib"] or 0.0
     return (
-        f"{name} {planned['memory_gib']:.1f} → {there:.1f} GiB {memory}   "
+        f"{name} {planned['memory_gib']:.1f} → {memory_gib:.1f} GiB {memory}   "
         f"{speed}{measured['tokens_per_s']:,.0f} tok/s {rate}"
     )

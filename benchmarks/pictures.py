@@ -1,4 +1,4 @@
-"""Results as pictures: SVG with its letters drawn as paths, so that it looks the same everywhere."""
+"""Results as pictures: SVG whose letters are paths, so that it looks the same on every machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 INK, FAINT, GRID, ACCENT, SECOND, CARD = "#1d1b1a", "#6d6763", "#e7e3df", "#c8281f", "#8fa6bd", "#ffffff"
 RC: Any = {
     "svg.fonttype": "path",
-    "svg.hashsalt": "redline",  # the same result, the same file
+    "svg.hashsalt": "redline",  # the same result gives the same file
     "font.size": 10,
     "text.color": INK,
     "axes.edgecolor": GRID,
@@ -37,21 +37,21 @@ RC: Any = {
 
 
 def headed(canvas: Figure, result: dict[str, Any], title: str) -> None:
-    """What it is above, and what it was measured with below."""
+    """Write the title above, and the date and versions below."""
     git, versions = result.get("git") or {}, result.get("versions") or {}
     commit = str(git.get("commit") or "")[:7]
-    told = [result.get("date"), f"torch {versions['torch']}" if "torch" in versions else "", f"commit {commit}"]
+    words = [result.get("date"), f"torch {versions['torch']}" if "torch" in versions else "", f"commit {commit}"]
     canvas.suptitle(title, x=0.02, ha="left", size=13.5, weight="bold")
-    foot = " · ".join(str(word) for word in told[: 3 if commit else 2] if word)
+    foot = " · ".join(str(word) for word in words[: 3 if commit else 2] if word)
     canvas.supxlabel(foot, x=0.985, ha="right", size=8.5, color=FAINT)
 
 
 _COLOURS = {BASELINE: SECOND, "pretrain-350m": INK, "speedrun-350m": ACCENT}
-_ABOVE = 2.2  # of the way from the target to the lowest loss of all, or of a nat: what is shown of the steep beginning
+_ABOVE = 2.2  # how far the axis reaches above the target, in units of the distance from the target to the lowest loss
 
 
 def draw_time_to_loss(canvas: Figure, result: dict[str, Any]) -> None:
-    """A panel for each table, with every arm at its best overrides; without a baseline all curves in one."""
+    """Draw a panel for each table, with each arm at its best overrides; without a baseline, all curves in one panel."""
     rows = {row["name"]: row for row in result["rows"]}
     tables = result["comparison"]
     canvas.set_size_inches(max(9.0, 6.2 * len(tables)), 4.6)
@@ -112,9 +112,9 @@ def _colour(arm: str) -> str:
 
 Row = dict[str, Any]
 
-_BANDS = ((0.10, "#f3f1ee"), (0.05, "#e4ebe4"))  # wide one first: the other lies upon it
-_LABEL = 48  # letters beside a row
-_REACH = 0.14  # of the axis of errors
+_BANDS = ((0.10, "#f3f1ee"), (0.05, "#e4ebe4"))  # the wide band first: the other is drawn over it
+_LABEL = 48  # letters of a row's label
+_REACH = 0.14  # largest error on the axis
 _NAMES = {
     "redline": "redline",
     "redline-fp8": "redline, fp8",
@@ -128,7 +128,7 @@ _NAMES = {
 
 
 def draw(result: dict[str, Any]) -> str | None:
-    """The picture of a result; None for a benchmark that has none, or without any figure."""
+    """Return the picture of a result; None if its benchmark has none, or no row has a figure."""
     drawn: Callable[[Figure, dict[str, Any]], None] | None = _PICTURES.get(str(result["benchmark"]))
     rows = [row for row in result["rows"] if "error" not in row]
     if drawn is None or not rows:
@@ -164,7 +164,7 @@ def _draw_throughput(canvas: Figure, result: dict[str, Any]) -> None:
     reach = _draw_limits(ax, rows, most)
     ax.set_yticks(range(len(rows)), [_NAMES.get(str(row["name"]), str(row["name"])) for row in rows])
     ax.set_ylim(len(rows) - 0.45, -0.55)
-    room = 1.85 if any("times_plain" in row for row in rows) else 1.42  # for what stands beside the longest
+    room = 1.85 if any("times_plain" in row for row in rows) else 1.42  # for the text beside the longest bar
     ax.set_xlim(0, max(room * most, 1.02 * reach))
     ax.xaxis.set_major_formatter(lambda value, _: format_count(value))
     ax.grid(visible=True, axis="x")
@@ -182,7 +182,7 @@ def _beside(row: Row) -> str:
 
 
 def _draw_limits(ax: Axes, rows: Sequence[Row], most: float) -> float:
-    """What no run can pass, by precision, as far as it lies near; gives the furthest that was drawn."""
+    """Draw the ceiling of each precision that is not far beyond the bars; return the highest one drawn."""
     limits = {str(row["precision"]): row["ceiling_tokens_per_s"] for row in rows if row.get("ceiling_tokens_per_s")}
     near = {precision: limit for precision, limit in limits.items() if limit < 2.3 * most}
     for precision, limit in near.items():
@@ -215,17 +215,17 @@ def _draw_plan_accuracy(canvas: Figure, result: dict[str, Any]) -> None:
 
 
 def _draw_errors(ax: Axes, rows: Sequence[Row], key: str, most: float, show: Callable[[float], str]) -> None:
-    """A dot for each case by how far its plan is off, red beyond `most`, and both figures at the right."""
+    """Draw a dot for each case at the error of its plan, red beyond `most`, and both figures at the right."""
     for width, colour in _BANDS:
         ax.axvspan(-width, width, color=colour, zorder=0, linewidth=0)
     ax.axvline(0, color=FAINT, linewidth=0.8)
     for place, row in enumerate(rows):
         if (error := _error(row, key)) is not None:
             _draw_error(ax, place, error, ACCENT if abs(error) > most else INK)
-        told = " → ".join(
+        values = " → ".join(
             "–" if row[side].get(key) is None else show(row[side][key]) for side in ("planned", "measured")
         )
-        ax.text(_REACH + 0.19, place, told, ha="right", va="center", size=8.5, color=FAINT)
+        ax.text(_REACH + 0.19, place, values, ha="right", va="center", size=8.5, color=FAINT)
     ax.set_xlim(-_REACH - 0.01, _REACH + 0.19)
     ax.set_xticks([-0.1, -0.05, 0, 0.05, 0.1], ["−10", "−5", "0", "+5", "+10 %"])
     ax.spines["left"].set_visible(False)
@@ -233,7 +233,7 @@ def _draw_errors(ax: Axes, rows: Sequence[Row], key: str, most: float, show: Cal
 
 
 def _draw_error(ax: Axes, place: int, error: float, colour: str) -> None:
-    """What is further off than the axis reaches stands at its end, with its figure."""
+    """Draw an error; one beyond the axis is drawn at its end, with its value."""
     if abs(error) <= _REACH:
         ax.plot(error, place, "o", color=colour, markersize=5.5, markeredgewidth=0)
         return
@@ -244,7 +244,7 @@ def _draw_error(ax: Axes, place: int, error: float, colour: str) -> None:
 
 
 def _error(row: Row, key: str) -> float | None:
-    """As the row has it; older results only have both figures."""
+    """Return the relative error of the plan; older results have only the two values."""
     planned, measured = row["planned"].get(key), row["measured"].get(key)
     return planned / measured - 1 if planned and measured else None
 

@@ -1,4 +1,4 @@
-"""The plan against real steps: peak memory and tokens/s, planned and measured, configuration by configuration."""
+"""Planned against measured: peak memory and tokens/s of several configurations, by a few real steps of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Cases = dict[str, str]  # name → the words of `redline train`
 
 _760M = "pretrain-350m model.d_model=1536 model.d_ff=4096"
 _1300M = "pretrain-350m model.d_model=2048 model.d_ff=5504"
-# Of each kind some. On an H200 a step takes 0.1 to 0.4 s, so that the timed ones take some five seconds a case.
+# A few configurations of each kind. On an H200 a step takes 0.1 to 0.4 s, so the timed steps take about 5 s a case.
 CASES: dict[str, Cases] = {
     "cuda": {
         "125m": "pretrain-125m train.global_batch=64",
@@ -48,11 +48,11 @@ CASES: dict[str, Cases] = {
         "2-layers": "quickstart model.layers=2 model.d_model=128 model.heads=2",
     },
 }
-LEAST_STEPS = {"cuda": 15, "cpu": 3}  # timed, after those that settle
+LEAST_STEPS = {"cuda": 15, "cpu": 3}  # timed steps, after the ones in which clocks and caches settle
 
 
 def cases(name: str | None, overrides: list[str], device: str) -> Cases:
-    """The recipe that was named, else all for this device, each with the overrides."""
+    """Return the named recipe as the only case, or all cases of the device, each with the overrides."""
     if name is not None:
         words = " ".join([name, *overrides])
         return {words: words}
@@ -60,7 +60,7 @@ def cases(name: str | None, overrides: list[str], device: str) -> Cases:
 
 
 def due(known: Cases, only: str | None, earlier: list[Row]) -> Cases:
-    """What was asked for by name, else all that has no figure yet."""
+    """Return the cases that `--only` names, or else all that have no figure yet."""
     if only is None:
         done = {(row["name"], row.get("case")) for row in earlier if "error" not in row}
         return {name: words for name, words in known.items() if (name, words) not in done}
@@ -73,25 +73,25 @@ def due(known: Cases, only: str | None, earlier: list[Row]) -> Cases:
 
 
 def in_order(rows: list[Row], known: Cases) -> list[Row]:
-    """As the list has them; what it does not have comes last."""
+    """Return the rows in the order of the cases; others come last."""
     order = list(known)
     return sorted(rows, key=lambda row: order.index(row["name"]) if row["name"] in known else len(order))
 
 
 def run_plan_accuracy(chosen: Cases, machine: Machine) -> Iterator[Row]:
-    """A row for each; one that cannot be planned or run says why in `error`, and the others go on."""
+    """Yield a row for each case; the row of one that cannot be planned or run has the reason in `error`."""
     for name, case in chosen.items():
         recipe, *overrides = case.split()
         begin = time.perf_counter()
-        found = _compared(recipe, overrides, machine)
-        yield {"name": name, "case": case, **found, "seconds": round(time.perf_counter() - begin, 1)}
+        compared = _compared(recipe, overrides, machine)
+        yield {"name": name, "case": case, **compared, "seconds": round(time.perf_counter() - begin, 1)}
 
 
 def _compared(name: str, overrides: list[str], machine: Machine) -> Row:
     planned: Row = {}
     try:
         recipe = load(name, overrides).recipe
-        # as if there were enough data for any size of model
+        # Enough data for any model, so that no size is limited by them.
         facts = DataFacts(vocabulary(recipe.data.tokenizer), 3_700_000, 190_000, "", recipe.data.tokenizer, "")
         resolved = resolve(recipe, machine, facts)
         plan, used = resolved.plan_event(), resolved.recipe.train.precision
@@ -100,18 +100,18 @@ def _compared(name: str, overrides: list[str], machine: Machine) -> Row:
             "tokens_per_s": plan["throughput"]["tokens_per_s"],
             "micro": plan["batch"]["micro"],
         }
-        _refuse_another(recipe, used, [], plan["warnings"])
+        _require_precision(recipe, used, [], plan["warnings"])
         measured = ask_trial(resolved, facts, least_steps=LEAST_STEPS[machine.device])
-        _refuse_another(recipe, used, measured["choices"], [])
+        _require_precision(recipe, used, measured["choices"], [])
     except UserError as error:
-        # the trial speaks of `plan --probe`, which is not what was typed here
+        # The trial's errors name `plan --probe`, which the user did not type here.
         return {"planned": planned, "error": error.what if error.where == "--probe" else error.message()}
     errors = {f"{key}_error": _error(planned[key], measured[key]) for key in ("memory_gib", "tokens_per_s")}
     return {"planned": planned, "measured": measured, **errors}
 
 
-def _refuse_another(recipe: Recipe, used: str, choices: list[Row], warnings: list[str]) -> None:
-    """No figure under a name that is not its own."""
+def _require_precision(recipe: Recipe, used: str, choices: list[Row], warnings: list[str]) -> None:
+    """Raise a UserError if a case that asked for fp8 does not compute in it: its figure would have the wrong name."""
     if recipe.train.precision == "fp8" and (why := why_not_fp8(used, choices, warnings)):
         raise UserError(why)
 

@@ -1,5 +1,7 @@
-"""What every process of a benchmark does: one request in, one line out, and no traceback where memory or a package is
-missing."""
+"""The protocol of a benchmark's child processes: a JSON request on stdin, one line of JSON on stdout.
+
+A child that lacks memory or a package answers with the reason instead of a traceback, so that the other rows go on.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from redline.errors import UserError
 
 
 def reply(contend: Callable[[dict[str, Any]], dict[str, Any]], too_large: str = "it does not fit into memory.") -> None:
+    """Answer the request on stdin by `contend`, or by its error."""
     request = json.load(sys.stdin)
     try:
         answer = contend(request)
@@ -27,12 +30,12 @@ def reply(contend: Callable[[dict[str, Any]], dict[str, Any]], too_large: str = 
 
 
 def has_room(attempt: Callable[[], object], optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it can be done in this card's memory; its gradients are gone afterwards, either way."""
+    """Return whether `attempt` fits into the GPU's memory; its gradients are freed either way."""
     try:
         attempt()
         room = True
     except torch.OutOfMemoryError:
-        room = False  # what the traceback holds on to is free only after this block
+        room = False  # the traceback keeps tensors alive until this block ends
     optimizer.zero_grad(set_to_none=True)
     if not room:
         torch.cuda.empty_cache()

@@ -1,4 +1,7 @@
-"""Each arm trained for the same seconds on the same tokens: a row is a curve of the validation loss over time."""
+"""Time to loss: each arm trains for the same seconds on the same tokens; a row is its validation loss over time.
+
+The table compares when each arm passes the final loss of the baseline, a GPT-2 trained in nanoGPT's style.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from redline.runs.events import Event, number
 
 BASELINE = "nanogpt"
 ARMS = (BASELINE, "pretrain-350m", "speedrun-350m")  # all but the first are recipes
-# what the baseline's loop reads; anything else it would pass over in silence
+# Keys that the baseline's loop reads. It would ignore any other without a word, so others are refused.
 BASELINE_READS = {
     *(f"data.{key}" for key in ("source", "tokenizer", "seq_len", "shuffle", "workers", "val_fraction", "text_key")),
     *(f"model.{key}" for key in ("layers", "d_model", "heads")),
@@ -42,7 +45,7 @@ BASELINE_READS = {
     *(f"train.{key}" for key in ("device", "precision", "compile")),
     "eval.sequences",
 }
-# what follows from the budget, the seed and the rule that only training is timed
+# Keys that the benchmark sets itself: they follow from the budget, the seed, and the rule that only training is timed.
 OWN = {
     "train.seed": "Use --seed.",
     **dict.fromkeys(
@@ -52,7 +55,7 @@ OWN = {
     **dict.fromkeys(("eval.every", "eval.samples", "monitor.log_every"), "Leave it out."),
     **dict.fromkeys(("checkpoint.every", "checkpoint.best", "checkpoint.keep"), "Leave it out."),
 }
-# neither makes a step slower or faster: trials that differ in these alone share a step time
+# Keys that do not change the time of a step: trials that differ only in these share a measured step time.
 SAME_SPEED = {
     *(f"train.{key}" for key in ("lr", "lr_base", "batch_base", "embedding_lr", "head_lr", "scalar_lr", "muon_lr")),
     *(f"train.{key}" for key in ("muon_momentum", "muon_momentum_warmup", "muon_beta2", "betas", "eps")),
@@ -72,7 +75,7 @@ TINY_TEXT = ("data.source=embedded", "data.tokenizer=bytes")
 
 @dataclass(frozen=True)
 class Trial:
-    """What a row is known by."""
+    """An arm with its overrides, budget and seed, which identify a row."""
 
     arm: str
     overrides: tuple[str, ...]
@@ -85,12 +88,15 @@ class Trial:
 
     @property
     def speed(self) -> tuple[str, ...]:
-        """Trials in which this is equal take the same time for a step."""
+        """What the time of a step depends on: trials in which it is equal share a step time."""
         return (self.arm, *(word for word in self.overrides if key_of(word) not in SAME_SPEED))
 
 
 def in_order(overrides: Iterable[str]) -> tuple[str, ...]:
-    """The same words in another order or spelling are the same trial; of two values for a key the last counts."""
+    """Return the overrides sorted, with canonical keys; of two values for a key the last counts.
+
+    The same overrides in another order or spelling are the same trial.
+    """
     values: dict[str, str] = {}
     for word in overrides:
         key, typed = key_of(word), word.partition("=")[2]
@@ -100,12 +106,12 @@ def in_order(overrides: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_control(arm: str, overrides: Iterable[str]) -> bool:
-    """The baseline's loop with a model of another shape: it tells what size is worth, and is no baseline."""
+    """Return whether this is a control: the baseline's loop with another shape, which shows what size is worth."""
     return arm == BASELINE and any(key_of(word).startswith("model.") for word in overrides)
 
 
 def choose_arms(asked: str | None) -> list[str]:
-    """Those that were named, else all that this version has a recipe for."""
+    """Return the named arms, or all that this version has a recipe for."""
     known = shipped()
     if asked is None:
         return [arm for arm in ARMS if arm == BASELINE or arm in known]
@@ -123,17 +129,17 @@ def choose_arms(asked: str | None) -> list[str]:
 
 
 def check_overrides(arms: Iterable[str], overrides: Iterable[str]) -> None:
-    """Refuses what the benchmark decides itself, and what the baseline would not read."""
+    """Refuse overrides of keys that the benchmark sets itself, or that the baseline does not read."""
     keys = {key_of(word): word for word in overrides}
     for key, word in keys.items():
         if key in OWN:
             raise UsageError("the benchmark sets this itself.", where=word, fix=OWN[key])
     for arm in arms:
         if arm != BASELINE:
-            load(arm, list(overrides))  # a slip is answered before anything is measured
-        elif strange := [word for key, word in keys.items() if key not in BASELINE_READS]:
+            load(arm, list(overrides))  # report a mistake before anything is measured
+        elif unread := [word for key, word in keys.items() if key not in BASELINE_READS]:
             fix = "Name the other arms with --arm, and run nanogpt in a call of its own."
-            raise UsageError("nanogpt does not read this.", where=strange[0], fix=fix)
+            raise UsageError("nanogpt does not read this.", where=unread[0], fix=fix)
 
 
 def device_of(overrides: Iterable[str]) -> str:
@@ -142,7 +148,7 @@ def device_of(overrides: Iterable[str]) -> str:
 
 
 def words_for(arm: str, overrides: Iterable[str], device: str) -> list[str]:
-    """Everything but steps and seed; what was asked for wins over what all have in common."""
+    """Return an arm's overrides without steps and seed; the user's win over those that all arms have in common."""
     overrides = list(overrides)
     own_text = any(key_of(word) == "data.source" for word in overrides)
     common = [*SAME_FOR_ALL[device], *(TINY_TEXT if device == "cpu" and not own_text else ())]
@@ -153,25 +159,29 @@ def words_for(arm: str, overrides: Iterable[str], device: str) -> list[str]:
 
 Point = dict[str, Any]  # step, tokens, seconds, loss
 
-LOOKS = 12  # evaluations of a run, besides the one before it
-MOST_UNLOGGED = 10  # steps
-OFF_BUDGET = 0.03  # of it: a run that took more or less says so
+EVALUATIONS = 12  # of a run, besides the one before the first step
+MOST_UNLOGGED = 10  # steps between two lines of the log
+OFF_BUDGET = 0.03  # share of the budget; a run that differs by more is marked
 
 
 @dataclass(frozen=True)
-class Looks:
-    """When a run of so many steps is evaluated. The log waits for the GPU at each of those steps, and at some between:
-    the clock that an evaluation is put down with has no queued step in it, and misses none."""
+class EvaluationPlan:
+    """The steps at which a run is evaluated and logged.
+
+    Every evaluation falls on a logged step. Logging waits for the GPU, so the time recorded with an evaluation neither
+    misses a step nor contains one that is only queued.
+    """
 
     steps: int
     log_every: int
     every: int
 
     @classmethod
-    def over(cls, steps: int) -> Looks:
-        apart = max(1, round(steps / LOOKS))
-        log_every = min(MOST_UNLOGGED, apart)
-        return cls(steps, log_every, log_every * max(1, round(apart / log_every)))
+    def over(cls, steps: int) -> EvaluationPlan:
+        """Spread the evaluations evenly over a run of `steps`."""
+        distance = max(1, round(steps / EVALUATIONS))
+        log_every = min(MOST_UNLOGGED, distance)
+        return cls(steps, log_every, log_every * max(1, round(distance / log_every)))
 
     def at(self, step: int) -> bool:
         return step % self.every == 0 or step == self.steps
@@ -182,7 +192,10 @@ def fitted_steps(budget_s: float, step_ms: float) -> int:
 
 
 def curve_of(events: Sequence[Event]) -> list[Point]:
-    """From a run's log. Its `step_ms` are without evaluations and checkpoints, and add up to the training's seconds."""
+    """Return the curve of a run from its log.
+
+    `step_ms` excludes evaluations and checkpoints, so the values add up to the seconds of training.
+    """
     points: list[Point] = []
     seconds, logged = 0.0, 0
     for event in events:
@@ -195,15 +208,18 @@ def curve_of(events: Sequence[Event]) -> list[Point]:
 
 
 def median_step_ms(events: Sequence[Event]) -> float:
-    """Of the logged windows but the first, in which clocks and loader still settle; one that stumbled says nothing."""
+    """Return the median of the logged windows without the first, in which clocks and loader still settle.
+
+    The median ignores a window in which the host was held up.
+    """
     windows = [event["step_ms"] for event in events if event["type"] == "step"]
     return float(median(windows[1:] or windows))
 
 
 def typical_step_ms(curve: Sequence[Point]) -> float:
-    """The median between two evaluations: a stretch in which something held the host up says nothing of the card."""
-    apart = [(b["step"] - a["step"], b["seconds"] - a["seconds"]) for a, b in pairwise(curve)]
-    return float(median(1e3 * seconds / steps for steps, seconds in apart if steps))
+    """Return the median step time between two evaluations, which ignores an interval in which the host was held up."""
+    intervals = [(b["step"] - a["step"], b["seconds"] - a["seconds"]) for a, b in pairwise(curve)]
+    return float(median(1e3 * seconds / steps for steps, seconds in intervals if steps))
 
 
 def point(step: int, tokens: int, seconds: float, loss: float | None) -> Point:
@@ -212,7 +228,7 @@ def point(step: int, tokens: int, seconds: float, loss: float | None) -> Point:
 
 
 def figures(curve: Sequence[Point], train_tokens: int) -> dict[str, Any]:
-    """What a whole training comes to."""
+    """Return the figures of a complete training."""
     last = curve[-1]
     return {
         "steps": last["step"],
@@ -227,7 +243,7 @@ def figures(curve: Sequence[Point], train_tokens: int) -> dict[str, Any]:
 
 
 def seconds_to(loss: float, curve: Sequence[Point]) -> float | None:
-    """When the curve first passes the loss, linear between evaluations; None if it never does."""
+    """Return when the curve first passes the loss, interpolated between evaluations; None if it never does."""
     before: Point | None = None
     for after in curve:
         if after["loss"] is not None and after["loss"] <= loss:
@@ -242,16 +258,16 @@ def seconds_to(loss: float, curve: Sequence[Point]) -> float | None:
 Entry = dict[str, Any]
 
 ANCHORS_DIFFER = 0.03
-# what a table's own key tells of all its rows
+# Keys that are equal in all rows of a table, because they are part of its key.
 _OF_THE_TABLE = {*OF_THE_TEXT, "data.seq_len", "data.pack", "data.shuffle", "eval.sequences", "train.device"}
 Key = tuple[float, str, int, int, bool, bool]
 
 
 class _Trial(NamedTuple):
-    """Rows that differ in the seed alone, and how many more have no curve: they diverged, or failed."""
+    """Rows that differ only in the seed, and how many further seeds have no curve because they diverged or failed."""
 
     rows: list[Row]
-    lost: int
+    without_curve: int
 
     @property
     def first(self) -> Row:
@@ -259,15 +275,15 @@ class _Trial(NamedTuple):
 
 
 def compare(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """A table for each budget, text and way of evaluating that has a baseline; the shortest budget first."""
-    able = [row for row in rows if row["arm"] == BASELINE and "error" not in row]
-    # where every trial has a shape that was asked for, that is the race's
-    tables = {table_of(row): None for row in [row for row in able if not _is_control(row)] or able}
+    """Return a table for each budget, text and evaluation setting that has a baseline, the shortest budget first."""
+    baselines = [row for row in rows if row["arm"] == BASELINE and "error" not in row]
+    # If the user gave every baseline another shape, that shape is the baseline.
+    tables = {table_of(row): None for row in [row for row in baselines if not _is_control(row)] or baselines}
     return [table for key in sorted(tables) if (table := _table(key, rows)) is not None]
 
 
 def table_of(row: Row) -> Key:
-    """Losses are comparable, and learnt in the same order, within one of these."""
+    """Return the key of a row's table: within a table losses are comparable, and the data come in the same order."""
     recipe, facts = row["lock"]["recipe"], row["lock"]["data"]
     data = recipe["data"]
     evaluated = data["seq_len"], recipe["eval"]["sequences"]
@@ -275,19 +291,19 @@ def table_of(row: Row) -> Key:
 
 
 def _table(key: Key, rows: Sequence[Row]) -> dict[str, Any] | None:
-    """None where no baseline has a curve for each of its seeds."""
+    """Return the table, or None if no baseline has a curve for each of its seeds."""
     budget, _, seq_len, sequences, *_ = key
     text = [row for row in rows if "lock" in row and table_of(row)[1:] == key[1:]]
-    failed = [row for row in rows if "lock" not in row]  # before anything was known of their text
+    failed = [row for row in rows if "lock" not in row]  # they failed before their text was known
     trials = _by_trial([row for row in (*failed, *text) if row["budget_s"] <= budget])
-    whole = [trial for trial in trials if trial.first["budget_s"] == budget]
-    baselines = [trial for trial in whole if trial.first["arm"] == BASELINE and not trial.lost]
+    at_budget = [trial for trial in trials if trial.first["budget_s"] == budget]
+    baselines = [trial for trial in at_budget if trial.first["arm"] == BASELINE and not trial.without_curve]
     if not baselines:
         return None
     baselines = [trial for trial in baselines if not _is_control(trial.first)] or baselines
     baseline = min(baselines, key=lambda trial: _mean(trial.rows, "final_loss"))
-    entries = [_entry(trial, baseline.rows) for trial in whole if trial is not baseline]
-    # a schedule fitted to less time may pass sooner; what does not pass then says nothing at this budget
+    entries = [_entry(trial, baseline.rows) for trial in at_budget if trial is not baseline]
+    # A run with a shorter budget may pass sooner, because its schedule ends earlier. If it does not pass, leave it out.
     shorter = [_entry(trial, baseline.rows) for trial in trials if trial.first["budget_s"] < budget]
     entries += [entry for entry in shorter if entry["passes_s"] is not None]
     data = baseline.first["lock"]["data"]
@@ -303,41 +319,42 @@ def _table(key: Key, rows: Sequence[Row]) -> dict[str, Any] | None:
 
 
 def best_entries(table: dict[str, Any]) -> list[Entry]:
-    """Each arm's best, the baseline first."""
+    """Return the best entry of each arm, the baseline first."""
     best = {entry["arm"]: entry for entry in reversed(table["entries"]) if entry["arm"] != BASELINE}
     return [table["baseline"], *(best[arm] for arm in sorted(best))]
 
 
 def _rank(entry: Entry) -> tuple[bool, float, float]:
-    """Who passes sooner; of those who do not, who ends lower."""
+    """Return the sort key of an entry: by when it passes; those that never pass come last, by their final loss."""
     passes = entry["passes_s"]
     return passes is None, passes or 0.0, entry["final_loss"]
 
 
-def _entry(found: _Trial, baseline: Sequence[Row]) -> Entry:
-    """A trial with all its seeds: means, and spreads from the lowest to the highest. One that was lost did not pass."""
-    trial = found.rows
+def _entry(trial: _Trial, baseline: Sequence[Row]) -> Entry:
+    """Return the means and spreads of a trial over its seeds. A seed without a curve counts as not passed."""
+    rows = trial.rows
     target, seconds, anchor = _mean(baseline, "final_loss"), _mean(baseline, "seconds"), _anchor(baseline)
-    crossed = [seconds_to(target, row["evaluations"]) for row in trial]
-    passed = [when for when in crossed if when is not None]
-    passes = statistics.fmean(passed) if len(passed) == len(trial) and not found.lost else None  # every seed has to
-    own, first = _anchor(trial), found.first
+    times = [seconds_to(target, row["evaluations"]) for row in rows]
+    passed = [seconds for seconds in times if seconds is not None]
+    every_seed = len(passed) == len(rows) and not trial.without_curve
+    passes = statistics.fmean(passed) if every_seed else None
+    own, first = _anchor(rows), trial.first
     ratio = passes / seconds if passes is not None else None
     return {
         "arm": first["arm"],
         "overrides": _own_words(first),
         "budget_s": first["budget_s"],
-        "seeds": [row["seed"] for row in trial],
-        "names": [row["name"] for row in trial],
-        "final_loss": _mean(trial, "final_loss"),
-        "final_loss_spread": _spread(row["final_loss"] for row in trial),
-        "loss_difference": _mean(trial, "final_loss") - target,
-        "seconds": _mean(trial, "seconds"),
-        "tokens_per_s": _mean(trial, "tokens_per_s"),
+        "seeds": [row["seed"] for row in rows],
+        "names": [row["name"] for row in rows],
+        "final_loss": _mean(rows, "final_loss"),
+        "final_loss_spread": _spread(row["final_loss"] for row in rows),
+        "loss_difference": _mean(rows, "final_loss") - target,
+        "seconds": _mean(rows, "seconds"),
+        "tokens_per_s": _mean(rows, "tokens_per_s"),
         "passes_s": passes,
         "passes_s_spread": _spread(passed) if passes is not None else None,
         "passed_seeds": len(passed),
-        "lost_seeds": found.lost,
+        "lost_seeds": trial.without_curve,
         "ratio": ratio,
         "card_anchor_ms": own,
         "anchor_difference": own / anchor - 1 if own and anchor else None,
@@ -346,12 +363,12 @@ def _entry(found: _Trial, baseline: Sequence[Row]) -> Entry:
 
 
 def _by_trial(rows: Sequence[Row]) -> list[_Trial]:
-    """Those with a curve for one seed at least; of several rows of a seed the last counts."""
-    found: dict[tuple[Any, ...], dict[int, Row]] = {}
+    """Return the trials with a curve for at least one seed; of several rows of a seed the last counts."""
+    by_trial: dict[tuple[Any, ...], dict[int, Row]] = {}
     for row in rows:
-        found.setdefault((row["arm"], row["budget_s"], *in_order(_own_words(row))), {})[row["seed"]] = row
-    curves = {key: [row for row in seeds.values() if "error" not in row] for key, seeds in found.items()}
-    return [_Trial(some, len(found[key]) - len(some)) for key, some in curves.items() if some]
+        by_trial.setdefault((row["arm"], row["budget_s"], *in_order(_own_words(row))), {})[row["seed"]] = row
+    curves = {key: [row for row in seeds.values() if "error" not in row] for key, seeds in by_trial.items()}
+    return [_Trial(rows, len(by_trial[key]) - len(rows)) for key, rows in curves.items() if rows]
 
 
 def _is_control(row: Row) -> bool:
@@ -359,49 +376,58 @@ def _is_control(row: Row) -> bool:
 
 
 def _own_words(row: Row) -> list[str]:
-    """What sets its trial apart within a table; where the text lies does not."""
+    """Return the overrides that distinguish a row's trial within its table."""
     return [word for word in row["overrides"] if key_of(word) not in _OF_THE_TABLE]
 
 
 def _counted(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
-    """How often each arm was tried at each budget: who diverged was tried, too. A seed more is no trial more, nor
-    is a control."""
+    """Count the trials of each arm at each budget, including diverged ones, so that tuning effort can be compared.
+
+    Further seeds and controls do not count.
+    """
     counted = [row for row in rows if not _is_control(row)]
-    tried = dict.fromkeys((row["arm"], f"{row['budget_s']:g}", in_order(_own_words(row))) for row in counted)
+    trials = dict.fromkeys((row["arm"], f"{row['budget_s']:g}", in_order(_own_words(row))) for row in counted)
     counts: dict[str, dict[str, int]] = {}
-    for arm, budget, _ in tried:
+    for arm, budget, _ in trials:
         of_arm = counts.setdefault(arm, {})
         of_arm[budget] = of_arm.get(budget, 0) + 1
     return counts
 
 
-def _anchor(trial: Sequence[Row]) -> float | None:
-    known = [row["card_anchor_ms"] for row in trial if row["card_anchor_ms"]]
+def _anchor(rows: Sequence[Row]) -> float | None:
+    known = [row["card_anchor_ms"] for row in rows if row["card_anchor_ms"]]
     return statistics.fmean(known) if known else None
 
 
-def _mean(trial: Sequence[Row], key: str) -> float:
-    return statistics.fmean(row[key] for row in trial)
+def _mean(rows: Sequence[Row], key: str) -> float:
+    return statistics.fmean(row[key] for row in rows)
 
 
 def _spread(values: Iterable[float]) -> float:
-    found = list(values)
-    return max(found) - min(found)
+    known = list(values)
+    return max(known) - min(known)
 
 
 BUDGETS = {"cuda": 120.0, "cpu": 2.0}  # seconds
-ANCHOR_STEPS = {"cuda": (24, 4), "cpu": (6, 1)}  # and of how many each logged window is; the first settles
-MOST_WARMUP = 0.05  # of the steps: a recipe's own warm-up is meant for its own horizon
-UNTIMED_S = 1800  # starting, compiling, evaluating
+ANCHOR_STEPS = {"cuda": (24, 4), "cpu": (6, 1)}  # steps, and steps per logged window; the first window is not used
+MOST_WARMUP = 0.05  # share of the steps; a recipe's own warm-up is meant for a longer run
+UNTIMED_S = 1800  # limit on starting, compiling and evaluating
 MOST_S = 7 * 24 * 3600.0
 _STOPS = ("train.tokens", "train.epochs", "train.hours", "train.target_loss", "eval.patience")
 _NO_OTHER_STOP = tuple(f"{key}=null" for key in _STOPS)
-KNOWN_BY = ("name", "arm", "overrides", "budget_s", "seed", "card_anchor_ms")  # in every row, whatever came of it
+KNOWN_BY = (
+    "name",
+    "arm",
+    "overrides",
+    "budget_s",
+    "seed",
+    "card_anchor_ms",
+)  # fields of every row, including failed ones
 _LOCKED = ("recipe", "parameters", "batch", "choices", "data", "machine", "versions", "git")
 
 
 def parse_budget(text: str) -> float:
-    """Seconds of training: 2m, 90s; a bare number is seconds."""
+    """Parse seconds of training: 2m, 90s; a plain number is seconds."""
     try:
         seconds = 3600 * parse_hours(f"{text}s" if text.strip()[-1:].isdigit() else text)
     except ValueError:
@@ -420,47 +446,52 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def check_data(overrides: Sequence[str], machine: Machine) -> None:
-    """A loss says something of real text only, and of the text that was chosen."""
+    """Refuse to measure on a GPU without a text of the user's: the loss of any other text would mean nothing."""
     if machine.device == "cuda" and not any(key_of(word) == "data.source" for word in overrides):
         fix = "Name it: data.source=./tokens, with data.tokenizer=… for text."
         raise UsageError("time to loss is measured on a text of yours.", where="data.source", fix=fix)
 
 
 def check_rows(rows: Sequence[Row], out: Path | None, overrides: Sequence[str], machine: Machine) -> None:
-    """That an earlier call's rows can be gone on from: they are whole, and of the text that lies there now."""
+    """Refuse to continue an earlier result whose rows are incomplete, or whose text is not the present one."""
     other = "Choose another --out, or remove it."
     from benchmarks.pages import sections  # that module imports this one
 
     try:
-        sections({"rows": rows, "comparison": compare(rows)})  # all that is shown of them later
-        told = {row["lock"]["data"]["fingerprint"] for row in rows if "lock" in row and _same_source(row, overrides)}
+        sections({"rows": rows, "comparison": compare(rows)})  # what will be shown of them must exist
+        fingerprints = {
+            row["lock"]["data"]["fingerprint"] for row in rows if "lock" in row and _same_source(row, overrides)
+        }
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError):
         raise UsageError("is there already, and its rows are not whole.", where=str(out), fix=other) from None
-    if told:
+    if fingerprints:
         from redline.jobs.text_data import load_text
 
         words = words_for("pretrain-350m", [word for word in overrides if key_of(word) in OF_THE_TEXT], machine.device)
         now = load_text(load("pretrain-350m", words).recipe).facts.fingerprint
-        if told != {now}:
+        if fingerprints != {now}:
             what = "has runs on another text than data.source holds now."
             raise UsageError(what, where=str(out), fix=other)
 
 
 def _same_source(row: Row, overrides: Sequence[str]) -> bool:
-    """The same words for the text, which must be some: what is embedded cannot change."""
+    """Return whether a row has the same overrides for the text, and has any: the embedded text cannot change."""
     both = (in_order(row["overrides"]), in_order(overrides))
-    of_row, asked = ({word for word in words if key_of(word) in OF_THE_TEXT} for words in both)
-    return bool(asked) and of_row == asked
+    of_row, of_call = ({word for word in words if key_of(word) in OF_THE_TEXT} for words in both)
+    return bool(of_call) and of_row == of_call
 
 
 def is_there(trial: Trial, rows: Sequence[Row]) -> bool:
-    """Whether it has been tried: who diverged would diverge again, what failed otherwise may have been mended."""
+    """Return whether the trial need not run again.
+
+    A diverged run would diverge again; the cause of another failure may have been fixed.
+    """
     return any(_trial_of(row) == trial and ("error" not in row or row.get("diverged")) for row in rows)
 
 
 @dataclass(frozen=True)
 class Call:
-    """What all rows of a call have in common."""
+    """What all trials of a call have in common."""
 
     device: str
     folder: Path
@@ -468,9 +499,11 @@ class Call:
 
 
 def run_time_to_loss(trials: Sequence[Trial], machine: Machine, rows: Sequence[Row], *, again: bool) -> Iterator[Row]:
-    """A row for each; who cannot run says why in `error`. `rows` are there already: they know how long a step takes,
-    unless all is to be measured `again`."""
-    anchor, told = _card_anchor(machine) if trials else (None, [])
+    """Yield a row for each trial; the row of one that cannot run has the reason in `error`.
+
+    Existing `rows` provide the time of a step, unless everything is measured `again`.
+    """
+    anchor, anchor_warnings = _card_anchor(machine) if trials else (None, [])
     known = [] if again else list(rows)
     with tempfile.TemporaryDirectory(prefix="redline-bench-") as folder:
         for trial in trials:
@@ -483,8 +516,9 @@ def run_time_to_loss(trials: Sequence[Trial], machine: Machine, rows: Sequence[R
                 "card_anchor_ms": anchor,
             }
             try:
-                found = _trained(trial, Call(machine.device, Path(folder), anchor), known)
-                row |= found | {"warnings": [*told, *found["warnings"], *_warnings(trial, found)]} | _end(found)
+                trained = _train(trial, Call(machine.device, Path(folder), anchor), known)
+                warnings = [*anchor_warnings, *trained["warnings"], *_warnings(trial, trained)]
+                row |= trained | {"warnings": warnings} | _error_of(trained)
                 known.append(row)
                 yield row
             except DivergedError as error:
@@ -494,14 +528,14 @@ def run_time_to_loss(trials: Sequence[Trial], machine: Machine, rows: Sequence[R
 
 
 def _card_anchor(machine: Machine) -> tuple[float | None, list[str]]:
-    """Milliseconds, and what is to be said without them."""
+    """Return the milliseconds of the anchor step, and a warning if it could not be timed."""
     try:
         return float(ask("benchmarks.peers.anchor", {"device": machine.device})["step_ms"]), []
     except ChildError as error:
         return None, [f"the card's anchor could not be timed: {error}"]
 
 
-def _trained(trial: Trial, call: Call, rows: Sequence[Row]) -> dict[str, Any]:
+def _train(trial: Trial, call: Call, rows: Sequence[Row]) -> dict[str, Any]:
     words, limit = words_for(trial.arm, trial.overrides, call.device), trial.budget_s + UNTIMED_S
     known = known_step_ms(trial, rows, call.card_anchor_ms)
     if trial.arm == BASELINE:
@@ -509,21 +543,23 @@ def _trained(trial: Trial, call: Call, rows: Sequence[Row]) -> dict[str, Any]:
         return ask("benchmarks.peers.nanogpt", {"words": words, "budget_s": trial.budget_s, "step_ms": known}, limit)
     step_ms = known or _anchor_step_ms(trial, words, call)
     steps = fitted_steps(trial.budget_s, step_ms)
-    looks = Looks.over(steps)
+    plan = EvaluationPlan.over(steps)
     timed = [
         *(f"train.steps={steps}", f"train.seed={trial.seed}", *_warmup(trial, words, steps)),
-        *(f"eval.every={looks.every}", f"monitor.log_every={looks.log_every}"),
+        *(f"eval.every={plan.every}", f"monitor.log_every={plan.log_every}"),
     ]
     run = _redline(trial, words, timed, call, limit)
-    found = {"anchor_step_ms": step_ms, **row_of(run)}
-    if found["steps"] != steps:
-        raise ChildError(f"it stopped after {found['steps']} of {steps} steps")
-    return found
+    fields = {"anchor_step_ms": step_ms, **row_of(run)}
+    if fields["steps"] != steps:
+        raise ChildError(f"it stopped after {fields['steps']} of {steps} steps")
+    return fields
 
 
 def known_step_ms(trial: Trial, rows: Sequence[Row], card_anchor_ms: float | None) -> float | None:
-    """From the rows whose steps are the same work by the same code, at the speed that the card has now. The fastest
-    counts: a busy host makes a whole row slow, and those after it would get too few steps."""
+    """Return the step time from rows whose steps are the same work by the same code, scaled to the GPU's present speed.
+
+    The fastest counts: a busy host makes a whole row slow, and later trials would then get too few steps.
+    """
     code = git_state()["commit"]
     known = []
     for row in rows:
@@ -539,15 +575,15 @@ def _trial_of(row: Row) -> Trial:
 
 
 def _anchor_step_ms(trial: Trial, words: list[str], call: Call) -> float:
-    """A short real run: what a step takes, before it is known how many there will be."""
+    """Measure the time of a step in a short run, from which the number of steps of the trial follows."""
     steps, window = ANCHOR_STEPS[call.device]
     short = [f"train.steps={steps}", f"monitor.log_every={window}", "eval.sequences=1", "train.warmup_steps=1"]
-    short += ["train.lr=1e-9", "train.muon_lr=1e-9"]  # without a warm-up a rate that is right may diverge
+    short += ["train.lr=1e-9", "train.muon_lr=1e-9"]  # without a warm-up the trial's own rate may diverge
     return median_step_ms(_redline(trial, words, short, call, UNTIMED_S).events)
 
 
 def _redline(trial: Trial, words: list[str], last: list[str], call: Call, limit_s: float) -> TrainedRun:
-    """Its run directory is gone afterwards: a checkpoint of it has gigabytes."""
+    """Train with redline in a temporary run directory, which is deleted: its checkpoints take gigabytes."""
     run = Path(tempfile.mkdtemp(dir=call.folder)) / "run"
     common = [word for word in UNDISTURBED if key_of(word) not in {key_of(w) for w in (*words, *last)}]
     given = {key_of(word) for word in last}
@@ -559,7 +595,7 @@ def _redline(trial: Trial, words: list[str], last: list[str], call: Call, limit_
 
 
 def _warmup(trial: Trial, words: list[str], steps: int) -> list[str]:
-    """The recipe's own, or what was asked for; but a recipe's own never longer than a share of the run."""
+    """Return the override of the warm-up: none if the user set it, else the recipe's, limited to a share of the run."""
     if any(key_of(word) == "train.warmup_steps" for word in trial.overrides):
         return []
     own, most = load(trial.arm, words).recipe.train.warmup_steps, max(1, round(MOST_WARMUP * steps))
@@ -567,15 +603,15 @@ def _warmup(trial: Trial, words: list[str], steps: int) -> list[str]:
 
 
 def row_of(run: TrainedRun) -> dict[str, Any]:
-    """The figures of a redline run, from its log and its lock."""
+    """Return the fields of a row from a run's log and lock."""
     memory = [event["memory_gib"] for event in run.of_type("step") if event["memory_gib"] is not None]
-    told = [event["message"] for kind in ("warning", "recovery") for event in run.of_type(kind)]
+    warnings = [event["message"] for kind in ("warning", "recovery") for event in run.of_type(kind)]
     return {
         **figures(curve_of(run.events), run.lock["data"]["train_tokens"]),
         "warmup_s": sum(event.get("seconds", 0.0) for event in run.of_type("warmup")),
         "memory_gib": max(memory, default=None),
         "lock": _kept(run.lock),
-        "warnings": told,
+        "warnings": warnings,
     }
 
 
@@ -583,21 +619,20 @@ def _kept(lock: dict[str, Any]) -> dict[str, Any]:
     return {key: lock[key] for key in _LOCKED}
 
 
-def _warnings(trial: Trial, found: dict[str, Any]) -> list[str]:
-    told = []
-    off = found["seconds"] / trial.budget_s - 1
-    if abs(off) > OFF_BUDGET:
-        told.append(f"trained {found['seconds']:.1f} s of a budget of {trial.budget_s:g} s")
-    if (found["epochs"] or 0) > 1:
-        tokens = format_count(found["lock"]["data"]["train_tokens"])
-        told.append(f"its {tokens} tokens repeat: {found['epochs']:.2f} epochs")
-    return told
+def _warnings(trial: Trial, row: Row) -> list[str]:
+    warnings = []
+    if abs(row["seconds"] / trial.budget_s - 1) > OFF_BUDGET:
+        warnings.append(f"trained {row['seconds']:.1f} s of a budget of {trial.budget_s:g} s")
+    if (row["epochs"] or 0) > 1:
+        tokens = format_count(row["lock"]["data"]["train_tokens"])
+        warnings.append(f"its {tokens} tokens repeat: {row['epochs']:.2f} epochs")
+    return warnings
 
 
-def _end(found: dict[str, Any]) -> dict[str, Any]:
-    """A trial that diverged is one, too."""
-    if found["final_loss"] is not None:
+def _error_of(row: Row) -> dict[str, Any]:
+    """Return the error of a run that ended without a final loss."""
+    if row["final_loss"] is not None:
         return {}
-    if not found["lock"]["data"]["val_tokens"]:
+    if not row["lock"]["data"]["val_tokens"]:
         return {"error": "the data have no validation tokens. Set data.val_fraction, or prepare them with some."}
     return {"error": "it diverged: its last validation loss is not finite.", "diverged": True}

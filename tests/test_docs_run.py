@@ -1,4 +1,4 @@
-"""Every command that README and docs show is run, on models small enough to do it in a second."""
+"""Every command that README and docs show is run, on models so small that it takes a second."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ SMALL = (
     "eval.sequences=4",
     "eval.sample_tokens=8",
 )
-TUNED = (  # fine-tuning, on a base of this shape
+TUNED = (  # fine-tuning, of a base with this shape
     *("model.base=base", "model.layers=2", "model.d_model=64", "model.heads=4", "model.kv_heads=2", "model.d_ff=128"),
     *("model.vocab=auto", "model.rope_theta=10000", "data.seq_len=96", "train.device=cpu", "train.precision=fp32"),
     *("model.rope_scaling=null", "model.tied=true", "eval.sequences=4", "eval.sample_tokens=8", "train.steps=2"),
 )
-PLANNED = (  # denoising, of a few word problems
+PLANNED = (  # diffusion, of a few word problems
     *("model.layers=1", "model.d_model=32", "model.heads=2", "data.source=problems:easy:60", "train.device=cpu"),
     *("train.precision=fp32", "train.global_batch=4", "eval.sequences=4", "eval.samples=0", "train.steps=2"),
 )
 RECORDS = ("model.d_ff=64", "data.tokenizer=train:300", "train.micro_batch=2", "train.warmup_steps=1")
-WIRED = (  # latents, of a few texts
+WIRED = (  # a latent prefix, of a few texts
     *("model.base=base", "model.layers=2", "model.d_model=64", "model.heads=4", "model.kv_heads=2", "model.d_ff=128"),
     *("model.vocab=auto", "model.rope_theta=10000", "latent_prefix.d_z=16", "latent_prefix.slots=4"),
     *("latent_prefix.bytes=64", "train.device=cpu", "train.precision=fp32", "train.global_batch=4", "train.steps=2"),
@@ -57,7 +57,7 @@ WIRED = (  # latents, of a few texts
         "model.tied=true",
     ),
 )
-# What is refused, as its page says; and what needs a network, an account or files that a test has not.
+# What the error says of a command that is refused, as its page states, or that needs a network, an account or files.
 SENTENCES = {
     "700000": "is impossible",
     "owner/name:en@train": "no such file or folder",
@@ -65,13 +65,13 @@ SENTENCES = {
     "gpt2": "the GPT-2 tokenizer's files are not on this machine",
     "monitor.wandb=my-project": "needs the package wandb",
 }
-# A benchmark takes its time: tests/cli/test_cli_bench.py runs each of them once.
-COMMANDS = [e for e in EXAMPLES if e not in (*HELP, *FAILING) and e.words[0] != "bench"]
+# Benchmarks take long: tests/cli/test_cli_bench.py runs each of them once.
+SHOWN = [e for e in EXAMPLES if e not in (*HELP, *FAILING) and e.words[0] != "bench"]
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tiny_base: Path, answers: Path) -> Path:
-    """A directory as the pages assume it: texts, tokens, recipe files, and runs by the names they use."""
+    """Return a folder with what the pages assume: texts, tokens, recipe files, and runs by the names they use."""
     folder = tmp_path_factory.mktemp("home")
     shutil.copytree(corpus, folder / "notes")
     (folder / "notes" / "slicings.txt").write_text("red line train token\n" * 40)
@@ -108,7 +108,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tiny_base: Path
 
 
 def _run_scripts(folder: Path) -> None:
-    """Those that a page has the reader write: they make its data."""
+    """Run the scripts that a page asks the reader to write; they create its data."""
     for page in (ROOT / "docs").glob("*.md"):
         for block in blocks(page.read_text(encoding="utf-8"), "python"):
             if name := re.match(r"# (\w+\.py)\n", block):
@@ -129,7 +129,7 @@ def _write_zst(path: Path) -> None:
 
 
 def _redline(*words: str) -> int:
-    """The command within this process."""
+    """Run the command in this process; return its exit code."""
     from redline.cli.main import main
 
     before, handlers, arguments = dict(os.environ), signal.getsignal(signal.SIGTERM), sys.argv
@@ -148,7 +148,7 @@ def _redline(*words: str) -> int:
 
 @pytest.fixture
 def here(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None) -> Path:
-    """A copy of that directory, in which nothing is yet that the command makes."""
+    """Return a copy of `home` as the current directory, so that no command sees what another one wrote."""
     copy = tmp_path / "home"
     shutil.copytree(home, copy, symlinks=True)
     monkeypatch.chdir(copy)
@@ -157,7 +157,7 @@ def here(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_picture
 
 
 def smaller(words: tuple[str, ...]) -> list[str]:
-    """The command as it is typed, on a model and for a number of steps that a test can afford."""
+    """Return the command with overrides for a model and a number of steps that a test can afford."""
     verb = words[0]
     if verb == "train" and "--resume" in words:
         return [*words, "train.steps=104"]
@@ -169,21 +169,24 @@ def smaller(words: tuple[str, ...]) -> list[str]:
         return [*words, *WIRED]
     if verb == "train" and len(words) > 1 and words[1].startswith(("problems", "gsm8k")):
         return [*words, *PLANNED, *(RECORDS if words[1].startswith("gsm8k") else ())]
-    if verb == "watch" and "--once" not in words:  # else it would never end
+    if verb == "watch" and "--once" not in words:  # without it the command would not end
         return [*words, "--once"]
     if verb in ("train", "profile") or (verb == "plan" and "--probe" in words):
         data = () if any(word.startswith("data.") for word in words) else ("data.source=notes", "data.tokenizer=bytes")
         words = tuple("2" if words[i - 1] == "--gpus" else word for i, word in enumerate(words))
         return [*words, *SMALL, *data, "train.steps=2"]
-    words = tuple(
-        "base" if word.startswith("HuggingFaceTB/") else word for word in words
-    )  # a hub's, which takes a minute
+    # A model of the hub would be downloaded.
+    words = tuple("base" if word.startswith("HuggingFaceTB/") else word for word in words)
     plain = ["--tokenizer", "bytes"] if verb == "prepare" and "--tokenizer" not in words else []
     return ["1" if words[i - 1] == "--workers" else word for i, word in enumerate(words)] + plain
 
 
+# Several pages show the same command, which is run once.
+COMMANDS = list({tuple(smaller(example.words)): example for example in reversed(SHOWN)}.values())[::-1]
+
+
 def made_by(words: list[str]) -> list[Path]:
-    """What the command will make, and what must not be there before."""
+    """Return what the command will create, which must not exist before."""
     return [Path(words[i + 1]) for i, word in enumerate(words) if word in ("--out", "--run")]
 
 
@@ -198,15 +201,15 @@ def test_a_shown_command_does_what_it_says(example: Example, here: Path, capsys:
             status = _redline(*words)
     else:
         status = _redline(*words)
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
     missing = next((sentence for word, sentence in SENTENCES.items() if word in words), None)
     if missing is not None and status:
-        assert missing in said.err
+        assert missing in printed.err
         return
-    assert status == 0, said.err
+    assert status == 0, printed.err
     if "--json" in words:
-        assert json.loads(said.out.strip().splitlines()[-1])
+        assert json.loads(printed.out.strip().splitlines()[-1])
     if "--dry-run" not in words:
         assert [path for path in made_by(words) if not path.exists()] == []
 
@@ -219,4 +222,4 @@ def test_a_command_that_fails_would_be_noticed(here: Path) -> None:
 
 class _Captured:
     def readouterr(self) -> Any:
-        return type("Said", (), {"out": "", "err": ""})
+        return type("Printed", (), {"out": "", "err": ""})

@@ -1,4 +1,4 @@
-"""One fixed step, timed in every call: how fast the card is today, whatever redline has become since.
+"""One fixed step, timed in every call: it shows how fast the GPU is today, independently of redline's code.
 
     python -m benchmarks.peers.anchor < request.json
 

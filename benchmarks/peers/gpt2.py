@@ -66,7 +66,7 @@ class Gpt2(nn.Module):
         self.norm = nn.LayerNorm(shape.width, bias=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the cross-entropies, from the logits of all tokens at once."""
+        """Return the sum of the cross-entropies, from the logits of all tokens at once."""
         x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -75,7 +75,7 @@ class Gpt2(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """N(0, 0.02); what is added to the residual stream is smaller by √(2·layers), so that the stream is not."""
+        """Initialise by N(0, 0.02); projections into the residual stream are divided by √(2·layers), as in GPT-2."""
         for name, weight in self.named_parameters():
             if weight.dim() < 2:
                 weight.fill_(1.0)
@@ -85,14 +85,14 @@ class Gpt2(nn.Module):
             weight.copy_(torch.empty(weight.shape).normal_(0.0, std, generator=generator))
 
     def counts(self) -> dict[str, int]:
-        """As the plan counts: the head multiplies every token, looked-up positions and norms do not."""
+        """Count parameters as the plan does: with the head, without positions and norms."""
         total = sum(weight.numel() for weight in self.parameters())
         norms = sum(weight.numel() for weight in self.parameters() if weight.dim() < 2)
         return {"total": total, "trainable": total, "matmul": total - norms - self.positions.weight.numel()}
 
 
 def adamw(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """Fused, with decay on what has two dimensions or more."""
+    """Return fused AdamW, with decay on tensors of two dimensions or more."""
     matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
     rest = [weight for weight in model.parameters() if weight.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
@@ -100,7 +100,7 @@ def adamw(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.Ad
 
 
 class Gpt2Job(CausalLM):
-    """redline's data and evaluation around another model."""
+    """redline's data and evaluation with GPT-2 as the model."""
 
     model: Any
 

@@ -39,7 +39,7 @@ Micro = tuple[Tensor, Tensor]  # inputs and targets
 
 
 def frozen_base(recipe: Recipe, device: torch.device) -> Any:
-    """transformers' model with the matrices of its blocks in NF4; never more than one of them there unquantised."""
+    """Return transformers' model with its blocks in NF4; at most one matrix exists unquantised at a time."""
     dtype, length = DTYPES[recipe.train.precision], recipe.data.seq_len
     model = random_model(recipe.model, length, dtype, device, quantised=True)
     model.is_loaded_in_4bit = True  # how PEFT knows
@@ -47,7 +47,7 @@ def frozen_base(recipe: Recipe, device: torch.device) -> Any:
 
 
 def random_model(description: Model, length: int, dtype: torch.dtype, device: torch.device, *, quantised: bool) -> Any:
-    """transformers' model of this kind with redline's random weights, frozen."""
+    """Return transformers' model of this kind, frozen, with redline's random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = shape_of(description)
@@ -90,7 +90,7 @@ def _in_nf4(linear: nn.Linear, weight: Tensor, dtype: torch.dtype, *, double: bo
 
 
 class Peer:
-    """The model and its loop."""
+    """The model and its training loop."""
 
     def __init__(self, recipe: Recipe, *, liger: bool, recompute: bool) -> None:
         from peft import LoraConfig, get_peft_model
@@ -134,7 +134,7 @@ class Peer:
         return total
 
     def fits(self, micros: list[Micro]) -> bool:
-        """Whether the first of them has room, gradients included. Nothing is updated: the first loss is the base's."""
+        """Return whether a micro-batch and its gradients fit. Nothing is updated, so the first loss is the base's."""
         return has_room(lambda: self._backward(micros[:1]), self.optimizer)
 
 

@@ -1,4 +1,4 @@
-"""A latent prefix by the loop that one writes first: the peer of `python -m benchmarks latent`.
+"""A latent prefix by a straightforward loop: the peer of `python -m benchmarks latent`.
 
     python -m benchmarks.peers.latent_textbook < request.json
 
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.finetune_steps import Figures, installed, time_steps
-from benchmarks.latent_steps import ANCHOR, BEGIN, TimedRows, texts_a_second, timed_rows
+from benchmarks.latent_steps import ANCHOR, BEGIN, TimedRows, rename_to_texts, timed_rows
 from benchmarks.peers.hf_qlora import PACKAGES, random_model
 from benchmarks.reply import has_room, reply
 from redline.errors import UserError
@@ -39,7 +39,7 @@ Terms = dict[str, Tensor]
 
 
 class Reader:
-    """One frozen model, behind a prefix or behind a text."""
+    """One frozen model, which reads an answer after a prefix or after a text."""
 
     def __init__(self, model: Any, device: torch.device, *, keep_all: bool) -> None:
         self.model, self.device, self.keep_all = model, device, keep_all
@@ -47,7 +47,7 @@ class Reader:
         self.begin, self.anchor = (self.embed(torch.tensor(ids, device=device)) for ids in (BEGIN, ANCHOR))
 
     def after_prefix(self, prefix_BMD: Tensor, said_BT: Tensor) -> Tensor:
-        """Logits [B, T + 1, V] from the anchor's last position on."""
+        """Return logits [B, T + 1, V] from the anchor's last position on."""
         before, behind = (part.expand(len(prefix_BMD), -1, -1) for part in (self.begin, self.anchor))
         read = torch.cat((before, prefix_BMD.to(before.dtype), behind, self.embed(said_BT)), 1)
         wanted = said_BT.shape[1] + 1
@@ -57,7 +57,7 @@ class Reader:
 
     @torch.no_grad()
     def after_text(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], k: int) -> Tensor:
-        """Logits [B, K, V] of the K places behind each text; zeros where an answer is shorter."""
+        """Return logits [B, K, V] of the K positions after each text; zeros where an answer is shorter."""
         rows = [[*prompt, *answer[: k - 1]] for prompt, answer in zip(prompts, answers, strict=True)]
         tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
         for place, row in enumerate(rows):
@@ -71,7 +71,7 @@ class Reader:
 
 
 class Textbook:
-    """The models, what learns, and the loop."""
+    """The frozen models, the trained encoder, and the training loop."""
 
     def __init__(self, recipe: Recipe, *, one_pass: bool) -> None:
         self.recipe, self.options, self.one_pass = recipe, options_of(recipe), one_pass
@@ -120,7 +120,7 @@ class Textbook:
         return totals
 
     def _weights(self, micros: list[TimedRows]) -> dict[str, float]:
-        """What the terms are averages over, in the whole batch."""
+        """Return the weights of the terms, summed over the whole batch."""
         k, found = self.options.first_tokens, {"scale": float(len(micros))}
         for name in self.readers:
             lengths = [len(answer) for micro in micros for answer in micro.answers[name]]
@@ -154,12 +154,12 @@ class Textbook:
         return found
 
     def fits(self, micros: list[TimedRows]) -> bool:
-        """Whether the first of them has room. Nothing is updated."""
+        """Return whether a micro-batch fits. Nothing is updated."""
         return has_room(lambda: self._backward(micros[:1]), self.optimizer)
 
 
 def separate_passes(reader: Reader, prefix: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """−log p of the answer [B, A] and of its first token [B], and logits of its first K [B, K, V]: 2 + K forwards."""
+    """Return −log p of the answer [B, A] and of its first token [B], and logits [B, K, V], by 2 + K forward passes."""
     said = targets.clamp_min(0)
     losses = _losses(reader.after_prefix(prefix, said[:, :-1]), targets)
     first = _losses(reader.after_prefix(prefix, said[:, :0]), targets[:, :1])[:, 0]
@@ -168,7 +168,7 @@ def separate_passes(reader: Reader, prefix: Tensor, targets: Tensor, k: int) -> 
 
 
 def one_pass(reader: Reader, prefix: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, from one."""
+    """Return the same from one forward pass."""
     logits = reader.after_prefix(prefix, targets[:, :-1].clamp_min(0))
     losses = _losses(logits, targets)
     return losses, losses[:, 0], logits[:, :k]
@@ -180,13 +180,13 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _distance(student: Tensor, teacher: Tensor, tau: float, there: Tensor) -> Tensor:
-    """τ²·KL(teacher ‖ student), summed over the places that are there."""
+    """Return τ²·KL(teacher ‖ student), summed over the positions that exist."""
     p, log_q = (teacher / tau).softmax(-1), (student / tau).log_softmax(-1)
     return tau**2 * (F.kl_div(log_q, p, reduction="none").sum(-1) * there).sum()
 
 
 def descriptions(recipe: Recipe) -> dict[str, Model]:
-    """Each frozen model as a recipe's model."""
+    """Return each frozen model as the `model` section of a recipe."""
     found = {"0": recipe.model}
     for place, other in enumerate(options_of(recipe).others, 1):
         assert other.shape is not None
@@ -230,7 +230,7 @@ def contend(request: dict[str, Any]) -> Figures:
 
     figures = time_steps(step, steps=request["steps"], tokens=total, device=textbook.device)
     return {
-        **texts_a_second(figures),
+        **rename_to_texts(figures),
         "first_terms": {name: term.item() for name, term in terms[0].items()},
         "prompt_tokens": rows.prompt_tokens,
         "micro_batch": plan.micro,

@@ -1,4 +1,4 @@
-"""transformers' Llama, trained by the loop one would write for it: the peer of `redline bench throughput`.
+"""transformers' Llama in a plain training loop: a peer of `python -m benchmarks throughput`.
 
     python -m benchmarks.peers.llama < request.json
 
@@ -35,7 +35,7 @@ PROFILED_STEPS = 3
 
 
 class Peer:
-    """The model and its loop."""
+    """The model and its training loop."""
 
     def __init__(self, resolved: Resolved, objective: Objective) -> None:
         self.resolved, self.objective, self.train = resolved, objective, resolved.recipe.train
@@ -67,7 +67,7 @@ class Peer:
         return total
 
     def rehearse(self) -> BatchPlan:
-        """The largest micro-batch of the recipe's halves that fits; compiles on the way."""
+        """Halve the recipe's micro-batch until it fits, and compile on the way."""
         plan: BatchPlan | None = self.resolved.batch
         per_sequence = self.resolved.recipe.data.seq_len * self.resolved.shape.vocab
         while plan is not None:
@@ -149,7 +149,7 @@ def _timed(peer: Peer, objective: Objective, plan: BatchPlan) -> tuple[list[Rate
 
 
 def _kernels(peer: Peer, objective: Objective, plan: BatchPlan) -> dict[str, float]:
-    """Milliseconds in kernels of a step, and their share of the wall time."""
+    """Return the milliseconds of a step in kernels, and their share of the wall time."""
     micro = to_device(objective.worst_batch(plan.micro), peer.device)
 
     def steps() -> None:

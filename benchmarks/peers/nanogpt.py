@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.peers.gpt2 import Gpt2Job, adamw
 from benchmarks.reply import reply
-from benchmarks.time_to_loss import Looks, Point, figures, fitted_steps, point
+from benchmarks.time_to_loss import EvaluationPlan, Point, figures, fitted_steps, point
 from redline.bench.setting import with_defaults
 from redline.errors import UserError
 from redline.fields import none_if_auto
@@ -57,7 +57,7 @@ DEFAULTS = (
 
 
 def recipe_of(words: list[str]) -> Recipe:
-    """No shipped recipe: what those become must not change what they are measured against."""
+    """Return the baseline's recipe. It is not a shipped one, so that changes of those do not change the baseline."""
     flat, _, problems = canonical_keys(parse_overrides(with_defaults(DEFAULTS, words)), "command line")
     batch = flat["train.global_batch"]
     if isinstance(batch, int) and batch > 0 and "train.micro_batch" not in flat:
@@ -86,7 +86,7 @@ class Baseline:
         return adamw(self.job.model, lr=float(self.options.lr), weight_decay=self.options.weight_decay)
 
     def rehearse(self) -> None:
-        """Compiles and allocates, and changes no weight."""
+        """Compile and allocate without changing a weight."""
         micro: Batch = to_device(self.job.worst_batch(self.resolved.batch.micro), self.device)
         self.step(step_batch(self.job, [micro]), 0.0)
         self.optimizer = self._optimizer()
@@ -102,8 +102,8 @@ class Baseline:
         self.optimizer.zero_grad(set_to_none=True)
 
     def step_ms(self, steps: int) -> float:
-        """A few steps of real data at a learning rate of zero: afterwards all is as before."""
-        with self._feed() as feed:
+        """Time a few steps on real data at a learning rate of zero, and restore the optimizer."""
+        with self._loader() as feed:
             for step in range(SETTLE_STEPS):
                 self.step(feed.next(step), 0.0)
             self.synchronise()
@@ -116,24 +116,24 @@ class Baseline:
         return 1e3 * seconds / steps
 
     def train(self, steps: int) -> list[Point]:
-        """The curve. The clock stands still while the loss is looked at."""
-        looks, per_step, seconds = Looks.over(steps), self.resolved.tokens_per_step, 0.0
-        curve = [point(0, 0, 0.0, self._look())]
-        with self._feed() as feed:
+        """Train and return the curve; evaluations do not count as training time."""
+        plan, per_step, seconds = EvaluationPlan.over(steps), self.resolved.tokens_per_step, 0.0
+        curve = [point(0, 0, 0.0, self._evaluate())]
+        with self._loader() as loader:
             begin = time.perf_counter()
             for step in range(steps):
-                self.step(feed.next(step), self._lr_factor(step, steps))
-                if looks.at(step + 1):
+                self.step(loader.next(step), self._lr_factor(step, steps))
+                if plan.at(step + 1):
                     self.synchronise()
                     seconds += time.perf_counter() - begin
-                    curve.append(point(step + 1, (step + 1) * per_step, seconds, self._look()))
+                    curve.append(point(step + 1, (step + 1) * per_step, seconds, self._evaluate()))
                     begin = time.perf_counter()
         return curve
 
-    def _feed(self) -> BatchLoader:
+    def _loader(self) -> BatchLoader:
         return BatchLoader(self.job, self.resolved.batch, self.device, self.resolved.recipe.data.workers, 0)
 
-    def _look(self) -> float | None:
+    def _evaluate(self) -> float | None:
         return self.job.evaluate(self.resolved.batch.micro)["loss"]
 
     def _lr_factor(self, step: int, steps: int) -> float:
@@ -172,7 +172,7 @@ def contend(words: list[str], budget_s: float, known_step_ms: float | None = Non
 
 
 def _lock(baseline: Baseline, facts: DataFacts, steps: int) -> dict[str, Any]:
-    """What was asked for and decided, as far as this loop reads it, and where it ran."""
+    """Return the lock of a run: the part of the recipe that this loop reads, and the machine."""
     resolved = baseline.resolved
     decided = {"steps": steps, "warmup_steps": baseline.warmup(steps)}
     recipe = resolved.recipe.model_copy(update={"train": resolved.recipe.train.model_copy(update=decided)})

@@ -18,7 +18,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.finetune import CONTENDERS, asked, choose
+from benchmarks.finetune import CONTENDERS, choose, request_for
 from benchmarks.finetune_steps import step_of, time_steps
 from redline.bench.record import check_out
 from redline.errors import UserError
@@ -52,7 +52,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise UserError("kernels are timed on a GPU, and there is none here.")
     contender = next(one for one in CONTENDERS if one.name == given.contender)
-    _, request = asked(contender, choose(None, ["train.steps=5", *overrides]))
+    _, request = request_for(contender, choose(None, ["train.steps=5", *overrides]))
     with warm_trainer(request["recipe"], DataFacts(**request["facts"]), where="bench") as own:
         batch, _ = step_of(own, request["sample_tokens"])
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.studies.runs import kept, looks, trained
-from benchmarks.time_to_loss import BASELINE, LOOKS, words_for
+from benchmarks.time_to_loss import BASELINE, EVALUATIONS, words_for
 from redline.bench.child import ChildError, ask
 from redline.bench.setting import UNDISTURBED, with_defaults
 
@@ -171,7 +171,7 @@ def by_the_baseline(words: list[str], steps: int) -> Found:
 
 
 def by_redline(arm: str, words: list[str], steps: int) -> Found:
-    last = (f"train.steps={steps}", f"eval.every={max(1, steps // LOOKS)}")
+    last = (f"train.steps={steps}", f"eval.every={max(1, steps // EVALUATIONS)}")
     usual = with_defaults([f"train.warmup_steps={max(1, steps // 20)}"], words)
     run = trained([arm, *UNDISTURBED, *usual, *NO_OTHER_STOP, *last], LIMIT_S)
     return looks(run), run.lock

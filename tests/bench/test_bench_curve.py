@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.time_to_loss import (
-    Looks,
+    EvaluationPlan,
     curve_of,
     figures,
     fitted_steps,
@@ -75,7 +75,7 @@ def test_the_first_window_only_settles_and_one_that_stumbles_does_not_count() ->
 
 @given(st.integers(1, 200_000))
 def test_looks_are_spread_and_logged(steps: int) -> None:
-    looks = Looks.over(steps)
+    looks = EvaluationPlan.over(steps)
     assert looks.every % looks.log_every == 0, "an evaluation follows a logged step, which waits for the GPU"
     count = -(-steps // looks.every)
     assert min(steps, 8) <= count <= 18

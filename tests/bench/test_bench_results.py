@@ -25,6 +25,7 @@ from redline.bench.record import file_for
 from redline.bench.throughput import card_figures, why_not_fp8
 from redline.hardware.machine import Machine
 from redline.runs.breakdown import covered
+from redline.runs.events import History
 from redline.training import profiling as kernels
 from redline.training.profiling import Busy, kernel_time
 
@@ -139,7 +140,7 @@ def a_run(precision: str, chosen: str) -> TrainedRun:
     recipe = {"train": {"precision": precision, "compile": True}, "model": {"kernels": "fused"}}
     batch = {"micro": 128, "tokens_per_step": 131_072}
     lock = {"recipe": recipe, "batch": batch, "machine": {"device": "cuda"}, "data": {"vocab_size": 5}}
-    return TrainedRun(0.0, events, lock)
+    return TrainedRun(0.0, History(events), lock)
 
 
 def test_a_row_on_a_gpu_has_energy_clock_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +205,7 @@ def test_a_page_has_the_table_and_what_it_was_measured_with() -> None:
     assert "| plain: a loop | bf16, compiled | 203,000 | 59.6% | 535.0 | – | 690 | 369.0 | 2.800 |" in page
     assert "- redline-fp8: no figure. no units" in page
     assert "- plain: going on uncompiled." in page
-    for part in ("NVIDIA H200, 150.0 GiB, 16 cores", "torch 2.11.0", "`abcdef1234`, with changes of its own"):
+    for part in ("NVIDIA H200, 150.0 GiB, 16 cores", "torch 2.11.0", "`abcdef1234`, with uncommitted changes"):
         assert part in page
     assert "`pretrain-350m train.steps=100`" in page
     table = [line for line in page.splitlines() if line.startswith("|")]

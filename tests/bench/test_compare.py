@@ -165,7 +165,7 @@ def test_a_contender_that_fails_says_why_and_the_others_go_on(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("plan-accuracy", "a", "b"), "one recipe at a time"),
+        (("plan-accuracy", "a", "b"), "expected one recipe"),
         (("throughput", "--out", "there.json"), "exists already"),
         (("throughput", "--out", "page.json"), "page.md: exists already"),
         (("plan-accuracy", "train.device=cpu", "--out", "there.json"), "not a result of plan-accuracy"),

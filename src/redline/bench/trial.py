@@ -34,9 +34,9 @@ def ask_trial(resolved: Resolved, facts: DataFacts, *, least_steps: int | None =
         raise UserError(f"the trial steps did not finish within {LIMIT_S} s.", where="--probe", fix=fix) from None
     answer = _answer(done.stdout)
     if answer is None:
-        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        last_line = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise UserError(
-            f"the trial steps failed: {said}.", where="--probe", fix="Plan without --probe, or `redline doctor`."
+            f"the trial steps failed: {last_line}.", where="--probe", fix="Plan without --probe, or `redline doctor`."
         )
     if "error" in answer:
         raise UserError(str(answer["error"]), where="--probe")
