@@ -237,10 +237,10 @@ def test_rows_whose_training_data_are_gone_are_not_called_unseen(inside: Redline
 
 
 def test_a_prompt_from_the_data_is_a_held_out_question(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from redline.evaluate.opened_run import open_trained
+    from redline.evaluate.opened_run import open_run
 
     monkeypatch.chdir(folder)
-    objective = open_trained(Path("runs/tuned")).objective
+    objective = open_run(Path("runs/tuned")).objective
     prompt = objective.first_prompt()
     assert prompt in [one.text for one in objective.questions()]
     assert prompt.startswith("What is the colour of the ")

@@ -31,10 +31,10 @@ def test_text_and_json(home: Path, inside: Any, tmp_path: Path) -> None:
     [
         (("nothing", "--out", "out"), 2, "nothing: There is no such run."),
         (("latest@99", "--out", "out"), 1, "no checkpoint @99. Steps with a checkpoint: 3, 6."),
-        (("latest@soon", "--out", "out"), 2, "Write @best or @ and a step"),
+        (("latest@soon", "--out", "out"), 2, "Write @best"),
         (("latest", "--out", "out", "--weights", "ema"), 1, "no moving average (train.ema). Use --weights raw."),
         (("latest", "--out", "out", "--dtype", "int8"), 2, "--dtype: 'int8' is not fp32 or bf16 or fp16."),
-        (("latest", "--out", "runs"), 1, "runs: there is something already. Name a new or an empty folder"),
+        (("latest", "--out", "runs"), 1, "runs: the folder is not empty"),
         (("latest", "--out", "runs/latest/lock.json"), 1, "lock.json: is a file, not a folder."),
         (("latest", "--out", "/proc/out"), 1, "/proc/out: cannot be written ("),
         (("latest",), 2, "--out"),

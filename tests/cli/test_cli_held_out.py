@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from redline.data.tokens import TokenSplit, document_keys, first_tokens
-from redline.evaluate.opened_run import open_trained
+from redline.evaluate.opened_run import open_run
 from redline.evaluate.questions import held_out_of
 from redline.recipe.load import load
 from redline.runs.events import read_events
@@ -45,14 +45,14 @@ def test_a_run_on_the_users_own_text(inside: Any, world: Any, corpus: Path, tmp_
     assert any(path.read_text().startswith(prompt) for path in corpus.iterdir())
     assert json.loads((run / "lock.json").read_text())["recipe"]["eval"]["prompt"] is None
 
-    opened = open_trained(run, source=str(corpus))
+    opened = open_run(run, source=str(corpus))
     seen = held_out_of(opened.objective, opened.training)
     assert seen is not None
     assert seen.unit == "sequences"
     assert seen.shared is not None
     assert seen.shared > 10
     (tmp_path / "new.txt").write_text("Nothing of this was ever seen before by anybody, least of all here.\n")
-    opened = open_trained(run, source=str(tmp_path / "new.txt"))
+    opened = open_run(run, source=str(tmp_path / "new.txt"))
     new = held_out_of(opened.objective, opened.training)
     assert new is not None
     assert (new.shared, new.few) == (0, True)

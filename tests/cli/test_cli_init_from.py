@@ -114,17 +114,17 @@ def test_open_shapes_become_the_sources(source: Path, recipe: str, inside: Any, 
     [
         (("model.init_from=nothing",), 2, "model.init_from=nothing: There is no such run."),
         (("model.init_from=old@99",), 1, "no checkpoint @99. Steps with a checkpoint: 3, 6."),
-        (("model.init_from=old@soon",), 2, "Write @best or @ and a step"),
+        (("model.init_from=old@soon",), 2, "Write @best"),
         (("model.init_from=",), 2, "model.init_from: is empty."),
         (
             ("model.init_from=old", "model.layers=3", "model.tied=false"),
             2,
-            "old@6 is another model: model.layers is 2 there and 3 here, model.tied is True there and False here. "
-            "Give it that shape: model.layers=2 model.d_model=32 model.heads=2 model.d_ff=64 model.tied=true",
+            "old@6 has another shape: model.layers is 2 there and 3 here, model.tied is True there and False here. "
+            "Use that shape: model.layers=2 model.d_model=32 model.heads=2 model.d_ff=64 model.tied=true",
         ),
         (("model.init_from=old", "model.heads=4"), 2, "model.heads is 2 there and 4 here"),
         (("model.init_from=old", "model.head_dim=32"), 2, "model.head_dim is 16 there and 32 here"),
-        (("model.init_from=old", "data.tokenizer=train:300"), 2, "Use the source's: data.tokenizer=bytes"),
+        (("model.init_from=old", "data.tokenizer=train:300"), 2, "data.tokenizer=bytes"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

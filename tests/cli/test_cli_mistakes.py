@@ -99,7 +99,7 @@ def test_usage(inside: Any, tmp_path: Path, words: tuple[str, ...], code: int, s
     ("words", "code", "says"),
     [
         (("sample", "latest@99"), 1, "no checkpoint @99. Steps with a checkpoint: 3, 6."),
-        (("sample", "latest@soon"), 2, "Write @best or @ and a step"),
+        (("sample", "latest@soon"), 2, "Write @best"),
         (("sample", "latest", "--weights", "ema"), 1, "this run has no moving average (train.ema). Use --weights raw."),
         (("eval", "latest", "--data", "nowhere"), 1, "nowhere: no such file or folder."),
         (("stop", "latest"), 1, "redline runs"),

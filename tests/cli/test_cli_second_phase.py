@@ -46,7 +46,7 @@ def test_exported_in_each_form(first: Path, inside: Any, tmp_path: Path) -> None
     assert "load it with peft: the code is in adapter/README.md" in answer.out
     answer = inside("export", "first", "--out", "original", "--merged", "--onto", "original", "--dtype", "bf16")
     assert answer.code == 0, answer.err
-    assert "from which what was trained against differs by" in answer.out
+    assert "from the base that was trained against" in answer.out
     row = json.loads(inside("export", "first", "--out", "merged", "--merged", "--json").out)
     assert (row["form"], row["architecture"], row["quantisation_difference"]) == ("merged", "LlamaForCausalLM", None)
     assert row["files"] == {path.name: path.stat().st_size for path in (tmp_path / "merged").iterdir()}
@@ -89,7 +89,7 @@ def test_the_whole_model_of_a_first_phase(tune: str, inside: Any, tmp_path: Path
     assert losses(tmp_path / "third")[0] == losses(tmp_path / "first")[-1]
     answer = inside("train", tune, "model.init_from=first", "--run", "no")
     assert answer.code == 2
-    assert "first@4 is a whole model, and adapters learn here. Use it as the base" in answer.said
+    assert "first@4 is a whole model, and this run trains adapters. Use it as the base" in answer.said
 
 
 def test_what_does_not_fit_is_a_sentence(first: Path, tune: str, inside: Any, tmp_path: Path, tiny_base: Path) -> None:
@@ -100,10 +100,12 @@ def test_what_does_not_fit_is_a_sentence(first: Path, tune: str, inside: Any, tm
     tensors = load_file(other / "model.safetensors")
     save_file({name: 2 * tensor for name, tensor in tensors.items()}, other / "model.safetensors", {"format": "pt"})
     asked = {
-        ("model.base=other",): "first@4 were trained on another base than other. Use theirs: model.base=",
-        ("model.lora.r=2",): "first@4 has other adapters: model.lora.r is 4 there and 2 here. Use: model.lora.r=4",
+        ("model.base=other",): "first@4 were trained on another base than other. Use their base: model.base=",
+        (
+            "model.lora.r=2",
+        ): "first@4 has adapters of another shape: model.lora.r is 4 there and 2 here. Use: model.lora.r=4",
         ("model.lora.target_modules=[q_proj]",): "model.lora.target_modules is [q_proj,k_proj,v_proj,o_proj,",
-        ("finetune.method=full", "model.lora.r=16"): "first@4 holds adapters, and a whole model learns here.",
+        ("finetune.method=full", "model.lora.r=16"): "first@4 holds adapters, and this run trains a whole model.",
     }
     for words, says in asked.items():
         answer = inside("train", tune, "model.init_from=first", *words, "--run", "no")

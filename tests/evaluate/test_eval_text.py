@@ -13,7 +13,7 @@ import torch
 
 from redline.data.tokenizer import load_tokenizer
 from redline.errors import UsageError, UserError
-from redline.evaluate.opened_run import open_trained
+from redline.evaluate.opened_run import open_run
 from redline.kernels.attention import Bound
 from redline.recipe.lock import make_lock, write_lock
 
@@ -48,7 +48,7 @@ def test_every_token_counts_once(trained: Callable[..., Path], tmp_path: Path, c
     run = trained()
     text = ("the river é and the stone " * 20)[:characters]
     (tmp_path / "other.txt").write_text(text, encoding="utf-8")
-    opened = open_trained(run, source=str(tmp_path / "other.txt"), sequences=1 << 40, device="cpu")
+    opened = open_run(run, source=str(tmp_path / "other.txt"), sequences=1 << 40, device="cpu")
     data = text.encode()
     expected = reference(opened.objective.model, [256, *data])
     for micro in (1, 3, 64):
@@ -62,7 +62,7 @@ def test_every_token_counts_once(trained: Callable[..., Path], tmp_path: Path, c
 def test_other_models(trained: Callable[..., Path], tmp_path: Path, options: tuple[str, ...]) -> None:
     run = trained(*options)
     (tmp_path / "other.txt").write_text("a token of light.\n" * 9)
-    opened = open_trained(run, source=str(tmp_path / "other.txt"), sequences=1 << 40, device="cpu")
+    opened = open_run(run, source=str(tmp_path / "other.txt"), sequences=1 << 40, device="cpu")
     assert opened.weights == ("ema" if "train.ema=0.9" in options else "raw")
     data = (tmp_path / "other.txt").read_bytes()
     expected = reference(opened.objective.model, [256, *data])
@@ -75,7 +75,7 @@ def test_packed_documents_do_not_see_each_other(trained: Callable[..., Path], tm
     folder.mkdir()
     for name, text in (("a", "red line"), ("b", "king of the river")):
         (folder / f"{name}.txt").write_text(text)
-    opened = open_trained(run, source=str(folder), sequences=1 << 40, device="cpu")
+    opened = open_run(run, source=str(folder), sequences=1 << 40, device="cpu")
     model = opened.objective.model
     # each alone, and the mark of the second document from the first
     expected = reference(model, [256, *b"red line", 256]) + reference(model, [256, *b"king of the river"])
@@ -86,7 +86,7 @@ def test_less_when_less_is_asked_for(trained: Callable[..., Path], tmp_path: Pat
     run = trained()
     text = tmp_path / "other.txt"
     text.write_text("the river and the stone read a token of light.\n" * 40)
-    opened = open_trained(run, source=str(text), sequences=2, device="cpu")
+    opened = open_run(run, source=str(text), sequences=2, device="cpu")
     expected = reference(opened.objective.model, [256, *text.read_bytes()][: 2 * SEQ_LEN + 1])
     assert opened.objective.evaluate(8)["loss"] == pytest.approx(expected / (2 * SEQ_LEN), rel=1e-6)
 
@@ -95,7 +95,7 @@ def test_the_runs_own_tokenizer(trained: Callable[..., Path], tmp_path: Path) ->
     run = trained("data.tokenizer=train:300")
     text = tmp_path / "other.txt"
     text.write_text("the river and the stone read a token of light.\n" * 40)
-    opened = open_trained(run, source=str(text), sequences=1 << 40, device="cpu")
+    opened = open_run(run, source=str(text), sequences=1 << 40, device="cpu")
     own = load_tokenizer(str(run / "tokenizer.json"))
     tokens = [own.eot, *own.encode(text.read_text())]
     total = reference(opened.objective.model, tokens)
@@ -113,8 +113,8 @@ def test_tokens_that_another_tokenizer_made(trained: Callable[..., Path], tmp_pa
     prepare([Document("a", "a river and a stone\n" * 40)], own, tmp_path / "shards")
     np.full(500, 40_000, "<u2").tofile(tmp_path / "raw.bin")
     for source in ("shards", "raw.bin"):
-        with pytest.raises(UserError, match=r"run: the data were made with another tokenizer than the run\. Prepare"):
-            open_trained(run, source=str(tmp_path / source), device="cpu")
+        with pytest.raises(UserError, match=r"run: .*another tokenizer"):
+            open_run(run, source=str(tmp_path / source), device="cpu")
 
 
 def test_tokenizer_files_that_are_missing(
@@ -127,19 +127,19 @@ def test_tokenizer_files_that_are_missing(
     monkeypatch.setattr("redline.data.tokenizer._folders", lambda: iter(()))
     monkeypatch.delenv("REDLINE_GPT2", raising=False)
     with pytest.raises(UserError, match="set REDLINE_GPT2 to the folder that holds it; a new run can"):
-        open_trained(run, source=str(tmp_path / "other.txt"), device="cpu")
+        open_run(run, source=str(tmp_path / "other.txt"), device="cpu")
 
 
 def test_a_device_that_is_not_here(trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"--device: .*finds no GPU.*--device cpu"):
-        open_trained(trained(), device="cuda")
+        open_run(trained(), device="cuda")
 
 
 @pytest.mark.parametrize("word", ["sampler_steps", "=4"])
 def test_a_setting_without_a_value(trained: Callable[..., Path], word: str) -> None:
-    with pytest.raises(UsageError, match=f"--set: '{word}' is not KEY=VALUE. Write for instance --set sampler_steps=4"):
-        open_trained(trained(), settings=(word,), device="cpu")
+    with pytest.raises(UsageError, match=f"--set: '{word}' is not KEY=VALUE"):
+        open_run(trained(), settings=(word,), device="cpu")
 
 
 @pytest.mark.parametrize("spec", ["bytes", "train:300"])
@@ -157,7 +157,7 @@ def test_writing_needs_no_data(world: Any, tmp_path: Path, corpus: Path, spec: s
     expected = trainer.objective.sample("red ", Sampling(tokens=12, seed=3))
     shutil.rmtree(tmp_path / "corpus")
     shutil.move(tmp_path / "run", tmp_path / "moved")
-    opened = open_trained(tmp_path / "moved", writes_only=True, device="cpu")
+    opened = open_run(tmp_path / "moved", writes_only=True, device="cpu")
     assert opened.objective.sample("red ", Sampling(tokens=12, seed=3)) == expected
     assert expected[0].text
 
@@ -181,7 +181,7 @@ def test_all_of_prepared_tokens(trained: Callable[..., Path], tmp_path: Path, fo
     else:
         source, tokens = tmp_path / "tokens.bin", [256, *text.encode()]
         np.array(tokens, dtype="<u2").tofile(source)
-    opened = open_trained(run, source=str(source), sequences=1 << 40, device="cpu")
+    opened = open_run(run, source=str(source), sequences=1 << 40, device="cpu")
     metrics = opened.objective.evaluate(4)
     expected = reference(opened.objective.model, tokens)
     assert metrics["loss"] == pytest.approx(expected / (len(tokens) - 1), rel=1e-6)

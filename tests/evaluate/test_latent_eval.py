@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from latents import Latents, other_base, piece_base
 from redline.cli.main import app
-from redline.evaluate.opened_run import open_trained
+from redline.evaluate.opened_run import open_run
 from redline.jobs.latent_prefix import objective as latent_prefix
 from redline.jobs.latent_prefix.costs import BITS
 from redline.jobs.latent_prefix.data import Pair
@@ -92,7 +92,7 @@ def test_every_condition_beside_the_others(run: Path, typed: Typed) -> None:
 
 def test_conditions_are_what_they_say(run: Path) -> None:
     """Prompts with the text, its first M tokens, or its question; likelihoods by a forward of each row alone."""
-    objective: Any = open_trained(run, device="cpu").objective
+    objective: Any = open_run(run, device="cpu").objective
     found = compare(objective, count=3, tokens=3, where="a run").models["1"]["conditions"]
     llm, pairs = objective.frozen["1"], objective.held_out_pairs()[:3]
     reader, decoder = llm.tokenizer, llm.decoder
@@ -116,7 +116,7 @@ def test_conditions_are_what_they_say(run: Path) -> None:
 
 def test_answers_from_a_prefix_are_those_from_tokens(run: Path) -> None:
     """A prefix that holds the embeddings of tokens is answered as the tokens are."""
-    objective: Any = open_trained(run, device="cpu").objective
+    objective: Any = open_run(run, device="cpu").objective
     llm = objective.frozen["0"]
     tokens = [5, 9, 30, 7]
     embedded = llm.decoder.embed(torch.tensor([tokens]))
@@ -172,7 +172,7 @@ def test_a_look_says_what_it_does_first(run: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_wire_is_held_against_what_it_carries(run: Path) -> None:
     """Not against the rest of a text, which the encoder has not read; and with every model's own slots."""
-    objective: Any = open_trained(run, device="cpu").objective
+    objective: Any = open_run(run, device="cpu").objective
     objective.options = objective.options.model_copy(update={"bytes": 16})
     found = compare(objective, count=3, tokens=2, where="a run")
     whole = sum(len(pair.text.encode()) for pair in objective.held_out_pairs()[:3]) / 3

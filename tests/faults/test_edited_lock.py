@@ -11,7 +11,7 @@ import pytest
 
 from redline.errors import UserError
 from redline.evaluate.init_from import open_initial
-from redline.evaluate.opened_run import open_trained
+from redline.evaluate.opened_run import open_run
 from redline.export.folder import export_run
 from redline.recipe.lock import locked_recipe, make_lock, model_identity, read_lock, write_lock
 from redline.training.checkpoint import Snapshot, commit, read_state, read_tensors, remove_checkpoint
@@ -42,8 +42,8 @@ def resume(run: Path) -> None:
 
 
 USES: dict[str, Callable[[Path], Any]] = {
-    "eval": lambda run: open_trained(run, device="cpu"),
-    "sample": lambda run: open_trained(run, writes_only=True, device="cpu"),
+    "eval": lambda run: open_run(run, device="cpu"),
+    "sample": lambda run: open_run(run, writes_only=True, device="cpu"),
     "export": lambda run: export_run(run, None, run.parent / "exported"),
     "init_from": lambda run: open_initial(str(run), run.parent),
     "resume": resume,

@@ -22,7 +22,7 @@ from redline.data.chat_template import load_chat_tokenizer
 from redline.data.tokenizer import load_tokenizer
 from redline.data.tokens import open_tokens
 from redline.errors import UserError
-from redline.evaluate.opened_run import open_folder
+from redline.evaluate.opened_run import open_pretrained
 from redline.export.folder import export_run
 from redline.models.pretrained import open_base
 from redline.training.checkpoint import canonical_json, file_digest, find_weights, newest_valid
@@ -132,7 +132,7 @@ def test_pickles(harmless: Any, bomb: bytes, tiny_base: Path, tmp_path: Path) ->
     assert "pickled weights only" in harmless(openers["model.safetensors"])
     (home / "base/adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "."}))
     (home / "base/adapter_model.bin").write_bytes(bomb)
-    assert "can run any code" in harmless(lambda home: open_folder(str(home / "base"), writes_only=True))
+    assert "can run any code" in harmless(lambda home: open_pretrained(str(home / "base"), writes_only=True))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from redline.cli.main import app
 from redline.errors import UsageError
-from redline.evaluate.opened_run import open_trained
+from redline.evaluate.opened_run import open_run
 from redline.evaluate.questions import examine
 from redline.jobs.objective import Sampling
 from redline.recipe.lock import locked_recipe
@@ -112,7 +112,7 @@ def test_a_run_may_write_in_another_way(world: Any, tmp_path: Path) -> None:
     assert "200 tokens" in long.stderr
     assert "160" in long.stderr
     plain, quick = (
-        open_trained(Path(run), device="cpu", answers=True, settings=settings).objective
+        open_run(Path(run), device="cpu", answers=True, settings=settings).objective
         for settings in ((), ("sampler=ancestral", "sampler_steps=1"))
     )
     for objective in (plain, quick):
@@ -123,7 +123,7 @@ def test_a_run_may_write_in_another_way(world: Any, tmp_path: Path) -> None:
     )  # a look a block: a plan, eight of steps
     for wrong in ("execution=3", "train.lr=1", "sampler=x", "sampler_steps=2"):
         with pytest.raises(UsageError):
-            open_trained(Path(run), device="cpu", settings=(wrong,))
+            open_run(Path(run), device="cpu", settings=(wrong,))
 
 
 def test_a_preview_shows_what_is_learnt(world: Any, capsys: pytest.CaptureFixture[str]) -> None:

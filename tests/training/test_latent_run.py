@@ -230,8 +230,10 @@ def test_the_teacher_reads_in_place_of_what_is_left_out(one: Latents) -> None:
 
 
 def test_a_wire_is_no_model_to_export(one: Latents, tmp_path: Path) -> None:
-    from redline.export.folder import How, Trained, _contents
+    from redline.export.folder import ExportOptions, Source, model_contents
+    from redline.training.saved_run import SavedRun
 
-    trained = Trained(tmp_path, {"data": {}}, one.recipe(), None)
-    with pytest.raises(UserError, match="transformers knows no model of objective=latent_prefix"):
-        _contents(trained, How(), print)
+    weights: Any = None
+    source = Source(SavedRun(tmp_path, {"data": {}}, one.recipe()), weights)
+    with pytest.raises(UserError, match="objective=latent_prefix"):
+        model_contents(source, ExportOptions(), print)

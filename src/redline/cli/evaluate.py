@@ -23,7 +23,7 @@ from redline.metrics import METRICS
 from redline.runs.summary import RUNS
 
 if TYPE_CHECKING:
-    from redline.evaluate.opened_run import Trained
+    from redline.evaluate.opened_run import OpenedModel
     from redline.evaluate.questions import Exam, HeldOut
     from redline.jobs.objective import AnswerReport
 
@@ -130,7 +130,7 @@ def evaluate(
 
         wrong = [answer.as_dict() for answer in exam.wrong(_WRONG_SHOWN)] if exam else []
         details = {"answers": answers, "rule": exam.rule, "wrong": wrong} if exam else {}
-        typer.echo(json.dumps({**trained.about(), **result, **details, **_context(held_out, trained)}))
+        typer.echo(json.dumps({**trained.as_dict(), **result, **details, **_context(held_out, trained)}))
         return
     typer.echo(trained.title)
     for name, value in result.items():
@@ -152,12 +152,12 @@ def _formatted(value: float | None) -> str:
     return str(value) if isinstance(value, int) else f"{value:.4f}"
 
 
-def _context(held_out: HeldOut | None, trained: Trained) -> dict[str, Any]:
+def _context(held_out: HeldOut | None, trained: OpenedModel) -> dict[str, Any]:
     """Return what the score was measured on and the notes from opening the model, for JSON output."""
     return {"held_out": held_out and held_out.as_dict(), "notes": trained.notes}
 
 
-def _generative_perplexity(trained: Trained, under: str, count: int, tokens: int, device: str) -> dict[str, Any]:
+def _generative_perplexity(trained: OpenedModel, under: str, count: int, tokens: int, device: str) -> dict[str, Any]:
     """Generate `count` texts and measure their perplexity under the run `under`."""
     from redline.cli.progress import GenerationBar
     from redline.evaluate.named_model import open_model
@@ -185,7 +185,7 @@ def _generative_perplexity(trained: Trained, under: str, count: int, tokens: int
         return generative_perplexity(trained.objective, score, count=count, tokens=tokens, where=trained.name, told=bar)
 
 
-def _answer_report(trained: Trained, kind: str, count: int | None, tokens: int | None) -> AnswerReport | None:
+def _answer_report(trained: OpenedModel, kind: str, count: int | None, tokens: int | None) -> AnswerReport | None:
     """Evaluate answers by the method of the model's job; return None if the job has none."""
     from redline.cli.progress import GenerationBar
     from redline.jobs.base import job
@@ -198,14 +198,14 @@ def _answer_report(trained: Trained, kind: str, count: int | None, tokens: int |
         )
 
 
-def _show_report(trained: Trained, report: AnswerReport, json_: bool) -> None:
+def _show_report(trained: OpenedModel, report: AnswerReport, json_: bool) -> None:
     from redline.evaluate.questions import held_out_of
 
     held_out = held_out_of(trained.objective, trained.training)
     if json_:
         import json
 
-        typer.echo(json.dumps({**trained.about(), **report.result(), **_context(held_out, trained)}))
+        typer.echo(json.dumps({**trained.as_dict(), **report.result(), **_context(held_out, trained)}))
         return
     typer.echo(trained.title)
     for line in report.lines():
@@ -214,7 +214,7 @@ def _show_report(trained: Trained, report: AnswerReport, json_: bool) -> None:
         typer.echo(f"  held out: {line}")
 
 
-def _examine(trained: Trained, kind: str, count: int | None, tokens: int) -> Exam:
+def _examine(trained: OpenedModel, kind: str, count: int | None, tokens: int) -> Exam:
     from redline.cli.progress import GenerationBar
     from redline.evaluate.questions import examine
 

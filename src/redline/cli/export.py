@@ -61,7 +61,7 @@ def export(
         merged=merged,
         onto=onto,
         base=base,
-        say=lambda text: typer.echo(f"warning  {text}", err=True),
+        log=lambda text: typer.echo(f"warning  {text}", err=True),
     )
     if json_:
         import json

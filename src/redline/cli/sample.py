@@ -85,7 +85,7 @@ def sample(
         import json
 
         rows = [{"prompt": s.prompt, "text": s.text} for s in samples]
-        typer.echo(json.dumps({**trained.about(), "samples": rows}))
+        typer.echo(json.dumps({**trained.as_dict(), "samples": rows}))
         return
     for one in samples:
         typer.secho(one.prompt, bold=True, nl=objective.can_answer and not plain)

@@ -1,4 +1,4 @@
-"""`model.init_from`: a new run's first weights, from another run's checkpoint or from an exported folder."""
+"""`model.init_from`: start a new run with weights from another run's checkpoint or from an exported folder."""
 
 from __future__ import annotations
 
@@ -20,91 +20,97 @@ from redline.export.adapter import ADAPTER, from_peft
 from redline.export.folder import ORIGIN
 from redline.fields import AUTO
 from redline.jobs.base import job
+from redline.jobs.objective import Log, ignore_message
 from redline.models.families import from_llama, shape_of
 from redline.models.pretrained import Entry, entries, open_base, read
 from redline.planning.shapes import SHAPE_KEYS, Adapter
-from redline.recipe.lock import check_model_identity, locked_recipe, read_lock
 from redline.recipe.schema import Model, Recipe
 from redline.runs.summary import resolve_run
-from redline.training.checkpoint import Tensors, file_digest, find_weights
+from redline.training.checkpoint import Tensors, file_digest
+from redline.training.saved_run import SavedRun
 
 KEY = "model.init_from"
 _SIZE = ("layers", "d_model", "heads", "d_ff")
-# others fit, but were trained so
-_CALIBRATION = ("rope_theta", "rope_scaling", "norm_eps", "softcap")
-_ADAPTERS_CALIBRATION = ("quant", "quant_double", "lora.alpha", "lora.rslora")
+# Keys that may differ, since the weights still fit; but they were trained with the source's values.
+_TRAINED_WITH = ("rope_theta", "rope_scaling", "norm_eps", "softcap")
+_ADAPTERS_TRAINED_WITH = ("quant", "quant_double", "lora.alpha", "lora.rslora")
 
 
 @dataclass(frozen=True)
 class Initial:
-    """Weights to begin with, found and verified but not yet read."""
+    """Weights to start with, found and verified but not read yet."""
 
-    source: str  # path, with @step for a run: what finds the same weights again, whatever happens to `latest`
+    source: str  # absolute path, with @STEP for a run: it names the same weights even when `latest` has moved on
     run_id: str
     step: int
     weights: str
     fingerprint: str
     tokenizer: str  # fingerprint
     model: Model
-    tokenizer_spec: str  # what names it
+    tokenizer_spec: str  # the value of data.tokenizer that names it
     tensors: Callable[[], Tensors]
-    adapters: bool = False  # and not a whole model
-    base: str | None = None  # the fingerprint of what they were trained on
+    adapters: bool = False  # they are adapters, not a whole model
+    base: str | None = None  # fingerprint of the base that adapters were trained on
 
     def record(self) -> dict[str, Any]:
-        """For the lock."""
+        """Return what the lock records."""
         names = ("source", "run_id", "step", "weights", "fingerprint")
         return {name: getattr(self, name) for name in names}
 
     def fill(self, recipe: Recipe) -> Recipe:
-        """The recipe, with the source's shape wherever it leaves that open."""
+        """Return the recipe with the source's shape for keys that are `auto`."""
         model = recipe.model
-        if model.size not in (None, AUTO) or model.base is not None:  # a base has its own shape
+        if model.size not in (None, AUTO) or model.base is not None:  # a base brings its own shape
             return recipe
         shape = {name: getattr(self.model, name) for name in SHAPE_KEYS if getattr(model, name) == AUTO}
         return recipe.model_copy(update={"model": model.model_copy(update={**shape, "size": None})})
 
     def check(self, recipe: Recipe, tokenizer: str) -> list[str]:
-        """Refuses a model or a tokenizer that these weights are not of; returns what only deserves a word."""
+        """Raise a UsageError if the weights do not fit the recipe's model or tokenizer.
+
+        Return notes about keys that differ from the source's and still fit.
+        """
         self._check_adapters(recipe)
         if tokenizer != self.tokenizer:
-            fix = f"Use the source's: data.tokenizer={self.tokenizer_spec}"
-            what = f"the weights of {self.source} are for another tokenizer than {recipe.data.tokenizer} on this data."
+            fix = f"Use the source's tokenizer: data.tokenizer={self.tokenizer_spec}"
+            what = (
+                f"the weights of {self.source} belong to another tokenizer than {recipe.data.tokenizer} on this data."
+            )
             raise UsageError(what, where=KEY, fix=fix)
         differing = self._differing(recipe.model, SHAPE_KEYS)
         if differing:
             wanted = {**{name: getattr(self.model, name) for name in _SIZE}, **{n: was for n, was, _ in differing}}
             fix = " ".join(f"model.{name}={str(value).lower()}" for name, value in wanted.items())
             lines = ", ".join(f"model.{name} is {was} there and {now} here" for name, was, now in differing)
-            raise UsageError(f"{self.source} is another model: {lines}.", where=KEY, fix=f"Give it that shape: {fix}")
-        changed = self._differing(recipe.model, _CALIBRATION + (_ADAPTERS_CALIBRATION if self.adapters else ()))
+            raise UsageError(f"{self.source} has another shape: {lines}.", where=KEY, fix=f"Use that shape: {fix}")
+        changed = self._differing(recipe.model, _TRAINED_WITH + (_ADAPTERS_TRAINED_WITH if self.adapters else ()))
         return [f"{KEY}: model.{name} was {was} when {self.source} was trained" for name, was, _ in changed]
 
     def _check_adapters(self, recipe: Recipe) -> None:
-        """They fit onto the base they were trained on, and no other; and a whole model is no adapter."""
-        wanted = _learns_adapters(recipe)
-        if wanted and not self.adapters:
+        """Raise a UsageError unless both sides are whole models, or adapters of one shape on one base."""
+        trains_adapters = _trains_adapters(recipe)
+        if trains_adapters and not self.adapters:
             fix = "Use it as the base: `redline export` it, and set model.base to that folder."
-            raise UsageError(f"{self.source} is a whole model, and adapters learn here.", where=KEY, fix=fix)
-        if self.adapters and not wanted:
-            fix = "Make one of them: `redline export --merged`, and use that folder."
-            raise UsageError(f"{self.source} holds adapters, and a whole model learns here.", where=KEY, fix=fix)
+            raise UsageError(f"{self.source} is a whole model, and this run trains adapters.", where=KEY, fix=fix)
+        if self.adapters and not trains_adapters:
+            fix = "Merge them into their base with `redline export --merged`, and use that folder."
+            raise UsageError(f"{self.source} holds adapters, and this run trains a whole model.", where=KEY, fix=fix)
         if self.adapters and open_base(str(recipe.model.base)).fingerprint != self.base:
             what = f"the adapters of {self.source} were trained on another base than {recipe.model.base}."
-            raise UsageError(what, where=KEY, fix=f"Use theirs: model.base={self.model.base}")
+            raise UsageError(what, where=KEY, fix=f"Use their base: model.base={self.model.base}")
         if differing := self._differing(recipe.model, ("lora.r", "lora.target_modules")) if self.adapters else []:
             lines = ", ".join(
                 f"model.{name} is {_text(was)} there and {_text(now)} here" for name, was, now in differing
             )
             fix = " ".join(f"model.{name}={_text(was)}" for name, was, _ in differing)
-            raise UsageError(f"{self.source} has other adapters: {lines}.", where=KEY, fix=f"Use: {fix}")
+            raise UsageError(f"{self.source} has adapters of another shape: {lines}.", where=KEY, fix=f"Use: {fix}")
 
     def _differing(self, model: Model, names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
         pairs = [(name, attrgetter(name)(self.model), attrgetter(name)(model)) for name in names]
         return [(name, was, now) for name, was, now in pairs if was != now]
 
 
-def _learns_adapters(recipe: Recipe) -> bool:
+def _trains_adapters(recipe: Recipe) -> bool:
     return job(recipe.objective).adapter(recipe) is not None
 
 
@@ -112,31 +118,29 @@ def _text(value: Any) -> str:
     return f"[{','.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
-def open_initial(spec: str, root: Path, say: Callable[[str], None] = lambda _: None) -> Initial:
-    """RUN[@step|@best], its moving average if there is one, or a folder that `redline export` wrote."""
+def open_initial(spec: str, root: Path, log: Log = ignore_message) -> Initial:
+    """Open RUN[@step|@best], or a folder that `redline export` wrote. A run's moving average is used if it has one."""
     folder = Path(spec).expanduser()
     if (folder / ORIGIN).is_file():
         return _from_folder(folder)
     try:
         path, selector = resolve_run(spec, root)
     except UserError as error:
-        fix = f"{error.fix} A folder that `redline export` wrote works too; models of a hub are not read yet."
+        fix = f"{error.fix} A folder that `redline export` wrote works too; a model from a hub does not."
         raise UsageError(error.what, where=f"{KEY}={spec}", fix=fix) from None
-    lock = read_lock(path)
-    chosen = find_weights(path, selector, warn=say)
-    recipe = locked_recipe(path, lock).recipe
-    check_model_identity(chosen.state["identity"], recipe, path)
+    run = SavedRun.open(path)
+    chosen = run.weights(selector, log=log)
     return Initial(
         source=f"{path.resolve()}@{chosen.step}",
-        run_id=str(lock["run_id"]),
+        run_id=str(run.lock["run_id"]),
         step=chosen.step,
         weights=chosen.kind,
         fingerprint=chosen.fingerprint,
         tokenizer=str(chosen.state["identity"]["tokenizer"]),
-        model=recipe.model,
-        tokenizer_spec=_tokenizer_spec(path, str(lock["data"]["tokenizer"])),
+        model=run.recipe.model,
+        tokenizer_spec=_tokenizer_spec(path, str(run.lock["data"]["tokenizer"])),
         tensors=chosen.tensors,
-        adapters=_learns_adapters(recipe),
+        adapters=_trains_adapters(run.recipe),
         base=chosen.state["identity"].get("base"),
     )
 
@@ -161,12 +165,12 @@ def _from_folder(folder: Path) -> Initial:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         fix = "Export the model again."
-        what = f"is not what redline export wrote ({type(error).__name__})."
+        what = f"is damaged, or was not written by redline export ({type(error).__name__})."
         raise UserError(what, where=f"{KEY}={folder}", fix=fix) from None
 
 
 def _digest(folder: Path, adapters: bool) -> str:
-    """SHA-256 of the file of weights; of several, that of theirs."""
+    """Return the SHA-256 of the weights file; of several files, the SHA-256 of their digests."""
     files = (
         [folder / f"{ADAPTER}.safetensors"] if adapters else sorted({entry.path for entry in _entries(folder).values()})
     )
@@ -198,14 +202,16 @@ def _adapters_of(folder: Path, model: Model) -> Tensors:
 
 
 def _tokenizer_spec(folder: Path, name: str) -> str:
-    """What `data.tokenizer` must say to get the tokenizer of the run or export in this folder."""
+    """Return the value of `data.tokenizer` that names the tokenizer of the run or export in this folder."""
     return name if named_vocabulary(name) else str(folder / "tokenizer.json")
 
 
-def reopen_initial(recorded: dict[str, Any], root: Path, say: Callable[[str], None] = lambda _: None) -> Initial:
-    """The weights that a run began with; only a run that was stopped before its first save asks for them again."""
-    found = open_initial(str(recorded["source"]), root, say)
+def reopen_initial(recorded: dict[str, Any], root: Path, log: Log = ignore_message) -> Initial:
+    """Open the weights that a run started with again: it was stopped before its first checkpoint, and is resumed."""
+    found = open_initial(str(recorded["source"]), root, log)
     if found.fingerprint != recorded["fingerprint"]:
         fix = "Start a new run."
-        raise UserError("is not what this run began with.", where=f"{KEY}={recorded['source']}", fix=fix)
+        raise UserError(
+            "holds other weights than those that this run started with.", where=f"{KEY}={recorded['source']}", fix=fix
+        )
     return found

@@ -15,7 +15,7 @@ from redline.errors import UsageError
 from redline.runs.summary import RUNS, is_sweep, resolve_run
 
 if TYPE_CHECKING:
-    from redline.evaluate.opened_run import Trained
+    from redline.evaluate.opened_run import OpenedModel
 
 _HUB_ID = re.compile(r"([\w.-]+)/[\w.-]+")
 
@@ -30,10 +30,10 @@ def open_model(
     settings: Sequence[str] = (),
     text_key: str | None = None,
     **options: Any,
-) -> Trained:
+) -> OpenedModel:
     """Open the run `name`; if there is none, the model in files or on the hub.
 
-    `options` are those of both `open_trained` and `open_folder`. What they log also becomes the `notes` of the result.
+    `options` are those of both `open_run` and `open_pretrained`. What they log also becomes the `notes` of the result.
     """
     notes: list[str] = []
 
@@ -52,12 +52,12 @@ def open_model(
             raise UsageError("--set is for a run, not for a model.", where=name, fix="Leave it out.") from None
         if text_key is not None:
             raise UsageError("--text-key is for a run that reads text.", where=name, fix="Leave it out.") from None
-        from redline.evaluate.opened_run import open_folder
+        from redline.evaluate.opened_run import open_pretrained
 
-        return replace(open_folder(name, base=base, say=note, **options), notes=notes)
-    from redline.evaluate.opened_run import open_trained
+        return replace(open_pretrained(name, base=base, log=note, **options), notes=notes)
+    from redline.evaluate.opened_run import open_run
 
-    trained = open_trained(
+    trained = open_run(
         path,
         selector,
         weights=weights,
@@ -65,7 +65,7 @@ def open_model(
         text_key=text_key,
         answers=answers,
         settings=settings,
-        say=note,
+        log=note,
         **options,
     )
     return replace(trained, notes=notes)

@@ -1,4 +1,7 @@
-"""A run's weights as a folder that others load: written beside its name, read back, then renamed."""
+"""`redline export`: a run's weights as a folder that transformers and peft load.
+
+The folder is written under a temporary name, read back, and renamed, so that it appears whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -36,99 +40,100 @@ from redline.export.card import CARD, finetuned_card, model_card
 from redline.export.tensors import Named, Shapes, write_json, write_tensors
 from redline.export.tokenizer import end_of_text, run_tokenizer, write_tokenizer
 from redline.jobs.base import job
-from redline.jobs.objective import FinetunedModel, TransformersModel, job_runtime
+from redline.jobs.objective import FinetunedModel, Log, TransformersModel, ignore_message, job_runtime
 from redline.kernels.matmul import DTYPES
 from redline.models.families import FAMILIES, names, read_config
 from redline.models.pretrained import Base, entries, open_base
-from redline.recipe.lock import check_model_identity, locked_recipe, read_lock
-from redline.recipe.schema import Recipe
-from redline.training.checkpoint import Weights, find_weights
+from redline.training.checkpoint import Weights
+from redline.training.saved_run import SavedRun
 
 # ----------------------------------------------------------------------------------------------------
-# What goes into an exported folder. Here: of a model that was trained whole; tuned.py has those on a base.
+# The content of an exported folder, for a model that was trained from random weights.
 
 
 MODEL = "model"
-TRAINED, ORIGINAL = "trained", "original"  # what adapters are merged onto
-
-Say = Callable[[str], None]
+# What adapters are merged onto: the base as they were trained beside it (dequantised), or as it is stored.
+TRAINED, ORIGINAL = "trained", "original"
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A run, at a checkpoint."""
+class Source:
+    """The weights that are exported: a run at a checkpoint."""
 
-    run: Path
-    lock: dict[str, Any]
-    recipe: Recipe
+    run: SavedRun
     weights: Weights
 
+    @property
+    def where(self) -> str:
+        """The run's path, for errors."""
+        return str(self.run.path)
+
 
 @dataclass(frozen=True)
-class How:
-    """What was asked for."""
-
+class ExportOptions:
     dtype: str = "fp32"
     merged: bool = False
     onto: str | None = None
-    base: str | None = None  # where the run's base lies now
+    base: str | None = None  # the place of the run's base, if it has moved
 
 
 @dataclass(frozen=True)
 class Contents:
+    """What goes into the folder."""
+
     form: str  # model, adapter or merged
     architecture: str
     model_type: str
-    stem: str  # of the files of weights
+    stem: str  # of the names of the weight files
     shapes: Shapes
     tensors: Callable[[], Named]  # in the order of `shapes`
-    files: dict[str, Mapping[str, Any]]  # JSON: config.json and others
+    files: dict[str, Mapping[str, Any]]  # JSON files: config.json and others
     write_tokenizer: Callable[[Path], None] | None
-    card: Callable[[Mapping[str, Any]], str]  # of what redline.json says
-    origin: Callable[[], dict[str, Any]] = field(default=dict)  # more of that, known when the tensors are written
+    card: Callable[[Mapping[str, Any]], str]  # from the content of redline.json
+    origin: Callable[[], dict[str, Any]] = field(default=dict)  # for redline.json; called after the tensors are written
 
 
-def model_contents(trained: Trained, how: How, say: Say) -> Contents:
-    """Of a model that the run made from nothing."""
-    if how.merged or how.onto or how.base:
+def model_contents(source: Source, options: ExportOptions, log: Log) -> Contents:
+    run = source.run
+    if options.merged or options.onto or options.base:
         what = "this run trained a model of its own: it has no base, and nothing to merge."
-        raise UsageError(what, where=str(trained.run), fix="Leave out --merged, --onto and --base.")
-    recipe, data = trained.recipe, trained.lock["data"]
+        raise UsageError(what, where=source.where, fix="Leave out --merged, --onto and --base.")
+    recipe, data = run.recipe, run.lock["data"]
     if not job(recipe.objective).exports:
-        what = f"transformers knows no model of objective={recipe.objective}."
+        what = f"transformers has no model for objective={recipe.objective}."
         fix = "Use `redline sample` and `redline eval`; a checkpoint's weights are safetensors."
-        raise UserError(what, where=str(trained.run), fix=fix)
-    tokenizer = run_tokenizer(trained.run, data["tokenizer"], data["tokenizer_fingerprint"])
+        raise UserError(what, where=source.where, fix=fix)
+    tokenizer = run_tokenizer(run.path, data["tokenizer"], data["tokenizer_fingerprint"])
     if tokenizer is None:
-        say(f"the files of the tokenizer {data['tokenizer']} are not here: the folder will have none")
+        log(f"the files of the tokenizer {data['tokenizer']} are missing here: the folder will have no tokenizer")
     try:
-        form = _exported(trained, how, tokenizer)
+        model = _convert(source, options, tokenizer)
     except UserError as error:
-        raise UserError(error.what, where=str(trained.run), fix=error.fix) from None
-    assert isinstance(form, TransformersModel)
+        raise UserError(error.what, where=source.where, fix=error.fix) from None
+    assert isinstance(model, TransformersModel)
     return Contents(
         form="model",
-        architecture=form.architecture,
-        model_type=str(form.config["model_type"]),
+        architecture=model.architecture,
+        model_type=str(model.config["model_type"]),
         stem=MODEL,
-        shapes={name: tuple(tensor.shape) for name, tensor in form.tensors.items()},
-        tensors=form.tensors.items,
-        files={"config.json": form.config, "generation_config.json": form.generation},
+        shapes={name: tuple(tensor.shape) for name, tensor in model.tensors.items()},
+        tensors=model.tensors.items,
+        files={"config.json": model.config, "generation_config.json": model.generation},
         write_tokenizer=None
         if tokenizer is None
         else lambda folder: write_tokenizer(tokenizer, folder, seq_len=recipe.data.seq_len),
-        card=lambda origin: model_card(trained.run, trained.lock, origin, tokenizer=tokenizer is not None),
+        card=lambda origin: model_card(run.path, run.lock, origin, tokenizer=tokenizer is not None),
     )
 
 
-def _exported(trained: Trained, how: How, tokenizer: Tokenizer | None) -> TransformersModel | FinetunedModel:
-    data = trained.lock["data"]
-    return job_runtime(trained.recipe.objective).export(
-        trained.recipe,
-        trained.weights.tensors(),
+def _convert(source: Source, options: ExportOptions, tokenizer: Tokenizer | None) -> TransformersModel | FinetunedModel:
+    run, data = source.run, source.run.lock["data"]
+    return job_runtime(run.recipe.objective).export(
+        run.recipe,
+        source.weights.tensors(),
         eot=lambda: end_of_text(tokenizer, data["tokenizer"]),
         vocab_size=data["vocab_size"],
-        dtype=how.dtype,
+        dtype=options.dtype,
     )
 
 
@@ -145,7 +150,7 @@ class Exported:
     parameters: int
     tokenizer: bool
     files: dict[str, int]  # name → bytes
-    quantisation_difference: float | None  # of a base that was not merged onto as it was trained
+    quantisation_difference: float | None  # of the base in training and the one that adapters were merged onto
 
 
 def export_run(
@@ -158,36 +163,39 @@ def export_run(
     merged: bool = False,
     onto: str | None = None,
     base: str | None = None,
-    say: Say = lambda _: None,
+    log: Log = ignore_message,
 ) -> Exported:
-    """Write `out`, whole or not at all."""
-    out = out.resolve() if ".." in out.parts else out  # what lies before the dots need not be there
-    refuse_content(out)
-    lock = read_lock(run)
-    trained = Trained(run, lock, locked_recipe(run, lock).recipe, find_weights(run, selector, weights, say))
-    check_model_identity(trained.weights.state["identity"], trained.recipe, run)
-    contents = _contents(trained, How(dtype, merged, onto, base), say)
-    about: dict[str, Any] = {}
+    """Write the folder `out`, whole or not at all."""
+    out = out.resolve() if ".." in out.parts else out  # in a/../b, the folder a need not exist
+    check_empty(out)
+    saved = SavedRun.open(run)
+    source = Source(saved, saved.weights(selector, weights, log))
+    options = ExportOptions(dtype, merged, onto, base)
+    if saved.recipe.model.base is None or not job(saved.recipe.objective).exports:
+        contents = model_contents(source, options, log)
+    else:
+        contents = finetuned_contents(source, options, log)
+    origin: dict[str, Any] = {}
 
     def write(folder: Path) -> None:
         write_tensors(folder, contents.stem, contents.shapes, contents.tensors(), dtype)
-        about.update(_origin(trained, contents, dtype))
-        for name, content in {**contents.files, ORIGIN: about}.items():
+        origin.update(_origin(source, contents, dtype))
+        for name, content in {**contents.files, ORIGIN: origin}.items():
             write_json(folder / name, content)
         _write_tokenizer(contents, folder)
-        (folder / CARD).write_text(contents.card(about), encoding="utf-8")
+        (folder / CARD).write_text(contents.card(origin), encoding="utf-8")
 
     _commit(out, write)
     return Exported(
         out=out,
-        step=trained.weights.step,
-        weights=trained.weights.kind,
+        step=source.weights.step,
+        weights=source.weights.kind,
         form=contents.form,
         architecture=contents.architecture,
         parameters=sum(prod(shape) for shape in contents.shapes.values()),
         tokenizer=contents.write_tokenizer is not None,
         files={path.name: path.stat().st_size for path in sorted(out.iterdir())},
-        quantisation_difference=about.get("quantisation_difference"),
+        quantisation_difference=origin.get("quantisation_difference"),
     )
 
 
@@ -195,23 +203,18 @@ def _write_tokenizer(contents: Contents, folder: Path) -> None:
     if contents.write_tokenizer is not None:
         try:
             contents.write_tokenizer(folder)
-        except Exception as error:  # the tokenizers' library has no kind of its own for a full disk
+        except Exception as error:  # the tokenizers library raises plain Exception when the disk is full
             raise error if isinstance(error, OSError) else OSError(str(error)) from None
 
 
-def _contents(trained: Trained, how: How, say: Say) -> Contents:
-    if trained.recipe.model.base is None or not job(trained.recipe.objective).exports:
-        return model_contents(trained, how, say)
-
-    return tuned_contents(trained, how, say)
-
-
-def _origin(trained: Trained, contents: Contents, dtype: str) -> dict[str, Any]:
-    recipe, data, weights = trained.recipe, trained.lock["data"], trained.weights
+def _origin(source: Source, contents: Contents, dtype: str) -> dict[str, Any]:
+    """Return the content of redline.json: where the weights come from, and what they fit."""
+    recipe, lock, weights = source.run.recipe, source.run.lock, source.weights
+    data = lock["data"]
     return {
         "schema": 1,
         "redline": __version__,
-        "run_id": trained.lock["run_id"],
+        "run_id": lock["run_id"],
         "step": weights.step,
         "weights": weights.kind,
         "averaged": weights.averaged,
@@ -229,96 +232,94 @@ def _origin(trained: Trained, contents: Contents, dtype: str) -> dict[str, Any]:
     }
 
 
-def refuse_content(out: Path) -> None:
+def check_empty(out: Path) -> None:
+    """Raise a UserError unless `out` is free or an empty folder."""
     if os.path.lexists(out) and not out.is_dir():
         raise UserError("is a file, not a folder.", where=str(out), fix="Name a new folder with --out.")
     if out.is_dir() and any(out.iterdir()):
-        raise UserError("there is something already.", where=str(out), fix="Name a new or an empty folder with --out.")
+        raise UserError("the folder is not empty.", where=str(out), fix="Choose another folder with --out.")
 
 
 def _commit(out: Path, write: Callable[[Path], None]) -> None:
-    """Write the folder with `atomic_dir`; say in a sentence why it cannot be written."""
+    """Write the folder with `atomic_dir`, and turn its errors into a UserError."""
     try:
-        with atomic_dir(out.resolve()) as temporary:  # resolved: an empty folder may be there by a link
+        with atomic_dir(out.resolve()) as temporary:  # resolved: `out` may be a link to an empty folder
             write(temporary)
     except (OSError, SafetensorError) as error:
-        refuse_content(out)  # another process may have been first
+        check_empty(out)  # another process may have written it meanwhile
         reason = getattr(error, "strerror", None) or str(error)
         fix = "Name another folder with --out, or free some disk."
         raise UserError(f"cannot be written ({reason}).", where=str(out), fix=fix) from None
 
 
 # ----------------------------------------------------------------------------------------------------
-# What goes into the folder of a model that was tuned on a base: its adapter alone, or the whole of it.
+# The content of the folder for a model that was fine-tuned on a base: its adapter alone, or the whole model.
 
 
 GENERATION = "generation_config.json"
-# of a base's config.json: what was true of its files, and code of its own that the known classes do not need
-_NOT_TAKEN_OVER = ("dtype", "torch_dtype", "quantization_config", "_name_or_path", "auto_map", "transformers_version")
+# Keys of a base's config.json that describe its own files, or name code that the classes of transformers do not need.
+_DROPPED_KEYS = ("dtype", "torch_dtype", "quantization_config", "_name_or_path", "auto_map", "transformers_version")
 
 
 @dataclass(frozen=True)
-class _Tuned:
-    trained: Trained
-    learnt: FinetunedModel
+class _Finetuned:
+    source: Source
+    model: FinetunedModel
     base: Base
     tokenizer: ChatTokenizer
 
 
-def tuned_contents(trained: Trained, how: How, say: Say) -> Contents:
-    learnt = _exported(trained, how, None)
-    assert isinstance(learnt, FinetunedModel)
-    _refuse_nonsense(learnt, how, trained.run)
-    base = _base(learnt, how, trained, say)
-    one = _Tuned(trained, learnt, base, _tokenizer(learnt, base, trained))
-    if learnt.adapter is None:
-        return _whole(one, how, "model", lambda: whole_tensors(learnt, base), dict)
-    return _merged(one, how, say) if how.merged else _adapter(one)
+def finetuned_contents(source: Source, options: ExportOptions, log: Log) -> Contents:
+    model = _convert(source, options, None)
+    assert isinstance(model, FinetunedModel)
+    _check_options(model, options, source.where)
+    base = _open_base(model, options, source, log)
+    finetuned = _Finetuned(source, model, base, _tokenizer(model, base, source))
+    if model.adapter is None:
+        return _whole_model(finetuned, options, "model", lambda: whole_tensors(model, base), dict)
+    return _merged_model(finetuned, options, log) if options.merged else _adapter(finetuned)
 
 
-def _refuse_nonsense(learnt: FinetunedModel, how: How, run: Path) -> None:
-    if how.onto and learnt.adapter is None:
-        what = "all weights of this run learnt: there are no adapters to put onto anything."
-        raise UsageError(what, where=str(run), fix="Leave out --onto.")
-    if how.onto and not how.merged:
-        raise UsageError("is for --merged: an adapter alone is put onto nothing.", where="--onto", fix="Add --merged.")
+def _check_options(model: FinetunedModel, options: ExportOptions, where: str) -> None:
+    if options.onto and model.adapter is None:
+        what = "this run trained all weights: there are no adapters to merge onto anything."
+        raise UsageError(what, where=where, fix="Leave out --onto.")
+    if options.onto and not options.merged:
+        raise UsageError("goes with --merged: only a merge needs a base.", where="--onto", fix="Add --merged.")
 
 
-def _base(learnt: FinetunedModel, how: How, trained: Trained, say: Say) -> Base:
-    """The one the run was trained on, and no other."""
-    spec = how.base or learnt.base
+def _open_base(model: FinetunedModel, options: ExportOptions, source: Source, log: Log) -> Base:
+    """Open the base that the run was trained on; a UserError if another one is found in its place."""
+    place = options.base or model.base
     try:
-        base = open_base(spec, say)
+        base = open_base(place, log)
     except UserError as error:
-        fix = error.fix if how.base else f"{error.fix or ''} If the run's base lies elsewhere now: --base PATH.".strip()
-        raise type(error)(error.what, where=error.where, fix=fix) from None
-    recorded = str(trained.weights.state["identity"].get("base"))
+        moved = f"{error.fix or ''} If the run's base has moved: --base PATH.".strip()
+        raise type(error)(error.what, where=error.where, fix=error.fix if options.base else moved) from None
+    recorded = str(source.weights.state["identity"].get("base"))
     if base.fingerprint != recorded:
         what = f"is not the base of this run (its fingerprint is {base.fingerprint[:12]}, the run's {recorded[:12]})."
-        fix = f"Name the one it was trained on with --base; it was {learnt.base} then."
-        raise UserError(what, where=spec, fix=fix)
+        fix = f"Name the base that it was trained on, then {model.base}, with --base."
+        raise UserError(what, where=place, fix=fix)
     return base
 
 
-def _tokenizer(learnt: FinetunedModel, base: Base, trained: Trained) -> ChatTokenizer:
-    found = load_chat_tokenizer(base.folder, learnt.template)
-    known = trained.weights.state["identity"]
-    if found.fingerprint != known["tokenizer"]:
+def _tokenizer(model: FinetunedModel, base: Base, source: Source) -> ChatTokenizer:
+    found = load_chat_tokenizer(base.folder, model.template)
+    recorded = source.weights.state["identity"]
+    if found.fingerprint != recorded["tokenizer"]:
         what, fix = "this is not the tokenizer of the run.", "Put the base's own files back."
         raise UserError(what, where=str(base.folder), fix=fix)
-    if found.identity != known.get("template", found.identity):
-        what, fix = "its chat template is not the one of the run any more.", "Put the old one back."
-        raise UserError(what, where=learnt.template or str(base.folder), fix=fix)
+    if found.identity != recorded.get("template", found.identity):
+        what, fix = "its chat template has changed since the run.", "Put the old one back."
+        raise UserError(what, where=model.template or str(base.folder), fix=fix)
     return found
 
 
-# --- the adapter alone
-
-
-def _adapter(one: _Tuned) -> Contents:
-    learnt, base = one.learnt, one.base
-    assert learnt.adapter is not None
-    tensors = to_peft(learnt.tensors, base.shape, learnt.adapter, learnt.lora)
+def _adapter(finetuned: _Finetuned) -> Contents:
+    model, base = finetuned.model, finetuned.base
+    assert model.adapter is not None
+    tensors = to_peft(model.tensors, base.shape, model.adapter, model.lora)
     return Contents(
         form="adapter",
         architecture=_architecture(base),
@@ -326,59 +327,62 @@ def _adapter(one: _Tuned) -> Contents:
         stem=ADAPTER,
         shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
         tensors=tensors.items,
-        files={ADAPTER_CONFIG: adapter_config(learnt, base), GENERATION: _generation(base, one.tokenizer)},
-        write_tokenizer=one.tokenizer.save,
-        card=_card(one),
-        origin=lambda: _base_origin(one),
+        files={ADAPTER_CONFIG: adapter_config(model, base), GENERATION: _generation(base, finetuned.tokenizer)},
+        write_tokenizer=finetuned.tokenizer.save,
+        card=_card(finetuned),
+        origin=lambda: _base_origin(finetuned),
     )
 
 
-# --- the whole model
+def _merged_model(finetuned: _Finetuned, options: ExportOptions, log: Log) -> Contents:
+    model, onto = finetuned.model, options.onto or TRAINED
+    assert model.adapter is not None
+    quantised = model.adapter.quantised
+    device = _device(finetuned.source.run.recipe.train.device, log) if quantised else torch.device("cpu")
+    drift = Drift() if quantised and onto == ORIGINAL else None
 
-
-def _merged(one: _Tuned, how: How, say: Say) -> Contents:
-    adapter, onto = one.learnt.adapter, how.onto or TRAINED
-    assert adapter is not None
-    device = _device(one.trained.recipe.train.device, say) if adapter.quantised else torch.device("cpu")
-    drift = Drift() if adapter.quantised and onto == ORIGINAL else None
-
-    def said() -> dict[str, Any]:
-        found = {"onto": onto, **({"quantised_on": device.type} if adapter.quantised else {})}
+    def origin() -> dict[str, Any]:
+        found = {"onto": onto, **({"quantised_on": device.type} if quantised else {})}
         return found if drift is None else {**found, "quantisation_difference": drift.relative}
 
-    return _whole(one, how, "merged", lambda: merged_tensors(one.learnt, one.base, device, drift), said)
+    tensors = partial(merged_tensors, model, finetuned.base, device, drift)
+    return _whole_model(finetuned, options, "merged", tensors, origin)
 
 
-def _device(trained_on: str, say: Say) -> torch.device:
-    """The kind that quantised the base in training: the two round a few scales differently."""
+def _device(trained_on: str, log: Log) -> torch.device:
+    """Return the kind of device that quantised the base in training: CPU and GPU round a few scales differently."""
     if trained_on == "cuda" and not torch.cuda.is_available():
-        say("the base was quantised on a GPU and there is none here: a few of its scales may round differently")
+        log("the base was quantised on a GPU, and this machine has none: a few of its scales may round differently")
         return torch.device("cpu")
     return torch.device(trained_on)
 
 
-def _whole(
-    one: _Tuned, how: How, form: str, tensors: Callable[[], Named], said: Callable[[], dict[str, Any]]
+def _whole_model(
+    finetuned: _Finetuned,
+    options: ExportOptions,
+    form: str,
+    tensors: Callable[[], Named],
+    origin: Callable[[], dict[str, Any]],
 ) -> Contents:
-    base = one.base
-    found = entries(base.folder)
+    base = finetuned.base
+    stored = entries(base.folder)
     return Contents(
         form=form,
         architecture=_architecture(base),
         model_type=base.family,
         stem=MODEL,
-        shapes={name: found[name].shape for _, theirs, _ in names(base.shape) for name in theirs},
+        shapes={name: stored[name].shape for _, theirs, _ in names(base.shape) for name in theirs},
         tensors=tensors,
-        files={"config.json": _config(base, how.dtype), GENERATION: _generation(base, one.tokenizer)},
-        write_tokenizer=one.tokenizer.save,
-        card=_card(one),
-        origin=lambda: {**_base_origin(one), **said()},
+        files={"config.json": _config(base, options.dtype), GENERATION: _generation(base, finetuned.tokenizer)},
+        write_tokenizer=finetuned.tokenizer.save,
+        card=_card(finetuned),
+        origin=lambda: {**_base_origin(finetuned), **origin()},
     )
 
 
 def _config(base: Base, dtype: str) -> dict[str, Any]:
-    """The base's own, and what its weights know better."""
-    kept = {key: value for key, value in read_config(base.folder).items() if key not in _NOT_TAKEN_OVER}
+    """Return the base's config.json, with what its weights say where the two differ."""
+    kept = {key: value for key, value in read_config(base.folder).items() if key not in _DROPPED_KEYS}
     return {
         **kept,
         "architectures": [_architecture(base)],
@@ -403,18 +407,15 @@ def _generation(base: Base, tokenizer: ChatTokenizer) -> dict[str, Any]:
     return {"pad_token_id": tokenizer.pad, **own, "eos_token_id": unique}
 
 
-# --- what is said of it
-
-
 def _architecture(base: Base) -> str:
     return next(name for name, family in FAMILIES.items() if family == base.family)
 
 
-def _base_origin(one: _Tuned) -> dict[str, Any]:
-    adapter, base = one.learnt.adapter, one.base
+def _base_origin(finetuned: _Finetuned) -> dict[str, Any]:
+    adapter, base = finetuned.model.adapter, finetuned.base
     quantised = adapter is not None and adapter.quantised
     return {
-        "method": one.learnt.method,
+        "method": finetuned.model.method,
         "quantisation": {"type": "nf4", "double": adapter.double} if adapter is not None and quantised else None,
         "base": {
             "source": base.source,
@@ -428,7 +429,6 @@ def _base_origin(one: _Tuned) -> dict[str, Any]:
     }
 
 
-def _card(one: _Tuned) -> Callable[[Mapping[str, Any]], str]:
-    trained, template = one.trained, one.tokenizer.template is not None
-    learn = one.learnt.learn
-    return lambda origin: finetuned_card(trained.run, trained.lock, origin, learn=learn, template=template)
+def _card(finetuned: _Finetuned) -> Callable[[Mapping[str, Any]], str]:
+    run, learn, template = finetuned.source.run, finetuned.model.learn, finetuned.tokenizer.template is not None
+    return lambda origin: finetuned_card(run.path, run.lock, origin, learn=learn, template=template)
