@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by Selenium; where there is none, the tests say so and are skipped."""
+"""A headless Chromium driven by Selenium. Without it the tests are skipped with a reason."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class Page:
-    """What a test does with the page."""
+    """The actions of a test on a page."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -80,11 +80,11 @@ class Page:
         ActionChains(self.driver).send_keys(*keys).perform()
 
     def messages(self) -> list[str]:
-        """Errors and warnings of the console since the last look."""
+        """Return the errors and warnings of the browser console since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
     def requests(self) -> list[str]:
-        """Every address that was asked for since the last look."""
+        """Return every address that was requested since the last call."""
         entries = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = [entry["params"] for entry in entries if entry["method"] == "Network.requestWillBeSent"]
         return [e["request"]["url"] for e in sent if not e["documentURL"].startswith("chrome://")]  # its own tabs
@@ -98,7 +98,7 @@ def page(driver: Any) -> Iterator[Page]:
 
 @pytest.fixture
 def served() -> Iterator[Callable[..., str]]:
-    """Serves runs from a thread; the address."""
+    """Return a function that serves runs from a thread and returns the address."""
     from redline.runs.live.server import open_server
     from redline.runs.live.watch import Watch
 

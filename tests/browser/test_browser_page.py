@@ -1,4 +1,4 @@
-"""The page as a browser shows it: complete, alone, safe, reachable by keyboard, and alive."""
+"""The live page in a browser: complete, self-contained, safe, usable by keyboard, and updated while a run trains."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ def test_the_page_of_a_run(page: Any, served: Any, tmp_path: Path, width: int, s
         assert "measured 77.5 GiB" in page.text("#bars")
         assert "at its power limit in 67 %" in page.text("#chart-sm_clock_mhz .lines")
         assert "the data are few" in page.text("#notes")
-        assert page.text("#samples pre") == f"The {HOSTILE}", "a text is a text"
-        assert page.run("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+        assert page.text("#samples pre") == f"The {HOSTILE}", "a sample is shown as text"
+        assert page.run("document.documentElement.scrollWidth <= innerWidth"), "nothing overflows the page"
         dark = page.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 19, 18)"
         assert dark == (scheme == "dark")
         page.wait(FITS)
         page.size(width - 60)
         page.wait(FITS)
         assert page.run("document.documentElement.scrollWidth <= innerWidth"), "at any width"
-    asked = [urlparse(address) for address in page.requests()]
-    assert asked
-    assert {(address.scheme, address.hostname) for address in asked} <= {("http", "127.0.0.1"), ("data", None)}
-    assert page.messages() == [], "and the policy had nothing to stop"
+    requested = [urlparse(address) for address in page.requests()]
+    assert requested
+    assert {(address.scheme, address.hostname) for address in requested} <= {("http", "127.0.0.1"), ("data", None)}
+    assert page.messages() == [], "the content security policy blocked nothing"
 
 
-def test_it_is_live_and_survives_a_restart(page: Any, served: Any, tmp_path: Path) -> None:
-    """Before the run, while it goes, after it was resumed, and when the server was started anew."""
+def test_the_page_updates_and_survives_a_restart(page: Any, served: Any, tmp_path: Path) -> None:
+    """Before the run starts, while it trains, after it was resumed, and after the server was restarted."""
     root = tmp_path / "runs"
     address = served(root)
     page.open(address)
@@ -89,8 +89,8 @@ def test_several_runs_and_the_keyboard(page: Any, served: Any, tmp_path: Path) -
     second = write_run(tmp_path / "runs/second", [start(), *(step(n, loss=9.0) for n in range(1, 50))])
     page.open(served(tmp_path / "runs", first, second))
     assert page.run("document.querySelectorAll('.head').length") == 2
-    for look in ("stroke", "stroke-dasharray"):  # told apart without colour, too
-        drawn = page.run(f"[...document.querySelectorAll('#runs line')].map((l) => l.getAttribute('{look}'))")
+    for attribute in ("stroke", "stroke-dasharray"):  # the runs differ without colour too
+        drawn = page.run(f"[...document.querySelectorAll('#runs line')].map((l) => l.getAttribute('{attribute}'))")
         assert len(set(drawn)) == len(drawn) == 2
     assert "first 3.812 · first val 4.000 · second 9.000" in page.text("#chart-loss output")
     # by Tab and the arrows alone
@@ -122,8 +122,8 @@ def test_several_runs_and_the_keyboard(page: Any, served: Any, tmp_path: Path) -
 def test_the_token_opens_the_page(page: Any, served: Any, tmp_path: Path) -> None:
     address = served(tmp_path, write_run(tmp_path / "run", GOING), guarded=True)
     page.open(address)
-    assert page.run("location.search") == "", "and does not stay in the address"
-    assert page.run("document.cookie") == "", "which no script can read"
+    assert page.run("location.search") == "", "the token does not stay in the address"
+    assert page.run("document.cookie") == "", "no script can read the cookie"
     assert shown(page) == CHARTS
 
 

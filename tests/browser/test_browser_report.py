@@ -1,4 +1,4 @@
-"""The report and the comparison in a browser: no request, no sideways scrolling, tabs by keyboard and on paper."""
+"""The report and the comparison in a browser: no requests, no horizontal scrolling, tabs by keyboard and in print."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def opened(page: Any, address: str, width: int, scheme: str = "light") -> Any:
 
 @pytest.mark.parametrize("name", ["report", "comparison"])
 @pytest.mark.parametrize("width", [1280, 400])
-def test_a_page_fits_and_asks_for_nothing(page: Any, pages: dict[str, str], name: str, width: int) -> None:
+def test_a_page_fits_its_width_and_requests_nothing(page: Any, pages: dict[str, str], name: str, width: int) -> None:
     opened(page, pages[name], width)
     assert page.requests() == [pages[name]]
     assert page.messages() == []
@@ -93,7 +93,7 @@ def test_tabs_work_by_keyboard_and_without_scripts(page: Any, pages: dict[str, s
         page.command("Emulation.setScriptExecutionDisabled", value=False)
 
 
-def test_on_paper_every_view_is_there(page: Any, pages: dict[str, str]) -> None:
+def test_every_view_is_printed(page: Any, pages: dict[str, str]) -> None:
     opened(page, pages["comparison"], 1280)
     page.command("Emulation.setEmulatedMedia", media="print")
     assert page.run(SHOWN) == [True, True, True, True]

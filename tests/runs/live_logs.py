@@ -1,4 +1,4 @@
-"""Logs for the live page's tests: of a run that goes, of one that is resumed, and of a card that nobody has here."""
+"""Event logs for tests of the live page, with made-up readings of a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def start(time: float = 1000.0, resumed_from: int | None = None) -> dict[str, An
 
 
 def step(number: int, **fields: Any) -> dict[str, Any]:
-    """A made-up card's reading: for looking at the page, never a measurement."""
+    """Return a step event with made-up readings; they are no measurement."""
     return {
         "type": "step", "time": 1010.0 + number, "step": number, "tokens": 1000 * number, "lr": 1e-3,
         "loss": 3 + 6 * math.exp(-number / 50), "grad_norm": 1.5, "tokens_per_s": 285_000.0, "mfu": 0.5,

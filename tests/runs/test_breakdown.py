@@ -1,4 +1,4 @@
-"""Where a step's time went: kinds of kernels, shares, ceilings, advice; and what held the memory."""
+"""The breakdown of a profile: kinds of kernels, shares, ceilings and advice, and the holders of memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from redline.runs.roofline import limits_ms
         ("aten::_log_softmax", "memory-bound"),
     ],
 )
-def test_a_name_says_what_kind_it_is(name: str, kind: str) -> None:
+def test_the_kind_of_a_kernel_follows_from_its_name(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 
@@ -41,7 +41,7 @@ def parts_of(
     return found, {part.kind: part for part in found.parts}
 
 
-def test_the_parts_are_a_step() -> None:
+def test_the_parts_add_up_to_the_step() -> None:
     found, parts = parts_of(
         Span("nvjet_a", 0.0, 0.4),
         Span("sdpa", 0.4, 0.5),
@@ -56,7 +56,7 @@ def test_the_parts_are_a_step() -> None:
     )
     assert sum(part.share for part in found.parts) == pytest.approx(1.0)
     assert parts["matmul"].of_best == pytest.approx(0.9)
-    assert "only less work" in parts["matmul"].advice, "it is near the best known"
+    assert "only less work" in parts["matmul"].advice, "it is near the best known rate"
     assert parts["attention"].of_best is None, "no ceiling, no share of it"
     together = parts["memory-bound"].best_ms, parts["optimizer"].best_ms
     assert sum(ms or 0.0 for ms in together) == pytest.approx(50.0), "they share one ceiling"
@@ -64,7 +64,7 @@ def test_the_parts_are_a_step() -> None:
     assert [one.name for one in found.longest[:2]] == ["nvjet_a", "_norm_forward"]
 
 
-def test_who_waits_for_data_is_told_so() -> None:
+def test_idle_time_has_advice_by_its_cause() -> None:
     _, parts = parts_of(Span("nvjet_a", 0.0, 0.5), data_wait=0.4)
     assert "40% of a step is waiting for data" in parts["idle"].advice
     _, parts = parts_of(Span("nvjet_a", 0.0, 0.5))
@@ -111,7 +111,7 @@ def test_memory_at_its_peak() -> None:
         {"action": "free_requested", "addr": 3, "size": 60},
         {"action": "free_completed", "addr": 3, "size": 60},
         {"action": "alloc", "addr": 3, "size": 10, "frames": weights},
-        {"action": "free_completed", "addr": 77, "size": 5},  # of before the record began
+        {"action": "free_completed", "addr": 77, "size": 5},  # allocated before the record began
     ]
     found = memory_history(trace)
     assert found.peak_bytes == 210

@@ -60,7 +60,7 @@ def test_a_pipe_is_not_interactive():
     assert not Console(io.StringIO()).interactive
 
 
-def test_a_step_is_one_plain_line_with_what_is_known():
+def test_a_step_is_one_plain_line_with_the_known_figures():
     (line,) = plain(STEP).splitlines()
     for part in ("step 120/300", "40%", "loss 3.2146", "412k tok/s", "MFU 48.1%", "61.8 GiB", "ETA 1m30s"):
         assert part in line
@@ -71,18 +71,18 @@ def test_cost_is_shown_only_when_there_is_a_price():
     assert "$1.20" in plain(STEP | {"cost_usd": 1.2})
 
 
-def test_mfu_that_is_not_known_is_not_shown():
+def test_unknown_mfu_is_not_shown():
     assert "MFU" not in plain(STEP | {"mfu": None})
 
 
-def test_a_lost_loss_and_skipped_updates_are_said():
+def test_a_loss_that_is_not_finite_and_skipped_updates_are_shown():
     line = plain(STEP | {"loss": None, "skipped": 2})
     assert "loss not finite" in line
     assert "2 skipped" in line
 
 
 @pytest.mark.parametrize("show", [plain, rich])
-def test_the_plan_gives_every_choice_with_its_reason(show):
+def test_the_plan_shows_every_choice_with_its_reason(show):
     text = show(PLAN)
     for part in ("350.4M parameters", "6N + 12LHQT", "micro 32 × 4", "62.1 of 139.8 GiB (44%)", "activations 48.20"):
         assert part in text
@@ -90,12 +90,12 @@ def test_the_plan_gives_every_choice_with_its_reason(show):
         assert part in text
 
 
-def test_a_run_of_unknown_speed_takes_at_most_what_the_clock_allows():
+def test_a_run_of_unknown_speed_takes_at_most_its_train_hours():
     assert "at most 2m00s" in plain(PLAN | {"hours": 1 / 30, "throughput": {"tokens_per_s": None}})
     assert "about 2m00s" in plain(PLAN | {"hours": 1 / 30, "throughput": {"tokens_per_s": 5000}})
 
 
-def test_an_evaluation_tells_its_change_and_every_metric():
+def test_an_evaluation_shows_its_change_and_every_metric():
     first = {"type": "eval", "step": 50, "loss": 3.5, "perplexity": 33.1, "bits_per_byte": 1.25, "exact_match": 0.5}
     one, two = plain(first, first | {"step": 100, "loss": 3.25}).splitlines()
     for part in ("val loss 3.5000", "ppl 33.10", "bits/byte 1.2500", "exact_match 0.5"):
@@ -104,7 +104,7 @@ def test_an_evaluation_tells_its_change_and_every_metric():
     assert "(" not in one
 
 
-def test_the_rest_of_a_run_is_told_in_plain_words():
+def test_every_other_type_of_event_is_shown():
     text = plain(
         {"type": "start", "run_dir": "runs/a", "recipe": "quickstart", "device": "NVIDIA H200", "resumed_from": 100},
         {"type": "warmup", "message": "compiling…"},
@@ -120,7 +120,7 @@ def test_the_rest_of_a_run_is_told_in_plain_words():
 
 
 @pytest.mark.parametrize(("reason", "word"), [("reached 300 steps", "finished"), ("failed: disk full", "failed")])
-def test_the_closing_line_says_how_it_ended(reason, word):
+def test_the_last_lines_state_how_the_run_ended(reason, word):
     assert plain({"type": "stop", "reason": reason}).startswith(word)
 
 
@@ -144,7 +144,7 @@ def test_every_plain_line_is_flushed_at_once(tmp_path):
         assert "loss" in (tmp_path / "log").read_text()
 
 
-def test_a_narrow_encoding_costs_characters_not_the_run():
+def test_an_ascii_terminal_gets_replacement_characters():
     raw = io.BytesIO()
     console = Console(io.TextIOWrapper(raw, encoding="ascii"))
     console.event({"type": "warning", "message": "√ rule"})
@@ -157,7 +157,7 @@ class ClosedPipe(io.StringIO):
 
 
 @pytest.mark.parametrize("interactive", [False, True])
-def test_a_reader_that_went_away_does_not_end_the_run(interactive):
+def test_a_closed_pipe_does_not_end_the_run(interactive):
     console = Console(ClosedPipe(), interactive=interactive)
     console.event({"type": "start", "run_dir": "a"})
     console.event(PLAN)
@@ -231,12 +231,12 @@ events = st.builds(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(event=events, tick=st.tuples(odd, odd, odd))
-def test_odd_events_are_shown_as_far_as_they_make_sense(event, tick):
+def test_odd_events_are_shown_without_an_error(event, tick):
     assert "could not be shown" not in plain(event)
     assert "could not be shown" not in rich(event, ticks=[tick])
 
 
-def test_a_failure_to_render_is_said_and_survived(monkeypatch):
+def test_an_event_that_cannot_be_shown_does_not_end_the_run(monkeypatch):
     def broken(self, event):
         raise ZeroDivisionError
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from redline.runs.events import EventLog, NullEventLog, finite, read_events
+from redline.runs.events import EventLog, History, NullEventLog, finite, read_events, read_last_events
 
 
 def lines(path):
@@ -36,8 +36,8 @@ def test_every_event_is_on_disk_before_the_log_is_closed(tmp_path):
     assert [e["type"] for e in read_events(log.path)] == ["start"]
 
 
-def test_a_power_cut_takes_back_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is where a resume's changes are kept; a step may be lost, and waits for no disk."""
+def test_a_start_event_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the start event holds what a resume changed; a step may be lost, and must not wait for the disk."""
     synced, path = [], tmp_path / "events.jsonl"
     monkeypatch.setattr("os.fsync", lambda number: synced.append(path.read_text().count("start")))
     log = EventLog(path)
@@ -54,7 +54,7 @@ def test_non_finite_numbers_become_null_at_any_depth(tmp_path):
     assert json.loads(log.path.read_text(), parse_constant=pytest.fail) == event
 
 
-def test_what_is_not_plain_data_is_refused_and_leaves_no_half_line(tmp_path):
+def test_a_value_that_json_lacks_is_refused_and_leaves_no_partial_line(tmp_path):
     log = EventLog(tmp_path / "events.jsonl")
     with pytest.raises(TypeError):
         log.emit("step", loss=object())
@@ -71,7 +71,7 @@ def test_any_text_survives_the_round_trip_on_one_line(tmp_path, text):
     assert read_events(log.path)[0]["text"] == text
 
 
-def test_a_torn_last_line_swallows_nothing_that_follows(tmp_path):
+def test_a_torn_last_line_does_not_damage_the_next_event(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"type":"step","time":1,"step":1}\n{"type":"step","ti')
     log = EventLog(path)
@@ -82,7 +82,7 @@ def test_a_torn_last_line_swallows_nothing_that_follows(tmp_path):
     assert events.unreadable == 1
 
 
-def test_opening_a_whole_log_changes_nothing(tmp_path):
+def test_opening_an_intact_log_changes_nothing(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"type":"start","time":1}\n')
     EventLog(path).close()
@@ -102,7 +102,7 @@ def test_a_log_that_does_not_exist_yet_is_empty(tmp_path):
     assert read_events(tmp_path / "events.jsonl") == []
 
 
-def test_resuming_drops_what_will_be_done_again_and_nothing_else(tmp_path):
+def test_resuming_drops_what_will_be_repeated_and_nothing_else(tmp_path):
     log = EventLog(tmp_path / "events.jsonl")
     log.emit("start", resumed_from=None)
     for step in (100, 200, 300):
@@ -128,7 +128,7 @@ def test_resuming_from_step_zero_drops_every_step(tmp_path):
 
 
 class FullDisk:
-    """A file that takes `room` more bytes, then says that the disk is full."""
+    """A file that takes `room` more bytes and then raises ENOSPC."""
 
     def __init__(self, file, room):
         self.file, self.room = file, room
@@ -145,16 +145,16 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("room", [0, 1, 20])
-def test_a_full_disk_is_told_once_and_writing_goes_on_when_there_is_room_again(tmp_path, room):
-    told = []
-    log = EventLog(tmp_path / "events.jsonl", on_error=told.append)
+def test_a_full_disk_is_reported_once_and_writing_continues_when_there_is_space_again(tmp_path, room):
+    reports = []
+    log = EventLog(tmp_path / "events.jsonl", on_error=reports.append)
     log.emit("step", step=1)
     log._file = FullDisk(log._file, room)
     assert log.emit("step", step=2)["step"] == 2
     log.emit("step", step=3)
-    assert len(told) == 1
-    assert "No space left" in told[0]
-    assert str(log.path) in told[0]
+    assert len(reports) == 1
+    assert "No space left" in reports[0]
+    assert str(log.path) in reports[0]
     log._file.room = 10_000
     log.emit("step", step=4)
     assert [e["step"] for e in read_events(log.path)] == [1, 4]
@@ -164,11 +164,11 @@ def test_a_really_full_device_does_not_stop_the_run():
     device = Path("/dev/full")
     if not device.exists():
         pytest.skip("no /dev/full here")
-    told = []
-    log = EventLog(device, on_error=told.append)
+    reports = []
+    log = EventLog(device, on_error=reports.append)
     log.emit("step", step=1)
     log.emit("step", step=2)
-    assert len(told) == 1
+    assert len(reports) == 1
 
 
 @pytest.mark.parametrize("value", [True, None, "1", float("nan"), float("inf"), 10**400, [1]])
@@ -177,7 +177,9 @@ def test_only_finite_numbers_are_numbers(value):
     assert finite(3) == 3
 
 
-def test_of_very_many_steps_the_lows_and_highs_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_very_long_log_the_lowest_and_highest_losses_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("redline.runs.events.MAX_EVENTS", 100)
     spikes, skipped = {333: 99.0, 777: 0.5}, 501
     with open(tmp_path / "events.jsonl", "w", encoding="utf-8") as file:
@@ -188,7 +190,7 @@ def test_of_very_many_steps_the_lows_and_highs_stay(tmp_path: Path, monkeypatch:
                 file.write(json.dumps({"type": "eval", "step": step, "loss": 3.0}) + "\n")
     found = read_events(tmp_path / "events.jsonl")
     steps = [event["step"] for event in found if event["type"] == "step"]
-    assert len(steps) <= 100 + 3 * 12, "what stands between them closes a stretch"
+    assert len(steps) <= 100 + 3 * 12, "other events end a stretch early"
     assert all(following - step <= 33 for step, following in pairwise([0, *steps])), "as dense early as late"
     assert found.left_out == 1000 - len(steps)
     assert steps == sorted(steps)
@@ -197,9 +199,70 @@ def test_of_very_many_steps_the_lows_and_highs_stay(tmp_path: Path, monkeypatch:
 
 
 def test_a_null_log_returns_events_and_writes_none(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    """Ranks other than the first have one: /dev/null cannot be synced, which looked like a full disk."""
+    """Ranks other than rank 0 use it. A log on /dev/null could not be synced, which looked like a full disk."""
     log = NullEventLog(clock=lambda: 12.5)
     event = log.emit("start", loss=float("nan"), where=tmp_path)
     log.close()
     assert event == {"type": "start", "time": 12.5, "loss": None, "where": str(tmp_path)}
     assert not recwarn.list
+
+
+def test_what_is_repeated_at_the_step_of_a_resume_replaces_the_earlier_events() -> None:
+    history = History(
+        [
+            {"type": "start"},
+            {"type": "eval", "step": 20, "loss": 3.0},
+            {"type": "eval", "step": 40, "loss": 2.5},
+            {"type": "sample", "step": 40, "label": "mid", "text": "old"},
+            {"type": "sample", "step": 40, "label": "after", "text": "kept"},
+            {"type": "start", "resumed_from": 40},
+            {"type": "sample", "step": 40, "label": "mid", "text": "new"},
+            {"type": "sample", "step": 40, "label": "mid", "text": "second"},
+            {"type": "eval", "step": 40, "loss": 2.4},
+        ]
+    )
+    assert [event["loss"] for event in history.of_type("eval")] == [3.0, 2.4]
+    assert [event["text"] for event in history.of_type("sample")] == ["kept", "new", "second"]
+    assert History(history) == history, "a history that was folded stays as it is"
+
+
+def test_a_history_states_the_newest_plan_and_the_stop_of_the_newest_attempt() -> None:
+    history = History([{"type": "start"}, {"type": "plan", "n": 1}, {"type": "stop", "reason": "steps"}])
+    assert history.plan["n"] == 1
+    assert history.stop is not None
+    history.add({"type": "start", "resumed_from": 0})
+    history.add({"type": "plan", "n": 2})
+    assert history.plan["n"] == 2
+    assert history.stop is None
+    assert (History().plan, History().stop, History().first_start) == ({}, None, {})
+
+
+def test_a_history_up_to_a_step_keeps_events_without_a_step() -> None:
+    steps = [{"type": "step", "step": n, "loss": 9.0 - n} for n in range(1, 6)]
+    history = History([{"type": "plan"}, *steps]).until(3)
+    assert history.last_number("loss", "step") == 6.0
+    assert history.plan == {"type": "plan"}
+
+
+def test_overrides_of_resumes_include_the_stop_conditions_in_force() -> None:
+    stops = {"steps": 90, "tokens": None, "epochs": None}
+    history = History(
+        [
+            {"type": "start", "overrides": ["train.lr=1"]},
+            {"type": "start", "resumed_from": 0, "overrides": ["train.steps=90"], "stops": stops},
+            {"type": "start", "resumed_from": 5, "overrides": "odd"},
+        ]
+    )
+    counted = ["train.steps=90", "train.tokens=null", "train.epochs=null"]
+    assert history.resume_overrides() == [["train.steps=90"], counted]
+    unchanged = History([{"type": "start", "resumed_from": 5, "stops": stops}])
+    assert unchanged.resume_overrides() == []
+
+
+def test_the_last_events_of_a_long_log_are_read_from_its_end(tmp_path: Path) -> None:
+    lines = [json.dumps({"type": "step", "step": n, "text": "x" * 1000}) for n in range(500)]
+    (tmp_path / "events.jsonl").write_text("\n".join([*lines, '{"type": "stop", "reason": "steps"}', ""]))
+    last = read_last_events(tmp_path / "events.jsonl")
+    assert 0 < len(last) < 100
+    assert last.stop is not None
+    assert read_last_events(tmp_path / "missing") == []

@@ -1,4 +1,4 @@
-"""However a log arrives, the page knows the same; and what is kept of a long one shows its lows and highs."""
+"""Following a log: the state does not depend on how the log arrives, and long curves keep their lows and highs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from redline.runs.state import Curve
 NOW = 2000.0
 
 
-def told(run: WatchedRun) -> dict[str, Any]:
-    """All that a page would show; numbers that only count changes are left out."""
+def shown(run: WatchedRun) -> dict[str, Any]:
+    """Return all that a page shows, without numbers that only count changes."""
     answer = run.update(Cursor(), NOW, seconds=None)
     return {key: value for key, value in answer.items() if key not in ("generation", "held_back")}
 
 
 def fresh(path: Path) -> dict[str, Any]:
-    return told(WatchedRun(path, "run"))
+    return shown(WatchedRun(path, "run"))
 
 
 @st.composite
 def logs(draw: st.DrawFn) -> list[bytes]:
-    """Lines of a run that is resumed now and then, with torn ones among them."""
+    """Draw the lines of a log with resumes and torn lines."""
     found, at = [lines([start(), PLAN])], 0
     for kind in draw(st.lists(st.sampled_from(["step"] * 6 + ["eval", "sample", "torn", "resume", "warning"]))):
         if kind == "step":
@@ -72,13 +72,13 @@ def test_any_chunking_of_the_file_gives_the_same_state(
         page.take(run)
     page.take(run)
     expected = fresh(folder)
-    assert told(run) == expected
-    assert page.steps == expected["steps"]["x"]["step"], "and a page that was told bit by bit has the same curve"
+    assert shown(run) == expected
+    assert page.steps == expected["steps"]["x"]["step"], "a page that received the log in pieces has the same curve"
     assert page.losses == expected["steps"]["y"].get("loss", [None] * len(page.steps))
 
 
 class _Page:
-    """What columns.js does: rows from `from` on are replaced."""
+    """Replace rows from `from` on, as columns.js does."""
 
     def __init__(self) -> None:
         self.cursor = Cursor()
@@ -97,7 +97,7 @@ class _Page:
 
 @settings(max_examples=40, deadline=None)
 @given(log=logs())
-def test_what_a_resumed_run_did_again_is_dropped_as_everywhere(
+def test_events_that_a_resumed_run_repeats_are_dropped_as_in_read_events(
     tmp_path_factory: pytest.TempPathFactory, log: list[bytes]
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
@@ -112,11 +112,11 @@ def test_what_a_resumed_run_did_again_is_dropped_as_everywhere(
 
 
 @pytest.mark.parametrize("how", ["cut", "replaced", "cut and longer"])
-def test_a_log_that_is_begun_anew_is_read_anew(tmp_path: Path, how: str) -> None:
+def test_a_log_that_was_replaced_is_read_from_its_beginning(tmp_path: Path, how: str) -> None:
     log = tmp_path / "events.jsonl"
     log.write_bytes(lines([start(), *(step(n) for n in range(1, 30))]))
     run = WatchedRun(tmp_path, "run")
-    assert told(run)["steps"]["rows"] == 29
+    assert shown(run)["steps"]["rows"] == 29
     count = 60 if how == "cut and longer" else 5
     again = lines([start(time=1700.0), *(step(n, loss=1.0) for n in range(1, count))])
     if how == "replaced":
@@ -125,12 +125,12 @@ def test_a_log_that_is_begun_anew_is_read_anew(tmp_path: Path, how: str) -> None
     else:
         os.truncate(log, 0)
         log.write_bytes(again)
-    answer = told(run)
+    answer = shown(run)
     assert answer["steps"]["y"]["loss"] == [1.0] * (count - 1)
     assert answer == fresh(tmp_path)
 
 
-def test_a_line_without_end_is_not_kept(tmp_path: Path) -> None:
+def test_an_endless_line_is_not_kept_in_memory(tmp_path: Path) -> None:
     log = tmp_path / "events.jsonl"
     log.write_bytes(lines([step(1)]) + b'{"type": "' + b"x" * (9 << 20))
     tail = Tail(log)
@@ -141,7 +141,7 @@ def test_a_line_without_end_is_not_kept(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for found in tail.read() for line in found or []] == [2]
 
 
-def test_pipes_links_and_folders_are_no_logs(tmp_path: Path) -> None:
+def test_pipes_links_and_folders_are_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "there").write_bytes(lines([step(1)]))
     (tmp_path / "link").symlink_to(tmp_path / "there")
@@ -152,7 +152,7 @@ def test_pipes_links_and_folders_are_no_logs(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), max_size=400), st.integers(8, 60))
-def test_no_spike_of_a_curve_is_lost(values: list[float | None], most: int) -> None:
+def test_a_curve_keeps_every_spike(values: list[float | None], most: int) -> None:
     curve = Curve(("step",), ("y",), max_buckets=most)
     for place, value in enumerate(values):
         curve.add([place], [value])
@@ -166,8 +166,8 @@ def test_no_spike_of_a_curve_is_lost(values: list[float | None], most: int) -> N
         assert max(drawn) == pytest.approx(max(known), rel=1e-5)
 
 
-def test_the_beginning_of_a_long_curve_stays_fine() -> None:
-    """For a logarithmic axis: each tenth of it has its points."""
+def test_the_beginning_of_a_long_curve_keeps_its_points() -> None:
+    """A logarithmic axis shows each decade, so each has points."""
     curve = Curve(("step",), ("y",))
     for place in range(1, 100_001):
         curve.add([place], [float(place)])

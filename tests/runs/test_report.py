@@ -63,7 +63,7 @@ def emit(run, *events):
 
 
 @pytest.fixture
-def whole_run(run):
+def finished_run(run):
     emit(
         run,
         ("start", {"resumed_from": None}),
@@ -82,7 +82,7 @@ def whole_run(run):
 
 
 class Page(HTMLParser):
-    """Collects what a browser would load or run."""
+    """Collect the tags and links that a browser would load or run."""
 
     def __init__(self, text):
         super().__init__()
@@ -94,8 +94,8 @@ class Page(HTMLParser):
         self.links += [value for key, value in attrs if key in ("src", "href", "xlink:href", "action")]
 
 
-def test_the_page_is_self_contained_and_inert(whole_run):
-    text = write_report(whole_run).read_text()
+def test_the_page_is_self_contained_and_inert(finished_run):
+    text = write_report(finished_run).read_text()
     page = Page(text)
     assert not re.search(r"https?:|//[a-z]|@import", text)
     assert all(link.startswith("#") for link in page.links)
@@ -103,15 +103,15 @@ def test_the_page_is_self_contained_and_inert(whole_run):
     assert re.findall(r"url\((?!#)", text) == []
 
 
-def test_text_from_the_model_is_escaped(whole_run):
-    text = write_report(whole_run).read_text()
+def test_text_from_the_model_is_escaped(finished_run):
+    text = write_report(finished_run).read_text()
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; &#39;more&#39;" in text
     assert "fp8 was &lt;slower&gt;" in text
     assert "\x1b" not in text
 
 
-def test_the_page_says_what_the_run_says(whole_run):
-    text = write_report(whole_run).read_text()
+def test_the_page_shows_the_figures_of_the_run(finished_run):
+    text = write_report(finished_run).read_text()
     for part in ("my-run", "finished", "reached 60 steps", "NVIDIA H200", "4.5000", "best 4.0000", "1.6000", "61k"):
         assert part in text
     for part in ("50.0%", "6N + 12LHQT", "60.6 GiB", "30m00s", "little data", "micro-batch 32 → 16", "2 updates"):
@@ -126,8 +126,8 @@ def test_a_price_gives_a_cost(run):
     assert "$12.50" in write_report(run).read_text()
 
 
-def test_there_is_a_figure_for_everything_measured(whole_run):
-    text = write_report(whole_run).read_text()
+def test_there_is_a_figure_for_everything_measured(finished_run):
+    text = write_report(finished_run).read_text()
     assert text.count("<svg") == 4
     for title in ("Loss", "Throughput", "Learning rate and gradient norm", "Step time"):
         assert f"<figcaption>{title}</figcaption>" in text
@@ -141,8 +141,8 @@ def test_figures_are_well_formed_and_take_the_colours_of_the_page():
         assert "<text" in figure.svg
 
 
-def test_ids_in_a_page_are_unique(whole_run):
-    ids = re.findall(r'\sid="([^"]+)"', write_report(whole_run).read_text())
+def test_ids_in_a_page_are_unique(finished_run):
+    ids = re.findall(r'\sid="([^"]+)"', write_report(finished_run).read_text())
     assert len(ids) == len(set(ids))
 
 
@@ -159,7 +159,7 @@ ODD = [("step", {"step": None, "loss": None, "mfu": "much"}), ("sample", {}), ("
         ([("step", {"step": 1, "loss": 11.0})], True),
     ],
 )
-def test_a_run_that_has_little_to_tell_gets_a_page(run, events, measured):
+def test_a_run_with_few_events_has_a_page(run, events, measured):
     emit(run, *events)
     text = write_report(run).read_text()
     assert "pretrain-350m" in text
@@ -168,9 +168,9 @@ def test_a_run_that_has_little_to_tell_gets_a_page(run, events, measured):
 
 
 @pytest.mark.parametrize("lock", ["", "{", "[]", '{"choices": 5, "machine": "x", "recipe": [], "git": null}'])
-def test_a_broken_lock_costs_only_what_it_held(whole_run, lock):
-    (whole_run / "lock.json").write_text(lock)
-    assert "4.5000" in write_report(whole_run).read_text()
+def test_a_broken_lock_costs_only_its_own_content(finished_run, lock):
+    (finished_run / "lock.json").write_text(lock)
+    assert "4.5000" in write_report(finished_run).read_text()
 
 
 def test_only_evaluations_still_give_a_loss_figure(run):
@@ -196,8 +196,8 @@ def test_thinning_keeps_the_ends_and_every_spike():
         assert (np.diff(xs) > 0).all()
 
 
-def test_the_data_is_plain_json_and_holds_the_headline(whole_run):
-    data = json.loads(json.dumps(report_data(whole_run), allow_nan=False))
+def test_the_data_is_plain_json_and_holds_the_headline(finished_run):
+    data = json.loads(json.dumps(report_data(finished_run), allow_nan=False))
     headline = data["headline"]
     assert (headline["val_loss"], headline["best_val_loss"], headline["tokens"]) == (4.5, 4.0, 61_000)
     assert (headline["mfu_median"], headline["mfu_formula"]) == (0.5, "6N + 12LHQT")
@@ -208,7 +208,7 @@ def test_the_data_is_plain_json_and_holds_the_headline(whole_run):
     assert len(data["steps"]) == 61
 
 
-def test_what_a_resumed_run_did_again_is_told_once(run):
+def test_steps_that_a_resumed_run_repeats_are_shown_once(run):
     emit(
         run,
         *(("step", fields) for fields in steps(60)),
@@ -220,23 +220,23 @@ def test_what_a_resumed_run_did_again_is_told_once(run):
     assert data["incidents"] == [{"kind": "resumed", "step": 40, "message": "resumed from the checkpoint of step 40"}]
 
 
-def test_a_torn_log_is_admitted(run):
+def test_a_torn_line_is_reported(run):
     (run / "events.jsonl").write_bytes(b'{"type":"start"}\n{"type":"st')
     assert "1 line(s) of the event log could not be read" in write_report(run).read_text()
 
 
-def test_the_page_goes_where_it_is_asked_and_replaces_the_old_one_whole(whole_run, tmp_path):
+def test_the_page_is_written_to_out_and_replaces_an_older_one(finished_run, tmp_path):
     out = tmp_path / "deep" / "page.html"
-    assert write_report(whole_run, out) == out
+    assert write_report(finished_run, out) == out
     first = out.read_bytes()
-    assert write_report(whole_run, out).read_bytes().startswith(first[:100])
+    assert write_report(finished_run, out).read_bytes().startswith(first[:100])
     assert list(out.parent.iterdir()) == [out]
 
 
-def test_a_page_that_cannot_be_written_is_an_error_for_people(whole_run, tmp_path):
+def test_a_page_that_cannot_be_written_is_a_user_error(finished_run, tmp_path):
     (tmp_path / "taken").mkdir()
     with pytest.raises(UserError, match="cannot be written"):
-        write_report(whole_run, tmp_path / "taken")
+        write_report(finished_run, tmp_path / "taken")
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
 
 
@@ -245,8 +245,8 @@ def test_a_directory_without_a_run_is_refused(tmp_path):
         write_report(tmp_path)
 
 
-def test_what_is_no_page_is_not_replaced_by_one(tmp_path: Path) -> None:
-    """A run's own files, first of all."""
+def test_files_that_are_not_html_are_not_replaced(tmp_path: Path) -> None:
+    """Such as the lock of a run."""
     lock = tmp_path / "lock.json"
     lock.write_text("{}")
     with pytest.raises(UserError, match="not an HTML page"):
@@ -258,7 +258,7 @@ def test_what_is_no_page_is_not_replaced_by_one(tmp_path: Path) -> None:
         assert (tmp_path / "page.html").read_text() == "<!doctype html>"
 
 
-def test_a_link_and_a_pipe_stay_what_they_are(tmp_path: Path) -> None:
+def test_links_and_pipes_are_written_to_and_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "link.html").symlink_to("target.html")
     write_page(tmp_path / "link.html", "<!doctype html>")
     assert (tmp_path / "link.html").is_symlink()

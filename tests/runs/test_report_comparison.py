@@ -1,4 +1,4 @@
-"""Several runs on one page: what differs, which won by how much, and curves over the same axes."""
+"""Comparison of several runs: what differs, which run won and by how much, and curves over the same axes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make(
     evals: bool = True,
     lock: dict[str, Any] | None = None,
 ) -> Path:
-    """A run whose validation loss falls in a straight line from 10 to `loss`, a step in a second."""
+    """Write a run whose validation loss falls linearly from 10 to `loss`, one step per second."""
     run = folder / name
     run.mkdir(parents=True)
     known = {
@@ -64,7 +64,7 @@ def make(
     return run
 
 
-def test_only_what_differs_in_the_recipes_is_listed(tmp_path: Path) -> None:
+def test_only_different_recipe_keys_are_listed(tmp_path: Path) -> None:
     extra = {"recipe": {"objective": "causal_lm", "train": {"lr": 1e-3, "betas": [0.9, 0.99], "new_key": 1}}}
     runs = [make(tmp_path, "a"), make(tmp_path, "b", lr=2e-3), make(tmp_path, "c", lock=extra)]
     rows = {row.key: row.values for row in recipe_differences(read_runs(runs))}
@@ -79,7 +79,7 @@ def test_only_what_differs_in_the_recipes_is_listed(tmp_path: Path) -> None:
     assert found["recipe_differences"] == []
 
 
-def test_who_won_by_how_much_and_how_much_sooner(tmp_path: Path) -> None:
+def test_the_winner_its_lead_and_the_time_it_saved(tmp_path: Path) -> None:
     runs = [make(tmp_path, "slow", loss=4.0, rate=500.0), make(tmp_path, "fast", loss=2.0, price=0.5)]
     first, sooner, speed = winner(read_runs(runs))
     assert first == "fast won: best validation loss 2, 2 (50.0 %) lower than slow."
@@ -88,7 +88,7 @@ def test_who_won_by_how_much_and_how_much_sooner(tmp_path: Path) -> None:
     assert "2.00 times the tokens/s of slow" in speed
 
 
-def test_an_even_race_has_no_winner(tmp_path: Path) -> None:
+def test_even_runs_have_no_winner(tmp_path: Path) -> None:
     runs = [make(tmp_path, "a", loss=2.0), make(tmp_path, "b", loss=2.001)]
     assert winner(read_runs(runs)) == ["a and b are even: best validation loss 2 and 2.001."]
 
@@ -101,11 +101,11 @@ def test_an_even_race_has_no_winner(tmp_path: Path) -> None:
         ({"data": {"tokenizer_fingerprint": "t", "fingerprint": "e"}}, "different data"),
     ],
 )
-def test_what_does_not_compare_is_said(tmp_path: Path, lock: dict[str, Any], words: str) -> None:
+def test_runs_that_do_not_compare_are_refused_a_winner(tmp_path: Path, lock: dict[str, Any], words: str) -> None:
     runs = [make(tmp_path, "a", loss=2.0), make(tmp_path, "b", loss=3.0, lock=lock)]
-    said = " ".join(winner(read_runs(runs)))
-    assert words in said
-    assert ("won: bits per byte 1," in said) == ("bits" in words)
+    sentences = " ".join(winner(read_runs(runs)))
+    assert words in sentences
+    assert ("won: bits per byte 1," in sentences) == ("bits" in words)
     page = write_comparison(runs).read_text()
     assert 'class="best">2.0000' not in page, "no star for a loss that cannot be compared"
     assert "where the shortest run ends" not in page
@@ -122,8 +122,8 @@ def test_data_that_differ_have_no_winner(tmp_path: Path) -> None:
     assert comparison_data([first, make(tmp_path, "f", loss=2.0, lock=same)])["winner"] is None, "even"
 
 
-def test_text_of_another_size_has_no_winner_whatever_the_tokenizers(tmp_path: Path) -> None:
-    """`train:N` learns another tokenizer from text that was edited: then only its size tells."""
+def test_texts_of_different_sizes_have_no_winner_with_any_tokenizer(tmp_path: Path) -> None:
+    """`train:N` learns another tokenizer from edited text, so only the size of the text shows that it was edited."""
     runs = []
     for name, tokenizer, val in (("a", "t", 10), ("b", "u", 10), ("c", "v", 12)):
         lock = lock_with(tokenizer, fingerprint=name)
@@ -133,8 +133,8 @@ def test_text_of_another_size_has_no_winner_whatever_the_tokenizers(tmp_path: Pa
     assert isinstance(measure(read_runs(runs[1:])), str)
 
 
-def test_losses_that_divide_by_other_tokens_have_no_winner(tmp_path: Path) -> None:
-    """Locks of before `loss_per` counted padding among the tokens."""
+def test_losses_averaged_over_different_tokens_have_no_winner(tmp_path: Path) -> None:
+    """Locks written before `loss_per` existed counted padding among the tokens."""
     locks = [lock_with() for _ in range(3)]
     for lock, options in zip(locks, ({}, {"loss_per": "learnt"}, {"loss_per": "content"}), strict=True):
         lock["recipe"] |= {"objective": "hierarchical_diffusion", "hierarchical_diffusion": options}
@@ -143,7 +143,7 @@ def test_losses_that_divide_by_other_tokens_have_no_winner(tmp_path: Path) -> No
     assert comparison_data(runs[1:])["winner"] is None
 
 
-def test_the_same_rows_in_another_order_or_split_do_compare(tmp_path: Path) -> None:
+def test_the_same_rows_in_another_order_or_split_compare(tmp_path: Path) -> None:
     """Fingerprints of rows cover the seed and the sequence length; `content` covers the rows alone."""
     locks = [lock_with(fingerprint=mark, content="rows") for mark in "de"]
     runs = [
@@ -178,25 +178,25 @@ def lock_with(
         (lock_with("u", length=128), ["tokenizers", "first sequences of the validation set", "data.seq_len"]),
     ],
 )
-def test_what_makes_a_loss_lower_by_itself_is_said(tmp_path: Path, other: Any, expected: list[str]) -> None:
+def test_settings_that_lower_a_loss_by_themselves_are_cautions(tmp_path: Path, other: Any, expected: list[str]) -> None:
     runs = [make(tmp_path, "a", loss=2.0, lock=lock_with()), make(tmp_path, "b", loss=3.0, lock=other)]
     found = measure(read_runs(runs))
     assert isinstance(found, Measure)
     assert found.ranked[0][1] == 0
     cautions = found.cautions
-    assert all(words in said for words, said in zip(expected, cautions, strict=True)), cautions
+    assert all(words in caution for words, caution in zip(expected, cautions, strict=True)), cautions
 
 
-def test_other_tokenizers_without_bits_have_no_winner(tmp_path: Path) -> None:
+def test_different_tokenizers_without_bits_per_byte_have_no_winner(tmp_path: Path) -> None:
     other = make(tmp_path, "b", evals=False, lock={"data": {"tokenizer_fingerprint": "u"}})
     assert "do not compare" in winner(read_runs([make(tmp_path, "a"), other]))[0]
 
 
-def test_training_losses_stand_in_where_nothing_was_held_out(tmp_path: Path) -> None:
+def test_training_losses_are_compared_without_validation_data(tmp_path: Path) -> None:
     runs = [make(tmp_path, "a", evals=False), make(tmp_path, "b", evals=False, count=20)]
-    said = winner(read_runs(runs))
-    assert said[0] == "a won: training loss 5, 2 (28.6 %) lower than b."
-    assert any("training losses are compared" in sentence for sentence in said)
+    sentences = winner(read_runs(runs))
+    assert sentences[0] == "a won: training loss 5, 2 (28.6 %) lower than b."
+    assert any("training losses are compared" in sentence for sentence in sentences)
 
 
 def test_runs_without_a_loss_and_crashed_ones_still_have_a_page(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_losses_are_compared_where_the_shortest_ends(tmp_path: Path) -> None:
     assert cost.at_the_end.startswith("At $0.0056, where")
 
 
-def test_every_figure_is_well_formed_and_told_apart_by_more_than_colour(tmp_path: Path) -> None:
+def test_every_figure_is_well_formed_and_differs_by_more_than_colour(tmp_path: Path) -> None:
     sides = read_runs([make(tmp_path, f"run-{n}", loss=2 + n) for n in range(8)])
     for view in aligned_views(sides):
         for figure in view.figures:
@@ -245,7 +245,7 @@ def test_every_figure_is_well_formed_and_told_apart_by_more_than_colour(tmp_path
 
 
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "$\\frac{", "_hidden", "a & b", "x" * 90])
-def test_any_name_of_a_run_is_shown_and_inert(tmp_path: Path, name: str) -> None:
+def test_any_name_of_a_run_is_shown_as_text(tmp_path: Path, name: str) -> None:
     name = name.replace("/", "\u2044")
     sides = [make(tmp_path, name), make(tmp_path, "plain", loss=3.0)]
     text = write_comparison(sides, tmp_path / "out.html").read_text()
@@ -256,7 +256,7 @@ def test_any_name_of_a_run_is_shown_and_inert(tmp_path: Path, name: str) -> None
     assert name[-20:].replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") in text
 
 
-def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_the_same_name_are_shown_with_their_paths(tmp_path: Path) -> None:
     runs = [make(tmp_path / "x", "run"), make(tmp_path / "y", "run")]
     assert [side.name for side in read_runs(runs)] == [str(run) for run in runs]
 
@@ -269,12 +269,12 @@ def test_the_page_works_without_scripts_and_loads_nothing(tmp_path: Path) -> Non
     assert not re.search(r"https?:|//[a-z]|@import|<script|<link|<img|<iframe", text)
     assert re.findall(r"url\((?!#)", text) == []
     assert text.count('type="radio"') == 4
-    assert re.findall(r'id="(by-\d)" checked', text) == ["by-1"], "the first view is there before anyone clicks"
+    assert re.findall(r'id="(by-\d)" checked', text) == ["by-1"], "the first view is shown before a click"
     ids = re.findall(r'\sid="([^"]+)"', text)
     assert len(ids) == len(set(ids))
 
 
-def test_the_page_goes_beside_the_first_run_or_where_it_is_asked(tmp_path: Path) -> None:
+def test_the_page_is_written_beside_the_first_run_or_to_out(tmp_path: Path) -> None:
     runs = [make(tmp_path, "a"), make(tmp_path, "b")]
     assert write_comparison(runs) == tmp_path / "comparison.html"
     assert write_comparison(runs, tmp_path / "deep" / "x.html") == tmp_path / "deep" / "x.html"

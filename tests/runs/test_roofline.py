@@ -1,4 +1,4 @@
-"""Where a step stands against its ceilings: by the plan's figures, the card's words, and what was measured."""
+"""The roofline of a step: ceilings of the plan, what limits the step, and the figures drawn of it."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def planned(machine: Machine = H200, *overrides: str) -> tuple[dict[str, Any], d
 
 
 def lines(count: int = 12, **fields: Any) -> list[dict[str, Any]]:
-    """Step events with the committed figures of an H200, unless told otherwise."""
+    """Return step events with the committed figures of an H200; `fields` replace some of them."""
     shown = {key: RESULT[key] for key in ("tokens_per_s", "mfu", "step_ms", "data_wait_ms", "power_w")}
     card = {"sm_clock_mhz": 1485.0, "throttle": ""}
     return [{"type": "step", "step": step, **shown, **card, **fields} for step in range(1, count + 1)]
 
 
-def test_the_bars_are_the_plans_parts_and_the_step_is_the_runs() -> None:
+def test_the_bars_hold_the_parts_of_the_plan() -> None:
     plan, lock = planned()
     now = analyse(lines(), plan, lock)
     peak, best = now.bars
@@ -56,7 +56,7 @@ def test_the_bars_are_the_plans_parts_and_the_step_is_the_runs() -> None:
     assert f"A step takes {now.step_ms:.0f} ms: {now.step_ms / peak.total:.2f} times" in limit_sentences(now)[0]
 
 
-def test_points_stand_under_their_roofs() -> None:
+def test_points_lie_under_their_roofs() -> None:
     plan, lock = planned()
     bandwidth, bf16 = step_roofs(lock)
     assert (bandwidth.rate, bf16.rate) == (4.8e12, 989e12)
@@ -115,7 +115,7 @@ def test_a_power_limit_that_is_reached_in_few_lines_is_not_the_limit() -> None:
     assert found.limit.kind is LimitKind.KERNELS
 
 
-def test_a_cpu_is_held_against_what_was_measured_on_it() -> None:
+def test_a_cpu_is_compared_with_its_measured_rates() -> None:
     measured = {"fp32": 1e11, "bf16": 0.5e11, "copy": 2e10}
     cpu = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11, measured=measured)
     plan, lock = planned(cpu, "train.global_batch=4", "train.precision=fp32")
@@ -133,7 +133,7 @@ def test_a_cpu_is_held_against_what_was_measured_on_it() -> None:
     assert len(draw_roofline(now)) == 2
 
 
-def test_of_an_unknown_card_only_what_is_known_is_drawn() -> None:
+def test_an_unknown_card_is_compared_with_measured_rates_only() -> None:
     unknown = Machine("cuda", "NVIDIA X1", 80 << 30, 16, (9, 0), fast_bf16=True)
     now = analyse(lines(mfu=None), *planned(unknown))
     assert (now.bars, now.points, draw_roofline(now)) == ([], [], [])
@@ -142,13 +142,13 @@ def test_of_an_unknown_card_only_what_is_known_is_drawn() -> None:
         "cuda", "NVIDIA X1", 80 << 30, 16, (9, 0), fast_bf16=True, measured={"bf16": 7e14, "fp32": 5e13, "copy": 4e12}
     )
     now = analyse(lines(mfu=None), *planned(probed))
-    assert [bar.name for bar in now.bars] == ["best kernels"], "a peak that was worked back is nobody's peak"
+    assert [bar.name for bar in now.bars] == ["best kernels"], "a peak derived from measured rates is not the card's"
     assert all(roof.measured for roof in now.roofs)
     assert len(draw_roofline(now)) == 2
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_the_figures_are_whole_and_name_their_parts(precision: str) -> None:
+def test_the_figures_name_their_parts(precision: str) -> None:
     figures = draw_roofline(analyse(lines(), *planned(H200, f"train.precision={precision}")))
     bars, roofs = (ElementTree.fromstring(figure.svg) for figure in figures)
     words = " ".join("".join(node.itertext()) for tree in (bars, roofs) for node in tree.iter() if node.tag == "text")
@@ -176,14 +176,14 @@ PLANS: list[Any] = [
 @pytest.mark.parametrize("lock", LOCKS)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("steps", [[], [{"step": 1}], lines(3), lines(3, step_ms=0.0, tokens_per_s=0)])
-def test_logs_of_any_age_give_what_they_have(lock: Any, plan: Any, steps: Any) -> None:
+def test_incomplete_logs_and_locks_give_what_they_have(lock: Any, plan: Any, steps: Any) -> None:
     now = analyse(steps, plan, lock)
     assert now.points == []
     draw_roofline(now)
     json.dumps(now.data(), allow_nan=False)
 
 
-def test_the_report_of_a_run_shows_it(tmp_path: Path) -> None:
+def test_the_report_shows_the_roofline(tmp_path: Path) -> None:
     plan, lock = planned()
     (tmp_path / "lock.json").write_text(json.dumps(lock))
     log = EventLog(tmp_path / "events.jsonl", clock=lambda: 1.75e9)

@@ -1,4 +1,4 @@
-"""Rates with a clock that we wind ourselves: exact to the last bit."""
+"""Rates with a clock that the test sets: exact to the last bit."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_waiting_for_data_is_averaged_over_the_steps(clock: Clock) -> None:
     assert got.tokens_per_s == 64.0, "waiting counts as time: the rate is what came out"
 
 
-def test_each_reading_begins_anew(clock: Clock) -> None:
+def test_each_reading_starts_from_zero(clock: Clock) -> None:
     rates = Throughput(FLOPS, PEAK, clock)
     clock.now += 1.0
     rates.add(100, 0.5)
@@ -87,7 +87,7 @@ def test_each_reading_begins_anew(clock: Clock) -> None:
     assert (got.tokens_per_s, got.data_wait_ms) == (25.0, 0.0)
 
 
-def test_what_came_before_the_beginning_does_not_count(clock: Clock) -> None:
+def test_time_before_begin_does_not_count(clock: Clock) -> None:
     rates = Throughput(FLOPS, PEAK, clock)
     clock.now += 60.0  # compiling
     rates.begin()
@@ -98,7 +98,7 @@ def test_what_came_before_the_beginning_does_not_count(clock: Clock) -> None:
     assert got.tokens_per_s == 100.0
 
 
-def test_nothing_is_no_rate(clock: Clock) -> None:
+def test_without_steps_or_time_there_is_no_rate(clock: Clock) -> None:
     rates = Throughput(FLOPS, PEAK, clock)
     assert rates.read() is None
     clock.now += 5.0
@@ -108,7 +108,7 @@ def test_nothing_is_no_rate(clock: Clock) -> None:
     assert rates.read() is None, "no time"
 
 
-def test_an_unknown_peak_gives_no_share(clock: Clock) -> None:
+def test_an_unknown_peak_gives_no_mfu(clock: Clock) -> None:
     rates = Throughput(FLOPS, None, clock)
     clock.now += 1.0
     rates.add(100)
@@ -124,7 +124,7 @@ def test_an_unknown_peak_gives_no_share(clock: Clock) -> None:
 def test_rows_of_unknown_length_give_no_mfu(
     world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool, assumed: str
 ) -> None:
-    """FLOPs of whole rows would be more than were computed; those of the data's own rows are known."""
+    """The FLOPs of rows of full length would be more than were computed; those of the data's own rows are known."""
     monkeypatch.setattr(Machine, "peak", lambda *_: 1e15)
     monkeypatch.setattr(CausalLM, "whole_rows", whole)
     monkeypatch.setattr(DecoderCosts, "flops", lambda *_: replace(FLOPS, assumed=assumed))

@@ -1,4 +1,4 @@
-"""Trackers show what the log holds, and none of them can stop a run."""
+"""Trackers record what the log holds, and a tracker that fails does not stop the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from redline.runs.trackers import STEP, TensorBoard, require_packages, scalars, 
 GUIDES = {"train/loss", "train/throughput", "train/grad_norm", "system/gpu_memory_allocated"}
 
 
-class Silent:
+class RecordingView:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
 
@@ -34,7 +34,7 @@ class Silent:
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
-    """A step as a GPU run logs it."""
+    """Return the fields of a step as a run on a GPU logs them."""
     fields = {
         "step": number,
         "tokens": 1024 * number,
@@ -75,9 +75,9 @@ def start(monitor: Monitor, resumed_from: int | None = None) -> None:
     monitor.emit("start", schema=1, run_id="0123456789ab", resumed_from=resumed_from)
 
 
-def test_tensorboard_holds_what_the_log_holds(tmp_path: Path) -> None:
+def test_tensorboard_holds_every_number_of_the_log(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
-    with Monitor(log, Silent(), sinks=[TensorBoard(tmp_path / "tensorboard")]) as monitor:
+    with Monitor(log, RecordingView(), sinks=[TensorBoard(tmp_path / "tensorboard")]) as monitor:
         start(monitor)
         monitor.emit(
             "plan", parameters={"total": 350_405_632}, choices=[{"key": "train.lr", "value": 1, "reason": "√"}]
@@ -108,7 +108,7 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
     """Killed after step 7, resumed from 4, killed after 6, resumed from 4 again: all within a second."""
     for resumed_from, last, offset in ((None, 7, 0.0), (4, 6, 100.0), (4, 9, 200.0)):
         with Monitor(
-            EventLog(tmp_path / "events.jsonl"), Silent(), sinks=[TensorBoard(tmp_path / "tensorboard")]
+            EventLog(tmp_path / "events.jsonl"), RecordingView(), sinks=[TensorBoard(tmp_path / "tensorboard")]
         ) as monitor:
             start(monitor, resumed_from)
             for number in range((resumed_from or 0) + 1, last + 1):
@@ -120,7 +120,7 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
     assert len(list((tmp_path / "tensorboard").iterdir())) == 3
 
 
-def test_a_torn_record_loses_only_what_was_torn(tmp_path: Path) -> None:
+def test_a_torn_record_loses_only_itself(tmp_path: Path) -> None:
     sink = TensorBoard(tmp_path)
     sink.event({"type": "start", "time": 1.0, "resumed_from": None})
     for number in (1, 2):
@@ -150,38 +150,38 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "words"),
     [
         (OSError(28, "No space left on device"), "OSError: No space left on device"),
         (ModuleNotFoundError("No module named 'tensorboard'", name="tensorboard"), "no module tensorboard"),
         (RuntimeError("key 5ecret was refused"), "(RuntimeError)"),
     ],
 )
-def test_a_failing_tracker_is_told_once_and_left_out(tmp_path: Path, error: Exception, said: str) -> None:
-    view, broken, fine = Silent(), Broken(error, {"step", "warning", "close"}), TensorBoard(tmp_path / "tb")
+def test_a_failing_tracker_is_reported_once_and_switched_off(tmp_path: Path, error: Exception, words: str) -> None:
+    view, broken, fine = RecordingView(), Broken(error, {"step", "warning", "close"}), TensorBoard(tmp_path / "tb")
     with Monitor(EventLog(tmp_path / "events.jsonl"), view, sinks=[broken, fine]) as monitor:
         start(monitor)
         for number in (1, 2, 3):
             monitor.emit("step", **step(number))
     warnings = [e["message"] for e in view.events if e["type"] == "warning"]
     assert len(warnings) == 1
-    assert said in warnings[0]
+    assert words in warnings[0]
     assert "Broken is switched off" in warnings[0]
     assert "5ecret" not in warnings[0]
     assert broken.seen == 2
     assert [s for s, _ in read_back(tmp_path / "tb")["train/loss"]] == [1, 2, 3]
 
 
-def test_a_tracker_that_fails_to_close_leaves_the_log_whole(tmp_path: Path) -> None:
-    view = Silent()
+def test_a_tracker_that_fails_to_close_does_not_damage_the_log(tmp_path: Path) -> None:
+    view = RecordingView()
     with Monitor(EventLog(tmp_path / "e.jsonl"), view, sinks=[Broken(RuntimeError(), {"close"})]) as monitor:
         start(monitor)
     assert [e["type"] for e in read_events(tmp_path / "e.jsonl")] == ["start", "warning"]
 
 
-def test_a_folder_that_cannot_be_made_is_no_reason_to_stop(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_does_not_stop_the_run(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
-    view = Silent()
+    view = RecordingView()
     with Monitor(EventLog(tmp_path / "e.jsonl"), view, sinks=sinks_for(MonitorSection(), tmp_path, {})) as monitor:
         start(monitor)
         monitor.emit("step", **step(1))
@@ -189,8 +189,8 @@ def test_a_folder_that_cannot_be_made_is_no_reason_to_stop(tmp_path: Path) -> No
     assert "TensorBoard is switched off: it failed (FileExistsError" in view.events[1]["message"]
 
 
-def test_the_import_is_light(tmp_path: Path) -> None:
-    """Nothing before the first event; then no TensorFlow and no torch."""
+def test_trackers_import_nothing_heavy(tmp_path: Path) -> None:
+    """TensorBoard is imported at the first event, and without TensorFlow and torch."""
     program = f"""
 import sys, pathlib
 from redline.runs.trackers import sinks_for
@@ -206,7 +206,7 @@ assert not {{"tensorflow", "torch", "wandb"}} & set(sys.modules)
     assert read_back(tmp_path / "tensorboard") == {"train/loss": [(1, 2.0)]}
 
 
-def test_a_training_leaves_its_curves(world: Any, tmp_path: Path) -> None:
+def test_training_writes_its_curves(world: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
     sinks = sinks_for(MonitorSection(), run, {})
     trainer = None
@@ -248,7 +248,7 @@ class FakeWandb(types.ModuleType):
         self.__spec__ = types.SimpleNamespace(name="wandb")  # type: ignore[assignment]
 
     def login(self, *, prompt: bool, verify: bool) -> bool:
-        assert (prompt, verify) == (False, False), "nobody is asked in the middle of a run"
+        assert (prompt, verify) == (False, False), "W&B must not prompt in the middle of a run"
         return self.logged_in
 
     def init(self, **options: Any) -> FakeRun:
@@ -266,18 +266,18 @@ def wandb_run(
     monkeypatch: pytest.MonkeyPatch, path: Path, fake: FakeWandb, wandb: bool | str, resumed_from: int | None = None
 ) -> list[str]:
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    said: list[str] = []
+    messages: list[str] = []
     options = MonitorSection(wandb=wandb)
     require_packages(options)
-    sinks = sinks_for(options, path, {"train": {"lr": 1e-3}}, said.append)
-    with Monitor(EventLog(path / "events.jsonl"), Silent(), sinks=sinks) as monitor:
+    sinks = sinks_for(options, path, {"train": {"lr": 1e-3}}, messages.append)
+    with Monitor(EventLog(path / "events.jsonl"), RecordingView(), sinks=sinks) as monitor:
         start(monitor, resumed_from)
         monitor.emit("step", **step((resumed_from or 0) + 1))
         monitor.emit("eval", step=1, tokens=9, loss=3.3)
         for text in ("c", "d"):
             monitor.emit("sample", step=1, label="after", prompt="a<b", text=text)
         monitor.emit("stop", reason="steps", step=1)
-    return said
+    return messages
 
 
 def test_wandb_has_the_same_names_and_the_same_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -310,18 +310,18 @@ def test_wandb_has_the_same_names_and_the_same_run(monkeypatch: pytest.MonkeyPat
     assert read_back(path / "tensorboard")["train/loss"], "TensorBoard is there too"
 
 
-def test_who_is_not_logged_in_records_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_login_the_run_is_recorded_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     fake = FakeWandb(logged_in=False)
-    (said,) = wandb_run(monkeypatch, tmp_path, fake, True)
-    assert "wandb sync" in said
+    (message,) = wandb_run(monkeypatch, tmp_path, fake, True)
+    assert "wandb sync" in message
     assert (fake.runs[0].options["mode"], fake.runs[0].options["project"]) == ("offline", "redline")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert wandb_run(monkeypatch, tmp_path, fake, True) == []
-    assert fake.runs[1].options["mode"] is None, "what W&B's own variable says holds"
+    assert fake.runs[1].options["mode"] is None, "W&B's own variable has precedence"
 
 
-def test_a_missing_package_is_said_before_anything_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("redline.runs.trackers.find_spec", lambda name: None)
     require_packages(MonitorSection())
     with pytest.raises(RecipeError, match=r"monitor.wandb: needs the package wandb. .*`make setup EXTRAS=wandb`"):
@@ -329,12 +329,12 @@ def test_a_missing_package_is_said_before_anything_is_done(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("value", ["", "  ", 3, None, ["a"]])
-def test_what_is_no_project(value: Any) -> None:
+def test_invalid_project_names_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="is not true, false or the name of a project"):
         MonitorSection(wandb=value)
 
 
-def test_the_page_names_what_is_shown() -> None:
+def test_the_docs_name_every_tag() -> None:
     page = (Path(__file__).parents[2] / "docs/trackers.md").read_text(encoding="utf-8")
     shown = {
         *STEP.values(),

@@ -31,7 +31,7 @@ START = ("start", {"resumed_from": None})
 STEP = ("step", {"step": 10, "loss": 3.5, "tokens": 1000, "hours": 0.1, "cost_usd": 0.5})
 
 
-def test_a_summary_tells_the_newest_of_everything(tmp_path):
+def test_a_summary_holds_the_newest_figures(tmp_path):
     run = make_run(
         tmp_path / "a",
         START,
@@ -51,11 +51,11 @@ def test_the_status_comes_from_the_stop_event(tmp_path):
     assert summarise(make_run(tmp_path / "a", START, stop)).status == "preempted"
 
 
-def test_a_run_that_never_said_stop_crashed(tmp_path):
+def test_a_run_without_a_stop_event_has_crashed(tmp_path):
     assert summarise(make_run(tmp_path / "a", START, STEP)).status == "crashed"
 
 
-def test_an_earlier_stop_says_nothing_about_the_attempt_after_it(tmp_path):
+def test_the_stop_event_of_an_earlier_attempt_does_not_count(tmp_path):
     run = make_run(tmp_path / "a", START, ("stop", {"reason": "preempted"}), ("start", {"resumed_from": 10}))
     assert summarise(run).status == "crashed"
 
@@ -85,14 +85,14 @@ def test_a_run_is_running_while_a_live_process_holds_its_lock(tmp_path):
     assert summarise(run).status == "crashed"
 
 
-def test_two_onlookers_do_not_take_each_other_for_the_run(tmp_path):
+def test_two_checks_at_once_do_not_take_each_other_for_the_run(tmp_path):
     (tmp_path / ".lock").touch()
     with open(tmp_path / ".lock") as other:
         fcntl.flock(other, fcntl.LOCK_SH)
         assert not is_locked(tmp_path)
 
 
-def test_looking_creates_nothing(tmp_path):
+def test_summarising_creates_no_files(tmp_path):
     run = make_run(tmp_path / "a")
     before = sorted(run.iterdir())
     summarise(run)
@@ -110,7 +110,7 @@ def test_disk_counts_a_linked_file_once_and_follows_no_link(tmp_path):
     assert 5000 <= summarise(run).disk_bytes - empty < 6000
 
 
-def test_find_runs_is_newest_first_and_skips_what_is_no_run(tmp_path):
+def test_find_runs_is_newest_first_and_skips_other_entries(tmp_path):
     make_run(tmp_path / "old", age=10)
     make_run(tmp_path / "new")
     (tmp_path / "other").mkdir()
@@ -154,7 +154,7 @@ def test_an_at_sign_in_a_directory_is_part_of_its_name(root):
     assert resolve_run("lr@3e-4@best", root) == (run, "best")
 
 
-def test_a_directory_that_is_no_run_does_not_hide_the_run_of_that_name(root, tmp_path, monkeypatch):
+def test_a_directory_without_a_run_does_not_hide_the_run_of_that_name(root, tmp_path, monkeypatch):
     (tmp_path / "quickstart-1").mkdir()
     monkeypatch.chdir(tmp_path)
     assert resolve_run("quickstart-1", root)[0] == root / "quickstart-1"
@@ -179,7 +179,7 @@ def test_an_unknown_run_gets_advice(root, name, advice):
     assert advice in str(error.value)
 
 
-def test_a_sweep_is_no_run(root):
+def test_a_sweep_is_not_a_run(root):
     (root / "lr").mkdir()
     (root / "lr" / "sweep.json").write_text("{}")
     with pytest.raises(UserError, match=r"lr: this is a sweep, not a run. Name one of its runs: .*lr/RUN, once"):
@@ -196,7 +196,7 @@ def test_without_any_run_the_advice_is_to_train(tmp_path, name):
         resolve_run(name, tmp_path)
 
 
-def test_who_could_not_save_has_not_finished(tmp_path):
+def test_a_run_that_could_not_save_its_last_state_has_failed(tmp_path):
     stop = {"type": "stop", "reason": "steps"}
     assert run_status(tmp_path, History([{"type": "start"}, stop])) == "finished"
     assert run_status(tmp_path, History([{"type": "start"}, {**stop, "saved": False}])) == "failed"

@@ -1,4 +1,4 @@
-"""The report's words: the verdict, the plan beside the measured, when things happened, and how to repeat it."""
+"""The report's summary, the plan beside measured figures, the timeline, and the commands that repeat a run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from redline.recipe.load import load
 from redline.runs.events import EventLog
-from redline.runs.prose import dollars, gap_sentence
+from redline.runs.prose import dollars, ending, gap_sentence, totals
 from redline.runs.report.figures import draw_timeline, time_unit, timeline
 from redline.runs.report.page import PlanRow, how_to_repeat, report_data, write_report
 from redline.runs.roofline import Bar, Roofline, data_wait_share, largest_gap
+from redline.vocabulary import Status, status_of_stop
 
 PLAN: dict[str, Any] = {
     "gpus": 1,
@@ -57,7 +58,7 @@ def steps(count: int, **fields: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def write(run: Path, *events: tuple[str, dict[str, Any]], lock: dict[str, Any] | None = None) -> Path:
-    """A run whose events come a second after each other."""
+    """Write a run whose events are one second apart."""
     run.mkdir(exist_ok=True)
     (run / "lock.json").write_text(json.dumps(lock or {"recipe_name": "mine", "machine": {"name": "NVIDIA H200"}}))
     clock = iter(range(1000, 100_000))
@@ -68,7 +69,7 @@ def write(run: Path, *events: tuple[str, dict[str, Any]], lock: dict[str, Any] |
     return run
 
 
-WHOLE = (
+FINISHED = (
     ("start", {"resumed_from": None}),
     ("plan", PLAN),
     *steps(100),
@@ -77,23 +78,26 @@ WHOLE = (
 )
 
 
-def test_the_verdict_says_what_one_wants_to_know(tmp_path: Path) -> None:
-    said = report_data(write(tmp_path / "run", *WHOLE))["verdict"]
-    assert said.startswith("Reached validation loss 2.5 in 1m40s on 50k tokens for $2.00 at 45.0 % MFU.")
+def test_the_summary_states_loss_time_cost_speed_and_the_largest_gap(tmp_path: Path) -> None:
+    summary = report_data(write(tmp_path / "run", *FINISHED))["verdict"]
+    assert summary.startswith("Reached validation loss 2.5 in 1m40s on 50k tokens for $2.00 at 45.0 % MFU.")
     assert (
-        "90 % of the planned speed (50 % over the whole run) and 90 % of the speed with the best known kernels" in said
+        "90 % of the planned speed (50 % over the whole run) and 90 % of the speed with the best known kernels"
+        in summary
     )
-    even = (*WHOLE[:-1], ("stop", {"reason": "steps", "step": 100, "tokens": 50_000, "hours": 55 / 3600}))
-    said_of_even = report_data(write(tmp_path / "even", *even))["verdict"]
-    assert "90 % of the planned speed and 90 % of" in said_of_even, "the share over the whole run only where it differs"
-    assert "aiting for data took 2.0 % of the time" in said
-    assert "attention kernels (30 % of a step)" in said, "150 of 500 ms: the largest gap"
+    even = (*FINISHED[:-1], ("stop", {"reason": "steps", "step": 100, "tokens": 50_000, "hours": 55 / 3600}))
+    summary_of_even = report_data(write(tmp_path / "even", *even))["verdict"]
+    assert "90 % of the planned speed and 90 % of" in summary_of_even, (
+        "the share over the whole run only where it differs"
+    )
+    assert "aiting for data took 2.0 % of the time" in summary
+    assert "attention kernels (30 % of a step)" in summary, "150 of 500 ms: the largest gap"
 
 
-def test_a_worse_end_than_the_best_is_said(tmp_path: Path) -> None:
-    events = (*WHOLE[:-2], ("eval", {"step": 60, "loss": 2.0}), ("eval", {"step": 100, "loss": 2.5}), WHOLE[-1])
+def test_the_best_loss_is_stated_if_the_last_is_worse(tmp_path: Path) -> None:
+    events = (*FINISHED[:-2], ("eval", {"step": 60, "loss": 2.0}), ("eval", {"step": 100, "loss": 2.5}), FINISHED[-1])
     assert "its best was 2." in report_data(write(tmp_path / "run", *events))["verdict"]
-    assert "its best was" not in report_data(write(tmp_path / "other", *WHOLE))["verdict"]
+    assert "its best was" not in report_data(write(tmp_path / "other", *FINISHED))["verdict"]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,9 @@ def test_a_worse_end_than_the_best_is_said(tmp_path: Path) -> None:
         ("nonfinite losses", "Failed at step 40 of 100: nonfinite losses."),
     ],
 )
-def test_a_run_that_ended_early_says_so_and_how_to_go_on(tmp_path: Path, reason: str | None, words: str) -> None:
+def test_a_run_that_ended_early_states_how_and_the_command_to_resume(
+    tmp_path: Path, reason: str | None, words: str
+) -> None:
     stop = [("stop", {"reason": reason, "step": 40})] if reason else []
     run = write(tmp_path / "my run", ("start", {}), ("plan", PLAN), *steps(40), *stop)
     data = report_data(run)
@@ -113,16 +119,16 @@ def test_a_run_that_ended_early_says_so_and_how_to_go_on(tmp_path: Path, reason:
     assert "--resume" in write_report(run).read_text()
 
 
-def test_nothing_measured_is_said_and_not_guessed(tmp_path: Path) -> None:
+def test_a_run_without_measurements_has_a_summary(tmp_path: Path) -> None:
     data = report_data(write(tmp_path / "run", ("start", {})))
     assert data["verdict"] == "Crashed before anything was measured: the log ends without a stop event."
     assert data["planned"] == []
 
 
-def test_trouble_on_the_way_is_counted(tmp_path: Path) -> None:
+def test_incidents_are_counted(tmp_path: Path) -> None:
     trouble = (("recovery", {"message": "a"}), ("recovery", {"message": "b"}), ("warning", {"message": "c"}))
-    said = report_data(write(tmp_path / "run", *WHOLE[:-1], *trouble, WHOLE[-1]))["verdict"]
-    assert said.endswith("2 recoveries, 1 warning.")
+    summary = report_data(write(tmp_path / "run", *FINISHED[:-1], *trouble, FINISHED[-1]))["verdict"]
+    assert summary.endswith("2 recoveries, 1 warning.")
 
 
 @pytest.mark.parametrize(
@@ -133,14 +139,16 @@ def test_trouble_on_the_way_is_counted(tmp_path: Path) -> None:
         ({"data_wait_ms": 100.0}, "limited by data loading"),
     ],
 )
-def test_what_binds_from_outside_is_said(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
-    said = report_data(write(tmp_path / "a", WHOLE[0], WHOLE[1], *steps(100, **fields), *WHOLE[-2:]))["verdict"]
-    assert words in said
-    assert "limited by" not in report_data(write(tmp_path / "b", *WHOLE))["verdict"]
+def test_a_limit_other_than_the_kernels_is_stated(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+    summary = report_data(write(tmp_path / "a", FINISHED[0], FINISHED[1], *steps(100, **fields), *FINISHED[-2:]))[
+        "verdict"
+    ]
+    assert words in summary
+    assert "limited by" not in report_data(write(tmp_path / "b", *FINISHED))["verdict"]
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(1e-3, 1e4)), min_size=1, max_size=20))
-def test_the_loaders_share_is_of_all_time(pairs: list[tuple[float, float]]) -> None:
+def test_the_share_of_waiting_is_of_all_time(pairs: list[tuple[float, float]]) -> None:
     events = [{"data_wait_ms": wait, "step_ms": wait + work} for wait, work in pairs]
     share = data_wait_share([*events, {"step_ms": 5.0}, {"data_wait_ms": None}])
     assert share == pytest.approx(sum(w for w, _ in pairs) / sum(w + s for w, s in pairs))
@@ -155,7 +163,7 @@ def test_the_loaders_share_is_of_all_time(pairs: list[tuple[float, float]]) -> N
         (255.0, "near the dense peak"),
     ],
 )
-def test_head_room_is_where_most_time_above_the_peak_is(step_ms: float, words: str) -> None:
+def test_the_largest_gap_is_where_most_time_above_the_peak_is(step_ms: float, words: str) -> None:
     best = {"matmul": 250.0, "attention": 200.0} if step_ms > 300 else {"matmul": 205.0, "attention": 50.0}
     bars = [
         Bar("dense peak", {"matmul": 200.0, "attention": 50.0}),
@@ -165,12 +173,12 @@ def test_head_room_is_where_most_time_above_the_peak_is(step_ms: float, words: s
     assert largest_gap(Roofline(bars[1:], step_ms, 0.5, None, None, [], [])) is None, "without a peak there is no gap"
 
 
-def test_a_cent_is_never_shown_as_nothing() -> None:
+def test_a_small_cost_is_not_shown_as_zero() -> None:
     assert (dollars(0.0), dollars(0.004), dollars(0.25)) == ("$0.00", "less than a cent", "$0.25")
 
 
-def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", *WHOLE)
+def test_the_plan_is_shown_beside_measured_figures(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", *FINISHED)
     rows = {row["what"]: row for row in report_data(run)["planned"]}
     assert (rows["tokens/s"]["planned"], rows["tokens/s"]["measured"], rows["tokens/s"]["share"]) == (1000, 900, 0.9)
     assert rows["ms per step"]["share"] == pytest.approx(1.0)
@@ -181,9 +189,11 @@ def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
     assert "prior: a &lt;table&gt;" in page
 
 
-def test_by_the_clock_the_expected_tokens_are_the_plan(tmp_path: Path) -> None:
+def test_with_train_hours_the_expected_tokens_are_the_plan(tmp_path: Path) -> None:
     plan = {**PLAN, "horizon": {"steps": 9000, "tokens": 4_500_000, "expected_tokens": 40_000}}
-    rows = {r["what"]: r for r in report_data(write(tmp_path / "r", WHOLE[0], ("plan", plan), *WHOLE[2:]))["planned"]}
+    rows = {
+        r["what"]: r for r in report_data(write(tmp_path / "r", FINISHED[0], ("plan", plan), *FINISHED[2:]))["planned"]
+    }
     assert rows["tokens"]["planned"] == 40_000
     assert "steps" not in rows
 
@@ -194,15 +204,15 @@ def test_a_row_without_a_measurement_has_no_share() -> None:
 
 
 def test_evaluations_have_a_table_with_every_metric(tmp_path: Path) -> None:
-    page = write_report(write(tmp_path / "run", *WHOLE)).read_text()
+    page = write_report(write(tmp_path / "run", *FINISHED)).read_text()
     assert '<th class="number">exact match</th>' in page
     assert '<td class="number">0.25</td>' in page
 
 
-# --- when
+# --- the timeline
 
 
-def test_the_timeline_counts_work_not_the_time_between_attempts() -> None:
+def test_the_timeline_leaves_out_the_time_between_attempts() -> None:
     events = [
         {"type": "start", "time": 100.0, "resumed_from": None},
         {"type": "step", "time": 110.0, "step": 5},
@@ -213,8 +223,8 @@ def test_the_timeline_counts_work_not_the_time_between_attempts() -> None:
         {"type": "eval", "time": 9119.0, "step": 9, "loss": 1.5},
         {"type": "stop", "time": 9121.0, "reason": "steps"},
     ]
-    told = [(m.kind, m.seconds, m.step, m.message) for m in timeline(events)]
-    assert told == [
+    moments = [(m.kind, m.seconds, m.step, m.message) for m in timeline(events)]
+    assert moments == [
         ("begin", 0.0, None, "started"),
         ("checkpoint", 12.0, 5, "1.0 MiB in 1.0s"),
         ("begin", 12.0, 5, "resumed from the checkpoint of step 5"),
@@ -250,7 +260,7 @@ def test_units_of_time_suit_their_length() -> None:
     assert [time_unit(s)[1] for s in (10, 600, 7200, 86_400, 1e6)] == ["seconds", "minutes", "minutes", "hours", "days"]
 
 
-# --- again
+# --- how to repeat a run
 
 
 def locked(name: str, *overrides: str, **fields: Any) -> dict[str, Any]:
@@ -276,7 +286,7 @@ def test_a_file_of_the_same_name_is_not_taken_for_the_shipped_recipe() -> None:
     assert "resolved recipe below" in " ".join(found.remarks)
 
 
-def test_what_a_resume_changed_is_repeated_too() -> None:
+def test_overrides_of_a_resume_are_repeated() -> None:
     starts = [{"overrides": []}, {"overrides": []}, {"overrides": ["train.steps=90"]}]
     found = how_to_repeat(locked("quickstart"), starts, [], "runs/a b")
     assert found.commands[1:] == [
@@ -302,7 +312,7 @@ def test_the_commands_can_be_copied_and_are_escaped(tmp_path: Path) -> None:
     assert "user-select: all" in page
 
 
-def test_a_resume_by_other_ranks_is_repeated_by_them() -> None:
+def test_a_resume_with_another_number_of_gpus_is_repeated_with_it() -> None:
     starts = [{"overrides": []}, {"overrides": ["train.steps=80"]}, {"overrides": []}, {"overrides": []}]
     plans = [{"gpus": 2}, {"gpus": 3}, {"gpus": 3}, {"gpus": 1}]
     found = how_to_repeat(locked("quickstart"), starts, plans, "runs/two").commands
@@ -313,9 +323,30 @@ def test_a_resume_by_other_ranks_is_repeated_by_them() -> None:
     ]
 
 
-def test_the_night_between_two_attempts_is_no_work() -> None:
-    """Whoever goes on may warn before it says so."""
+def test_a_warning_before_the_start_event_of_a_resume_adds_no_work() -> None:
+    """A resumed run may warn before it writes its start event."""
     log = [("start", 0.0), ("stop", 5.0), ("warning", 3600.0), ("start", 3600.1), ("stop", 3604.1)]
     events = [{"type": kind, "time": time, "message": "", "reason": "steps", "step": 1} for kind, time in log]
     moments = timeline(events)
     assert [round(moment.seconds, 3) for moment in moments] == [0.0, 5.0, 5.0, 5.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ({"reason": "hours"}, "finished: reached train.hours"),
+        ({"reason": "reached 60 steps"}, "finished: reached 60 steps"),
+        ({"reason": "steps", "saved": False}, "failed: the last state was not saved (reached the last step)"),
+        ({"reason": "damaged_data", "saved": False}, "failed: a file of the training data is damaged"),
+        ({"reason": None}, "finished"),
+        (None, "crashed: the log ends without a stop event"),
+    ],
+)
+def test_the_end_of_a_run_in_one_phrase(stop: dict[str, Any] | None, expected: str) -> None:
+    assert ending(Status.CRASHED if stop is None else status_of_stop(stop), stop) == expected
+
+
+def test_the_totals_of_a_run() -> None:
+    stop = {"step": 628, "tokens": 1_290_000, "hours": 119 / 3600, "cost_usd": None}
+    assert totals(stop) == "628 steps · 1.29M tokens · 1m59s"
+    assert totals({}) == ""
