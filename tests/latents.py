@@ -1,4 +1,4 @@
-"""Runs that train a latent prefix, within a test's own process."""
+"""Helpers for tests of latent_prefix: tiny frozen models, rows, and runs in the test's own process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLOURS = ("red", "blue", "green", "grey")
 
 
 def write_rows(path: Path, count: int = 40) -> Path:
-    """Texts that name a thing and its colour; the colour is the answer."""
+    """Write texts that name a thing and its colour; the colour is the answer."""
     things = ("stone", "river", "king", "light", "token", "block", "mask", "line", "step", "train")
     rows = [
         {"source": f"The {things[n % 10]} number {n} is {COLOURS[n % 4]}. Which colour?", "answer": COLOURS[n % 4]}
@@ -30,8 +30,10 @@ def write_rows(path: Path, count: int = 40) -> Path:
 
 
 def other_base(folder: Path, *, eos: bool = True, seed: int = 1, spread: float = 0.02, vocab: int = 300) -> Path:
-    """A Llama of another width, whose tokenizer knows other words and puts a mark before every text. With a `spread`
-    of its weights well above the usual, it says different things after different prefixes, though it knows nothing."""
+    """Save a small random Llama whose width and tokenizer differ from `tiny_base`, with a token before every text.
+
+    With a larger `spread` of its weights, the untrained model answers differently after different prefixes.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -62,7 +64,7 @@ def other_base(folder: Path, *, eos: bool = True, seed: int = 1, spread: float =
 
 
 def piece_vocabulary() -> list[list[Any]]:
-    """As tok512.json is: control pieces, bytes, pieces by falling score, and the characters they are made of."""
+    """Return a vocabulary like tok512.json: control pieces, bytes, pieces by falling score, and their characters."""
     made = (" a", " b", " r", "ed", "he", " g", " t", "re", " the", "nd", " red", "blu", "lu", " blu", "gre", " blue")
     characters = " abcdeghklnortuwABQ:.?\n"
     listed = [*made, *(one for one in characters if one != "\n")]
@@ -72,7 +74,7 @@ def piece_vocabulary() -> list[list[Any]]:
 
 
 def piece_base(folder: Path, **how: Any) -> Path:
-    """A small Llama that has such a list in place of a tokenizer."""
+    """Save a small random Llama with a list of pieces instead of a tokenizer."""
     made = other_base(folder, vocab=320, **how)
     for file in (*folder.glob("tokenizer*"), *folder.glob("special_tokens_map.json")):
         file.unlink()
@@ -81,7 +83,7 @@ def piece_base(folder: Path, **how: Any) -> Path:
 
 
 class Latents:
-    """`world`, with frozen models and rows in place of a text."""
+    """The `world` fixture with a latent_prefix recipe: frozen models, and rows instead of a text."""
 
     def __init__(self, world: Any, bases: list[Path], rows: Path, folder: Path) -> None:
         self.world, self.bases, self.rows, self.file = world, bases, rows, folder / f"latent-{len(bases)}.yaml"

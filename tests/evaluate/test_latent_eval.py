@@ -1,4 +1,4 @@
-"""Whole commands on a latent prefix: trained, examined in every condition, asked, and asked with one model alone."""
+"""Commands on a latent_prefix run: eval under every condition, sample, and both with one of its models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def squad(path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models with tokenizers of their own, trained for two steps by the command."""
+    """Return a run of two steps with two frozen models that have different tokenizers."""
     folder = tmp_path_factory.mktemp("latent")
     bases = [
         other_base(folder / "base1", seed=1, spread=0.2),
@@ -65,7 +65,7 @@ def typed() -> Typed:
     return call
 
 
-def test_every_condition_beside_the_others(run: Path, typed: Typed) -> None:
+def test_eval_reports_every_condition(run: Path, typed: Typed) -> None:
     found = json.loads(
         typed("eval", str(run), "--answers", "f1", "--questions", "6", "--tokens", "4", "--json").splitlines()[-1]
     )
@@ -90,8 +90,8 @@ def test_every_condition_beside_the_others(run: Path, typed: Typed) -> None:
     assert "collapse" in shown
 
 
-def test_conditions_are_what_they_say(run: Path) -> None:
-    """Prompts with the text, its first M tokens, or its question; likelihoods by a forward of each row alone."""
+def test_conditions_use_the_right_prompts(run: Path) -> None:
+    """Prompts hold the text, its first M tokens, or the question; likelihoods equal a forward pass of each row."""
     objective: Any = open_run(run, device="cpu").objective
     found = compare(objective, count=3, tokens=3, where="a run").models["1"]["conditions"]
     llm, pairs = objective.frozen["1"], objective.held_out_pairs()[:3]
@@ -115,7 +115,7 @@ def test_conditions_are_what_they_say(run: Path) -> None:
 
 
 def test_answers_from_a_prefix_are_those_from_tokens(run: Path) -> None:
-    """A prefix that holds the embeddings of tokens is answered as the tokens are."""
+    """A prefix that equals the embeddings of tokens gets the same answer as the tokens."""
     objective: Any = open_run(run, device="cpu").objective
     llm = objective.frozen["0"]
     tokens = [5, 9, 30, 7]
@@ -133,7 +133,7 @@ def test_a_sample_shows_both_answers_of_each_model(run: Path, typed: Typed) -> N
     assert "--prompt" in typed("sample", str(run), fails=True)
 
 
-def test_one_model_needs_nothing_of_the_other(run: Path, typed: Typed, tmp_path: Path) -> None:
+def test_one_model_can_be_used_without_the_other(run: Path, typed: Typed, tmp_path: Path) -> None:
     both = typed("sample", str(run), "--prompt", "Who?", "--tokens", "4", "--temperature", "0")
     first = run.parent / "base1"
     shutil.move(first, tmp_path / "away")
@@ -150,15 +150,15 @@ def test_one_model_needs_nothing_of_the_other(run: Path, typed: Typed, tmp_path:
     assert "0, 1" in typed("sample", str(run), "--prompt", "Who?", "--set", "only=2", fails=True)
 
 
-def test_rows_can_be_looked_at_before(run: Path, typed: Typed) -> None:
+def test_rows_can_be_previewed(run: Path, typed: Typed) -> None:
     shown = typed("train", str(run.parent / "latent-2.yaml"), "train.steps=2", "--preview", "2")
     assert shown.count("text 1: ") == 1
     assert "→ [[name " in shown
     assert "training rows" in shown
 
 
-def test_a_look_says_what_it_does_first(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As training does: opening a base may mean to unpack it, which takes a while."""
+def test_a_preview_passes_messages_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a base may unpack it, which takes a while; the user sees the message, as in training."""
     plain = latent_prefix.complete
 
     def telling(recipe: Any, say: Callable[[str], None]) -> Any:
@@ -170,8 +170,8 @@ def test_a_look_says_what_it_does_first(run: Path, monkeypatch: pytest.MonkeyPat
     assert "unpacking a base once" in CliRunner().invoke(app, words).stderr
 
 
-def test_a_wire_is_held_against_what_it_carries(run: Path) -> None:
-    """Not against the rest of a text, which the encoder has not read; and with every model's own slots."""
+def test_latents_are_compared_with_the_part_of_the_text_that_is_read(run: Path) -> None:
+    """The rest of the text does not count, and the private slots of every model do."""
     objective: Any = open_run(run, device="cpu").objective
     objective.options = objective.options.model_copy(update={"bytes": 16})
     found = compare(objective, count=3, tokens=2, where="a run")
@@ -183,7 +183,7 @@ def test_a_wire_is_held_against_what_it_carries(run: Path) -> None:
     assert _all_slots({"0": shared, "1": private}, 2).shape == (3 + 2, 8)
 
 
-def test_numbers_are_compared_as_numbers_when_asked_for() -> None:
+def test_answers_are_compared_as_numbers_or_as_words() -> None:
     said, pairs = [Answer("5", True, 1)], [Pair("two minus seven", "", ("-5",), "a group")]
     assert _answer_metrics(said, pairs, numbers=False)["exact_match"] == 1.0, "by words, without punctuation"
     found = _answer_metrics(said, pairs, numbers=True)

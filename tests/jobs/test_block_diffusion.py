@@ -1,4 +1,4 @@
-"""Block diffusion against its definition: block by block, by enumeration, and in its two limits."""
+"""The block diffusion loss against its definition: block by block, by enumeration, and in its two limiting cases."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from redline.training.run_directory import RunDirectory
 SEED = 7
 
 
-def job(world: Any, tmp_path: Path, *overrides: str, block: int = 4, length: int = 32) -> Any:
-    """A tiny model of it, before its first step."""
+def build_objective(world: Any, tmp_path: Path, *overrides: str, block: int = 4, length: int = 32) -> Any:
+    """Return the objective with a tiny model, before its first step."""
     options = ("objective=block_diffusion", f"block_diffusion.block_size={block}", f"data.seq_len={length}")
     with RunDirectory(tmp_path / f"run-{block}-{length}") as run:
         objective = world.trainer(run, *options, "data.pack=false", *overrides).objective
     torch.manual_seed(SEED)
-    for parameter in objective.model.parameters():  # gpt2's beginning is too small to tell right from wrong
+    for parameter in objective.model.parameters():  # GPT-2's initial weights are too small: all losses would be equal
         torch.nn.init.normal_(parameter, 0.0, 0.3) if parameter.dim() > 1 else None
     return objective
 
@@ -36,7 +36,7 @@ def rows_of(objective: Any, count: int) -> Rows:
 
 
 def log_probabilities(objective: Any, clean: Tensor, noisy: Tensor, begin: int) -> Tensor:
-    """Of a noisy block [L', V] behind a clean beginning, one forward for it alone."""
+    """Return log p [L', V] of a noisy block after the clean blocks before it, from its own forward pass."""
     model, cache, at = objective.model, objective.model.new_cache(), 0
     for size in objective.layout.sizes:
         if at < begin:
@@ -47,7 +47,7 @@ def log_probabilities(objective: Any, clean: Tensor, noisy: Tensor, begin: int) 
 
 
 def naive_loss(objective: Any, tokens: Tensor, masked: Tensor, weights: Tensor) -> Tensor:
-    """Σ over blocks, each by a forward of its own."""
+    """Return the loss summed over blocks, each with its own forward pass."""
     total, begin = torch.zeros(()), 0
     for size in objective.layout.sizes:
         block = slice(begin, begin + size)
@@ -59,8 +59,8 @@ def naive_loss(objective: Any, tokens: Tensor, masked: Tensor, weights: Tensor) 
 
 
 @pytest.mark.parametrize("block", [1, 4, 8, 32])
-def test_the_loss_is_the_sum_of_separate_blocks(world: Any, tmp_path: Path, block: int) -> None:
-    objective = job(world, tmp_path, block=block)
+def test_loss_equals_the_sum_over_separate_blocks(world: Any, tmp_path: Path, block: int) -> None:
+    objective = build_objective(world, tmp_path, block=block)
     rows, chance = rows_of(objective, 3), np.random.default_rng(SEED)
     masked = chance.random(rows.tokens.shape) < 0.6
     weights = chance.uniform(1, 9, rows.tokens.shape).astype(np.float32)
@@ -74,9 +74,9 @@ def test_the_loss_is_the_sum_of_separate_blocks(world: Any, tmp_path: Path, bloc
         assert float(got) == pytest.approx(float(sum(each)), rel=1e-4)
 
 
-def test_blocks_of_one_that_are_always_hidden_are_separate_forwards(world: Any, tmp_path: Path) -> None:
-    """−Σ log p(x_i | mask at i, what lies before)."""
-    objective = job(world, tmp_path, block=1, length=16)
+def test_masked_blocks_of_one_equal_the_autoregressive_factorisation(world: Any, tmp_path: Path) -> None:
+    """−Σ log p(x_i | mask at i, x_<i), each term from its own forward pass."""
+    objective = build_objective(world, tmp_path, block=1, length=16)
     rows = rows_of(objective, 1)
     tokens = torch.from_numpy(rows.tokens[0])
     everything = np.ones_like(rows.tokens, dtype=bool)
@@ -90,8 +90,8 @@ def test_blocks_of_one_that_are_always_hidden_are_separate_forwards(world: Any, 
         assert float(objective.loss(batch)["bound"].sum) == pytest.approx(expected, rel=1e-4)
 
 
-def test_one_block_is_plain_masked_diffusion(world: Any, tmp_path: Path) -> None:
-    objective = job(world, tmp_path, block=32)
+def test_one_block_equals_masked_diffusion(world: Any, tmp_path: Path) -> None:
+    objective = build_objective(world, tmp_path, block=32)
     assert objective.layout.read == 32  # without a clean copy
     rows = rows_of(objective, 2)
     masked = np.random.default_rng(SEED).random(rows.tokens.shape) < 0.5
@@ -106,10 +106,10 @@ def test_one_block_is_plain_masked_diffusion(world: Any, tmp_path: Path) -> None
         assert float(objective.loss(batch)["bound"].sum) == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_the_estimate_is_right_on_average(world: Any, tmp_path: Path) -> None:
-    """∫ 1/t · P(exactly these are hidden | t) dt is a beta function: all patterns of a block can be enumerated."""
+def test_the_estimate_of_the_nelbo_is_unbiased(world: Any, tmp_path: Path) -> None:
+    """∫ 1/t · P(exactly these are masked | t) dt is a beta function: enumerate all mask patterns of a block."""
     n = 4
-    objective = job(world, tmp_path, block=n, length=2 * n)
+    objective = build_objective(world, tmp_path, block=n, length=2 * n)
     one = rows_of(objective, 1)
     tokens = torch.from_numpy(one.tokens[0])
     learnt = torch.from_numpy(one.loss_mask[0])
@@ -134,8 +134,8 @@ def test_the_estimate_is_right_on_average(world: Any, tmp_path: Path) -> None:
     assert estimate == pytest.approx(exact, rel=0.02)
 
 
-def test_noise_does_not_depend_on_how_a_batch_is_split(world: Any, tmp_path: Path) -> None:
-    objective = job(world, tmp_path)
+def test_noise_does_not_depend_on_the_split_into_micro_batches(world: Any, tmp_path: Path) -> None:
+    objective = build_objective(world, tmp_path)
     whole = objective.batch(np.arange(8))
     parts = [objective.batch(np.arange(first, first + 2)) for first in range(0, 8, 2)]
     assert torch.equal(whole["inputs"], torch.cat([part["inputs"] for part in parts]))
@@ -144,8 +144,8 @@ def test_noise_does_not_depend_on_how_a_batch_is_split(world: Any, tmp_path: Pat
     assert torch.equal(whole["weights"][whole["weights"] > 0], torch.cat(asked))
 
 
-def test_the_mark_before_a_document_is_never_hidden(world: Any, tmp_path: Path) -> None:
-    objective = job(world, tmp_path)
+def test_the_beginning_of_sequence_token_is_never_masked(world: Any, tmp_path: Path) -> None:
+    objective = build_objective(world, tmp_path)
     rows = objective.data.training(np.arange(200))
     first = rows.tokens[:, 0] == objective.data.vocabulary.end
     assert first.any()
@@ -154,8 +154,8 @@ def test_the_mark_before_a_document_is_never_hidden(world: Any, tmp_path: Path) 
     assert (batch["inputs"][torch.from_numpy(first), 0] == objective.data.vocabulary.end).all()
 
 
-def test_it_learns_and_resumes_bit_for_bit(world: Any, tmp_path: Path, tensors_of: Any) -> None:
-    """Also where the clip is searched for, which changes what the loader had made ahead."""
+def test_training_resumes_bit_for_bit(world: Any, tmp_path: Path, tensors_of: Any) -> None:
+    """Also with the clip search, which invalidates the batches that the loader has prefetched."""
     options = (
         "objective=block_diffusion",
         "block_diffusion.block_size=8",
@@ -176,7 +176,7 @@ def test_it_learns_and_resumes_bit_for_bit(world: Any, tmp_path: Path, tensors_o
     assert losses[-1] < losses[0] - 0.3
 
 
-def test_a_benchmark_knows_what_to_compare_it_with() -> None:
+def test_the_contenders_of_the_throughput_benchmark() -> None:
     from redline.bench.throughput import contenders
     from redline.recipe.load import load
 
@@ -185,17 +185,17 @@ def test_a_benchmark_knows_what_to_compare_it_with() -> None:
     assert names["pretrain-350m"] == ["redline", "redline-fp8", "plain"]
 
 
-def test_what_fills_no_window_is_not_held_out(world: Any, tmp_path: Path) -> None:
-    """It is never scored, so nobody must wait for its loss."""
-    data = job(world, tmp_path, length=32).data
+def test_a_validation_text_shorter_than_a_window_is_not_held_out(world: Any, tmp_path: Path) -> None:
+    """It is never evaluated, so no stop condition may wait for its loss."""
+    data = build_objective(world, tmp_path, length=32).data
     assert data.facts.val_tokens == len(data.text.held_out) >= 32
     short = replace(data, seq_len=len(data.text.held_out) + 1)
     assert short.held_out == 0
     assert short.facts.val_tokens == 0
 
 
-def test_batches_are_made_anew_for_another_ranks_noise(world: Any, tmp_path: Path) -> None:
-    objective = job(world, tmp_path)
+def test_loading_another_clip_invalidates_prefetched_batches(world: Any, tmp_path: Path) -> None:
+    objective = build_objective(world, tmp_path)
     objective.load_state(objective.state())
     assert not objective.batches_changed()
     objective.load_state({**objective.state(), "clip": [0.45, 0.95]})

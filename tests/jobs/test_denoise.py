@@ -1,4 +1,4 @@
-"""Filling in: what is given stays, each row is its own, and a cache changes nothing."""
+"""Sampling: given tokens stay, rows do not influence each other, and the cache does not change the result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model() -> Decoder:
 
 
 def rows(layout: Layout, count: int, seed: int = 0) -> torch.Tensor:
-    """Some are given here and there."""
+    """Return rows in which random positions are given and the others masked."""
     chance = np.random.default_rng(seed)
     tokens = chance.integers(0, VOCAB.classes - 1, (count, layout.length))
     shown = chance.random(tokens.shape) < 0.2
@@ -44,7 +44,7 @@ def rows(layout: Layout, count: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("how", [SamplerOptions(), SamplerOptions("ancestral", 3), SamplerOptions(temperature=0.0)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_cache_changes_nothing(model: Decoder, layout: Layout, how: SamplerOptions) -> None:
+def test_the_cache_does_not_change_the_samples(model: Decoder, layout: Layout, how: SamplerOptions) -> None:
     start, seeds = rows(layout, 3), [5, 6, 7]
     found = [denoise(model, start, layout, VOCAB, seeds, how, cached=cached) for cached in (True, False)]
     assert torch.equal(found[0].rows, found[1].rows)
@@ -55,7 +55,7 @@ def test_a_cache_changes_nothing(model: Decoder, layout: Layout, how: SamplerOpt
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_eight_rows_are_eight_times_one(model: Decoder, layout: Layout) -> None:
+def test_a_batch_of_rows_equals_single_rows(model: Decoder, layout: Layout) -> None:
     start, seeds = rows(layout, 8), list(range(8))
     how = SamplerOptions(top_p=0.9)
     together = denoise(model, start, layout, VOCAB, seeds, how)
@@ -65,7 +65,7 @@ def test_eight_rows_are_eight_times_one(model: Decoder, layout: Layout) -> None:
     assert together.ended == [one.ended[0] for one in alone]
 
 
-def test_one_position_a_look_or_as_many_as_leave_the_mask(model: Decoder) -> None:
+def test_first_hitting_needs_one_forward_per_position_and_ancestral_fewer(model: Decoder) -> None:
     layout = uniform(24, 8)
     open_ = torch.full((1, 24), VOCAB.mask)
     vocabulary = Vocabulary(VOCAB.mask, VOCAB.classes)
@@ -74,7 +74,7 @@ def test_one_position_a_look_or_as_many_as_leave_the_mask(model: Decoder) -> Non
     assert 3 < denoise(model, open_, layout, vocabulary, [1], SamplerOptions("ancestral", 4)).forwards[0] <= 12
 
 
-def test_after_its_end_a_segment_has_nothing_more(model: Decoder) -> None:
+def test_a_segment_is_filled_with_its_end_token(model: Decoder) -> None:
     start = rows(PLANNED, 1)
     start[0, 6:] = VOCAB.mask
     start[0, 15] = VOCAB.end  # given, in the execution's first block: no end of what is written
@@ -88,7 +88,7 @@ def test_after_its_end_a_segment_has_nothing_more(model: Decoder) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 1000), top_p=st.floats(0.05, 1.0), top_k=st.integers(1, 40))
-def test_only_the_likeliest_are_picked(seed: int, top_p: float, top_k: int) -> None:
+def test_top_k_and_top_p_limit_the_samples(seed: int, top_p: float, top_k: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(50, 20, generator=generator)
     uniform_ = torch.rand(50, generator=generator)
@@ -113,7 +113,7 @@ def test_only_the_likeliest_are_picked(seed: int, top_p: float, top_k: int) -> N
         (None, [0.5, 0.3, 0.15, 0.05]),
     ],
 )
-def test_the_nucleus_of_the_authors_of_block_diffusion(top_p: float | None, expected: list[float]) -> None:
+def test_the_nucleus_is_that_of_the_block_diffusion_authors(top_p: float | None, expected: list[float]) -> None:
     """Cumulative probability at most `top_p`, without the token that crosses it, and renormalised."""
     order = [2, 0, 3, 1]  # the token of each probability
     logits = torch.empty(4)
@@ -124,7 +124,7 @@ def test_the_nucleus_of_the_authors_of_block_diffusion(top_p: float | None, expe
     torch.testing.assert_close(share, torch.tensor(expected), atol=2e-4, rtol=0)
 
 
-def test_picked_as_often_as_likely() -> None:
+def test_samples_have_the_frequencies_of_their_probabilities() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]]).expand(30_000, 3)
     draws = (torch.arange(30_000) + 0.5) / 30_000
     share: Any = torch.bincount(sample_tokens(logits, draws, SamplerOptions()), minlength=3) / 30_000
@@ -132,7 +132,7 @@ def test_picked_as_often_as_likely() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-5])
-def test_next_to_no_temperature_is_the_likeliest(temperature: float) -> None:
+def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     logits = torch.tensor([[0.0, 9.0, 3.0], [-1e4, 2.0, 1e4]])
     chosen = choose(logits, torch.Generator().manual_seed(0), temperature=temperature, top_k=None, top_p=0.9)
     assert chosen.tolist() == [1, 2]

@@ -1,4 +1,4 @@
-"""Latents as bytes: what is sent is as long as it should be, and arrives as it should."""
+"""Latents as bytes: the packed size is the expected one, and unpacking restores the values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALUES = arrays.arrays(
 
 @pytest.mark.parametrize("kind", BITS)
 @given(values=VALUES)
-def test_it_arrives_within_half_a_step(kind: str, values: np.ndarray) -> None:
+def test_quantisation_error_is_at_most_half_a_step(kind: str, values: np.ndarray) -> None:
     sent = pack_latents(values, kind)
     assert len(sent) == latent_bytes(values.size, kind)
     got = unpack_latents(sent, values.shape, kind)
@@ -33,7 +33,7 @@ def test_it_arrives_within_half_a_step(kind: str, values: np.ndarray) -> None:
     assert (np.abs(got - values) <= 0.5 * step + largest / 1000 + 1e-4).all()
 
 
-def test_sizes_are_those_of_the_arithmetic() -> None:
+def test_packed_sizes() -> None:
     values = 32 * 256
     assert latent_bytes(values, "fp16") == 16384
     assert latent_bytes(values, "int8") == 8192 + 512
@@ -41,12 +41,12 @@ def test_sizes_are_those_of_the_arithmetic() -> None:
     assert latent_bytes(5, "int4") == 3 + 2
 
 
-def test_bytes_of_another_length_are_refused() -> None:
+def test_the_wrong_number_of_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match="7 bytes are not 4 values in int8"):
         unpack_latents(b"1234567", (2, 2), "int8")
 
 
-def test_it_is_said_which_is_larger() -> None:
+def test_sizes_are_compared_with_the_text() -> None:
     text = "Question: who?\nContext: the king.\n" * 9
     sizes = text_bytes(text)
     assert sizes["utf8"] == len(text.encode())

@@ -1,4 +1,4 @@
-"""A latent prefix: one pass is all the passes, nothing leaks, and only what may learn does."""
+"""The latent_prefix objective: its loss terms, the teacher cache, no leaks, and gradients where they belong."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def two(world: Any, tiny_base: Path, second_base: Path, rows: Path, tmp_path: Pa
 
 
 def total(objective: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What a step would backpropagate."""
+    """Return the loss that a step would backpropagate."""
     weights = objective.weights(batch)
     terms = objective.loss(batch).values()
     return torch.stack([term.coefficient * term.sum / weights[term.weight] for term in terms]).sum()
 
 
-def loud(objective: Any) -> None:
-    """An untrained adapter hardly moves a model: make what it says matter."""
+def perturb(objective: Any) -> None:
+    """Perturb the trained parameters: the prefix of an untrained adapter hardly changes a model's predictions."""
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in objective.model.parameters():
@@ -56,10 +56,10 @@ def loud(objective: Any) -> None:
 # --- the terms
 
 
-def test_one_pass_gives_the_terms_of_separate_forwards(two: Latents) -> None:
-    """Each answer token by a forward of its own, of one example, and a teacher that reads the text anew each time."""
+def test_one_pass_gives_the_terms_of_separate_forward_passes(two: Latents) -> None:
+    """The reference uses a forward pass per answer token and example, and a teacher that reads the text each time."""
     objective = two.objective()
-    loud(objective)
+    perturb(objective)
     samples = np.arange(8)
     batch = objective.batch(samples)
     options, found = objective.options, objective.loss(batch)
@@ -99,7 +99,7 @@ def test_a_prefix_is_read_as_transformers_reads_embeddings(one: Latents) -> None
     from transformers import AutoModelForCausalLM
 
     objective = one.objective(teach=False)
-    loud(objective)
+    perturb(objective)
     theirs = AutoModelForCausalLM.from_pretrained(one.bases[0], dtype=torch.float32).eval()
     llm, batch = objective.frozen["0"], objective.batch(np.arange(3))
     targets = batch["targets.0"]
@@ -114,14 +114,14 @@ def test_a_prefix_is_read_as_transformers_reads_embeddings(one: Latents) -> None
     torch.testing.assert_close(ours[there], logits[there], rtol=1e-4, atol=1e-4)
 
 
-def test_the_weights_are_those_of_the_options(one: Latents) -> None:
-    """Every weight changes the loss by what it says; the defaults are the specification's."""
+def test_each_weight_scales_its_term(one: Latents) -> None:
+    """Changing a weight changes the loss by its term; the defaults are those of the specification."""
     objective = one.objective()
     options = type(objective.options)()
     assert (options.first_weight, options.k_weight, options.kd_weight, options.scale_weight) == (0.5, 0.5, 1.0, 0.05)
     assert (options.first_tokens, options.tau, options.first_clamp, options.bytes) == (4, 2.0, 8.0, 2048)
     batch = objective.batch(np.arange(4))
-    loud(objective)
+    perturb(objective)
     found = objective.loss(batch)
     weights = objective.weights(batch)
     for term in ("first", "k", "kd", "match", "words", "scale"):
@@ -133,7 +133,7 @@ def test_the_weights_are_those_of_the_options(one: Latents) -> None:
         assert moved == pytest.approx(change.item(), rel=1e-3, abs=1e-5)
 
 
-def test_what_helps_at_first_fades(one: Latents) -> None:
+def test_auxiliary_terms_fade(one: Latents) -> None:
     objective = one.objective("latent_prefix.fade_steps=4", "train.steps=6")
     shares = []
     for step in (0, 1, 5):
@@ -148,7 +148,7 @@ def test_what_helps_at_first_fades(one: Latents) -> None:
 # --- the teacher
 
 
-def test_the_cached_teacher_is_the_live_one(one: Latents) -> None:
+def test_cached_states_equal_a_forward_pass_of_the_teacher(one: Latents) -> None:
     objective = one.objective()
     llm, pairs = objective.frozen["0"], objective.data.pairs
     rows = np.arange(len(pairs.train))
@@ -162,8 +162,8 @@ def test_the_cached_teacher_is_the_live_one(one: Latents) -> None:
         assert not cached[row, len(answer) :].any()
 
 
-def test_a_text_is_read_once(one: Latents, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second run finds all of it on disk, and a short one reads only what it will see."""
+def test_the_teacher_reads_each_text_once(one: Latents, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second run uses the cache, and a short run lets the teacher read only the rows that it will see."""
     from redline.jobs.latent_prefix.frozen import FrozenModel
 
     read: list[int] = []
@@ -187,9 +187,9 @@ def test_a_text_is_read_once(one: Latents, monkeypatch: pytest.MonkeyPatch) -> N
 # --- what the latents depend on
 
 
-def test_the_text_matters_and_padding_does_not(two: Latents) -> None:
+def test_latents_depend_on_the_text_and_not_on_padding_or_batch(two: Latents) -> None:
     objective = two.objective("latent_prefix.patch=4", "latent_prefix.private_slots=2", teach=False)
-    loud(objective)
+    perturb(objective)
     latents = objective.model.latents
     bytes_ = objective.batch(np.arange(3))["bytes"]
     before = latents(bytes_)
@@ -208,10 +208,10 @@ def test_the_text_matters_and_padding_does_not(two: Latents) -> None:
     assert not torch.allclose(before["0"][:, 4:], before["1"][:, 4:]), "private"
 
 
-def test_no_answer_reaches_the_prefix(one: Latents) -> None:
-    """Neither what it says nor how long it is: the first token's loss is the same for any answer that begins so."""
+def test_the_answer_does_not_leak_into_the_prefix(one: Latents) -> None:
+    """Neither its tokens nor its length: the first token's state is the same for all answers that begin with it."""
     objective = one.objective(teach=False)
-    loud(objective)
+    perturb(objective)
     batch = objective.batch(np.arange(4))
     llm, z = objective.frozen["0"], objective.model.latents(batch["bytes"])["0"]
     prefix = objective.model.prefix("0", z)
@@ -220,7 +220,7 @@ def test_no_answer_reaches_the_prefix(one: Latents) -> None:
     torch.testing.assert_close(llm.states(prefix, short)[:, 0], llm.states(prefix, long)[:, 0])
 
 
-def test_answers_end(one: Latents) -> None:
+def test_answers_end_with_the_end_of_text_token(one: Latents) -> None:
     objective = one.objective(teach=False)
     reader, train = objective.data.tokenizers["0"], objective.data.pairs.train
     batch = objective.batch(np.arange(8))
@@ -236,9 +236,9 @@ def test_answers_end(one: Latents) -> None:
 
 
 @pytest.mark.parametrize("quant", ["none", "nf4"])
-def test_gradients_reach_all_that_learns_and_nothing_else(two: Latents, quant: str) -> None:
+def test_gradients_reach_all_trained_parameters_and_no_frozen_ones(two: Latents, quant: str) -> None:
     objective = two.objective(f"model.quant={quant}", "latent_prefix.private_slots=1")
-    loud(objective)
+    perturb(objective)
     frozen = {
         (name, key): tensor.clone()
         for name, llm in objective.frozen.items()
@@ -256,14 +256,14 @@ def test_gradients_reach_all_that_learns_and_nothing_else(two: Latents, quant: s
         assert torch.equal(tensor, objective.frozen[name].decoder.state_dict()[key])
 
 
-def test_a_model_learns_the_same_with_and_without_the_other(two: Latents, one: Latents) -> None:
-    """At given weights, before averaging."""
+def test_a_model_is_trained_the_same_with_and_without_the_other(two: Latents, one: Latents) -> None:
+    """At equal weights, before the terms are averaged over the models."""
     both = two.objective("latent_prefix.private_slots=2")
     alone = one.objective("latent_prefix.private_slots=2")
     state = both.model.state_dict()
     mine = {name: state[name] for name in alone.model.state_dict()}
     assert all(torch.equal(mine[name], tensor) for name, tensor in alone.model.state_dict().items()), "as they begin"
-    loud(both)
+    perturb(both)
     alone.model.load_state_dict({name: both.model.state_dict()[name] for name in mine})
     batch = both.batch(np.arange(8))
     found, expected = both.loss(batch), alone.loss(alone.batch(np.arange(8)))

@@ -1,4 +1,4 @@
-"""Noise is spread evenly over a step, the same however the step is cut, and hides as much as it says."""
+"""Mask probabilities are stratified over a step, do not depend on its split, and give the expected share of masks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def samples_of(step: int, batch: int) -> np.ndarray:
 
 
 @given(seeds, steps, batches, blocks)
-def test_one_level_in_each_stratum(seed: int, step: int, batch: int, count: int) -> None:
+def test_each_stratum_has_one_mask_probability(seed: int, step: int, batch: int, count: int) -> None:
     u = mask_probabilities(seed, samples_of(step, batch), batch, count, WHOLE)
     assert u.shape == (batch, count)
     assert u.dtype == np.float64
@@ -32,7 +32,9 @@ def test_one_level_in_each_stratum(seed: int, step: int, batch: int, count: int)
 
 
 @given(seeds, steps, batches, blocks, st.data())
-def test_any_split_of_a_step_gives_the_same(seed: int, step: int, batch: int, count: int, data: st.DataObject) -> None:
+def test_noise_does_not_depend_on_the_split_of_a_step(
+    seed: int, step: int, batch: int, count: int, data: st.DataObject
+) -> None:
     layout = Layout((Segment("question", 3, 3, given=True), Segment("solution", 4 * count, 4)))
     samples = samples_of(step, batch)
     whole = mask_probabilities(seed, samples, batch, count, Clip(0.1, 0.9))
@@ -52,15 +54,15 @@ def test_samples_of_several_steps_at_once() -> None:
         )
 
 
-def test_steps_and_seeds_have_orders_and_offsets_of_their_own() -> None:
+def test_steps_and_seeds_have_different_orders_and_offsets() -> None:
     found = [mask_probabilities(seed, samples_of(step, 16), 16, 4, WHOLE) for seed in range(2) for step in range(20)]
     orders = {tuple(np.argsort(u.ravel()).tolist()) for u in found}
     offsets = {round(float(u.min()), 12) for u in found}
     assert len(orders) == len(offsets) == 40
 
 
-def test_each_place_meets_all_levels_alike() -> None:
-    """Over many steps, the level of one block of one sample is uniform: Kolmogorov's distance at the 0.1 % level."""
+def test_each_block_sees_all_noise_levels_equally() -> None:
+    """Over many steps, the p of one block of one sample is uniform (Kolmogorov–Smirnov test at the 0.1 % level)."""
     batch, count, many = 4, 3, 4000
     u = mask_probabilities(1, np.arange(batch * many), batch, count, WHOLE).reshape(many, batch * count)
     for place in (0, 5, 11):
@@ -69,7 +71,7 @@ def test_each_place_meets_all_levels_alike() -> None:
     assert np.abs(np.corrcoef(u[1:, 0], u[:-1, 0])[0, 1]) < 0.06
 
 
-def test_the_clip_is_kept() -> None:
+def test_mask_probabilities_stay_within_the_clip() -> None:
     p = mask_probabilities(3, np.arange(512), 512, 8, Clip(0.3, 0.8))
     assert p.min() > 0.3
     assert p.max() < 0.8
@@ -81,7 +83,7 @@ def test_the_clip_is_kept() -> None:
 
 
 def test_stratified_means_vary_less_than_independent_ones() -> None:
-    """What a step estimates is a mean over noise levels; here of a loss that falls with p."""
+    """A step estimates a mean over noise levels, here of a loss that falls with p."""
     many, batch, count = 500, 8, 4
 
     def loss(p: np.ndarray) -> np.ndarray:
@@ -96,18 +98,18 @@ def test_stratified_means_vary_less_than_independent_ones() -> None:
 
 
 @given(seeds, st.lists(st.floats(0, 1), min_size=4, max_size=4))
-def test_as_many_are_hidden_as_p_says(seed: int, p: list[float]) -> None:
+def test_the_share_of_masked_positions_is_p(seed: int, p: list[float]) -> None:
     many = 2000
     masked = masked_positions(seed, np.arange(many), RECORDS, np.tile(p, (many, 1)))
     assert masked.shape == (many, RECORDS.length)
     assert masked.dtype == bool
-    assert not masked[:, :6].any(), "what is given is never hidden"
+    assert not masked[:, :6].any(), "given segments are never masked"
     for one, (begin, end) in zip(p, ((6, 14), (14, 18), (18, 22), (22, 26)), strict=True):
         draws = many * (end - begin)
         assert abs(masked[:, begin:end].mean() - one) <= 5 * np.sqrt(one * (1 - one) / draws) + 1 / draws
 
 
-def test_positions_and_samples_are_hidden_independently() -> None:
+def test_positions_and_samples_are_masked_independently() -> None:
     many = 20_000
     masked = masked_positions(9, np.arange(many), uniform(8, 8), np.full((many, 1), 0.5)).astype(float)
     assert np.abs(np.corrcoef(masked.T) - np.eye(8)).max() < 0.04
@@ -115,7 +117,7 @@ def test_positions_and_samples_are_hidden_independently() -> None:
     assert not np.array_equal(masked, masked_positions(10, np.arange(many), uniform(8, 8), np.full((many, 1), 0.5)))
 
 
-def test_all_and_nothing() -> None:
+def test_p_of_one_masks_all_and_p_of_zero_none() -> None:
     samples = np.arange(50)
     assert masked_positions(0, samples, uniform(8, 4), np.ones((50, 2))).all()
     assert not masked_positions(0, samples, uniform(8, 4), np.zeros((50, 2))).any()
@@ -126,7 +128,7 @@ def test_all_and_nothing() -> None:
     assert masked[:, 1:].all()
 
 
-def test_levels_belong_to_the_noised_blocks_in_order() -> None:
+def test_mask_probabilities_belong_to_the_noised_blocks_in_order() -> None:
     assert noised_blocks(RECORDS) == 4
     p = expand_to_positions(np.array([[0.1, 0.2, 0.3, 0.4]]), RECORDS)
     assert p.tolist() == [[0.0] * 6 + [0.1] * 8 + [0.2] * 4 + [0.3] * 4 + [0.4] * 4]

@@ -1,4 +1,4 @@
-"""Texts with answers: every layout they come in, what is refused, and a split that keeps articles apart."""
+"""Pairs of text and answers: the layouts that are read, the rows that are refused, and a split by article."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def squad(path: Path, answers: list | None = None) -> str:
     return str(path)
 
 
-def test_squads_own_layout(tmp_path: Path) -> None:
+def test_squad_layout(tmp_path: Path) -> None:
     (pair,), report = read_pairs(squad(tmp_path / "squad.json"))
     assert pair == Pair("Question: Who?\nContext: Ann was here.\n", "Question: Who?\n", ("Ann", "she"), "T")
     assert (report.rows, report.bad) == (1, 0)
@@ -72,7 +72,7 @@ def test_rows_of_every_kind(tmp_path: Path) -> None:
         ({"source": "a", "answer": "1\n####"}, "nothing after the ####"),
     ],
 )
-def test_a_row_without_what_it_needs_is_counted_and_most_are_refused(tmp_path: Path, row: dict, reason: str) -> None:
+def test_unusable_rows_are_counted_and_a_majority_is_refused(tmp_path: Path, row: dict, reason: str) -> None:
     good = {"source": "a", "answer": "b"}
     found, report = read_pairs(lines(tmp_path / "some.jsonl", good, good, good, row))
     assert (len(found), report.bad) == (3, 1)
@@ -81,7 +81,7 @@ def test_a_row_without_what_it_needs_is_counted_and_most_are_refused(tmp_path: P
         read_pairs(lines(tmp_path / "most.jsonl", good, row, row, row))
 
 
-def test_no_answer_in_squad_is_said(tmp_path: Path) -> None:
+def test_squad_without_answers_or_with_another_layout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no answer"):
         read_pairs(squad(tmp_path / "squad.json", []))
     (tmp_path / "broken.json").write_text('{"data": 3}')
@@ -102,7 +102,7 @@ def one_source(pairs: list[Pair], seed: int, fraction: float) -> tuple[list[Pair
 
 
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=80), st.integers(0, 99), st.floats(0.05, 0.6))
-def test_articles_are_held_out_as_wholes(groups: list[int], seed: int, fraction: float) -> None:
+def test_articles_are_held_out_as_a_whole(groups: list[int], seed: int, fraction: float) -> None:
     pairs = [Pair(f"text {n}", "", ("a",), f"article {group}") for n, group in enumerate(groups)]
     if len(set(groups)) < 2:
         with pytest.raises(UserError, match="none can be held out"):
@@ -114,7 +114,7 @@ def test_articles_are_held_out_as_wholes(groups: list[int], seed: int, fraction:
     assert {pair.group for pair in train}.isdisjoint(pair.group for pair in val)
     assert len(train) + len(val) == len(pairs)
     backwards = one_source(pairs[::-1], seed, fraction)[1]
-    assert {pair.text for pair in backwards} == {pair.text for pair in val}, "no order matters"
+    assert {pair.text for pair in backwards} == {pair.text for pair in val}, "the split does not depend on the order"
 
 
 def test_a_text_in_two_articles_is_not_trained_on_if_it_is_held_out() -> None:
@@ -136,7 +136,7 @@ def test_a_text_in_two_sources_is_not_trained_on_if_one_of_them_holds_it_out() -
 
 
 @given(st.text(max_size=60), st.integers(1, 40))
-def test_a_cut_leaves_whole_characters(text: str, most: int) -> None:
+def test_truncation_keeps_whole_characters(text: str, most: int) -> None:
     kept = cut_bytes(text, most)
     raw = text.encode("utf-8", "replace")
     assert len(kept) <= most
@@ -154,7 +154,7 @@ def test_real_articles() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=30))
-def test_a_stranger_is_about_something_else(made: list[tuple[int, int]]) -> None:
+def test_unrelated_pairs_are_of_another_group(made: list[tuple[int, int]]) -> None:
     pairs = [Pair(f"text {text}", "", ("a",), f"group {group}") for group, text in made]
     found = unrelated_pairs(pairs)
     groups, texts = {pair.group for pair in pairs}, {pair.text for pair in pairs}

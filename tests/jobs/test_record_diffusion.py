@@ -1,4 +1,4 @@
-"""Diffusion on records, end to end: questions are given, plans and answers are filled in and marked."""
+"""Diffusion on records, end to end: questions are given, plans and answers are denoised and graded."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def objective(request: Any, world: Any, tmp_path: Path) -> Any:
         return world.trainer(run, *RECORDS, *request.param).objective
 
 
-def test_what_is_asked_is_never_hidden(objective: Any) -> None:
+def test_the_question_is_never_masked(objective: Any) -> None:
     given = objective._question_length
     rows = objective.data.training(np.arange(40))
     batch = objective.batch(np.arange(4))
-    clean = len(objective.layout.noisy)  # the question stands in the clean copy alone
+    clean = len(objective.layout.noisy)  # the question is in the clean copy only
     assert torch.equal(batch["inputs"][:, clean : clean + given], torch.from_numpy(rows.tokens[:4, :given]))
     assert (batch["inputs"][:, :clean] == objective.data.vocabulary.mask).any()
     assert not rows.loss_mask[:, :given].any()
 
 
-def test_no_length_can_be_seen(objective: Any) -> None:
-    """Padding is hidden as often as anything else is."""
+def test_padding_is_masked_so_lengths_do_not_leak(objective: Any) -> None:
+    """Padding is masked like any other token."""
     rows = objective.data.training(np.arange(40))
     shape = (40, len(objective.layout.noisy))
     worst = objective._assemble(rows, np.ones(shape, dtype=bool), np.ones(shape, dtype=np.float32))
@@ -54,7 +54,7 @@ def test_no_length_can_be_seen(objective: Any) -> None:
     assert (noisy == objective.data.vocabulary.mask).all()
 
 
-def test_an_answer_follows_from_its_question(objective: Any) -> None:
+def test_held_out_questions_are_answered_and_graded(objective: Any) -> None:
     objective.select_questions(5)
     asked = objective.questions()
     assert len(asked) == 5
@@ -73,7 +73,7 @@ def test_an_answer_follows_from_its_question(objective: Any) -> None:
     assert result["answers_per_s"] > 0
 
 
-def test_samples_differ_by_seed_and_not_without(objective: Any) -> None:
+def test_samples_depend_on_the_seed_only(objective: Any) -> None:
     question = "Ann has 3 pens. How many pens has Ann?"
     first, again = (objective.sample(question, Sampling(count=2, seed=4)) for _ in range(2))
     assert first == again
@@ -81,7 +81,7 @@ def test_samples_differ_by_seed_and_not_without(objective: Any) -> None:
     assert objective.sample("", Sampling()) == []
 
 
-def test_a_question_that_is_cut_is_told_of(objective: Any) -> None:
+def test_a_truncated_question_is_reported(objective: Any) -> None:
     told: list[str] = []
     objective.log = told.append
     objective.sample("a" * 160, Sampling())
@@ -93,7 +93,7 @@ def test_a_question_that_is_cut_is_told_of(objective: Any) -> None:
 
 
 @pytest.mark.parametrize("job", [HDP, BD3], ids=["hdp", "bd3lm"])
-def test_it_learns_and_resumes_bit_for_bit(world: Any, tmp_path: Path, tensors_of: Any, job: Any) -> None:
+def test_training_resumes_bit_for_bit(world: Any, tmp_path: Path, tensors_of: Any, job: Any) -> None:
     options = (*RECORDS, *job, "train.steps=8", "train.lr=5e-3", "eval.every=8")
     trainer = world.run(tmp_path / "whole", *options)
     world.run(tmp_path / "parts", *options, stop_at=3)
@@ -104,7 +104,7 @@ def test_it_learns_and_resumes_bit_for_bit(world: Any, tmp_path: Path, tensors_o
     assert losses[-1] < losses[0]
 
 
-def test_a_run_may_write_in_another_way(world: Any, tmp_path: Path) -> None:
+def test_the_sampler_can_be_changed_after_training(world: Any, tmp_path: Path) -> None:
     run = str(tmp_path / "other")
     words = [*world.tiny, *RECORDS, *HDP, "train.steps=2"]
     assert CliRunner().invoke(app, ["train", "quickstart", *words, "--run", run]).exit_code == 0
@@ -126,7 +126,7 @@ def test_a_run_may_write_in_another_way(world: Any, tmp_path: Path) -> None:
             open_run(Path(run), device="cpu", settings=(wrong,))
 
 
-def test_a_preview_shows_what_is_learnt(world: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_preview_shows_the_loss_mask(world: Any, capsys: pytest.CaptureFixture[str]) -> None:
     from redline.cli.preview import preview_recipe
 
     preview_recipe(world.recipe(*RECORDS, *HDP), 2)
@@ -141,15 +141,15 @@ def test_a_preview_shows_what_is_learnt(world: Any, capsys: pytest.CaptureFixtur
     assert said.count("[[") == 2
 
 
-def test_padding_is_paid_for_and_not_counted(objective: Any) -> None:
-    """A sampler must write the padding that ends a segment; the loss is still per token of content."""
+def test_padding_is_in_the_numerator_and_not_in_the_denominator(objective: Any) -> None:
+    """A sampler has to generate the padding that ends a segment; the loss is still per content token."""
     rows, batch = objective.data.training(np.arange(4)), objective.batch(np.arange(4))
     padding = rows.loss_mask & (rows.tokens == objective.data.tokenizer.pad)
     learnt, content = int(rows.loss_mask.sum()), int(rows.loss_mask.sum() - padding.sum())
     assert 0 < content < learnt
     weights = objective.weights(batch)
     assert (weights["tokens"], weights["content"], weights["learnt"]) == (content, content, learnt)
-    assert (batch["targets"] == objective.data.tokenizer.pad).any(), "padding stays in the sum"
+    assert (batch["targets"] == objective.data.tokenizer.pad).any(), "padding stays in the numerator"
     loss = objective.loss(batch)["bound"].sum / content
     (padded,) = (objective.figures(loss, weights)[name] for name in ("loss_padded",))
     assert float(padded) == pytest.approx(float(loss) * content / learnt)
@@ -159,7 +159,7 @@ def test_padding_is_paid_for_and_not_counted(objective: Any) -> None:
     assert found["loss"] / found["loss_padded"] == pytest.approx(held_out.loss_mask.sum() / held_out.content.sum())
 
 
-def test_a_run_of_an_older_lock_keeps_its_loss(world: Any, tmp_path: Path) -> None:
+def test_a_run_with_an_older_lock_keeps_its_divisor(world: Any, tmp_path: Path) -> None:
     recipe = world.recipe(*RECORDS, *HDP)
     lock = {"recipe": recipe.model_dump(mode="json"), "recipe_name": "problems-hdp", "run_id": "x"}
     assert locked_recipe(tmp_path, lock).recipe.hierarchical_diffusion.loss_per == "content"
@@ -172,7 +172,7 @@ def test_a_run_of_an_older_lock_keeps_its_loss(world: Any, tmp_path: Path) -> No
     weights = objective.weights(objective.batch(np.arange(4)))
     assert weights["tokens"] == weights["learnt"] > weights["content"]
     found = objective.evaluate(4)
-    assert found["loss_content"] > found["loss"], "the figure of newer runs stands beside it"
+    assert found["loss_content"] > found["loss"], "the loss per content token is reported beside it"
 
 
 def test_both_losses_are_logged(world: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rows → records: nothing that cannot be answered, and no question on both sides of the split."""
+"""Rows → records: unusable rows are counted, and no question is in both splits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_main_rows_of_gsm8k_have_no_plan() -> None:
     assert parse_record(MAIN) == Record(CLIPS, "", STEPS, "72")
 
 
-def test_socratic_rows_have_one() -> None:
+def test_the_socratic_rows_of_gsm8k_have_a_plan() -> None:
     assert parse_record(SOCRATIC) == Record(CLIPS, "How many in May?\nHow many altogether?", STEPS, "72")
 
 
@@ -51,8 +51,8 @@ def test_rows_that_name_their_parts() -> None:
     assert parse_record(PARTS | {"execution": "  2 + 3 = <<2+3=5>>5 \n\n so "}).execution == "2 + 3 = 5\nso"
 
 
-def test_stars_that_part_nothing() -> None:
-    """A power is no sub-question: only where all lines have the separator is it one."""
+def test_a_power_is_not_a_sub_question() -> None:
+    """` ** ` separates sub-questions from steps only if every line has it."""
     found = parse_record({"question": "q", "answer": "2 ** 3 = 8\nIt is 8.\n#### 8"})
     assert (found.plan, found.execution) == ("", "2 ** 3 = 8\nIt is 8.")
 
@@ -69,7 +69,7 @@ def test_stars_that_part_nothing() -> None:
         ("0.50", "0.50"),
     ],
 )
-def test_numbers_behind_the_mark(written: str, number: str) -> None:
+def test_final_numbers(written: str, number: str) -> None:
     assert parse_record({"question": "q", "answer": f"a\n#### {written}"}).answer == number
 
 
@@ -106,7 +106,7 @@ def test_bad_rows_are_counted_with_reason_and_place(tmp_path: Path) -> None:
     assert "rows.jsonl:2" in report.line()
 
 
-def test_nothing_left_is_an_error_with_a_fix(tmp_path: Path) -> None:
+def test_a_source_without_usable_rows_is_an_error(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", [{"question": "q", "answer": "It is 5."}] * 3)
     with pytest.raises(UserError, match=r"3 of 3 rows cannot be used; the first is rows\.jsonl:1: .*`#### N`"):
         read_records(source)
@@ -153,7 +153,7 @@ questions = st.lists(st.text("abc", min_size=1, max_size=2), min_size=2, max_siz
 
 
 @given(questions, questions, st.integers(0, 99), st.floats(0.01, 0.99), st.booleans())
-def test_no_question_is_on_both_sides(one: list[str], two: list[str], seed: int, fraction: float, dedup: bool) -> None:
+def test_no_question_is_in_both_splits(one: list[str], two: list[str], seed: int, fraction: float, dedup: bool) -> None:
     parts = {
         name: [Record(text, "", f"{name} {number}", "1") for number, text in enumerate(some)]
         for name, some in (("one", one), ("two", two))
@@ -174,7 +174,7 @@ def test_no_question_is_on_both_sides(one: list[str], two: list[str], seed: int,
     assert {r.question for part in split_records(backwards, seed, fraction, dedup=dedup).val for r in part} == set(val)
 
 
-def test_the_split_is_as_large_as_asked_for() -> None:
+def test_the_size_of_the_split() -> None:
     records = [Record(f"question {number}", "", "e", "1") for number in range(2000)]
     sizes = [len(split_records({"a": records}, seed, 0.1, dedup=False).val[0]) for seed in range(5)]
     assert all(150 < size < 250 for size in sizes)

@@ -1,4 +1,4 @@
-"""Records → rows: every token in its place, learnt where a sampler must write it, and nothing lost unsaid."""
+"""Records → rows: tokens and loss masks of the segments, and reports of what is truncated and dropped."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def baseline(question: int = 8, solution: int = 16, block: int = 4) -> Layout:
     return Layout((Segment("question", question, question, given=True), Segment("solution", solution, block)))
 
 
-def laid_out(layout: Layout, *records: Record) -> tuple[RecordSplit, RecordEncoder]:
+def encode(layout: Layout, *records: Record) -> tuple[RecordSplit, RecordEncoder]:
     rows = RecordEncoder(layout, BYTES)
     return RecordSplit(*rows.encode(records), layout), rows
 
 
 def row(layout: Layout, record: Record) -> tuple[list[int], list[int]]:
-    """Its tokens, and the positions that are learnt."""
-    split, _ = laid_out(layout, record)
+    """Return its tokens, and the positions of the loss mask."""
+    split, _ = encode(layout, record)
     found = split.rows(np.array([0]))
     return found["tokens"][0].tolist(), np.flatnonzero(found["loss_mask"][0]).tolist()
 
@@ -100,9 +100,9 @@ def test_a_record_in_two_segments_has_no_plan() -> None:
         Record, st.text("qr", max_size=30), st.text("st", max_size=20), st.text("12", max_size=40), st.just("77")
     ),
 )
-def test_what_is_learnt(layout: Layout, record: Record) -> None:
-    """Content and the first padding always, whole blocks always, blocks of nothing but later padding never."""
-    split, rows = laid_out(layout, record)
+def test_the_loss_mask(layout: Layout, record: Record) -> None:
+    """It covers content, the first padding token and the rest of its block; later blocks of padding it does not."""
+    split, rows = encode(layout, record)
     found = split.rows(np.array([0]))
     for segment, begin in zip(layout.segments, layout.starts, strict=True):
         tokens = found["tokens"][0, begin : begin + segment.length]
@@ -129,14 +129,14 @@ def test_what_is_learnt(layout: Layout, record: Record) -> None:
         assert written == f"{record.question}{plan}<|execution|>{record.execution}<|answer|>77"
 
 
-def test_a_full_segment_leaves_room_for_its_end() -> None:
+def test_a_full_segment_keeps_one_padding_token() -> None:
     tokens, learnt = row(hdp(question=4), Record("2+3?", "1234567", "2+3=5", "5"))
     assert tokens[:12] == [*codes("2+3?"), PLAN, *codes("123456"), PAD], "a question that is given may be full"
     assert set(range(4, 12)) <= set(learnt)
 
 
-def test_steps_are_cut_and_the_answer_stays() -> None:
-    split, rows = laid_out(hdp(), Record("q", "p", "1234567890123456", "55"))
+def test_steps_are_truncated_and_the_answer_is_not() -> None:
+    split, rows = encode(hdp(), Record("q", "p", "1234567890123456", "55"))
     end = split.rows(np.array([0]))["tokens"][0, 16:].tolist()
     assert end == [EXECUTION, *codes("12345678901"), ANSWER, *codes("55"), PAD]
     assert [(one.name, one.truncated) for one in rows.reports()] == [("question", 0), ("plan", 0), ("execution", 1)]
@@ -144,7 +144,7 @@ def test_steps_are_cut_and_the_answer_stays() -> None:
 
 def test_a_record_whose_answer_does_not_fit_is_dropped() -> None:
     fits, too_long = Record("a", "p", "12", "1" * 13), Record("b", "p", "12", "1" * 14)
-    split, rows = laid_out(hdp(), fits, too_long, replace(fits, question="c"))
+    split, rows = encode(hdp(), fits, too_long, replace(fits, question="c"))
     assert [record.question for record in split.records] == ["a", "c"]
     assert (len(split), rows.dropped) == (2, 1)
     assert (
@@ -152,16 +152,16 @@ def test_a_record_whose_answer_does_not_fit_is_dropped() -> None:
     )
 
 
-def test_lengths_are_told() -> None:
+def test_lengths_are_reported() -> None:
     records = [Record("q" * n, "", "1", "2") for n in range(1, 101)]
-    _, rows = laid_out(hdp(question=90), *records)
+    _, rows = encode(hdp(question=90), *records)
     question, plan, execution = rows.reports()
     assert (question.median, question.most, question.longest, question.truncated) == (51, 96, 100, 10)
     assert (plan.median, plan.longest, execution.longest) == (1, 1, 4)
     assert rows.without_plan == 100
 
 
-def test_all_of_a_source(tmp_path: Path) -> None:
+def test_loading_a_source(tmp_path: Path) -> None:
     data = load(write(tmp_path / "rows.jsonl", 100))
     assert data.val is not None
     assert len(data.train) + len(data.val) == 100
@@ -188,7 +188,7 @@ def test_all_of_a_source(tmp_path: Path) -> None:
     assert len(everything.train) == 100
 
 
-def test_epochs_are_shuffled_by_seed_and_sample_alone(tmp_path: Path) -> None:
+def test_the_order_depends_on_seed_and_sample_number_only(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", 50)
     data, again, other = load(source), load(source), load(source, seed=2)
     count = len(data.index)
@@ -202,7 +202,7 @@ def test_epochs_are_shuffled_by_seed_and_sample_alone(tmp_path: Path) -> None:
         assert changed.facts.fingerprint != data.facts.fingerprint
 
 
-def test_weights_and_doubles_of_several_sources(tmp_path: Path) -> None:
+def test_weights_and_duplicates_of_several_sources(tmp_path: Path) -> None:
     one, two = write(tmp_path / "one.jsonl", 40, "a"), write(tmp_path / "two.jsonl", 20, "b")
     data = load([{"source": one, "repeat": 0.5}, {"source": two, "repeat": 2.0}], val_fraction=0.0)
     first = data.index.sequences(np.arange(len(data.index)))
@@ -221,7 +221,7 @@ def test_weights_and_doubles_of_several_sources(tmp_path: Path) -> None:
         load([copy, one], val_fraction=0.0, dedup=True)
 
 
-def test_a_question_alone_is_laid_out_as_in_its_row(tmp_path: Path) -> None:
+def test_a_prompt_is_encoded_like_the_question_of_a_row(tmp_path: Path) -> None:
     data = load(write(tmp_path / "rows.jsonl", 30))
     assert data.val is not None
     rows = data.val.rows(np.arange(3))["tokens"]
@@ -231,8 +231,8 @@ def test_a_question_alone_is_laid_out_as_in_its_row(tmp_path: Path) -> None:
     assert question_row("123456789", hdp(), BYTES) == codes("12345678")
 
 
-def test_a_trained_tokenizer_never_sees_what_is_held_out(tmp_path: Path) -> None:
-    """And a run finds it again in its folder."""
+def test_a_tokenizer_is_trained_without_the_validation_records(tmp_path: Path) -> None:
+    """The run can load it again from its folder."""
     source = tmp_path / "rows.jsonl"
     rows = [
         {"question": f"How many {'ab' * (n % 7)} {n}?", "execution": f"{n} + 1", "answer": n + 1} for n in range(80)
@@ -264,12 +264,12 @@ def _trained_on(texts: list[str]) -> Tokenizer:
         (baseline(solution=2, block=2), r"data\.seq_len .*at least 4"),
     ],
 )
-def test_segments_without_room(layout: Layout, key: str) -> None:
+def test_segments_that_are_too_short_are_refused(layout: Layout, key: str) -> None:
     with pytest.raises(UserError, match=key):
         load("problems:easy:10", layout)
 
 
-def test_answers_that_never_fit(tmp_path: Path) -> None:
+def test_a_source_whose_answers_do_not_fit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "q", "execution": "e", "answer": "12345678"}\n' * 3)
     with pytest.raises(UserError, match=r"rows\.jsonl: no record's answer fits into the 8 .*\.execution by at least 3"):
@@ -281,7 +281,7 @@ def test_answers_that_never_fit(tmp_path: Path) -> None:
         load(str(path), Layout((Segment("text", 8, 4),)))
 
 
-def test_word_problems_fit_as_they_are() -> None:
+def test_word_problems_fit_and_decode_to_their_record() -> None:
     data = load("problems:easy:400", hdp(96, 64, 64, 16), tokenizer="train:512")
     assert [one.truncated for one in data.report.segments] == [0, 0, 0]
     assert data.report.dropped == data.report.without_plan == 0

@@ -1,4 +1,4 @@
-"""Special tokens stand behind a tokenizer's own, and no text becomes one of them."""
+"""Special tokens have the ids after the tokenizer's own, and no text encodes to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from redline.jobs.diffusion.data import MASK, SPECIALS, SpecialTokenizer, load_r
 from redline.recipe.resolve import DataFacts
 
 
-def test_ids_in_order_with_the_mask_last(trained: Tokenizer) -> None:
+def test_special_ids_are_in_order_with_the_mask_last(trained: Tokenizer) -> None:
     for base in (trained, ByteTokenizer()):
         tokenizer = SpecialTokenizer(base)
         first = base.vocab_size
@@ -47,10 +47,10 @@ def test_decoding_writes_special_tokens_by_name(trained: Tokenizer) -> None:
     written = "<|execution|>2 + 3 = 5<|answer|>5<|pad|>"
     assert tokenizer.decode(ids) == tokenizer.decode(np.array(ids)) == written
     assert tokenizer.decode([tokenizer.mask, tokenizer.mask]) == "<|mask|><|mask|>"
-    assert tokenizer.decode([tokenizer.vocab_size + 7]) == "", "an id of a padded vocabulary stands for nothing"
+    assert tokenizer.decode([tokenizer.vocab_size + 7]) == "", "padding ids of the vocabulary decode to nothing"
 
 
-def test_a_tokenizer_that_has_them_already_is_refused(trained: Tokenizer, tmp_path: Path) -> None:
+def test_a_tokenizer_with_the_same_tokens_is_refused(trained: Tokenizer, tmp_path: Path) -> None:
     assert isinstance(trained, LibraryTokenizer)
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
@@ -65,7 +65,7 @@ def test_a_tokenizer_that_has_them_already_is_refused(trained: Tokenizer, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["bytes", "trained"])
-def test_a_run_finds_its_tokenizer_again(kind: str, trained: Tokenizer, tmp_path: Path) -> None:
+def test_a_run_loads_its_tokenizer(kind: str, trained: Tokenizer, tmp_path: Path) -> None:
     tokenizer = SpecialTokenizer(ByteTokenizer() if kind == "bytes" else trained)
     tokenizer.save(tmp_path / "tokenizer.json")
     facts = DataFacts(tokenizer.vocab_size, 1, 0, "", tokenizer.name, tokenizer.base.fingerprint)
