@@ -25,7 +25,7 @@ from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
 from redline.kernels.matmul import DTYPES
 from redline.models.decoder import Decoder
-from redline.models.families import inexact, names, shape_of, to_config
+from redline.models.families import export_problems, shape_of, tensor_names, to_config
 from redline.models.pretrained import random_tensors
 from redline.planning.batch import BatchPlan
 from redline.recipe.load import validate
@@ -56,7 +56,7 @@ def random_model(description: Model, length: int, dtype: torch.dtype, device: to
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
         ours = Decoder(shape, attention=Attention("dense", MaskSpec()), dtype=dtype)
-    places = {name: (theirs, rows) for name, theirs, rows in names(shape)}
+    places = {name: (theirs, rows) for name, theirs, rows in tensor_names(shape)}
     for name, tensor in random_tensors(ours, device):
         theirs, rows = places[name]
         for place, part in zip(theirs, tensor.split(rows) if rows else (tensor,), strict=True):
@@ -187,7 +187,7 @@ def contend(request: dict[str, Any]) -> Figures:
 
 
 def refuse_what_it_cannot(recipe: Recipe, *, liger: bool, sample_tokens: int | None) -> None:
-    if problems := inexact(recipe.model):
+    if problems := export_problems(recipe.model):
         raise UserError(problems[0].line())
     if sample_tokens is not None:
         raise UserError("it does not keep the samples of a row apart.")

@@ -29,7 +29,7 @@ from redline.jobs.latent_prefix.data import options_of
 from redline.jobs.latent_prefix.encoder import PrefixModel, word_loss
 from redline.kernels.cross_entropy import IGNORE
 from redline.kernels.matmul import DTYPES
-from redline.models.families import inexact
+from redline.models.families import export_problems
 from redline.planning.batch import BatchPlan
 from redline.planning.shapes import DecoderShape
 from redline.recipe.load import validate
@@ -198,7 +198,7 @@ def descriptions(recipe: Recipe) -> dict[str, Model]:
 def refuse_what_it_cannot(recipe: Recipe) -> None:
     options = options_of(recipe)
     for model in descriptions(recipe).values():
-        if problems := inexact(model):
+        if problems := export_problems(model):
             raise UserError(problems[0].line())
     for key in ("match_weight", "fade_steps"):
         if getattr(options, key):

@@ -21,7 +21,7 @@ from redline.errors import UserError
 from redline.hardware.nvml import Nvml
 from redline.hardware.probe import detect_machine
 from redline.jobs.objective import Batch, Objective, job_runtime
-from redline.models.families import inexact, to_config
+from redline.models.families import export_problems, to_config
 from redline.planning.batch import BatchPlan
 from redline.recipe.load import load
 from redline.recipe.resolve import Resolved, resolve
@@ -162,7 +162,7 @@ def _kernels(peer: Peer, objective: Objective, plan: BatchPlan) -> dict[str, flo
 
 def _refuse_what_it_cannot(resolved: Resolved) -> None:
     recipe = resolved.recipe
-    if problems := inexact(recipe.model):
+    if problems := export_problems(recipe.model):
         raise UserError(problems[0].line())
     if recipe.data.pack:
         raise UserError("it does not keep the documents of a sequence apart, as data.pack does.")

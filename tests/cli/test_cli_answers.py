@@ -155,7 +155,7 @@ def models(tmp_path: Path) -> Path:
         (("eval", "empty", "--data", "rows.jsonl"), "empty: is neither a run nor a model: it has no lock.json"),
         (("sample", "strange", "--prompt", "a"), "is a GPT2LMHeadModel, which redline's decoder does not compute."),
         (("eval", "rows.jsonl", "--data", "rows.jsonl"), "is not a model that redline can open."),
-        (("eval", "no/model", "--data", "rows.jsonl"), "is no folder here, not in the hub's cache"),
+        (("eval", "no/model", "--data", "rows.jsonl"), "not in the hub's cache"),
         (("eval", "runs/slip", "--answers", "match"), "runs/slip: There is no such run."),
         (("eval", "--answers", "rouge"), "'rouge' is not gsm8k or match or f1"),
         (("eval", "--questions", "3"), "--answers"),

@@ -54,11 +54,11 @@ def test_other_text_without_a_cache(inside: Any, home: Path, corpus: Path) -> No
 
 @pytest.mark.usefixtures("no_cache")
 def test_a_base_cannot_be_unpacked_without_a_cache(tmp_path: Path) -> None:
-    from redline.models.pretrained import unpacked
+    from redline.models.pretrained import unpack_gguf
 
     (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(60))
     with pytest.raises(UserError, match="the cache cannot be written"):
-        unpacked(tmp_path / "a.gguf", lambda _: None)
+        unpack_gguf(tmp_path / "a.gguf", lambda _: None)
 
 
 @pytest.mark.usefixtures("no_cache")

@@ -104,10 +104,10 @@ def test_there_and_back(data: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("model.mlp=relu2",), "model.mlp: relu2 has no place in transformers' Llama"),
-        (("model.softcap=20",), "model.softcap: 20 has no place in transformers' Llama"),
-        (("model.value_embeddings=1",), "model.value_embeddings: 1 has no place in transformers' Llama"),
-        (("model.skips=unet",), "model.skips: unet has no place in transformers' Llama"),
+        (("model.mlp=relu2",), "model.mlp: relu2 does not exist in transformers' Llama"),
+        (("model.softcap=20",), "model.softcap: 20 does not exist in transformers' Llama"),
+        (("model.value_embeddings=1",), "model.value_embeddings: 1 does not exist in transformers' Llama"),
+        (("model.skips=unet",), "model.skips: unet does not exist in transformers' Llama"),
         (("model.qk_norm=false", "model.heads=3", "model.head_dim=10"), "model.heads: 3 does not divide"),
         (("model.mlp=relu2", "model.softcap=20"), "model.mlp=swiglu can be exported. model.softcap: 20"),
     ],

@@ -14,7 +14,7 @@ from redline.jobs.diffusion.denoise import SamplerOptions, Vocabulary, denoise, 
 from redline.kernels.attention import Attention
 from redline.kernels.masks import MaskSpec
 from redline.models.decoder import Decoder
-from redline.models.generate import choose
+from redline.models.generate import sample_token
 from redline.planning.layout import Layout, Segment, uniform
 from redline.planning.shapes import DecoderShape
 
@@ -134,6 +134,6 @@ def test_samples_have_the_frequencies_of_their_probabilities() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-5])
 def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     logits = torch.tensor([[0.0, 9.0, 3.0], [-1e4, 2.0, 1e4]])
-    chosen = choose(logits, torch.Generator().manual_seed(0), temperature=temperature, top_k=None, top_p=0.9)
+    chosen = sample_token(logits, torch.Generator().manual_seed(0), temperature=temperature, top_k=None, top_p=0.9)
     assert chosen.tolist() == [1, 2]
     assert sample_tokens(logits, torch.tensor([0.99, 0.99]), SamplerOptions(temperature=temperature)).tolist() == [1, 2]

@@ -10,7 +10,7 @@ import torch
 from redline.kernels.attention import Attention, Bound
 from redline.kernels.masks import MaskSpec
 from redline.models.decoder import Decoder
-from redline.models.generate import choose, generate
+from redline.models.generate import generate, sample_token
 from redline.models.layers import RMSNorm, rotary_table, rotate
 from redline.planning.layout import Layout, Segment, uniform
 from redline.planning.shapes import DecoderShape
@@ -86,7 +86,7 @@ def test_nucleus_and_top_k_leave_only_the_likeliest() -> None:
     chance = torch.Generator().manual_seed(0)
 
     def drawn(top_k: int | None, top_p: float | None) -> set[int]:
-        return {int(choose(logits, chance, temperature=1.0, top_k=top_k, top_p=top_p)) for _ in range(400)}
+        return {int(sample_token(logits, chance, temperature=1.0, top_k=top_k, top_p=top_p)) for _ in range(400)}
 
     assert drawn(None, None) == {0, 1, 2, 3}
     assert drawn(2, None) == {0, 1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from redline.models.generate import choose
+from redline.models.generate import sample_token
 
 transformers = pytest.importorskip("transformers", reason="compared with transformers")
 
@@ -25,7 +25,7 @@ def test_the_same_tokens_can_be_drawn_as_by_transformers(
     expected = filters(torch.zeros(6, 1, dtype=torch.long), logits.clone()).softmax(-1)
     draws, chance = 4000, torch.Generator().manual_seed(2)
     for row, probabilities in zip(logits, expected, strict=True):
-        many = choose(row.expand(draws, 12), chance, temperature=temperature, top_k=top_k, top_p=top_p)
+        many = sample_token(row.expand(draws, 12), chance, temperature=temperature, top_k=top_k, top_p=top_p)
         share = torch.bincount(many, minlength=12) / draws
         assert not share[probabilities == 0].any()
         torch.testing.assert_close(share, probabilities, atol=0.035, rtol=0)

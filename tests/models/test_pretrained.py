@@ -173,8 +173,8 @@ def test_stored_precision_is_kept_and_tensors_come_one_by_one(tmp_path: Path, mo
         reads.append(name)
         return plain(entry, name)
 
-    plain = pretrained.read
-    monkeypatch.setattr(pretrained, "read", read)
+    plain = pretrained.read_tensor
+    monkeypatch.setattr(pretrained, "read_tensor", read)
     sizes = {name: parameter.shape for name, parameter in decoder(base).named_parameters()}
     reads.clear()
     tensors = base.tensors()
@@ -327,7 +327,7 @@ def test_unpacking_says_one_thing(
     monkeypatch.setattr(packed, "_unpack", noisy)
     told: list[str] = []
     before = logging.root.manager.disable
-    packed.unpacked(tmp_path / "a.gguf", told.append)
+    packed.unpack_gguf(tmp_path / "a.gguf", told.append)
     assert len(told) == 1
     assert capfd.readouterr().err == ""
     noisy(tmp_path, tmp_path)

@@ -22,7 +22,7 @@ from redline.fields import AUTO
 from redline.jobs.base import job
 from redline.jobs.objective import Log, ignore_message
 from redline.models.families import from_llama, shape_of
-from redline.models.pretrained import Entry, entries, open_base, read
+from redline.models.pretrained import StoredTensor, open_base, read_tensor, stored_tensors
 from redline.planning.shapes import SHAPE_KEYS, Adapter
 from redline.recipe.schema import Model, Recipe
 from redline.runs.summary import resolve_run
@@ -178,16 +178,16 @@ def _digest(folder: Path, adapters: bool) -> str:
     return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
-def _entries(folder: Path) -> dict[str, Entry]:
+def _entries(folder: Path) -> dict[str, StoredTensor]:
     try:
-        return entries(folder)
+        return stored_tensors(folder)
     except UserError as error:
         raise UserError(error.what, where=error.where, fix="Export the model again.") from None
 
 
 def _folder_tensors(folder: Path, model: Model) -> Tensors:
     try:
-        return from_llama({name: read(entry, name) for name, entry in _entries(folder).items()}, shape_of(model))
+        return from_llama({name: read_tensor(entry, name) for name, entry in _entries(folder).items()}, shape_of(model))
     except KeyError as error:
         raise UserError(f"has no {error}.", where=str(folder), fix="Export the model again.") from None
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from redline.cache import cache_dir
 from redline.jobs.objective import FinetunedModel
 from redline.models.adapters import FrozenMatrix, LoraLinear
-from redline.models.families import names
+from redline.models.families import tensor_names
 from redline.models.pretrained import Base
 from redline.planning.shapes import TARGETS, Adapter, DecoderShape, matrix_sides
 from redline.recipe.schema import Lora
@@ -106,7 +106,7 @@ def from_peft(tensors: Mapping[str, Tensor], shape: DecoderShape, adapter: Adapt
 
 def _paths(shape: DecoderShape) -> Iterator[tuple[str, str]]:
     """Each linear of the blocks, and what its parts lie in by PEFT's names."""
-    for ours, theirs, _ in names(shape):
+    for ours, theirs, _ in tensor_names(shape):
         if _is_matrix(ours):
             yield ours.removesuffix(".weight"), f"{_PREFIX}.{theirs[0].rsplit('.', 2)[0]}"
 
@@ -173,7 +173,7 @@ def merged_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The base under its published names with the adapters added: to its matrices as they were trained against, so
     dequantised where they were quantised; with a `drift`, which is then measured, to the original ones."""
-    for (ours, theirs, rows), (name, tensor) in zip(names(base.shape), base.tensors(), strict=True):
+    for (ours, theirs, rows), (name, tensor) in zip(tensor_names(base.shape), base.tensors(), strict=True):
         assert name == ours
         whole = _merged(ours, tensor.to(device), learnt, base.shape, drift) if _is_matrix(ours) else tensor
         yield from _apart(theirs, whole, rows)
@@ -192,7 +192,7 @@ def _merged(ours: str, weight: Tensor, learnt: FinetunedModel, shape: DecoderSha
 
 def whole_tensors(learnt: FinetunedModel, base: Base) -> Iterator[tuple[str, Tensor]]:
     """Where all weights learnt: these, under the base's published names."""
-    for ours, theirs, rows in names(base.shape):
+    for ours, theirs, rows in tensor_names(base.shape):
         yield from _apart(theirs, learnt.tensors[ours], rows)
 
 

@@ -42,8 +42,8 @@ from redline.export.tokenizer import end_of_text, run_tokenizer, write_tokenizer
 from redline.jobs.base import job
 from redline.jobs.objective import FinetunedModel, Log, TransformersModel, ignore_message, job_runtime
 from redline.kernels.matmul import DTYPES
-from redline.models.families import FAMILIES, names, read_config
-from redline.models.pretrained import Base, entries, open_base
+from redline.models.families import FAMILIES, read_config, tensor_names
+from redline.models.pretrained import Base, open_base, stored_tensors
 from redline.training.checkpoint import Weights
 from redline.training.saved_run import SavedRun
 
@@ -365,13 +365,13 @@ def _whole_model(
     origin: Callable[[], dict[str, Any]],
 ) -> Contents:
     base = finetuned.base
-    stored = entries(base.folder)
+    stored = stored_tensors(base.folder)
     return Contents(
         form=form,
         architecture=_architecture(base),
         model_type=base.family,
         stem=MODEL,
-        shapes={name: stored[name].shape for _, theirs, _ in names(base.shape) for name in theirs},
+        shapes={name: stored[name].shape for _, theirs, _ in tensor_names(base.shape) for name in theirs},
         tensors=tensors,
         files={"config.json": _config(base, options.dtype), GENERATION: _generation(base, finetuned.tokenizer)},
         write_tokenizer=finetuned.tokenizer.save,

@@ -460,7 +460,7 @@ def print_next_steps(path: Path, outcome: Outcome, recipe: Recipe) -> None:
 
 
 def _next_commands(path: Path, recipe: Recipe, reason: StopReason) -> list[str]:
-    from redline.models.families import inexact
+    from redline.models.families import export_problems
 
     answers = f" --answers {answers_kind(recipe)}" if job(recipe.objective).can_answer(recipe) else ""
     python = recipe.data.source == "embedded"
@@ -471,7 +471,7 @@ def _next_commands(path: Path, recipe: Recipe, reason: StopReason) -> list[str]:
     if reason is StopReason.PATIENCE:  # the last steps only showed that the best one was earlier
         run = best
     commands = [f"redline sample {run}{prompt_option}", f"redline eval {best}{answers}"]
-    if job(recipe.objective).exports and (recipe.model.base is not None or not inexact(recipe.model)):
+    if job(recipe.objective).exports and (recipe.model.base is not None or not export_problems(recipe.model)):
         commands.append(f"redline export {run} --out {model}")
     return commands
 

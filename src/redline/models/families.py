@@ -1,4 +1,7 @@
-"""What a published model's config.json means here. What the decoder does not compute exactly is refused by name."""
+"""Published model families: from config.json to the recipe's model and back, and the names of their tensors.
+
+A model that the decoder does not compute exactly is refused, and the error names the part that differs.
+"""
 
 from __future__ import annotations
 
@@ -22,47 +25,48 @@ FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-THOSE_THAT_WORK = f"Those that work: {', '.join(FAMILIES)} (Llama, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3)."
-# what transformers takes for a key that is absent
+SUPPORTED = f"Use one of {', '.join(FAMILIES)} (Llama, SmolLM2, Mistral, Qwen2, Qwen2.5, Qwen3)."
+# the values that transformers uses when config.json lacks a key
 _CONTEXTS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 _WINDOW = 4096
 _EPS, _THETA = 1e-6, 10000.0
-# More than any model has: beyond them the decoder could not even be described, let alone built.
+# More than any model has. A damaged or hostile config with larger numbers is refused before anything is allocated.
 _MOST_LAYERS, _WIDEST = 10_000, 1 << 24
 
 
 @dataclass(frozen=True)
-class Described:
-    """A base by its config alone."""
+class BaseConfig:
+    """A base model as its config.json describes it."""
 
     architecture: str
     family: str
     model: dict[str, Any]  # recipe keys
     context: int
-    window: int | None = None  # attention looked no further back than this, and `context` is no longer
+    window: int | None = None  # the sliding window of its attention, if it is shorter than its context
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json from a folder."""
     path = folder / "config.json"
     try:
         config = json.loads(read_text(path))
     except FileNotFoundError:
         fix = "Give a folder with config.json and *.safetensors, a .gguf file, or a hub id (owner/name)."
-        raise UserError("is no model: it has no config.json.", where=str(folder), fix=fix) from None
+        raise UserError("is not a model: it has no config.json.", where=str(folder), fix=fix) from None
     except (OSError, ValueError, RecursionError) as error:
         fix = "Download or copy it again."
         raise UserError(f"cannot be read ({type(error).__name__}).", where=str(path), fix=fix) from None
     if not isinstance(config, dict):
-        raise UserError("holds no keys.", where=str(path), fix="Download or copy it again.")
+        raise UserError("is not a JSON object.", where=str(path), fix="Download or copy it again.")
     return config
 
 
-def describe(config: dict[str, Any], where: str) -> Described:
-    """The recipe's model that computes what such a config stands for."""
+def parse_config(config: dict[str, Any], where: str) -> BaseConfig:
+    """Return the recipe's model for a config.json; refuse a config that the decoder does not compute exactly."""
     architecture = _architecture(config, where)
     family = FAMILIES[architecture]
-    if refused := _refused(config):
-        raise UserError(" ".join(refused), where=where, fix="Use another base.")
+    if unsupported := _unsupported(config):
+        raise UserError(" ".join(unsupported), where=where, fix="Use another base.")
     numbers = _Numbers(config, where)
     heads, d_model = numbers.whole("num_attention_heads"), numbers.whole("hidden_size")
     kv_heads = numbers.whole("num_key_value_heads", heads)
@@ -88,55 +92,56 @@ def describe(config: dict[str, Any], where: str) -> Described:
         "norm_eps": numbers.real("rms_norm_eps", _EPS),
     }
     limited = window if window is not None and window < context else None
-    return Described(architecture, family, model, limited or context, limited)
+    return BaseConfig(architecture, family, model, limited or context, limited)
 
 
 def _architecture(config: dict[str, Any], where: str) -> str:
     named, kind = config.get("architectures"), config.get("model_type")
     names = [str(name) for name in named] if isinstance(named, list) else []
-    if not names:  # an old config may say only the type
+    if not names:  # old configs have a model_type only
         names = [name for name, family in FAMILIES.items() if family == kind] or [f"model of type {kind!r}"]
     if names[0] not in FAMILIES:
-        what = f"is a {names[0]}, which redline's decoder does not compute."
-        raise UserError(what, where=where, fix=THOSE_THAT_WORK)
+        what = f"is a {names[0]}, which redline's decoder does not support."
+        raise UserError(what, where=where, fix=SUPPORTED)
     return names[0]
 
 
-def _refused(config: dict[str, Any]) -> list[str]:
-    """What these families may have and the decoder has not."""
+def _unsupported(config: dict[str, Any]) -> list[str]:
+    """Return a sentence for each option of these families that the decoder does not support."""
     found = []
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
-        found.append(f"Its weights are quantised ({method}); redline quantises by itself and wants them whole.")
+        found.append(f"Its weights are quantised ({method}); redline needs them in full precision.")
     if config.get("attention_bias"):
-        found.append("attention_bias is on: it has a bias on attention's output, which redline's decoder has not.")
+        found.append("attention_bias is on: redline's decoder has no bias on attention's output.")
     if config.get("mlp_bias"):
-        found.append("mlp_bias is on: it has biases in its feed-forward layers, which redline's decoder has not.")
+        found.append("mlp_bias is on: redline's decoder has no biases in its feed-forward layers.")
     if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        found.append(f"hidden_act is {act}; redline's gated layers compute silu.")
+        found.append(f"hidden_act is {act}; redline's gated layers use silu.")
     kinds = config.get("layer_types")
-    strange = {str(kind) for kind in kinds} - {"full_attention", "sliding_attention"} if isinstance(kinds, list) else ()
-    if strange:
-        found.append(f"layer_types has {', '.join(sorted(strange))}, which redline's decoder does not compute.")
+    known = {"full_attention", "sliding_attention"}
+    others = {str(kind) for kind in kinds} - known if isinstance(kinds, list) else ()
+    if others:
+        found.append(f"layer_types has {', '.join(sorted(others))}, which redline's decoder does not support.")
     return found
 
 
 def _rotary(config: dict[str, Any], context: int, where: str) -> tuple[float, dict[str, Any] | None]:
-    """theta and the scaling, from `rope_parameters` or, as older releases wrote them, two keys of their own."""
+    """Return theta and the scaling of rotary positions, from `rope_parameters` or the two keys of older releases."""
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        what = "its rotary positions differ from layer to layer, which redline's decoder does not compute."
+        what = "its rotary positions differ from layer to layer, which redline's decoder does not support."
         raise UserError(what, where=where, fix="Use another base.")
     kind = given.get("rope_type", given.get("type", "default"))
     theta = _Numbers({**config, **given}, where).real("rope_theta", _THETA)
     if (share := given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) not in (None, 1, 1.0):
-        what = f"partial_rotary_factor is {share}: redline's decoder turns whole heads."
+        what = f"partial_rotary_factor is {share}: redline's decoder rotates whole heads."
         raise UserError(what, where=where, fix="Use another base.")
     if kind == "default":
         return theta, None
     if not isinstance(kind, str) or kind not in ROPE_SCALING:
-        what = f"its rotary positions are scaled by {kind!r}, which redline's decoder does not compute."
-        raise UserError(what, where=where, fix=f"Those that work: none, {', '.join(ROPE_SCALING)}.")
+        what = f"its rotary positions are scaled by {kind!r}, which redline's decoder does not support."
+        raise UserError(what, where=where, fix=f"Use a model without scaling, or with {' or '.join(ROPE_SCALING)}.")
     numbers = {"original_max_position_embeddings": context, **given}
     try:
         return theta, checked_rope_scaling(
@@ -147,7 +152,7 @@ def _rotary(config: dict[str, Any], context: int, where: str) -> tuple[float, di
 
 
 def _window(config: dict[str, Any], family: str) -> int | None:
-    """How far back its attention looked. Up to that many tokens, looking at all of them is the same."""
+    """Return the sliding window of its attention, if any. Up to that many tokens full attention computes the same."""
     slides = {"llama": False, "mistral": True}.get(family, bool(config.get("use_sliding_window")))
     window = config.get("sliding_window", _WINDOW) if slides else None
     return window if isinstance(window, int) and not isinstance(window, bool) and window > 0 else None
@@ -155,7 +160,7 @@ def _window(config: dict[str, Any], family: str) -> int | None:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Numbers of a config; absent and null are the same."""
+    """Checked access to the numbers of a config; null counts as absent."""
 
     config: dict[str, Any]
     where: str
@@ -185,10 +190,10 @@ class _Numbers:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The decoder under the names that transformers gives it: Llama; Qwen3 with normed queries and keys, Qwen2 with biases.
+# The decoder as transformers names it: Llama; with QK norm Qwen3; with biases on queries, keys and values Qwen2.
 #
-# All are this decoder exactly: pre-norm blocks, rotary pairs (i, i + K/2), SwiGLU. Only the names differ, and what is
-# stored merged here (queries, keys and values; gate and up) lies apart there.
+# All of them compute exactly what this decoder computes: pre-norm blocks, rotary pairs (i, i + K/2), SwiGLU. Only the
+# names differ, and the matrices that are merged here (queries, keys and values; gate and up) are separate there.
 
 
 LLAMA, QWEN2, QWEN3 = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
@@ -196,38 +201,40 @@ _TYPES = {LLAMA: "llama", QWEN2: "qwen2", QWEN3: "qwen3"}
 
 
 def shape_of(model: Model) -> DecoderShape:
-    """The shape of a resolved recipe's model."""
+    """Return the shape of a resolved recipe's model."""
     return DecoderShape(**{key: getattr(model, key) for key in SHAPE_KEYS})
 
 
-def inexact(model: Model) -> list[Problem]:
-    """What no class computes."""
+def export_problems(model: Model) -> list[Problem]:
+    """Return a problem for each option of the model that no class of transformers computes exactly."""
     problems = []
     if model.mlp != "swiglu":
         fix = "Only model.mlp=swiglu can be exported."
-        problems.append(Problem("model.mlp", f"{model.mlp} has no place in transformers' Llama, which is gated.", fix))
+        what = f"{model.mlp} does not exist in transformers' Llama, which has a gated feed-forward layer."
+        problems.append(Problem("model.mlp", what, fix))
     if model.softcap is not None:
-        what = f"{model.softcap:g} has no place in transformers' Llama, which leaves its logits as they are."
+        what = f"{model.softcap:g} does not exist in transformers' Llama, which has no softcap on its logits."
         problems.append(Problem("model.softcap", what, "Only model.softcap=null can be exported."))
-    for key, idle in {"value_embeddings": 0, "skips": "none"}.items():
-        if (value := getattr(model, key)) != idle:
-            what = f"{value} has no place in transformers' Llama, which knows no such part."
-            problems.append(Problem(f"model.{key}", what, f"Only model.{key}={idle} can be exported."))
+    for key, off in {"value_embeddings": 0, "skips": "none"}.items():
+        if (value := getattr(model, key)) != off:
+            what = f"{value} does not exist in transformers' Llama, which has no such part."
+            problems.append(Problem(f"model.{key}", what, f"Only model.{key}={off} can be exported."))
     if model.qkv_bias and model.qk_norm:
-        what = "true has no place beside model.qk_norm: Qwen2 has biases, Qwen3 has norms."
+        what = "true does not go with model.qk_norm: Qwen2 has biases, Qwen3 has norms, and no class has both."
         problems.append(Problem("model.qkv_bias", what, "Only one of the two can be exported."))
     if not model.qk_norm and model.d_model % model.heads:
-        what = f"{model.heads} does not divide model.d_model {model.d_model}, which transformers' Llama demands."
+        what = f"{model.heads} does not divide model.d_model={model.d_model}, as transformers' Llama requires."
         problems.append(Problem("model.heads", what, "Only a width that is a multiple of the heads can be exported."))
     return problems
 
 
 def architecture(model: Model) -> str:
+    """Return the name of the transformers class that computes this model."""
     return QWEN3 if model.qk_norm else QWEN2 if model.qkv_bias else LLAMA
 
 
 def to_config(model: Model, *, seq_len: int, eot: int, dtype: str) -> dict[str, Any]:
-    """config.json. `rope_theta` and `torch_dtype` are what every release of transformers from 4 on reads."""
+    """Return the content of config.json. Every release of transformers since 4 reads `rope_theta` and `torch_dtype`."""
     return {
         "architectures": [architecture(model)],
         "model_type": _TYPES[architecture(model)],
@@ -255,15 +262,17 @@ def to_config(model: Model, *, seq_len: int, eot: int, dtype: str) -> dict[str, 
 
 
 def to_generation(model: Model, *, eot: int, vocab_size: int) -> dict[str, Any]:
-    """generation_config.json: as `redline sample` writes, and never an entry that only pads the vocabulary."""
+    """Return the content of generation_config.json: the defaults of `redline sample`, and no padding tokens."""
     padding = list(range(vocab_size, model.vocab))
     sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
     tokens = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}
     return {**sampling, **tokens, **({"suppress_tokens": padding} if padding else {})}
 
 
-def names(shape: DecoderShape) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]:
-    """Each tensor here, those it is there, and how many rows each of them has."""
+def tensor_names(shape: DecoderShape) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]:
+    """Yield for each tensor of the decoder its name, the names of the published tensors that it merges, and their rows
+    (empty if it is a single tensor).
+    """
     kv, whole = shape.d_kv, ()
     yield "embedding.weight", ("model.embed_tokens.weight",), whole
     for layer in range(shape.layers):
@@ -286,17 +295,17 @@ def names(shape: DecoderShape) -> Iterator[tuple[str, tuple[str, ...], tuple[int
 
 
 def to_llama(tensors: dict[str, Tensor], shape: DecoderShape) -> dict[str, Tensor]:
-    """Our tensors, apart and renamed."""
+    """Return the decoder's tensors split and renamed as transformers has them."""
     found: dict[str, Tensor] = {}
-    for ours, theirs, rows in names(shape):
+    for ours, theirs, rows in tensor_names(shape):
         parts = tensors[ours].split(rows) if rows else (tensors[ours],)
         found |= {name: part.contiguous() for name, part in zip(theirs, parts, strict=True)}
     return found
 
 
 def from_llama(tensors: dict[str, Tensor], shape: DecoderShape) -> dict[str, Tensor]:
-    """The way back; a KeyError names what is missing."""
+    """Return transformers' tensors merged and renamed for the decoder. A KeyError names a missing tensor."""
     return {
         ours: torch.cat([tensors[name] for name in theirs]) if len(theirs) > 1 else tensors[theirs[0]]
-        for ours, theirs, _ in names(shape)
+        for ours, theirs, _ in tensor_names(shape)
     }

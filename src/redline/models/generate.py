@@ -1,4 +1,4 @@
-"""Sampling with a key-value cache."""
+"""Sampling text from a decoder with a key-value cache."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from redline.kernels.attention import Bound
 from redline.models.decoder import Decoder
 from redline.models.layers import KVCache
 
-# Of prompts that are answered side by side: the cache of so many positions is all that is held.
+# The largest batch of prompts: rows, and positions in the key-value cache, which bound its memory.
 _MOST_ROWS, _MOST_TOKENS = 64, 1 << 15
-COLDEST = 1e-3  # a temperature below this leaves the likeliest token alone, and would let logits overflow
+# Below this temperature the most likely token is taken: no other has a chance, and the division would overflow logits.
+MIN_TEMPERATURE = 1e-3
 
 
 @torch.no_grad()
@@ -31,38 +32,41 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = 0.95,
 ) -> list[list[int]]:
-    """`count` continuations of the prompt; each ends before a `stop` or after `tokens`."""
+    """Return `count` continuations of the prompt; each ends before a token of `stop` or after `tokens` tokens."""
     device = model.embedding.weight.device
     generator = torch.Generator(device=device).manual_seed(seed)
     cache = model.new_cache()
     rows = torch.tensor([list(prompt)] * count, device=device)
-    made: list[Tensor] = []
+    sampled: list[Tensor] = []
     done = torch.zeros(count, dtype=torch.bool, device=device)
     stops = sorted({stop} if isinstance(stop, int) else stop or ())
-    marks = torch.tensor(stops, device=device)
+    stop_tokens = torch.tensor(stops, device=device)
     position = 0
     for _ in range(tokens):
         hidden = model(rows, Bound(), cache, position)
         position += rows.shape[1]
-        logits = model.logits(hidden[:, -1])[:, :vocab]  # the padding entries are no tokens
-        rows = choose(logits, generator, temperature=temperature, top_k=top_k, top_p=top_p)[:, None]
-        made.append(rows[:, 0])
+        logits = model.logits(hidden[:, -1])[:, :vocab]  # the rest only pads the vocabulary
+        rows = sample_token(logits, generator, temperature=temperature, top_k=top_k, top_p=top_p)[:, None]
+        sampled.append(rows[:, 0])
         if stops:
-            done |= torch.isin(rows[:, 0], marks)
+            done |= torch.isin(rows[:, 0], stop_tokens)
             if bool(done.all()):
                 break
-    return [_until(row, stops) for row in torch.stack(made, 1).tolist()] if made else [[] for _ in range(count)]
+    if not sampled:
+        return [[] for _ in range(count)]
+    return [_before_stop(row, stops) for row in torch.stack(sampled, 1).tolist()]
 
 
-def _until(row: list[int], stops: list[int]) -> list[int]:
+def _before_stop(row: list[int], stops: list[int]) -> list[int]:
+    """Return the tokens before the first stop token."""
     return row[: min((row.index(stop) for stop in stops if stop in row), default=len(row))]
 
 
-def choose(
+def sample_token(
     logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int | None, top_p: float | None
 ) -> Tensor:
-    """One token per row; temperature 0 is greedy."""
-    if temperature < COLDEST:
+    """Return one token per row, sampled with top-k and nucleus (top-p) filtering; temperature 0 is greedy."""
+    if temperature < MIN_TEMPERATURE:
         return logits.argmax(-1)
     logits = logits.float() / temperature
     if top_k is not None and top_k < logits.shape[-1]:
@@ -70,19 +74,21 @@ def choose(
     probabilities = logits.softmax(-1)
     if top_p is not None and top_p < 1.0:
         ordered, order = probabilities.sort(descending=True)
-        beyond = ordered.cumsum(-1) - ordered >= top_p  # what lies before it already suffices
+        beyond = ordered.cumsum(-1) - ordered >= top_p  # the more likely tokens already reach top_p
         probabilities = torch.zeros_like(ordered).scatter(-1, order, ordered.masked_fill(beyond, 0.0))
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
 
 @dataclass(frozen=True)
-class Written:
+class Completion:
+    """The tokens that a model wrote after a prompt."""
+
     tokens: list[int]
-    ended: bool  # by a stop; otherwise cut
+    ended: bool  # by a stop token; False: cut at the limit
 
 
 @torch.no_grad()
-def answer_each(
+def greedy_answers(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
     *,
@@ -90,25 +96,27 @@ def answer_each(
     vocab: int,
     stop: Collection[int],
     longest: int | None = None,
-    told: Callable[[int], None] = lambda _: None,
-) -> list[Written]:
-    """The likeliest answer to each prompt, of at most `tokens`; prompt and answer have no more than `longest`.
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[Completion]:
+    """Return the greedy answer to each prompt, of at most `tokens` tokens.
 
-    `told` hears how many are answered, whenever some are.
+    Prompt and answer together have at most `longest` tokens. `progress` is called with the number of finished answers
+    after each one.
     """
-    found: list[Written | None] = [None] * len(prompts)
+    answers: list[Completion | None] = [None] * len(prompts)
     lengths = [len(prompt) for prompt in prompts]
-    for places in _alike(lengths, tokens):
+    for places in _batches_by_length(lengths, tokens):
         limits = [tokens if longest is None else min(tokens, longest - lengths[place]) for place in places]
-        for row, written in _side_by_side(model, [prompts[place] for place in places], limits, vocab, set(stop)):
-            found[places[row]] = written
-            told(sum(one is not None for one in found))
-    assert all(one is not None for one in found)
-    return [one for one in found if one is not None]
+        batch = [prompts[place] for place in places]
+        for row, completion in _decode_greedily(model, batch, limits, vocab, set(stop)):
+            answers[places[row]] = completion
+            progress(sum(answer is not None for answer in answers))
+    assert all(answer is not None for answer in answers)
+    return [answer for answer in answers if answer is not None]
 
 
 @torch.no_grad()
-def write_after(
+def continue_embeddings(
     model: Decoder,
     start_BTD: Tensor,
     *,
@@ -119,76 +127,85 @@ def write_after(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-) -> list[Written]:
-    """What follows embeddings that no tokens may have: the likeliest, unless a temperature says otherwise."""
-    chance = generator or torch.Generator(device=start_BTD.device)
-    cache, position, ahead = model.new_cache(), 0, start_BTD
-    made: list[list[int]] = [[] for _ in start_BTD]
-    ended = [False] * len(made)
+) -> list[Completion]:
+    """Return completions of prompts that are given as embeddings [B, T, D], which need not belong to any token.
+
+    Greedy, unless a temperature is given.
+    """
+    generator = generator or torch.Generator(device=start_BTD.device)
+    cache, position, inputs = model.new_cache(), 0, start_BTD
+    rows: list[list[int]] = [[] for _ in start_BTD]
+    ended = [False] * len(rows)
     for _ in range(tokens):
-        hidden = model(ahead, Bound(), cache, position)
-        position += ahead.shape[1]
+        hidden = model(inputs, Bound(), cache, position)
+        position += inputs.shape[1]
         logits = model.logits(hidden[:, -1])[:, :vocab]
-        chosen = choose(logits, chance, temperature=temperature, top_k=top_k, top_p=top_p)
+        chosen = sample_token(logits, generator, temperature=temperature, top_k=top_k, top_p=top_p)
         for row, token in enumerate(chosen.tolist()):
             ended[row] = ended[row] or token in stop
             if not ended[row]:
-                made[row].append(token)
+                rows[row].append(token)
         if all(ended):
             break
-        ahead = chosen[:, None]
-    return [Written(row, end) for row, end in zip(made, ended, strict=True)]
+        inputs = chosen[:, None]
+    return [Completion(row, end) for row, end in zip(rows, ended, strict=True)]
 
 
-def _alike(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Places of prompts that go together: alike in length, and the longest first, so that memory runs out at once or
-    never."""
-    some: list[int] = []
+def _batches_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Yield the places of prompts that form a batch.
+
+    Prompts of similar length go together, and the longest batch comes first: if memory runs out, it does so at once.
+    """
+    batch: list[int] = []
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-        if some and (len(some) == _MOST_ROWS or (len(some) + 1) * (lengths[some[0]] + tokens) > _MOST_TOKENS):
-            yield some
-            some = []
-        some.append(place)
-    if some:
-        yield some
+        if batch and (len(batch) == _MOST_ROWS or (len(batch) + 1) * (lengths[batch[0]] + tokens) > _MOST_TOKENS):
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
 
 
-def _side_by_side(
+def _decode_greedily(
     model: Decoder, prompts: Sequence[Sequence[int]], limits: Sequence[int], vocab: int, stops: set[int]
-) -> Iterator[tuple[int, Written]]:
-    """Rows as they end. All are at the same position: as many tokens as the shortest prompt has are read at once;
-    from there on a row reads its prompt's next token while there is one, and then its own last. So nothing is padded
-    or masked, and a row computes what it would alone."""
+) -> Iterator[tuple[int, Completion]]:
+    """Yield (row, completion) as rows finish.
+
+    All rows are at the same position. The first pass reads as many tokens as the shortest prompt has. From then on each
+    row reads the next token of its prompt while there is one, and after that its own last token. So nothing is padded
+    or masked, and a row computes exactly what it would alone.
+    """
     device = model.embedding.weight.device
-    made: list[list[int]] = [[] for _ in prompts]
+    written: list[list[int]] = [[] for _ in prompts]
     for row, limit in enumerate(limits):
         if limit < 1:
-            yield row, Written([], ended=False)
-    alive = [row for row, limit in enumerate(limits) if limit >= 1]
+            yield row, Completion([], ended=False)
+    active = [row for row, limit in enumerate(limits) if limit >= 1]
     position, cache = 0, model.new_cache()
-    first = min((len(prompts[row]) for row in alive), default=0)
-    ahead = [list(prompts[row][:first]) for row in alive]
-    while alive:
-        hidden = model(torch.tensor(ahead, device=device), Bound(), cache, position)
-        position += len(ahead[0])
+    shortest = min((len(prompts[row]) for row in active), default=0)
+    inputs = [list(prompts[row][:shortest]) for row in active]
+    while active:
+        hidden = model(torch.tensor(inputs, device=device), Bound(), cache, position)
+        position += len(inputs[0])
         likeliest = model.logits(hidden[:, -1])[:, :vocab].argmax(-1).tolist()
-        ahead, staying = [], []
-        for place, row in enumerate(alive):
+        inputs, remaining = [], []
+        for place, row in enumerate(active):
             token = prompts[row][position] if position < len(prompts[row]) else likeliest[place]
             if position >= len(prompts[row]):
                 if token not in stops:
-                    made[row].append(token)
-                if token in stops or len(made[row]) == limits[row]:
-                    yield row, Written(made[row], ended=token in stops)
+                    written[row].append(token)
+                if token in stops or len(written[row]) == limits[row]:
+                    yield row, Completion(written[row], ended=token in stops)
                     continue
-            ahead.append([token])
-            staying.append(place)
-        if len(staying) < len(alive):
-            _keep(cache, torch.tensor(staying, device=device, dtype=torch.long))
-            alive = [alive[place] for place in staying]
+            inputs.append([token])
+            remaining.append(place)
+        if len(remaining) < len(active):
+            _select_rows(cache, torch.tensor(remaining, device=device, dtype=torch.long))
+            active = [active[place] for place in remaining]
 
 
-def _keep(cache: list[KVCache], rows: Tensor) -> None:
+def _select_rows(cache: list[KVCache], rows: Tensor) -> None:
+    """Remove all rows but these from the cache."""
     for layer in cache:
         assert layer.keys is not None
         assert layer.values is not None

@@ -27,7 +27,7 @@ from redline.kernels.masks import MaskSpec
 from redline.kernels.matmul import DTYPES
 from redline.metrics import bits_per_byte, perplexity
 from redline.models.decoder import Decoder
-from redline.models.families import inexact, shape_of, to_config, to_generation, to_llama
+from redline.models.families import export_problems, shape_of, to_config, to_generation, to_llama
 from redline.models.generate import generate
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Model, Recipe
@@ -165,7 +165,7 @@ class CausalLMRuntime(JobRuntime[TextData]):
         self, recipe: Recipe, tensors: dict[str, Tensor], *, eot: Callable[[], int], vocab_size: int, dtype: str
     ) -> TransformersModel:
         model, end = recipe.model, eot()
-        if problems := inexact(model):
+        if problems := export_problems(model):
             raise UserError(" ".join(problem.line() for problem in problems))
         _check_tensors(tensors, model)
         kind = DTYPES[dtype]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from redline.kernels.attention import Bound
 from redline.models.decoder import Decoder
-from redline.models.generate import COLDEST
+from redline.models.generate import MIN_TEMPERATURE
 from redline.models.layers import KVCache
 from redline.planning.layout import Layout
 
@@ -163,7 +163,7 @@ def _unmask(
 
 def sample_tokens(logits_NV: Tensor, uniform_N: Tensor, options: SamplerOptions) -> Tensor:
     """Sample one token per row by inverting its cumulative distribution at a uniform draw; argmax at temperature 0."""
-    if options.temperature < COLDEST:
+    if options.temperature < MIN_TEMPERATURE:
         return logits_NV.argmax(-1)
     logits = logits_NV.float() / options.temperature
     ordered, order = logits.softmax(-1).sort(descending=True, stable=True)

@@ -31,8 +31,8 @@ from redline.jobs.objective import Answer, Batch, FinetunedModel, JobRuntime, Lo
 from redline.jobs.preview import SamplePreview
 from redline.kernels.cross_entropy import IGNORE
 from redline.metrics import perplexity
-from redline.models.families import inexact
-from redline.models.generate import answer_each, generate
+from redline.models.families import export_problems
+from redline.models.generate import generate, greedy_answers
 from redline.models.pretrained import Base, fill_frozen, load_base, open_base, random_tensors
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Model, Recipe
@@ -244,14 +244,14 @@ class Finetune(Float8Objective):
         assert tokenizer is not None
         assert base is not None
         self.model.eval()
-        written = answer_each(
+        written = greedy_answers(
             self.model,
             [question.prompt for question in questions],
             tokens=tokens,
             vocab=self.data.facts.vocab_size,
             stop=tokenizer.eos_ids,
             longest=base.context,
-            told=progress,
+            progress=progress,
         )
         self.model.train()
         return [Answer(tokenizer.decode(row.tokens, special=False), row.ended) for row in written]
@@ -319,7 +319,7 @@ class FinetuneRuntime(JobRuntime[FinetuneData]):
     ) -> FinetunedModel:
         options: Any = recipe.finetune  # type: ignore[attr-defined]
         if recipe.model.softcap is not None:
-            raise UserError(" ".join(problem.line() for problem in inexact(recipe.model)))
+            raise UserError(" ".join(problem.line() for problem in export_problems(recipe.model)))
         return FinetunedModel(
             base=str(recipe.model.base),
             method=options.method,

@@ -53,7 +53,7 @@ from redline.kernels.cross_entropy import IGNORE
 from redline.kernels.matmul import DTYPES
 from redline.metrics import perplexity
 from redline.models.decoder import Decoder
-from redline.models.generate import answer_each, generate, write_after
+from redline.models.generate import continue_embeddings, generate, greedy_answers
 from redline.planning.shapes import DecoderShape
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Recipe
@@ -143,7 +143,7 @@ def answer_from_latents(
     assert model.tokenizer is not None
     for some in z_BMD.split(_ANSWER_BATCH):
         start = model.start(objective.model.prefix(name, some))
-        rows = write_after(
+        rows = continue_embeddings(
             model.decoder, start, tokens=tokens, vocab=model.vocab, stop=model.tokenizer.eos_ids, **sampling
         )
         answers += [Answer(model.tokenizer.decode(row.tokens), row.ended) for row in rows]
@@ -153,7 +153,7 @@ def answer_from_latents(
 def answer_from_prompts(model: FrozenModel, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
     """Return one model's greedy answers to prompts of tokens."""
     assert model.tokenizer is not None
-    rows = answer_each(
+    rows = greedy_answers(
         model.decoder,
         prompts,
         tokens=tokens,
