@@ -1,7 +1,7 @@
-"""Write docs/recipe.md and docs/recipe.schema.json from the schema: python scripts/docs.py [--check]
+"""Generate docs/recipe.md and docs/recipe.schema.json: python scripts/docs.py [--check]
 
-What a key means is said once, in docs/keys.md, and what `auto` becomes in docs/recipes.md; types, bounds, defaults and
-other spellings come from the code. `--check` writes nothing and exits 1 when a file is not what would be written.
+The meaning of each key comes from docs/keys.md and what `auto` becomes from docs/recipes.md; types, bounds, defaults
+and other spellings come from the code. `--check` writes nothing and exits with 1 if a file is out of date.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"{error.name} is not installed here: run `make setup`, then .venv/bin/python scripts/docs.py")
 
 DOCS = ROOT / "docs"
-READERS = {  # section → the verbs that look at it; those after the run read the lock
+READERS = {  # section → the verbs that read it; eval, sample and export read the run's lock
     "": "train, plan, recipes",
     "model": "train, plan; eval, sample and export, from the run's lock",
     "data": "train, plan, eval; sample and export for the tokenizer",
@@ -40,11 +40,12 @@ READERS = {  # section → the verbs that look at it; those after the run read t
     "block_diffusion": "train, plan, eval and sample, with `objective: block_diffusion`",
     "hierarchical_diffusion": "train, plan, eval and sample, with `objective: hierarchical_diffusion`",
 }
-# pydantic sees what a list of sources becomes, not that a plain name in it is enough
+# The JSON schema of a list of sources. Pydantic's own describes what validation returns and lacks the plain name.
 _SOURCE = {
     "type": "object",
     "properties": {"source": {"type": "string"}, "weight": {"type": "number"}, "repeat": {"type": "number"}},
 }
+# Fields that pydantic describes by what validation returns, described by what a user may write.
 BETTER = {
     "latent_prefix.others": {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object"}]}},
     "model.lora.target_modules": {
@@ -59,8 +60,8 @@ BETTER = {
 }
 
 
-def cells(page: str, heading: str) -> list[list[str]]:
-    """The rows of the table under the line that begins with `heading`."""
+def table_rows(page: str, heading: str) -> list[list[str]]:
+    """Return the cells of each row of the table whose first line begins with `heading`."""
     lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(heading))
     rows = []
@@ -76,41 +77,43 @@ def code(cell: str) -> list[str]:
 
 
 def meanings() -> dict[str, tuple[str, str]]:
-    """key → default and text, as docs/keys.md has them."""
-    return {code(key)[0]: (default, " | ".join(text)) for key, default, *text in cells("keys.md", "| key |")}
+    """Return the default and the text of each key, from docs/keys.md."""
+    return {code(key)[0]: (default, " | ".join(text)) for key, default, *text in table_rows("keys.md", "| key |")}
 
 
-def automatic() -> dict[str, str]:
-    """key → what `auto` becomes, as docs/recipes.md has it."""
-    found: dict[str, str] = {}
-    for names, text in cells("recipes.md", "| key |"):
+def auto_values() -> dict[str, str]:
+    """Return what `auto` becomes for each key, from docs/recipes.md."""
+    values: dict[str, str] = {}
+    for names, text in table_rows("recipes.md", "| key |"):
         section = code(names)[0].split(".")[0]
-        found |= {name if "." in name else f"{section}.{name}": text for name in code(names)}
-    return found
+        values |= {name if "." in name else f"{section}.{name}": text for name in code(names)}
+    return values
 
 
-def spellings() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def aliases_by_key() -> dict[str, list[str]]:
+    aliases: dict[str, list[str]] = {}
     for alias, key in ALIASES.items():
-        found.setdefault(key, []).append(alias)
-    return found
+        aliases.setdefault(key, []).append(alias)
+    return aliases
 
 
 # --- the JSON schema
 
 
 def json_schema() -> dict[str, Any]:
-    """What an editor needs: types, bounds, texts, of every job; other spellings are there too, struck through."""
+    """Return what an editor needs: types, bounds and texts of every job's keys; aliases are marked as deprecated."""
     schema: dict[str, Any] = {}
     for job in JOBS:
-        found = _without_titles(recipe_class(job).model_json_schema())
-        found["$defs"] = {f"{job}.Options" if name == "Options" else name: d for name, d in found["$defs"].items()}
-        found["properties"][job]["$ref"] = f"#/$defs/{job}.Options"
+        of_job = _without_titles(recipe_class(job).model_json_schema())
+        # Most jobs call their options `Options`; merged into one schema they need different names.
+        options = of_job["properties"][job]["$ref"].rpartition("/")[2]
+        of_job["$defs"] = {f"{job}.Options" if name == options else name: d for name, d in of_job["$defs"].items()}
+        of_job["properties"][job]["$ref"] = f"#/$defs/{job}.Options"
         for part in ("$defs", "properties"):
-            found[part] = {**schema.get(part, {}), **found[part]}
-        schema = {**schema, **found}
+            of_job[part] = {**schema.get(part, {}), **of_job[part]}
+        schema = {**schema, **of_job}
     for key, (_, text) in meanings().items():
-        field = _place(schema, key)
+        field = _field(schema, key)
         field.update(BETTER.get(key, {}))
         field["description"] = _plain(text)
     for alias, key in ALIASES.items():
@@ -132,22 +135,23 @@ def _without_titles(node: Any) -> Any:
 
 
 def _section(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    """The object behind a section's name; a section that only other spellings know is made."""
-    where = schema
+    """Return the schema of a section; one that occurs only in aliases is added."""
+    section = schema
     for part in name.split("."):
-        made: dict[str, Any] = {"type": "object", "properties": {}, "deprecated": True}
-        found = where["properties"].setdefault(part, made)
-        where = schema["$defs"][found["$ref"].rpartition("/")[2]] if "$ref" in found else found
-    return where
+        new: dict[str, Any] = {"type": "object", "properties": {}, "deprecated": True}
+        child = section["properties"].setdefault(part, new)
+        section = schema["$defs"][child["$ref"].rpartition("/")[2]] if "$ref" in child else child
+    return section
 
 
-def _place(schema: dict[str, Any], key: str) -> dict[str, Any]:
+def _field(schema: dict[str, Any], key: str) -> dict[str, Any]:
     section, _, name = key.rpartition(".")
-    place: dict[str, Any] = (_section(schema, section) if section else schema)["properties"][name]
-    return place
+    field: dict[str, Any] = (_section(schema, section) if section else schema)["properties"][name]
+    return field
 
 
 def _plain(text: str) -> str:
+    """Return the text without Markdown's links and code marks."""
     return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text).replace("`", "")
 
 
@@ -155,7 +159,7 @@ def _plain(text: str) -> str:
 
 
 def kind(field: dict[str, Any]) -> str:
-    """A field's type in words."""
+    """Return a field's type in words."""
     if "enum" in field:
         words = [json.dumps(word) if isinstance(word, bool) else word for word in field["enum"]]
         return ", ".join(f"`{word}`" for word in words)
@@ -179,7 +183,7 @@ def _bounds(field: dict[str, Any]) -> str:
 
 
 def page() -> str:
-    schema, texts, auto, also = json_schema(), meanings(), automatic(), spellings()
+    schema, texts, auto, aliases = json_schema(), meanings(), auto_values(), aliases_by_key()
     own = {f"{job}.{key}" for job in JOBS for key in known_keys(options_of(job))}
     missing = ({*known_keys(Recipe)} | own) ^ set(texts)
     if missing:
@@ -190,10 +194,10 @@ def page() -> str:
         for key, (default, text) in texts.items():
             if key.rpartition(".")[0] != section:
                 continue
-            resumed = " ↻" if key.startswith(RESUMABLE) else ""
+            mark = " ↻" if key.startswith(RESUMABLE) else ""
             notes = [text, *([f"`auto`: {auto[key]}"] if key in auto else [])]
-            notes += [f"also spelt {', '.join(f'`{a}`' for a in also[key])}"] if key in also else []
-            lines.append(f"| `{key}`{resumed} | {kind(_place(schema, key))} | {default} | {'. '.join(notes)} |")
+            notes += [f"also spelt {', '.join(f'`{a}`' for a in aliases[key])}"] if key in aliases else []
+            lines.append(f"| `{key}`{mark} | {kind(_field(schema, key))} | {default} | {'. '.join(notes)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -212,20 +216,21 @@ recipe makes an editor complete keys, show these texts and mark mistakes.
 HEADER = ["| key | type | default | is |", "|---|---|---|---|"]
 
 
-def written() -> dict[Path, str]:
+def generated_files() -> dict[Path, str]:
     schema = json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
     return {DOCS / "recipe.md": page(), DOCS / "recipe.schema.json": schema}
 
 
 def main() -> int:
-    stale = [path for path, text in written().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    files = generated_files()
+    stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv[1:]:
         for path in stale:
-            print(f"{path.relative_to(ROOT)} is not what the schema says. Run `python scripts/docs.py`.")
+            print(f"{path.relative_to(ROOT)} is out of date. Run `python scripts/docs.py`.")
         return 1 if stale else 0
-    for path, text in written().items():
+    for path, text in files.items():
         path.write_text(text, encoding="utf-8")
-    print(f"{len(stale)} of {len(written())} files changed")
+    print(f"{len(stale)} of {len(files)} files changed")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Make `.venv` ready: `python3 -S scripts/setup.py [EXTRA …]`, which is what every `make` target calls first.
+"""Set up `.venv`: `python3 -S scripts/setup.py [EXTRA …]`, which every `make` target runs first.
 
-Standard library only, in the syntax of old Pythons, so that they get a sentence instead of a traceback. A torch
-that already sees the GPU (Docker image, conda, an active venv) is used as it is; otherwise the one pinned in
-constraints.txt is installed. The second call only compares a hash and returns.
+It uses the standard library only, and the syntax of old Pythons, so that an old Python prints a sentence instead of a
+traceback. A torch that already sees the GPU (Docker image, conda, an active venv) is used as it is; otherwise the one
+pinned in constraints.txt is installed. A second call only compares a hash and returns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STAMP = VENV / ".redline-stamp"
 LOG = VENV / "setup.log"
 CONSTRAINTS = ROOT / "constraints.txt"
 OLDEST_PYTHON = (3, 11)
-TRITON = "triton==3.6.0"  # whose interpreter runs the kernels' tests on a CPU; CUDA builds of torch bring their own
+TRITON = "triton==3.6.0"  # its interpreter runs the kernels' tests on a CPU; CUDA builds of torch bring their own
 CUDA_12_WHEELS = "cu126"  # CUDA is compatible within a major version: these run on every driver for CUDA 12.x
 
 PROBE = """
@@ -37,18 +37,18 @@ try:
     import pathlib, torch
     about.update(torch=torch.__version__, cuda=torch.version.cuda, sees_gpu=torch.cuda.is_available(),
                  site_packages=str(pathlib.Path(torch.__file__).parent.parent))
-except Exception:  # none, or a broken one: either way not one to train with
+except Exception:  # torch is missing or broken; either way it cannot train
     pass
 print(json.dumps(about))
 """
 
 
 class SetupError(Exception):
-    """One sentence for the user, with the fix."""
+    """A message for the user, with the fix."""
 
 
 class Interpreter(NamedTuple):
-    """A Python, and the torch in it."""
+    """A Python interpreter and its torch."""
 
     path: str
     version: tuple[int, ...]
@@ -62,7 +62,7 @@ class Interpreter(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """What nvidia-smi says; `trouble` is its first line when it fails."""
+    """What nvidia-smi reports; `trouble` is its first line if it fails."""
 
     gpu: str = ""
     version: str = ""
@@ -71,18 +71,21 @@ class Driver(NamedTuple):
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """2.11.0a0+nv25.12 → (2, 11, 0): vendors' builds are named as previews of the release they hold."""
+    """Return the numbers of a version: 2.11.0a0+nv25.12 → (2, 11, 0).
+
+    Vendors name their builds as previews of the release that they contain.
+    """
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def reusable(found: list[Interpreter], pyproject: str) -> Interpreter | None:
-    """The first interpreter whose torch is worth keeping: in pyproject.toml's range, and it sees the GPU."""
+def reusable(pythons: list[Interpreter], pyproject: str) -> Interpreter | None:
+    """Return the first interpreter whose torch is in the range of pyproject.toml and sees the GPU."""
     match = re.search(r'"torch>=([\d.]+),<([\d.]+)"', pyproject)
     if not match:
         raise SetupError('pyproject.toml: the torch requirement must read "torch>=X,<Y".')
     lowest, below = parse_version(match[1]), parse_version(match[2])
-    for python in found:
+    for python in pythons:
         fits = lowest <= parse_version(python.torch or "") < below
         if fits and python.cuda and python.sees_gpu and python.version >= OLDEST_PYTHON:
             return python
@@ -90,23 +93,23 @@ def reusable(found: list[Interpreter], pyproject: str) -> Interpreter | None:
 
 
 def stamp_text(root: Path, extras: frozenset[str]) -> str:
-    """Changes with whatever .venv was made from; with its place too, because scripts in it hold absolute paths."""
+    """Return a text that changes with everything .venv is made from, and with its path, which its scripts contain."""
     parts = [str(root).encode(), (root / "pyproject.toml").read_bytes(), (root / "constraints.txt").read_bytes()]
     return " ".join([hashlib.sha256(b"|".join(parts)).hexdigest(), *sorted(extras)]) + "\n"
 
 
 def stamped_extras(stamp: str) -> frozenset[str]:
-    """What was installed besides; more is added to it, never taken away."""
+    """Return the installed extras; later set-ups add to them and remove none."""
     return frozenset(stamp.split()[1:])
 
 
 def is_ready(stamp: str, root: Path, extras: frozenset[str]) -> bool:
-    """A set-up with more than is asked for serves too."""
+    """Return whether .venv is up to date and has these extras, or more."""
     return extras <= stamped_extras(stamp) and stamp == stamp_text(root, stamped_extras(stamp))
 
 
 def venv_serves(config: str, venv: Path, reuse: Interpreter | None) -> bool:
-    """Whether an existing .venv, by its pyvenv.cfg, can be installed into, or must be made anew."""
+    """Return whether an existing .venv can be kept, by its pyvenv.cfg; otherwise it must be made anew."""
     pairs = (line.split("=", 1) for line in config.splitlines() if "=" in line)
     settings = {key.strip(): value.strip() for key, value in pairs}
     made_here = settings.get("command", str(venv)).endswith(str(venv))
@@ -121,8 +124,8 @@ def pin_torch(constraints: str, version: str) -> str:
 
 
 def offered(pyproject: str) -> frozenset[str]:
-    """The names of the extras."""
-    import tomllib  # new in Python 3.11, whose absence main() has to be able to complain about
+    """Return the names of the extras."""
+    import tomllib  # new in Python 3.11; main() must be able to report an older one
 
     return frozenset(tomllib.loads(pyproject)["project"]["optional-dependencies"])
 
@@ -130,13 +133,13 @@ def offered(pyproject: str) -> frozenset[str]:
 def install_steps(
     pyproject: str, extras: frozenset[str], reuse: Interpreter | None, constraints: Path
 ) -> list[list[str]]:
-    """Arguments of `pip install`, one list a call."""
+    """Return the arguments of `pip install`, one list for each call."""
     if reuse is None:
         return [["-c", str(constraints), "-e", f".[{','.join(sorted(extras))}]" if extras else "."]]
-    import tomllib  # new in Python 3.11, whose absence main() has to be able to complain about
+    import tomllib  # new in Python 3.11; main() must be able to report an older one
 
     project = tomllib.loads(pyproject)["project"]
-    # uv does not see packages outside the venv and would fetch a second torch: so torch is never asked for.
+    # uv does not see packages outside the venv and would install a second torch, so torch is left out.
     optional = project["optional-dependencies"]
     wanted = project["dependencies"] + [item for extra in sorted(extras) for item in optional[extra]]
     others = [item for item in wanted if not re.match(r"torch\b(?!-)", item)]
@@ -144,13 +147,13 @@ def install_steps(
 
 
 def interpreter_steps(extras: frozenset[str], reuse: Interpreter | None, venv: Path) -> list[list[str]]:
-    """What development needs besides where torch brought no Triton: one that fits no torch, only the tests."""
-    there = reuse is not None or any(venv.glob("lib/python3*/site-packages/triton-*.dist-info"))
-    return [[TRITON]] if "dev" in extras and not there and sys.platform == "linux" else []
+    """Return the installation of Triton, which the tests need where torch came without it."""
+    installed = reuse is not None or any(venv.glob("lib/python3*/site-packages/triton-*.dist-info"))
+    return [[TRITON]] if "dev" in extras and not installed and sys.platform == "linux" else []
 
 
 def parse_driver(smi: str, gpus: str) -> Driver:
-    """From the outputs of `nvidia-smi` and `nvidia-smi -L`."""
+    """Parse the outputs of `nvidia-smi` and `nvidia-smi -L`."""
     version = re.search(r"Driver Version\s*:\s*([\d.]+)", smi)
     cuda = re.search(r"CUDA(?: \w+)? Version\s*:\s*(\d+\.\d+)", smi)
     gpu = re.search(r"GPU \d+: (.+?) \(UUID", gpus)
@@ -158,7 +161,7 @@ def parse_driver(smi: str, gpus: str) -> Driver:
 
 
 def gpu_advice(driver: Driver | None, python: Interpreter) -> str:
-    """Why torch cannot use the GPU that is there, and the fix; empty when nothing is wrong."""
+    """Return why torch cannot use the GPU, and the fix; "" if nothing is wrong."""
     if driver is None or python.sees_gpu or not (driver.gpu or driver.trouble):
         return ""
     torch = f"torch {python.torch}"
@@ -193,7 +196,7 @@ def probe(python: str) -> Interpreter | None:
 
 
 def active_pythons() -> list[str]:
-    """The active environments' interpreters, then the one running this; never the .venv we are about to make."""
+    """Return the active environments' interpreters, then the running one, without that of .venv itself."""
     places = [os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]
     pythons = [f"{place}/bin/python" for place in places if place]
     pythons += [sys.executable, getattr(sys, "_base_executable", sys.executable)]
@@ -210,13 +213,13 @@ def read_driver() -> Driver | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         return Driver(trouble=f"{error}.")
     if outputs[0].returncode:
-        said = (outputs[0].stdout + outputs[0].stderr).strip() or f"exit status {outputs[0].returncode}."
-        return Driver(trouble=said.splitlines()[0])
+        output = (outputs[0].stdout + outputs[0].stderr).strip() or f"exit status {outputs[0].returncode}."
+        return Driver(trouble=output.splitlines()[0])
     return parse_driver(outputs[0].stdout, outputs[1].stdout)
 
 
 def find_links() -> list[str]:
-    """Where pip was told to look for wheels; uv does not read pip's settings."""
+    """Return pip's find-links as options for uv, which does not read pip's settings."""
     ask = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
     places = os.environ.get("PIP_FIND_LINKS") or subprocess.run(ask, capture_output=True, text=True).stdout
     return [f"--find-links={place}" for place in places.split()]
@@ -255,12 +258,12 @@ def make_venv(base: Interpreter, reuse: Interpreter | None) -> None:
 
 
 def uv_on_path() -> str | None:
-    """uv installs several times faster than pip; `UV=none` does without it."""
+    """Return uv, which installs several times faster than pip; None with `UV=none`."""
     return None if os.environ.get("UV") == "none" else shutil.which("uv")
 
 
 def install(steps: list[list[str]]) -> str:
-    """The name of the installer that did it: uv if it can be had, else pip."""
+    """Install the packages, by uv if it is available, else by pip; return the installer's name."""
     python, own_uv, uv = [str(VENV_PYTHON), "-m"], VENV / "bin" / "uv", uv_on_path()
     pip = [*python, "pip", "install", "--disable-pip-version-check"]
     if not uv:
@@ -281,12 +284,12 @@ def install(steps: list[list[str]]) -> str:
 def set_up(extras: frozenset[str]) -> None:
     start, pyproject, constraints = time.monotonic(), (ROOT / "pyproject.toml").read_text(), CONSTRAINTS
     with phase("looking for a torch that sees a GPU"):
-        found = [python for python in map(probe, active_pythons()) if python]
-        if not found:
+        pythons = [python for python in map(probe, active_pythons()) if python]
+        if not pythons:
             raise SetupError(f"{sys.executable} does not run; choose another with `make setup PYTHON=…`.")
-        reuse = reusable(found, pyproject)
+        reuse = reusable(pythons, pyproject)
     with phase(f".venv around torch {reuse.torch} of {reuse.prefix}" if reuse else ".venv"):
-        make_venv(reuse or found[-1], reuse)
+        make_venv(reuse or pythons[-1], reuse)
         STAMP.unlink(missing_ok=True)
         LOG.write_text("")
         if reuse:
