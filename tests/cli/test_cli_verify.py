@@ -35,7 +35,7 @@ def test_one_flipped_bit_is_found(inside: Any, tokens: Path, place: int) -> None
     shard.write_bytes(content)
     answer = inside("prepare", str(tokens), "--verify")
     assert answer.code == 1
-    assert "train-00000.tok: the tokens are not those that were recorded" in answer.said
+    assert "train-00000.tok: the tokens differ from" in answer.said
     assert "Traceback" not in answer.err
 
 

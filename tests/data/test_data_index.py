@@ -66,7 +66,7 @@ def test_in_order_without_shuffling() -> None:
 
 
 def test_too_little_data_for_one_sequence() -> None:
-    with pytest.raises(UserError, match=r"hold 10 tokens, less than one sequence of 11\. .*at most 9"):
+    with pytest.raises(UserError, match=r"10 tokens, less than one sequence of 11\. .*at most 9"):
         WindowIndex(tokens=10, seq_len=10, seed=0)
     assert len(WindowIndex(tokens=11, seq_len=10, seed=0)) == 1
     with pytest.raises(ValueError, match="not negative"):

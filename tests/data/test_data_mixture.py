@@ -132,7 +132,7 @@ def test_parts_of_different_tokenizers_are_refused(parts: tuple[Path, Path], tmp
 
 def test_a_part_that_is_too_short_is_named(parts: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("no")
-    with pytest.raises(UserError, match=r"short\.txt: the data hold \d tokens, less than one sequence"):
+    with pytest.raises(UserError, match=r"short\.txt: the data has \d tokens, less than one sequence"):
         open_corpus(data_of(f"data.source=[{parts[0]}, {tmp_path / 'short.txt'}]")).index(16, 0)
 
 

@@ -148,7 +148,7 @@ def test_gpt2_must_be_gpt2_wherever_it_is_found(
     trained.save(folder / "tokenizer.json")
     if place == "variable":
         monkeypatch.setenv("REDLINE_GPT2", str(folder))
-    with pytest.raises(UserError, match="another tokenizer than GPT-2's") as error:
+    with pytest.raises(UserError, match="not GPT-2's") as error:
         load_tokenizer("gpt2")
     assert str(folder) in str(error.value)
 
@@ -192,7 +192,7 @@ def test_an_end_of_text_that_is_a_word_is_refused(tmp_path: Path) -> None:
     definition = {"version": "1.0", "model": words, "pre_tokenizer": {"type": "WhitespaceSplit"}, "added_tokens": []}
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(definition))
-    with pytest.raises(UserError, match="text that holds </s> would be cut there"):
+    with pytest.raises(UserError, match=r"</s>.*end-of-text token"):
         load_tokenizer(str(path))
 
 

@@ -97,7 +97,7 @@ def test_flipped_token_is_noticed_by_verify(prepared: Path) -> None:
     content = bytearray(shard.read_bytes())
     content[1000] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(UserError, match=r"train-00001\.tok.*not those"):
+    with pytest.raises(UserError, match=r"train-00001\.tok.*SHA-256"):
         open_tokens(prepared).verify()
 
 
@@ -126,7 +126,7 @@ def test_damaged_description_is_noticed(prepared: Path) -> None:
 
 def test_recorded_id_outside_the_vocabulary_is_refused(prepared: Path) -> None:
     data = open_tokens(prepared)
-    with pytest.raises(UserError, match=r"train-00000\.tok: holds the token id 256, .* of tiny \(200 ids\)"):
+    with pytest.raises(UserError, match=r"train-00000\.tok: the token id 256 .* of tiny \(200 ids\)"):
         data.files[0].check_vocabulary("tiny", 200)
 
 
@@ -203,7 +203,7 @@ def test_raw_files_that_cannot_be_meant(tmp_path: Path, prepared: Path) -> None:
 
 def test_raw_id_outside_the_vocabulary_names_id_file_and_vocabulary(tmp_path: Path) -> None:
     path = write_ids(tmp_path / "ids.bin", [1, 2, 50257, 3])
-    with pytest.raises(UserError, match=r"ids\.bin: holds the token id 50257, .* of gpt2 \(50257 ids\)"):
+    with pytest.raises(UserError, match=r"ids\.bin: the token id 50257 .* of gpt2 \(50257 ids\)"):
         open_tokens(path, "gpt2")
 
 

@@ -184,7 +184,7 @@ def test_reading_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_files_that_a_stream_adds_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(verify, "_POLL_S", 0.01)
     files = [file_of(tmp_path / "a.tok", 100)]
     later = file_of(tmp_path / "b.tok", 200)
     flip(later.path, 10, 0)

@@ -1,7 +1,7 @@
-"""Which tokens a sample is made of: a function of (seed, sample number) and of nothing else.
+"""The order of samples: which tokens the n-th sample has, as a function of the seed and n alone.
 
-The order of an epoch is a stateless pseudo-random permutation, so any sample of any epoch is found at once,
-a resumed run needs no saved state, and neither ranks nor micro-batches can change what is learned from.
+The order of an epoch is a stateless pseudo-random permutation. So any sample of any epoch is computed directly, a
+resumed run needs no saved state, and neither the number of ranks nor the micro-batch changes the data of a step.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ UInt64s = npt.NDArray[np.uint64]
 
 
 class Index(Protocol):
-    """Says where the n-th sample begins; samples count through all epochs, without end."""
+    """Returns the first token of each sample. Samples are numbered through all epochs, without end."""
 
     def starts(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
 
 
 def _mix(x: UInt64s) -> UInt64s:
-    """The finaliser of splitmix64 (Steele et al. 2014): every input bit reaches every output bit."""
+    """Apply the finaliser of splitmix64 (Steele et al. 2014): every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _encrypt(x: UInt64s, half_bits: int, keys: UInt64s) -> UInt64s:
-    """A Feistel network on 2·half_bits bits: a bijection whatever the round function (Luby & Rackoff 1988)."""
+    """Apply a Feistel network on 2·half_bits bits: a bijection for any round function (Luby & Rackoff 1988)."""
     half, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = x >> half, x & mask
     for number in range(1, _ROUNDS + 1):
@@ -44,15 +44,15 @@ def _encrypt(x: UInt64s, half_bits: int, keys: UInt64s) -> UInt64s:
 
 
 def permute(i: npt.NDArray[np.int64], n: int, key: int | UInt64s) -> npt.NDArray[np.int64]:
-    """Where a permutation of range(n) sends each i; `key` chooses the permutation (one, or one for each i).
+    """Return where a permutation of range(n) maps each i; `key` selects it, for all i or for each of them.
 
-    The network permutes the next power of four; a value outside the range is sent on until it falls inside
-    (cycle walking), which keeps the map a bijection and takes under four rounds on average.
+    The network permutes range(m), where m is the next power of four. A value outside range(n) is mapped again until it
+    is inside (cycle walking). The result is still a bijection, and takes fewer than four rounds on average.
     """
     if n < 1 or (np.size(i) and (np.min(i) < 0 or np.max(i) >= n)):
         raise ValueError(f"positions must lie in range({n})")
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
-    # 1-d arrays throughout: numpy warns about unsigned overflow, which is meant here, for scalars alone.
+    # 1-d arrays throughout: the unsigned overflow is intended, and numpy warns about it for scalars only.
     values = np.array(i, dtype=np.uint64, ndmin=1)
     keys = np.broadcast_to(key if isinstance(key, np.ndarray) else np.uint64(key & _MASK), values.shape)
     outside = np.ones(values.shape, dtype=bool)
@@ -63,23 +63,23 @@ def permute(i: npt.NDArray[np.int64], n: int, key: int | UInt64s) -> npt.NDArray
 
 
 def order_keys(seed: int, epochs: npt.NDArray[np.int64], group: int = 0) -> UInt64s:
-    """A key for `permute` for each epoch, of this seed; groups of windows that are ordered apart have their own."""
+    """Return a key for `permute` for each epoch. Each group (a shard, a source, a purpose) has keys of its own."""
     origin = _mix(np.array([(seed + (group << 32)) & _MASK], dtype=np.uint64))
     return _mix(np.atleast_1d(epochs).astype(np.uint64) * np.uint64(_GOLDEN) + origin)
 
 
 class PassIndex:
-    """Reads the `size` items of one source again and again, in another seeded order in each pass."""
+    """The order of the `size` items of one source: pass after pass, each in another seeded order."""
 
     def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
         self.seed, self.shuffle, self._size = seed, shuffle, size
 
     def __len__(self) -> int:
-        """Items per pass."""
+        """Return the number of items per pass."""
         return self._size
 
     def starts(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return which item each sample is. Sample numbers count through all passes, without end."""
+        """Return the item of each sample. Samples are numbered through all passes, without end."""
         samples = np.asarray(samples, dtype=np.int64)
         if samples.size and samples.min() < 0:
             raise ValueError("sample numbers are not negative")
@@ -90,22 +90,25 @@ class PassIndex:
 
 
 class WindowIndex:
-    """Cuts `tokens` into windows of seq_len + 1 that share their border token, and orders them anew each epoch."""
+    """The order of the windows of seq_len + 1 tokens, shuffled anew in each epoch.
+
+    A window's last token is also the first of the next one, so every token after the first is a target once.
+    """
 
     def __init__(self, tokens: int, seq_len: int, seed: int, shuffle: bool = True) -> None:
         self.seq_len = seq_len
         windows = max(0, tokens - 1) // seq_len
         if not windows:
             raise UserError(
-                f"the data hold {tokens} tokens, less than one sequence of {seq_len + 1}.",
+                f"the data has {tokens} tokens, less than one sequence of {seq_len + 1}.",
                 fix="Give more data" + (f", or set data.seq_len to at most {tokens - 1}." if tokens > 1 else "."),
             )
         self._passes = PassIndex(windows, seed, shuffle)
 
     def __len__(self) -> int:
-        """Windows per epoch."""
+        """Return the number of windows per epoch."""
         return len(self._passes)
 
     def starts(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The first token of each sample's window. Sample numbers count through all epochs, without end."""
+        """Return the first token of each sample's window. Samples are numbered through all epochs, without end."""
         return self._passes.starts(samples) * self.seq_len

@@ -1,7 +1,7 @@
-"""Batches made ahead of time, so that the accelerator never waits for data.
+"""Prefetching: batches are made ahead of time by threads, so that the accelerator never waits for data.
 
-By threads, not processes: reading memory maps and numpy release the interpreter's lock, nothing is pickled,
-and there is no worker that could be killed for memory apart from the run. One that is ended all the same is replaced.
+Threads, not processes: reading memory maps and numpy release the interpreter's lock, nothing is pickled, and there is
+no worker process that could be killed when memory runs out. A thread that ends nevertheless is replaced.
 """
 
 from __future__ import annotations
@@ -19,48 +19,46 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LOOK_EVERY_S = 0.5
+_CHECK_THREADS_S = 0.5
 _JOIN_S = 5.0
-
-
-_MOST_TRIES = 3  # at a step whose thread is ended
+_MAX_TRIES = 3  # threads that may end while they make the same step
 
 
 class Prefetcher(Generic[T]):
-    """`next(step)` is `make(step)` for consecutive steps, computed up to `depth` steps ahead by `workers` threads.
+    """Makes the batches of consecutive steps with `make(step)`, up to `depth` steps ahead, in `workers` threads.
 
-    `make` must be a function of the step alone; with no workers it runs in the caller's thread.
+    `make` must be a function of the step alone. With 0 workers it runs in the caller's thread.
     """
 
     def __init__(
         self, make: Callable[[int], T], start: int, *, workers: int, depth: int = 4, timeout: float = 300.0
     ) -> None:
         self._make, self._depth, self._timeout = make, max(depth, workers), timeout
-        self._wanted = self._unclaimed = start
+        self._next = self._unclaimed = start  # the step that the caller gets next; the first that no thread makes
         self._made: dict[int, T] = {}
         self._failed: dict[int, BaseException] = {}
         self._owners: dict[int, threading.Thread] = {}  # of the steps that are being made
-        self._deserted: list[int] = []  # whose thread was ended before they were made
+        self._abandoned: list[int] = []  # steps whose thread ended before they were made
         self._tries: dict[int, int] = {}
         self._closed = False
         self._changed = threading.Condition()
-        self._threads = [self._started(number) for number in range(workers)]
+        self._threads = [self._start_thread(number) for number in range(workers)]
 
-    def _started(self, number: int) -> threading.Thread:
+    def _start_thread(self, number: int) -> threading.Thread:
         thread = threading.Thread(target=self._work, name=f"redline-loader-{number}", daemon=True)
         thread.start()
         return thread
 
     def next(self, step: int) -> T:
-        """The batch of this step, which must be the one after the last. A failure in `make(step)` is raised here."""
-        if step != self._wanted:
-            raise ValueError(f"step {step} asked for, but {self._wanted} is next")
+        """Return the batch of this step, which must follow the last one. Raise the error of `make(step)` here."""
+        if step != self._next:
+            raise ValueError(f"step {step} was requested, but step {self._next} is next")
         if self._closed:
             raise RuntimeError(f"the loader was closed before step {step}")
         if self._threads:
             return self._wait_for(step)
         batch = self._make(step)
-        self._wanted = step + 1
+        self._next = step + 1
         return batch
 
     def _wait_for(self, step: int) -> T:
@@ -69,26 +67,29 @@ class Prefetcher(Generic[T]):
             while step not in self._made:
                 if step in self._failed:
                     raise _as_failure(self._failed[step], step)
-                self._replace_the_dead()
+                self._replace_dead_threads()
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    fix = "Look at the disk, or `redline prepare` a streamed source first; then resume the run."
-                    raise UserError(f"the data of step {step} were not ready within {self._timeout:g} s.", fix=fix)
-                self._changed.wait(min(left, _LOOK_EVERY_S))
-            self._wanted = step + 1
+                    fix = "Check the disk, or run `redline prepare` on a streamed source first; then resume the run."
+                    raise UserError(f"the batch of step {step} was not ready within {self._timeout:g} s.", fix=fix)
+                self._changed.wait(min(left, _CHECK_THREADS_S))
+            self._next = step + 1
             self._tries.pop(step, None)
-            self._changed.notify_all()  # there is room for one more
+            self._changed.notify_all()  # a thread may make one more batch
             return self._made.pop(step)
 
-    def _replace_the_dead(self) -> None:
-        """A thread that was ended from outside leaves a step behind, which another makes: a batch is a function of its
-        step. One that ends several threads is a failure of its own."""
-        if self._failed:  # no thread goes on after one
+    def _replace_dead_threads(self) -> None:
+        """Start a new thread for each one that ended without an error, and give its step to another thread.
+
+        This changes no batch, because a batch is a function of its step. A step at which several threads end counts as
+        a failure (see `_work`).
+        """
+        if self._failed:  # after a failure no thread continues
             return
-        self._threads = [t if t.is_alive() else self._started(i) for i, t in enumerate(self._threads)]
+        self._threads = [t if t.is_alive() else self._start_thread(i) for i, t in enumerate(self._threads)]
         for step in [step for step, owner in self._owners.items() if not owner.is_alive()]:
             del self._owners[step]
-            self._deserted.append(step)
+            self._abandoned.append(step)
         self._changed.notify_all()
 
     def _work(self) -> None:
@@ -101,22 +102,23 @@ class Prefetcher(Generic[T]):
                     del self._owners[step]
                     self._changed.notify_all()
                 step = None
-        except BaseException as error:  # a failure must reach the trainer, at its step and in order
+        except BaseException as error:  # the trainer must get it, at the step that failed and not earlier
             with self._changed:
-                if isinstance(error, Exception) or (step is not None and self._tries[step] >= _MOST_TRIES):
+                if isinstance(error, Exception) or (step is not None and self._tries[step] >= _MAX_TRIES):
                     self._failed[self._unclaimed if step is None else step] = error
                 self._changed.notify_all()
 
     def _claim(self) -> int | None:
-        """The next step to make, as soon as there is room for it; None when there is nothing more to do."""
+        """Wait for a step that may be made, and return it; None if there is nothing more to do."""
         with self._changed:
             while not (self._closed or self._failed):
-                if self._deserted or self._unclaimed < self._wanted + self._depth:
-                    step = self._deserted[0] if self._deserted else self._unclaimed
-                    self._owners[step] = threading.current_thread()  # first: whatever comes between, it has an owner
+                if self._abandoned or self._unclaimed < self._next + self._depth:
+                    step = self._abandoned[0] if self._abandoned else self._unclaimed
+                    # Before anything else, so that the step has an owner if this thread ends in between.
+                    self._owners[step] = threading.current_thread()
                     self._tries[step] = self._tries.get(step, 0) + 1
-                    if self._deserted:
-                        self._deserted.pop(0)
+                    if self._abandoned:
+                        self._abandoned.pop(0)
                     else:
                         self._unclaimed += 1
                     return step
@@ -124,7 +126,7 @@ class Prefetcher(Generic[T]):
         return None
 
     def close(self) -> None:
-        """Stop the threads; safe to call again. One that hangs in `make` is left behind, and dies with the process."""
+        """Stop the threads; may be called again. A thread that hangs in `make` runs until the process exits."""
         with self._changed:
             self._closed = True
             self._made.clear()
@@ -143,16 +145,16 @@ class Prefetcher(Generic[T]):
 
 
 def _as_failure(error: BaseException, step: int) -> Exception:
-    """The error itself; but a thread's SystemExit is no wish of the trainer to leave."""
+    """Return the error to raise. A SystemExit of a loader thread must not end the trainer as if that had called it."""
     if isinstance(error, Exception):
         return error
-    failure = RuntimeError(f"a loader thread was ended at step {step} by {error!r}")
+    failure = RuntimeError(f"a loader thread ended at step {step} with {error!r}")
     failure.__cause__ = error
     return failure
 
 
 def pin(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """In page-locked memory where there is a GPU, so that the copy to it can overlap with work."""
+    """Copy the batch to page-locked memory if there is a GPU, so that its transfer can overlap with computation."""
     import torch
 
     if not torch.cuda.is_available():

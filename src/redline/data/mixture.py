@@ -1,12 +1,12 @@
-"""Several sources: which of them the n-th sample is from, and which of its rows or windows.
+"""The order of samples from several sources: the source of the n-th sample, and its row or window there.
 
-Two rules, the same for every job (docs/decisions/0025-what-a-weight-means.md):
+There are two rules, the same for every job (docs/decisions/0025-what-a-weight-means.md):
 
-- No source states a weight: an epoch has every row (or window) once, or `repeat` times, in one shuffle (`EpochIndex`).
-- A source states a weight: weights are shares of the samples. Each source is read in passes of its own, and the turns
-  are spread evenly (`MixtureIndex`). An epoch is as many samples as the sources hold rows together.
+- No source has a weight: an epoch has every row (or window) once, or `repeat` times, in one shuffle (`EpochIndex`).
+- A source has a weight: weights are shares of the samples. Each source is read in passes of its own, and its samples
+  are spread evenly (`MixtureIndex`). An epoch has as many samples as all sources have rows.
 
-All of it is a function of (seed, sample number), so that a resumed run needs no saved state.
+Everything is a function of the seed and the sample number, so a resumed run needs no saved state.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from redline.recipe.schema import Part
 
 Int64s = npt.NDArray[np.int64]
 
-_LONGEST_ROUND = 1 << 16
-_SAMPLED = 1 << 16  # rows whose means stand for those of a long epoch
-_SEED_STEP = 1_000_003  # between the seeds of two sources of a weighted mixture
+_MAX_ROUND = 1 << 16
+_SAMPLED_ROWS = 1 << 16  # the means of a longer epoch are taken over so many of its rows
+_SEED_STEP = 1_000_003  # the distance between the seeds of two sources
 
 
 class RowIndex(Protocol):
@@ -39,9 +39,9 @@ class RowIndex(Protocol):
 
 
 def stated_weights(parts: Sequence[Part]) -> list[float] | None:
-    """Return the sources' weights, or None if no source states one. Beside stated weights an unstated one is 1.
+    """Return the weights of the sources, or None if no source has one. If any source has one, the default is 1.
 
-    The weight of a single source is no weight: its share is everything.
+    The weight of a single source has no effect, so it counts as none.
     """
     if len(parts) == 1 or all(part.weight is None for part in parts):
         return None
@@ -57,25 +57,25 @@ def shares_of(sizes: Sequence[int], parts: Sequence[Part]) -> list[float]:
 
 
 def epoch_sample(index: RowIndex) -> Int64s:
-    """Return the rows of an epoch, each as often as it comes; of a long epoch, evenly spread ones."""
-    count = min(len(index), _SAMPLED)
+    """Return the rows of an epoch, each as often as it occurs; of a long epoch, evenly spaced rows."""
+    count = min(len(index), _SAMPLED_ROWS)
     return index.sequences(np.arange(count, dtype=np.int64) * len(index) // count)
 
 
 def row_mixture_key(parts: Sequence[Part]) -> list[Any]:
-    """Return what the fingerprint of a job that reads rows must name of the mixture.
+    """Return what the fingerprint of a job that reads rows must contain about the mixture.
 
-    Without weights these are plain numbers, as in runs that were begun when `weight` meant what `repeat` means now:
-    such a run must find the fingerprint in its lock again.
+    Without weights these are plain numbers, as in older releases, where `weight` meant what `repeat` means now: a run
+    of that time must have the same fingerprint as its lock when it is resumed.
     """
     weights = stated_weights(parts)
     return list(_repeats(parts)) if weights is None else [["share", weight] for weight in weights]
 
 
 def window_mixture_key(parts: Sequence[Part]) -> list[Any]:
-    """Return what the fingerprint of a job that reads windows must name of the mixture.
+    """Return what the fingerprint of a job that reads windows must contain about the mixture.
 
-    Weights are plain numbers, as in older runs, in which they have always been shares.
+    Weights are plain numbers, as in older releases, in which they were always shares.
     """
     weights = stated_weights(parts)
     return [["repeat", repeat] for repeat in _repeats(parts)] if weights is None else list(weights)
@@ -112,55 +112,55 @@ def _repeats(parts: Sequence[Part]) -> list[float]:
 
 
 def _firsts(sizes: Sequence[int]) -> list[int]:
-    """Return where each source begins when all are laid end to end."""
+    """Return where each source begins when all are concatenated."""
     return [sum(sizes[:number]) for number in range(len(sizes))]
 
 
 def whole_shares(weights: Sequence[float]) -> list[int]:
-    """The weights as small whole numbers: exact when their sum allows it, else to one part in 65,536."""
-    fractions = [Fraction(weight).limit_denominator(_LONGEST_ROUND) for weight in weights]
+    """Return the weights as small whole numbers: exactly if their sum allows it, otherwise to one part in 65,536."""
+    fractions = [Fraction(weight).limit_denominator(_MAX_ROUND) for weight in weights]
     if all(fractions) and all(math.isclose(f, w, rel_tol=1e-12) for f, w in zip(fractions, weights, strict=True)):
         scale = math.lcm(*(fraction.denominator for fraction in fractions))
         whole = [int(fraction * scale) for fraction in fractions]
         divisor = math.gcd(*whole)
-        if sum(whole) // divisor <= _LONGEST_ROUND:
+        if sum(whole) // divisor <= _MAX_ROUND:
             return [share // divisor for share in whole]
     total = math.fsum(weights)
-    return [max(1, round(_LONGEST_ROUND * weight / total)) for weight in weights]
+    return [max(1, round(_MAX_ROUND * weight / total)) for weight in weights]
 
 
 def turns(shares: Sequence[int]) -> Int64s:
-    """A round in which each part has its share of turns, spread so evenly that at no point it is one off.
+    """Return a round in which each source has its share of turns, never more than one turn ahead or behind.
 
-    Tijdeman's rule (1980): among those that are due by a margin, whoever would be overdue first.
+    This is Tijdeman's rule (1980): of the sources that are due by a margin, take the one with the earliest deadline.
     """
     parts, period = len(shares), sum(shares)
     if parts == 1:
         return np.zeros(period, dtype=np.int64)
     margin = 2 * parts - 2
-    had = [0] * parts
+    taken = [0] * parts
     order = []
     for turn in range(1, period + 1):
-        due = [(turn * share - count * period) * margin for share, count in zip(shares, had, strict=True)]
+        due = [(turn * share - count * period) * margin for share, count in zip(shares, taken, strict=True)]
         eligible = [part for part in range(parts) if due[part] >= period]
         chosen = min(eligible, key=lambda part: (Fraction(period * (margin - 1) - due[part], shares[part]), part))
-        had[chosen] += 1
+        taken[chosen] += 1
         order.append(chosen)
     return np.array(order, dtype=np.int64)
 
 
 class MixtureIndex:
-    """Takes samples from each part's own index in turn; `offsets` say where its tokens begin among those of all."""
+    """Takes samples from the index of each source in turn. `offsets` has the first token of each source."""
 
     def __init__(self, indices: Sequence[Index], offsets: Sequence[int], weights: Sequence[float]) -> None:
         self._indices, self._offsets = list(indices), list(offsets)
         shares = whole_shares(weights)
         self._order, self._shares = turns(shares), np.array(shares, dtype=np.int64)
         is_turn = self._order == np.arange(len(shares))[:, None]
-        self._before = np.cumsum(is_turn, axis=1) - is_turn  # turns that a part had earlier in the round
+        self._before = np.cumsum(is_turn, axis=1) - is_turn  # turns of the source earlier in the round
 
     def parts(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """For each sample its part, and which sample of that part it is."""
+        """Return for each sample its source, and the number of the sample within that source."""
         rounds, places = np.divmod(np.asarray(samples, dtype=np.int64), len(self._order))
         parts = self._order[places]
         return parts, rounds * self._shares[parts] + self._before[parts, places]
@@ -175,10 +175,10 @@ class MixtureIndex:
 
 
 class ShareIndex:
-    """Rows of several sources in the shares that their weights state.
+    """The order of rows of several sources, in shares that follow from their weights.
 
-    An epoch has as many samples as the sources have rows together, so a source with a large share is read more than
-    once in it and one with a small share only in part; its next pass goes on where the epoch ended.
+    An epoch has as many samples as all sources have rows. So a source with a large share is read more than once in an
+    epoch, and one with a small share only in part; the next epoch continues its pass where this one ended.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool = True) -> None:
@@ -187,7 +187,7 @@ class ShareIndex:
         self._mixture = MixtureIndex(passes, _firsts(sizes), weights)
 
     def __len__(self) -> int:
-        """Rows per epoch."""
+        """Return the number of rows per epoch."""
         return self._rows
 
     def sequences(self, samples: Int64s) -> Int64s:
@@ -195,26 +195,26 @@ class ShareIndex:
 
 
 class EpochIndex:
-    """Which sequence the n-th sample of training is: a function of (seed, n) and of nothing else.
+    """The order of sequences of several sources without weights.
 
-    An epoch reads w·n sequences of a source that has n and the repeat w (to the nearest whole number, and at least
-    one). The source's own seeded order continues from epoch to epoch and starts again after the last sequence, so
-    that with a repeat below 1 each epoch reads other sequences. Within an epoch all sources are shuffled together.
+    Of a source with n sequences and the repeat w, an epoch reads w·n, rounded, and at least one. The source's own
+    seeded order continues from epoch to epoch, and begins again after its last sequence; so with a repeat below 1 each
+    epoch reads other sequences. Within an epoch all sources are shuffled together.
     """
 
     def __init__(self, sizes: Sequence[int], repeats: Sequence[float], seed: int, shuffle: bool = True) -> None:
         self.seed, self.shuffle = seed, shuffle
         self._sizes = np.array(sizes, dtype=np.int64)
-        self._given = np.maximum(1, np.rint(np.array(repeats) * self._sizes)).astype(np.int64)
-        self._first = np.cumsum(self._sizes) - self._sizes  # of each part's sequences among all
-        self._ends = np.cumsum(self._given)
+        self._per_epoch = np.maximum(1, np.rint(np.array(repeats) * self._sizes)).astype(np.int64)
+        self._first = np.cumsum(self._sizes) - self._sizes  # the first sequence of each source
+        self._ends = np.cumsum(self._per_epoch)
 
     def __len__(self) -> int:
-        """Sequences per epoch."""
+        """Return the number of sequences per epoch."""
         return int(self._ends[-1])
 
     def sequences(self, samples: Int64s) -> Int64s:
-        """Sample numbers count through all epochs, without end."""
+        """Return the sequence of each sample. Samples are numbered through all epochs, without end."""
         samples = np.asarray(samples, dtype=np.int64)
         if samples.size and samples.min() < 0:
             raise ValueError("sample numbers are not negative")
@@ -222,7 +222,7 @@ class EpochIndex:
         if self.shuffle:
             places = permute(places, len(self), order_keys(self.seed, epochs))
         parts = np.searchsorted(self._ends, places, side="right")
-        turns = epochs * self._given[parts] + places - (self._ends - self._given)[parts]
+        turns = epochs * self._per_epoch[parts] + places - (self._ends - self._per_epoch)[parts]
         rounds, within = np.divmod(turns, self._sizes[parts])
         if self.shuffle:
             for part in np.unique(parts):
@@ -233,7 +233,7 @@ class EpochIndex:
 
 
 class UnionIndex:
-    """Windows of several sources, each `repeat` times an epoch, as the first tokens of the windows."""
+    """The order of windows of several sources without weights."""
 
     def __init__(self, epochs: EpochIndex, windows: Sequence[int], offsets: Sequence[int], seq_len: int) -> None:
         self._epochs, self._seq_len = epochs, seq_len
@@ -242,7 +242,7 @@ class UnionIndex:
         self._offsets = np.array(offsets, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Windows per epoch."""
+        """Return the number of windows per epoch."""
         return len(self._epochs)
 
     def starts(self, samples: Int64s) -> Int64s:

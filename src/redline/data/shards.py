@@ -1,7 +1,7 @@
 """The shard format: a 64-byte header, then little-endian token ids of two or four bytes.
 
-Header: magic, version, bytes per token, token count, the tokenizer's fingerprint, zeros. Every byte of it
-follows from `meta.json`, so a damaged header is found by comparison; the ids are covered by a sha256.
+The header has a magic number, version, bytes per token, token count, the tokenizer's fingerprint, and zeros. Every byte
+of it follows from `meta.json`, so a damaged header is found by comparison. The ids are covered by a SHA-256.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ _CHUNK_BYTES = 1 << 24
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The smallest of uint16 and uint32 that holds every id."""
+    """Return the smaller of uint16 and uint32 that holds every id."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def shard_header(dtype: np.dtype[np.unsignedinteger], tokens: int, tokenizer_fingerprint: str) -> bytes:
+    """Return the header of a shard."""
     return _HEADER.pack(MAGIC, _VERSION, dtype.itemsize, tokens, tokenizer_fingerprint.encode("ascii"))
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What reading all ids of a file tells."""
+    """The result of reading all ids of a file."""
 
     sha256: str
     max_id: int
-    # The largest of every second id. Zero all along means four-byte ids read as two-byte ones.
-    max_odd: int
+    max_odd: int  # the largest of every second id; 0 if the file has four-byte ids that are read as two-byte ids
 
 
 def scan_tokens(path: Path, dtype: np.dtype[np.unsignedinteger], offset: int = 0) -> Scan:
+    """Read all ids of a file, from `offset` on."""
     digest, max_id, max_odd = hashlib.sha256(), 0, 0
     with open(path, "rb", opener=open_regular) as file:
         file.seek(offset)
@@ -63,16 +64,16 @@ def scan_tokens(path: Path, dtype: np.dtype[np.unsignedinteger], offset: int = 0
 
 
 class DamagedDataError(UserError):
-    """Tokens, or what describes them, are not what was written."""
+    """A token file or its description is not what was written."""
 
 
 class OtherTokenizerError(UserError):
-    """These tokens are not of the tokenizer that is named for them."""
+    """The tokens were made with another tokenizer than the recipe names."""
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Ids in a file, from `offset` on, with what is known about them."""
+    """The ids in a file, from `offset` on, and what was recorded about them."""
 
     path: Path
     dtype: np.dtype[np.unsignedinteger]
@@ -82,25 +83,27 @@ class TokenFile:
     max_id: int
 
     def map(self) -> npt.NDArray[np.unsignedinteger]:
+        """Map the ids into memory."""
         return np.memmap(check_regular(self.path), dtype=self.dtype, mode="r", offset=self.offset, shape=(self.tokens,))
 
     def check_vocabulary(self, name: str, vocab_size: int) -> None:
+        """Raise OtherTokenizerError if the file has an id outside the vocabulary."""
         if self.max_id >= vocab_size:
             raise OtherTokenizerError(
-                f"holds the token id {self.max_id}, outside the vocabulary of {name} ({vocab_size} ids).",
+                f"the token id {self.max_id} is outside the vocabulary of {name} ({vocab_size} ids).",
                 where=str(self.path),
-                fix="Name the tokenizer that these tokens were made with (data.tokenizer).",
+                fix="Set data.tokenizer to the tokenizer that the tokens were made with.",
             )
 
     def verify(self) -> None:
-        """Read everything and compare with the recorded digest."""
+        """Read all ids; raise DamagedDataError if they differ from the recorded digest."""
         scan = scan_tokens(self.path, self.dtype, self.offset)
         if (scan.sha256, scan.max_id) != (self.sha256, self.max_id):
-            raise damaged(self.path, "the tokens are not those that were recorded")
+            raise damaged(self.path, "the tokens differ from their recorded SHA-256")
 
 
 def check_shard(file: TokenFile, tokenizer_fingerprint: str) -> None:
-    """Cheap signs of damage: the size and every byte of the header."""
+    """Raise DamagedDataError if the size or the header is wrong. The ids are not read, which would take too long."""
     if not file.path.is_file():
         raise damaged(file.path, "the shard is missing")
     expected, actual = file.offset + file.tokens * file.dtype.itemsize, file.path.stat().st_size
@@ -109,20 +112,21 @@ def check_shard(file: TokenFile, tokenizer_fingerprint: str) -> None:
     with open(file.path, "rb", opener=open_regular) as opened:
         header = opened.read(HEADER_BYTES)
     if not header.startswith(MAGIC):
-        raise damaged(file.path, "this is not a redline shard")
+        raise damaged(file.path, "the file is not a redline shard")
     if header != shard_header(file.dtype, file.tokens, tokenizer_fingerprint):
         raise damaged(file.path, "the shard's header disagrees with meta.json")
 
 
 def damaged(path: Path, what: str) -> DamagedDataError:
-    fix = "Prepare the data again, or copy them anew."
+    """Return the error for a damaged file of prepared data."""
+    fix = "Prepare the data again, or copy it again."
     if path.is_relative_to(cache_dir()):
         fix = f"Delete the folder {path.parent}: the next run prepares the data again."
     return DamagedDataError(f"{what}.", where=str(path), fix=fix)
 
 
 class ShardWriter:
-    """Writes a split's ids into `NAME-00000.tok`, `NAME-00001.tok`, …; holds one appended piece in memory."""
+    """Writes the ids of a split into `NAME-00000.tok`, `NAME-00001.tok`, …"""
 
     def __init__(
         self,
@@ -134,7 +138,10 @@ class ShardWriter:
         shard_tokens: int | Callable[[int], int],
         files: Iterable[TokenFile] = (),
     ) -> None:
-        """`shard_tokens`: the most a shard may hold, or that by its number; `files` were finished before."""
+        """`shard_tokens` is the largest size of a shard, or a function that returns it by the shard's number.
+
+        `files` are the shards that an earlier process completed.
+        """
         self._folder, self._split = folder, split
         self._vocab_size, self._fingerprint, self._limits = vocab_size, tokenizer_fingerprint, shard_tokens
         self._dtype = token_dtype(vocab_size)
@@ -146,13 +153,14 @@ class ShardWriter:
         self._tokens = self._max_id = 0
 
     def append(self, ids: npt.ArrayLike) -> None:
-        wide = np.asarray(ids, dtype=np.int64)
-        if wide.size and not 0 <= int(wide.min()) <= int(wide.max()) < self._vocab_size:
-            raise ValueError(f"token ids {wide.min()}…{wide.max()} outside a vocabulary of {self._vocab_size}")
-        narrow = wide.astype(self._dtype)
-        while narrow.size:
+        """Write ids; begin a new shard whenever one is full."""
+        checked = np.asarray(ids, dtype=np.int64)
+        if checked.size and not 0 <= int(checked.min()) <= int(checked.max()) < self._vocab_size:
+            raise ValueError(f"token ids {checked.min()}…{checked.max()} outside a vocabulary of {self._vocab_size}")
+        rest = checked.astype(self._dtype)
+        while rest.size:
             shard = self._open or self._start_shard()
-            part, narrow = np.split(narrow, [self._limit - self._tokens])
+            part, rest = np.split(rest, [self._limit - self._tokens])
             content = part.tobytes()
             shard.write(content)
             self._digest.update(content)
@@ -163,16 +171,16 @@ class ShardWriter:
 
     @property
     def files(self) -> list[TokenFile]:
-        """The shards that are complete."""
+        """The complete shards."""
         return list(self._files)
 
     @property
     def pending(self) -> int:
-        """Tokens in the shard that is not complete yet."""
+        """The number of tokens in the shard that is not complete yet."""
         return self._tokens if self._open else 0
 
     def finish(self) -> list[TokenFile]:
-        """Complete the last shard; all are on disk when this returns."""
+        """Complete the last shard, and return all shards. They are on disk when this returns."""
         if self._open:
             self._finish_shard()
         return self._files
@@ -182,7 +190,9 @@ class ShardWriter:
         self._digest, self._tokens, self._max_id = hashlib.sha256(), 0, 0
         self._limit = self._limits if isinstance(self._limits, int) else self._limits(len(self._files))
         self._open = open(self._path, "wb")  # noqa: SIM115 - closed by _finish_shard or __exit__
-        self._open.write(bytes(HEADER_BYTES))  # the count is known at the end; until then the magic is absent
+        # The header needs the token count, which is known at the end. Until then the file has no magic number, so that
+        # nothing takes it for a shard.
+        self._open.write(bytes(HEADER_BYTES))
         return self._open
 
     def _finish_shard(self) -> None:
@@ -208,10 +218,10 @@ class ShardWriter:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Checking token files against their recorded digests while a run trains on them.
+# Comparing token files with their recorded digests while a run trains on them.
 #
-# Opening a prepared folder compares sizes and headers only: reading everything would delay the start of every run.
-# Instead a thread reads each file once, slowly enough that training does not notice.
+# Opening a prepared folder compares sizes and headers only, because reading all tokens would delay the start of every
+# run. Instead a thread reads each file once during the run, slowly enough not to slow down training.
 
 
 # At most this share of the time of one core (and of a disk that only this thread uses), and this many bytes/s.
@@ -219,13 +229,13 @@ SHARE = 0.05
 BYTES_PER_S = 100e6
 _VERIFY_CHUNK_BYTES = 1 << 22
 _NICE = 10
-_LOOK_AGAIN_S = 5.0  # for files that a stream has finished since
+_POLL_S = 5.0  # how often the thread asks for shards that a stream has completed in the meantime
 
 
 class BackgroundCheck:
-    """Verifies the files that `files()` lists, each once, in a thread that runs between `__enter__` and `__exit__`.
+    """Verifies each file that `files()` returns once, in a thread that runs between `__enter__` and `__exit__`.
 
-    The thread never raises: `poll` does, in the caller's thread.
+    The thread itself never raises; `poll` does, in the caller's thread.
     """
 
     def __init__(
@@ -239,7 +249,7 @@ class BackgroundCheck:
         self._files, self._share, self._bytes_per_s = files, share, bytes_per_s
         self._closed = threading.Event()
         self._pause = pause or self._closed.wait
-        self._done: dict[TokenFile, bool] = {}  # whether it could be read
+        self._done: dict[TokenFile, bool] = {}  # whether the file could be read and is intact
         self._damage: DamagedDataError | None = None
         self._notes: list[str] = []
         self._thread: threading.Thread | None = None
@@ -260,19 +270,19 @@ class BackgroundCheck:
             self._thread = None
 
     def poll(self, warn: Callable[[str], None]) -> None:
-        """Raise DamagedDataError if a file is damaged; warn once of each file that could not be read."""
+        """Raise DamagedDataError if a file is damaged; warn once about each file that could not be read."""
         while self._notes:
             warn(self._notes.pop(0))
         if self._damage is not None:
             raise self._damage
 
     def progress(self) -> dict[str, int]:
-        """How many files there are, and how many of them agree with their digests, for the `stop` event."""
+        """Return the number of files, and of those that agree with their digests, for the `stop` event."""
         files = self._files()
         return {"files": len(files), "files_verified": sum(self._done.get(file, False) for file in files)}
 
     def _work(self) -> None:
-        with suppress(OSError):  # on Linux a thread has a priority of its own
+        with suppress(OSError):  # on Linux each thread has its own priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while not self._closed.is_set():
             pending = [file for file in self._files() if file not in self._done]
@@ -281,30 +291,30 @@ class BackgroundCheck:
                 if self._closed.is_set() or self._damage is not None:
                     return
             if not pending:
-                self._closed.wait(_LOOK_AGAIN_S)
+                self._closed.wait(_POLL_S)
 
     def _verify(self, file: TokenFile) -> None:
         try:
             digest = self._digest(file)
-        except OSError as error:  # a disk that does not answer is no proof of damage; what was mapped is still read
+        except OSError as error:  # a disk that does not answer does not prove damage; the mapped file may still be read
             self._done[file] = False
-            self._notes.append(f"{file.path}: its digest could not be checked ({error.strerror or error})")
+            self._notes.append(f"{file.path}: the digest could not be checked ({error.strerror or error})")
             return
         if digest is not None and digest != file.sha256:
-            self._damage = damaged(file.path, "the tokens are not those that were recorded (their SHA-256 differs)")
+            self._damage = damaged(file.path, "the tokens differ from their recorded SHA-256")
         self._done[file] = digest == file.sha256
 
     def _digest(self, file: TokenFile) -> str | None:
-        """The SHA-256 of the tokens; None when the check was closed before the end."""
-        found, chunk = hashlib.sha256(), memoryview(bytearray(_VERIFY_CHUNK_BYTES))
+        """Return the SHA-256 of the tokens; None if the check was closed before the end of the file."""
+        digest, chunk = hashlib.sha256(), memoryview(bytearray(_VERIFY_CHUNK_BYTES))
         with open(file.path, "rb", buffering=0, opener=open_regular) as opened:
             opened.seek(file.offset)
             while not self._closed.is_set():
                 begin = time.perf_counter()
                 size = opened.readinto(chunk)
                 if not size:
-                    return found.hexdigest()
-                found.update(chunk[:size])
+                    return digest.hexdigest()
+                digest.update(chunk[:size])
                 spent = time.perf_counter() - begin
                 self._pause(max(spent / self._share, size / self._bytes_per_s) - spent)
         return None

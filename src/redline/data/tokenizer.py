@@ -1,17 +1,23 @@
-"""Tokenizers: raw bytes, a BPE trained on the spot, GPT-2's, or any `tokenizer.json`."""
+"""Tokenizers: bytes, a BPE that is trained on the data (train:N), GPT-2's, or any `tokenizer.json`."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import contextlib
 import hashlib
+import itertools
 import json
+import os
 import re
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.cache import read_text
+from redline.cache import cache_dir, read_text, write_atomically
 from redline.data.time_limit import TookTooLongError, within_seconds
 from redline.errors import UserError
 from redline.units import parse_count
@@ -19,37 +25,26 @@ from redline.units import parse_count
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-from functools import cache
-
-if TYPE_CHECKING:
     import tiktoken
-import base64
-import binascii
-import contextlib
-import itertools
-import os
-import threading
-from collections.abc import Iterator
-
-from redline.cache import cache_dir, write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 _END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>")
 
+# vocab_size, eot and fingerprint of the tokenizers that are known without their files. GPT-2's fingerprint is that of
+# its published vocabulary and merges. It is written down so that token files made elsewhere can be trained on without
+# the tokenizer's files; whatever is loaded as `gpt2` must have it.
 _BYTES_VOCABULARY = (257, 256, hashlib.sha256(b"redline bytes: ids 0-255, end of text 256").hexdigest()[:16])
-# The fingerprint of GPT-2's published vocabulary and merges. It is written down so that token files made
-# elsewhere can be trained on without the tokenizer's files; whatever is loaded as `gpt2` must match it.
-# Learning takes the square of a word's length, and DNA, base64 or a script without spaces is one word.
-_LONG_WORD = re.compile(r"(\S{256})(?=\S)")
-_LONG_GAP = re.compile(r"(\s{256})\s+")  # so is a run of spaces, of which more teaches nothing
-_VAST_GAP = 100_000  # characters: tiktoken's pattern recurses there, and overflows from a million on
 _GPT2_VOCABULARY = (50257, 50256, "f6d629a518c01312")
-# The limit on encoding a batch: ordinary tokenizers take about a second for a million characters.
+# BPE training takes time quadratic in the length of a word, and DNA, base64 or a script without spaces is one word.
+_LONG_WORD = re.compile(r"(\S{256})(?=\S)")
+_LONG_GAP = re.compile(r"(\s{256})\s+")  # a run of white space is a word too; a longer one adds nothing to learn
+_VAST_GAP = 100_000  # characters; tiktoken's pattern recurses in a gap, and overflows the stack at about a million
+# Seconds for encoding a batch. Ordinary tokenizers take about a second for a million characters.
 _LIMIT_S, _LIMIT_S_PER_CHARACTER = 30.0, 6e-5
 
 
 class Tokenizer(ABC):
-    """Text to ids and back. Text never encodes to `eot`: only redline places it, before each document."""
+    """Encodes text and decodes ids. No text encodes to `eot`: redline itself writes it, before each document."""
 
     name: str
     vocab_size: int
@@ -63,7 +58,7 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
     def encode_array(self, text: str) -> npt.NDArray[np.uint32]:
-        """The same ids, as numbers of four bytes."""
+        """Encode the text as an array."""
         import numpy as np
 
         return np.array(self.encode(text), dtype=np.uint32)
@@ -73,11 +68,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; `eot` is written as its name, and ids that stand for nothing are left out."""
+        """Return the text, with `eot` as its name and without ids that are not in the vocabulary."""
 
     @abstractmethod
     def save(self, path: Path) -> None:
-        """Write the definition to the file `path`; a tokenizer without one (bytes) writes nothing."""
+        """Write the definition to the file `path`; the bytes tokenizer has none and writes nothing."""
 
 
 class ByteTokenizer(Tokenizer):
@@ -107,26 +102,25 @@ class LibraryTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library."""
 
     def __init__(self, name: str, backend: Any) -> None:
-        backend.no_truncation()  # a setting of some published files that would silently drop text
+        backend.no_truncation()  # some published files set a length at which text would be silently cut
         backend.no_padding()
         backend.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not a control token
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.name = name
-        self.vocab_size = max(vocabulary.values()) + 1  # some vocabularies have holes
+        self.vocab_size = max(vocabulary.values()) + 1  # not the number of entries: some vocabularies have gaps
         self.eot = _end_of_text(name, vocabulary)
         end = backend.id_to_token(self.eot)
         if not any(token.special for token in backend.get_added_tokens_decoder().values() if token.content == end):
-            backend.add_special_tokens([end])  # not marked as one: the library would find it in text
+            backend.add_special_tokens([end])  # otherwise the library would find it inside of text
         self.fingerprint = backend_fingerprint(backend)
         self._backend = backend
-        if self.eot in encodings(backend, [end], name)[0].ids:  # a whole word of its vocabulary
-            fix = "Take a tokenizer that splits it, or one whose end-of-text token is no word."
-            raise UserError(f"text that holds {end} would be cut there.", where=name, fix=fix)
+        if self.eot in encodings(backend, [end], name)[0].ids:  # the vocabulary also has it as an ordinary word
+            fix = "Use a tokenizer that splits this text, or one with another end-of-text token."
+            raise UserError(f"the text {end} would encode to the end-of-text token.", where=name, fix=fix)
 
     @cached_property
     def _encoder(self) -> Any:
-        """tiktoken's, when it gives the same ids; None leaves it to the library."""
-
+        """tiktoken's encoder if it is known to give the same ids, otherwise None."""
         return byte_level_encoder(self.name, self._backend)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -135,7 +129,7 @@ class LibraryTokenizer(Tokenizer):
         return [coded.ids for coded in encodings(self._backend, texts, self.name)]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """Encode all texts under one time limit: a thread for each of many short texts would cost more than they do."""
+        """Encode all texts under one time limit: a thread for each short text would take longer than the text."""
         import numpy as np
 
         return [np.array(ids, dtype=np.uint32) for ids in self.encode_batch(texts)]
@@ -147,29 +141,29 @@ class LibraryTokenizer(Tokenizer):
         path.write_text(self._backend.to_str(pretty=True), encoding="utf-8")  # its own `save` raises no OSError
 
     def definition(self) -> str:
-        """What a tokenizer.json holds."""
+        """Return the content of a tokenizer.json."""
         return str(self._backend.to_str())
 
 
 def encodings(backend: Any, texts: Sequence[str], name: str, *, offsets: bool = False) -> list[Any]:
-    """Return what the library makes of the texts, within a time limit.
+    """Encode the texts with the tokenizers library, within a time limit.
 
-    The regular expressions of a tokenizer.json can backtrack: on some texts the library panics, on others it would
-    compute for days.
+    The regular expressions of a tokenizer.json may backtrack: on some texts the library panics, on others it would run
+    for days.
     """
     encode = backend.encode_batch if offsets else backend.encode_batch_fast
     characters = sum(map(len, texts))
-    most = _LIMIT_S + _LIMIT_S_PER_CHARACTER * characters
+    limit = _LIMIT_S + _LIMIT_S_PER_CHARACTER * characters
     try:
-        found: list[Any] = within_seconds(lambda: encode(list(texts), add_special_tokens=False), most)
+        encoded: list[Any] = within_seconds(lambda: encode(list(texts), add_special_tokens=False), limit)
     except TookTooLongError:
-        raise _backtracks(name, f"{characters:,} characters were not split within {most:.0f} s") from None
-    except BaseException as error:  # a panic of the library is no Exception
+        raise _backtracks(name, f"{characters:,} characters were not split within {limit:.0f} s") from None
+    except BaseException as error:  # a panic of the library is not an Exception
         if type(error).__name__ != "PanicException":
             raise
         reason = next(iter(str(error).splitlines()), "")
         raise _backtracks(name, f"the tokenizers library stopped with {reason!r}") from None
-    return found
+    return encoded
 
 
 def _backtracks(name: str, what: str) -> UserError:
@@ -181,13 +175,16 @@ def _backtracks(name: str, what: str) -> UserError:
 
 
 def _has_vast_gap(text: str) -> bool:
-    """Whether there may be one: it would cover a whole half of its length somewhere, and only those are looked at."""
+    """Return whether the text may have a run of white space of `_VAST_GAP` characters.
+
+    Such a run covers at least one of the blocks of half that length completely, so only these are checked.
+    """
     half = _VAST_GAP // 2
     return any(text[start : start + half].isspace() for start in range(0, len(text) - half + 1, half))
 
 
 def load_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) -> Tokenizer:
-    """The tokenizer that `spec` names: bytes, train:N (from `texts`), gpt2, or the path of a tokenizer.json."""
+    """Load the tokenizer `spec`: bytes, gpt2 or the path of a tokenizer.json; train:N is trained on `texts`."""
     if spec == "bytes":
         return ByteTokenizer()
     if spec == "gpt2":
@@ -196,26 +193,26 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) 
     if (size := trained_size(spec)) is not None:
         if texts is None:
             raise UserError(
-                f"the tokenizer {spec} is trained on text, and here is none.",
-                fix="Name a tokenizer that exists already: bytes, gpt2 or the path of a tokenizer.json.",
+                f"the tokenizer {spec} has to be trained on text, and there is no text here.",
+                fix="Use a tokenizer that exists: bytes, gpt2 or the path of a tokenizer.json.",
             )
         return _train(spec, size, texts())
     path = Path(spec).expanduser()
     try:
         definition = read_definition(path / "tokenizer.json" if path.is_dir() else path)
     except OSError as error:
-        fix = "Name bytes, gpt2, train:N or the path of a tokenizer.json."
-        raise UserError(f"cannot be read ({error.strerror}).", where=spec, fix=fix) from None
+        fix = "Use bytes, gpt2, train:N or the path of a tokenizer.json."
+        raise UserError(f"the tokenizer cannot be read ({error.strerror}).", where=spec, fix=fix) from None
     return LibraryTokenizer(spec, definition)
 
 
 def named_vocabulary(spec: str) -> tuple[int, int, str] | None:
-    """(vocab_size, eot, fingerprint) of a tokenizer that is known without its files, else None."""
+    """Return (vocab_size, eot, fingerprint) of a tokenizer that is known without its files, otherwise None."""
     return {"bytes": _BYTES_VOCABULARY, "gpt2": _GPT2_VOCABULARY}.get(spec)
 
 
 def trained_size(spec: str) -> int | None:
-    """N of train:N; None when the spec is of another kind."""
+    """Return N of train:N; None for any other spec."""
     if not spec.startswith("train:"):
         return None
     try:
@@ -224,13 +221,13 @@ def trained_size(spec: str) -> int | None:
         size = 0
     if size < 257:
         raise UserError(
-            f"{spec!r} is not a tokenizer.", fix="Write train:N with N of at least 257 (256 bytes and the end of text)."
+            f"{spec!r} is not a tokenizer.", fix="Write train:N with N of at least 257: 256 bytes and the end of text."
         )
     return size
 
 
 def _train(name: str, size: int, texts: Iterable[str]) -> Tokenizer:
-    """Byte-level BPE as GPT-2's (Radford et al. 2019): any text can be written, and comes back exactly."""
+    """Train a byte-level BPE like GPT-2's (Radford et al. 2019), which can encode any text and decodes it exactly."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -251,13 +248,13 @@ def _train(name: str, size: int, texts: Iterable[str]) -> Tokenizer:
 def _checked_gpt2(tokenizer: Tokenizer, origin: str) -> Tokenizer:
     if (tokenizer.vocab_size, tokenizer.eot, tokenizer.fingerprint) != _GPT2_VOCABULARY:
         raise UserError(
-            "this is another tokenizer than GPT-2's.", where=origin, fix="Name it by its path instead of `gpt2`."
+            "the tokenizer is not GPT-2's.", where=origin, fix="Set data.tokenizer to its path instead of `gpt2`."
         )
     return tokenizer
 
 
 def tokenizer_from(name: str, definition: str | None) -> Tokenizer:
-    """A tokenizer as another process described it; bytes have no definition."""
+    """Return the tokenizer with this definition, which another process has sent; None stands for bytes."""
     if definition is None:
         return ByteTokenizer()
     from tokenizers import Tokenizer as Backend
@@ -266,17 +263,18 @@ def tokenizer_from(name: str, definition: str | None) -> Tokenizer:
 
 
 def read_definition(path: Path) -> Any:
+    """Load a tokenizer.json as a tokenizer of the library."""
     from tokenizers import Tokenizer as Backend
 
     if not path.is_file():
         raise UserError(
-            "no such tokenizer.", where=str(path), fix="Name bytes, gpt2, train:N or the path of a tokenizer.json."
+            "no such tokenizer.", where=str(path), fix="Use bytes, gpt2, train:N or the path of a tokenizer.json."
         )
     try:
         return Backend.from_str(read_text(path))
-    except Exception as error:  # the library raises plain Exception for whatever it cannot read
+    except Exception as error:  # the library raises a plain Exception for any file that it cannot read
         raise UserError(
-            f"not a tokenizer.json that can be read ({error}).", where=str(path), fix="Save it again with `tokenizers`."
+            f"the tokenizer.json cannot be read ({error}).", where=str(path), fix="Save it again with `tokenizers`."
         ) from None
 
 
@@ -290,9 +288,12 @@ def _end_of_text(name: str, vocabulary: dict[str, int]) -> int:
 
 
 def backend_fingerprint(backend: Any) -> str:
-    """What decides the ids of a text, and no more, in a form that releases of the library agree on."""
+    """Return a digest of everything that decides the ids of a text, and of nothing else.
+
+    It is the same for all releases of the library, which write the same tokenizer in different ways.
+    """
     definition = json.loads(backend.to_str())
-    model = {key: value for key, value in definition["model"].items() if value}  # unset, null and false are one
+    model = {key: value for key, value in definition["model"].items() if value}  # absent, null and false mean the same
     if "merges" in model:  # older releases write "a b", newer ones ["a", "b"]
         model["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     canonical = {
@@ -313,28 +314,29 @@ def _without_offsets(part: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Byte-level BPE by tiktoken, four times as fast as the `tokenizers` library — where the ids are provably the same.
+# Byte-level BPE by tiktoken, which is four times as fast as the `tokenizers` library, if the ids are provably the same.
 #
-# The library merges listed pairs; tiktoken merges any neighbours whose join is a token, the token with the lowest id
-# first. Both agree when (1) the i-th merge makes a token of its own, with ids that rise with i, and (2) every token,
-# merged on its own, becomes itself. For then, when a token is the next to be made, all merges below it are done, no
-# merge has crossed its borders, and so its inside is the very pair that the list names for it.
+# The library merges the listed pairs; tiktoken merges any two neighbours whose concatenation is a token, the token with
+# the lowest id first. Both give the same ids if (1) the i-th merge makes a token of its own, with ids that rise with i,
+# and (2) every token, encoded alone, is itself. Proof: when a token is the next one to be made, all merges of lower ids
+# are done, and none of them has joined a part of the token with its surroundings. Inside of it there is then exactly
+# the pair that the list has for it.
 
 
-# GPT-2's words (Radford et al. 2019), as the library's ByteLevel splits them; possessive, so that nothing backtracks.
+# GPT-2's words (Radford et al. 2019), as the library's ByteLevel splits them; possessive quantifiers never backtrack.
 _WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte: itself where it prints, else one from 256 on in order."""
+    """Return the byte that each character stands for: a printable character for itself, the others from 256 on."""
     prints = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in prints]
     return {chr(byte): byte for byte in prints} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def byte_level_encoder(name: str, backend: Any) -> tiktoken.Encoding | None:
-    """An encoder with the same ids as the library's tokenizer; None when that cannot be shown."""
+    """Return an encoder with the same ids as the library's tokenizer; None if that cannot be proved."""
     definition = json.loads(backend.to_str())
     if not _is_plain_byte_level(definition):
         return None
@@ -365,13 +367,14 @@ def _is_plain_byte_level(definition: dict[str, Any]) -> bool:
 
 
 def _merges_rise(merges: list[Any], vocabulary: dict[str, int]) -> bool:
-    made = [vocabulary.get("".join(pair.split(" ") if isinstance(pair, str) else pair), -1) for pair in merges]
-    rising = all(before < after for before, after in zip([-1, *made], made, strict=False))
-    return rising and len(made) == sum(len(token) > 1 for token in vocabulary)
+    """Return whether every merge makes a token of its own, in the order of ids."""
+    ids = [vocabulary.get("".join(pair.split(" ") if isinstance(pair, str) else pair), -1) for pair in merges]
+    rising = all(before < after for before, after in zip([-1, *ids], ids, strict=False))
+    return rising and len(ids) == sum(len(token) > 1 for token in vocabulary)
 
 
 # ----------------------------------------------------------------------------------------------------
-# GPT-2's tokenizer from whatever form of its files is at hand; all give the same ids and fingerprint.
+# GPT-2's tokenizer from any published form of its files; all of them give the same ids and fingerprint.
 
 
 DEFINITION, VOCABULARY, MERGES, RANKS = "tokenizer.json", "encoder.json", "vocab.bpe", "r50k_base.tiktoken"
@@ -380,17 +383,20 @@ _DOWNLOAD_S = 60.0
 
 
 def gpt2_backend() -> tuple[Any, str]:
-    """The library's tokenizer, and where it is from: $REDLINE_GPT2, the caches of redline and the hub, or the net."""
+    """Return GPT-2's tokenizer of the library, and where it was found.
+
+    The places are $REDLINE_GPT2, the cache of redline, that of the hub, and the network.
+    """
     if chosen := os.environ.get("REDLINE_GPT2"):
         path = Path(chosen).expanduser()
-        found = _form_in(path) if path.is_dir() else path
-        if found is None or not found.is_file():
-            fix = f"It is a folder with {', '.join(_FORMS)} or the path of one of them."
-            raise UserError("REDLINE_GPT2 names no tokenizer.", where=chosen, fix=fix)
-        return _read(found), str(found)
+        file = _form_in(path) if path.is_dir() else path
+        if file is None or not file.is_file():
+            fix = f"Set it to a folder with {', '.join(_FORMS)} or to the path of one of these files."
+            raise UserError("REDLINE_GPT2 does not name a tokenizer.", where=chosen, fix=fix)
+        return _read(file), str(file)
     for folder in _folders():
-        if found := _form_in(folder):
-            return _read(found), str(found)
+        if file := _form_in(folder):
+            return _read(file), str(file)
     return _download(), "tiktoken"
 
 
@@ -420,10 +426,10 @@ def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        fix = f"{VOCABULARY} and {MERGES} belong together: put it there."
+        fix = f"Put it there: {VOCABULARY} and {MERGES} are needed together."
         raise UserError("a file of GPT-2's tokenizer is missing.", where=str(path), fix=fix) from None
     except (OSError, ValueError, KeyError, binascii.Error):
-        raise UserError("not a file of GPT-2's tokenizer.", where=str(path), fix="Copy it again.") from None
+        raise UserError("the file is not one of GPT-2's tokenizer.", where=str(path), fix="Copy it again.") from None
 
 
 def _parse_vocabulary(text: str) -> dict[str, int]:
@@ -452,20 +458,23 @@ def _backend(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:
 
 
 def _from_ranks(ranks: dict[bytes, int]) -> Any:
-    """Ranks say which tokens there are, in the order they were made; from what pair follows from those before."""
+    """Make the tokenizer from tiktoken's ranks: the tokens in the order in which they were merged.
+
+    The pair that a token was merged from follows from the tokens before it.
+    """
     characters = {byte: character for character, byte in byte_alphabet().items()}
-    spelt = {token: "".join(characters[byte] for byte in token) for token in ranks}
+    spelling = {token: "".join(characters[byte] for byte in token) for token in ranks}
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) > 1:
             first, second = _pair_of(token, rank, ranks)
-            merges.append((spelt[first], spelt[second]))
-    vocabulary = {spelt[token]: rank for token, rank in ranks.items()}
+            merges.append((spelling[first], spelling[second]))
+    vocabulary = {spelling[token]: rank for token, rank in ranks.items()}
     return _backend(vocabulary | {END_OF_TEXT: len(vocabulary)}, merges)
 
 
 def _pair_of(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The two parts that are left when everything of a lower rank has been merged."""
+    """Return the two parts of the token that are left after all merges of lower ranks."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         joined = [ranks.get(first + second, rank) for first, second in itertools.pairwise(parts)]
@@ -475,22 +484,22 @@ def _pair_of(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes, b
 
 
 def _download() -> Any:
-    """tiktoken fetches the ranks, and what came of them is kept in redline's cache."""
+    """Download the ranks with tiktoken, and write the tokenizer to redline's cache."""
     ranks = _fetched_ranks()
     if ranks is None:
         raise UserError(
             "the GPT-2 tokenizer's files are not on this machine.",
             fix=f"Put its {DEFINITION} at {cache_dir() / 'gpt2' / DEFINITION}, "
-            "or set REDLINE_GPT2 to the folder that holds it; a new run can do with data.tokenizer=train:16384.",
+            "or set REDLINE_GPT2 to the folder that holds it; a new run can use data.tokenizer=train:16384.",
         )
     backend = _from_ranks(ranks)
-    with contextlib.suppress(OSError):  # a cache that cannot be written is no reason to stop
+    with contextlib.suppress(OSError):  # a cache that cannot be written does not matter
         write_atomically(cache_dir() / "gpt2" / DEFINITION, backend.to_str())
     return backend
 
 
 def _fetched_ranks() -> dict[bytes, int] | None:
-    """None when there is no way to the net. In a thread, because tiktoken would wait for ever behind a firewall."""
+    """Return the ranks; None without a network. In a thread, because behind a firewall tiktoken would wait forever."""
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         return None
     fetched: list[dict[bytes, int]] = []
@@ -500,7 +509,7 @@ def _fetched_ranks() -> dict[bytes, int] | None:
             import tiktoken
 
             fetched.append(dict(tiktoken.get_encoding("r50k_base")._mergeable_ranks))
-        except Exception:  # whatever the network raises: the caller knows what to say
+        except Exception:  # no network, in any of its forms; the caller reports that
             return
 
     thread = threading.Thread(target=fetch, daemon=True)
