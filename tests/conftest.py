@@ -1,4 +1,4 @@
-"""A tiny world to train in: a text, a recipe, a trainer."""
+"""Shared fixtures: a small corpus, a tiny recipe, and a trainer for them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eighty short documents: many borders within a sequence."""
+    """Eighty short documents, so that every sequence has many document boundaries."""
     folder = tmp_path_factory.mktemp("corpus")
     chance = random.Random(5)
     words = ["red", "line", "train", "token", "block", "mask", "loss", "step", "king", "river", "stone", "light"]
@@ -76,7 +76,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For runs whose report nobody looks at: a page without its figures, which take longer than such a run."""
+    """Replace the figures of the report, which take longer than a tiny run."""
     monkeypatch.setattr("redline.runs.report.figures._drawn", lambda draw, inches: "<svg></svg>")
 
 
@@ -84,7 +84,7 @@ Hook = Callable[[int], Any]
 
 
 class Quiet:
-    """A view that remembers what it was shown."""
+    """A view that records the events."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -100,7 +100,7 @@ class Quiet:
 
 
 class Around:
-    """A trainer's step with something before and after it."""
+    """A trainer's step with hooks before and after it."""
 
     def __init__(self, step: Any, before: Hook | None = None, after: Hook | None = None) -> None:
         self.step, self.before, self.after = step, before, after
@@ -118,7 +118,7 @@ class Around:
 
 
 class World:
-    """Everything `redline train` puts together, within the test's own process."""
+    """Does what `redline train` does, within the test process."""
 
     tiny = TINY
 
@@ -165,7 +165,7 @@ class World:
         trainer.train_step = Around(trainer.train_step, **hooks)
 
     def run(self, path: Path, *overrides: str, resume: bool = False, stop_at: int | None = None, **options: Any) -> Any:
-        """Train; with `stop_at`, a SIGTERM arrives while that step is computed."""
+        """Train a run. With `stop_at`, SIGTERM arrives while that step is computed."""
         from redline.training.checkpoint import newest_valid
         from redline.training.run_directory import RunDirectory
 
@@ -203,7 +203,7 @@ CHATML = (
 
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of a few thousand weights with a tokenizer and a chat template, as transformers saves it."""
+    """A tiny Llama with a tokenizer and a chat template, as transformers saves it."""
     pytest.importorskip("transformers", reason="a base is made by transformers")
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

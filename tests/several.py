@@ -1,4 +1,4 @@
-"""Ranks within a test: forks of its process, which have torch imported already, with a gloo group of their own."""
+"""Ranks within a test: forks of the test process, which has imported torch already, in a gloo group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 class Fork:
-    """One rank; what it prints goes to `log`."""
+    """One rank; its output goes to `log`."""
 
     def __init__(self, action: Callable[[], int | None], environment: dict[str, str], log: Path) -> None:
         torch.set_num_threads(1)  # no pool of threads that a fork would lose
@@ -49,7 +49,7 @@ class Fork:
                 os._exit(code)
 
     def poll(self) -> int | None:
-        """Its exit code, negative when a signal ended it; None while it lives."""
+        """Return the exit code (negative after a signal), or None while it runs."""
         if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.code = os.waitstatus_to_exitcode(status) if pid else None
@@ -65,7 +65,7 @@ class Fork:
 def together(
     size: int, action: Callable[[Any], int | None], folder: Path, timeout: float = 60.0, patience: float = 30.0
 ) -> list[int]:
-    """`action(ranks)` by so many ranks; their exit codes."""
+    """Run `action(ranks)` on so many ranks; return their exit codes."""
     from redline.training.distributed import join
 
     def live() -> int | None:
@@ -89,7 +89,7 @@ def said(folder: Path, ranks: Sequence[int]) -> str:
 
 
 class Several:
-    """Runs by so many ranks; 1 is a process without a group."""
+    """Trains runs with any number of ranks; 1 is a process without a process group."""
 
     def __init__(self, world: Any, folder: Path) -> None:
         self.world, self.folder = world, folder

@@ -59,7 +59,7 @@ def test_tokenizers_are_compared_by_bits_per_byte(recipe: str, inside: Any, tmp_
     by_bytes, by_pieces = result["members"]
     assert by_bytes["best_val"] < by_pieces["best_val"]
     assert result["best"] == by_pieces["name"]
-    assert "Their tokenizers differ, so bits per byte are compared, not losses." in result["notes"]
+    assert any("bits per byte" in note for note in result["notes"])
     assert set(result["notes"]) <= set(answer.out.splitlines())
 
 
@@ -139,7 +139,7 @@ def test_a_look_starts_nothing(acted: list[list[str]], recipe: str, inside: Any,
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--sweep", "train.lr"), "--sweep: 'train.lr' is not KEY=VALUE,VALUE,…. Write for instance"),
+        (("--sweep", "train.lr"), "--sweep: 'train.lr' is not KEY=VALUE,VALUE,…."),
         (("--sweep", "train.lr=1,,2"), "is not KEY=VALUE,VALUE"),
         (("--sweep", "train.lr=1,1"), "has a value twice"),
         (("--sweep", "train.lr=1", "--sweep", "train.lr=2"), "train.lr is given twice. Put all its values"),
@@ -162,7 +162,7 @@ def test_mistakes_are_found_before_anything_is_started(
 def test_a_resume_is_of_one_run(inside: Any) -> None:
     answer = inside("train", "--resume", "latest", "--sweep", "train.lr=1,2")
     assert answer.code == 2
-    assert "--resume goes on with one run." in answer.said
+    assert "--resume resumes one run." in answer.said
 
 
 def test_commas_within_brackets_belong_to_the_value() -> None:
@@ -253,8 +253,8 @@ def test_a_member_hears_of_one_ctrl_c_once(tmp_path: Path) -> None:
         "out.write_text(str(len(heard)))\n"
     )
     sweep = (
-        "import sys\nfrom redline.launch.sweep import _signals\n"
-        "with _signals() as run: sys.exit(run([sys.executable, '-S', '-c', *sys.argv[1:]]))\n"
+        "import sys\nfrom redline.launch.sweep import _command_runner\n"
+        "with _command_runner() as run: sys.exit(run([sys.executable, '-S', '-c', *sys.argv[1:]]))\n"
     )
     note = tmp_path / "note"
     process = subprocess.Popen([sys.executable, "-c", sweep, member, str(note)], start_new_session=True)

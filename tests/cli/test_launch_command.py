@@ -54,7 +54,7 @@ def test_the_command_line_is_stronger_than_the_site(inside: Any, tmp_path: Path)
         (("gsm8k-hdp", "--gpus-per-node", "3"), "512 sequences cannot be shared by 3 GPUs. Use"),
         (("gsm8k-hdp", "--gpus-per-node", "8"), "128 × 8 GPU(s) does not divide train.global_batch 512"),
         (("quickstart", "--time", "12"), "--time: '12' is not a time with a unit."),
-        (("quickstart", "--time", "30s"), "Give it two minutes at least"),
+        (("quickstart", "--time", "30s"), "at least two minutes"),
         (("quickstart", "--sbatch=--nodes=3"), "--nodes is set by `redline launch` itself"),
         (("quickstart", "--sbatch=mem=3"), "write it as --name=value"),
         (("quickstart", "--partition", "a\nb"), "is not one line of text"),

@@ -1,4 +1,4 @@
-"""Processes to be killed, small checkpoints to be damaged, and calls that can be made to fail."""
+"""Fixtures: processes to kill, small checkpoints to damage, and calls that can be made to fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from redline.training.run_directory import RunDirectory
 
 
 class Child:
-    """A fork of the test's process: torch is imported already, so a trial costs a fraction of a second."""
+    """A fork of the test process. torch is imported already, so a trial takes a fraction of a second."""
 
     def __init__(self, action: Callable[[Child], int | None]) -> None:
         self._read, self._write = os.pipe()
@@ -43,11 +43,11 @@ class Child:
             os._exit(code)
 
     def say_ready(self) -> None:
-        """Called by the child."""
+        """Signal that it is ready; called by the child."""
         os.write(self._write, b".")
 
     def await_ready(self, timeout: float = 30.0) -> None:
-        """Until the child says so, or has ended."""
+        """Wait until the child is ready or has ended."""
         assert select.select([self._read], [], [], timeout)[0], "the child hangs"
 
     def send(self, number: int) -> None:
@@ -55,7 +55,7 @@ class Child:
             os.kill(self.pid, number)
 
     def wait(self) -> int:
-        """Its exit code; negative when a signal ended it."""
+        """Wait for the exit code, which is negative if a signal ended the process."""
         if self.code is None:
             self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             os.close(self._read)
@@ -79,7 +79,7 @@ def fork() -> Iterator[Callable[[Callable[[Child], int | None]], Child]]:
 
 @pytest.fixture
 def attempt(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Begin or resume a run as the command line does, and train until it ends."""
+    """Start or resume a run as the command line does, and train until it ends."""
     world.run(tmp_path_factory.mktemp("first-run") / "run", "train.steps=1")  # what torch imports late, forks have
 
     def run(path: Path, *overrides: str, prepare: Callable[[Any], None] = lambda _: None, **options: Any) -> Any:
@@ -171,7 +171,7 @@ def calls() -> Callable[[int, Callable[[], None]], AbstractContextManager[Calls]
 
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Figures that are shown whether or not the test passes."""
+    """Print figures even if the test passes."""
 
     def write(text: str) -> None:
         with capsys.disabled():

@@ -1,4 +1,4 @@
-"""Recipes made by chance from the schema: right values and odd ones for every key, and traps of YAML."""
+"""Random recipes from the schema: valid and odd values for every key, and pitfalls of YAML."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEXTS = ["a", "./corpus", "日本語", "two words", "train:300", "gpt2", "1e-4",
 
 
 def leaves(node: dict[str, Any], defined: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each key of a JSON schema with what it accepts."""
+    """Yield each key of a JSON schema with the schema of its value."""
     if "$ref" in node:
         node = defined[node["$ref"].rpartition("/")[2]]
     if "properties" in node:
@@ -51,7 +51,7 @@ KEYS = {job: keys_of(job) for job in JOBS}
 
 
 def accepted(form: dict[str, Any], chance: random.Random) -> Any:
-    """A value that the schema calls right."""
+    """Draw a value that the schema accepts."""
     if "anyOf" in form:
         return accepted(chance.choice(form["anyOf"]), chance)
     if "enum" in form or "const" in form:
@@ -125,7 +125,7 @@ class Fuzz:
         )
 
     def text(self) -> str:
-        """As YAML; sections are written apart or together, as people do."""
+        """Return it as YAML, with sections as nested or dotted keys, as people write them."""
         tree: dict[str, Any] = {}
         for key, value in self.file.items():
             section, dot, name = key.partition(".")

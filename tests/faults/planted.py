@@ -1,4 +1,4 @@
-"""Defects to plant in saving, resuming and skipping: each is a way in which trainers have lost work."""
+"""Defects to plant in saving, resuming and skipping steps. Each is a way in which trainers have lost work."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def always(owner: Any, name: str, value: Any) -> Plant:
-    """The function does nothing, and answers always the same."""
+    """Replace a function by one that does nothing and returns a constant."""
     return lambda patch: patch.setattr(owner, name, lambda *args, **options: value)
 
 
@@ -71,7 +71,7 @@ def synced_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def manifest_first(*modules: Any) -> Plant:
-    """Under the final name: where the manifest is, a checkpoint seems to be."""
+    """Write under the final name, the manifest first: a kill then leaves what looks like a checkpoint."""
 
     def commit_in_place(folder: Path, snapshot: Snapshot) -> Committed:
         made, final = commit(folder.parent / "elsewhere", snapshot), folder / step_name(snapshot.step)
@@ -216,7 +216,7 @@ def seed_without_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def seed_of_what_ran(patch: pytest.MonkeyPatch) -> None:
-    """The noise of the n-th micro-batch since the process began, whichever step that is."""
+    """Seed noise by the number of micro-batches since the process started instead of by the step."""
     plain, ran = Step.__init__, itertools.count()
 
     def begin(self: Step, *args: Any, **options: Any) -> None:
@@ -232,7 +232,7 @@ def seed_of_what_ran(patch: pytest.MonkeyPatch) -> None:
 
 
 def ungated(owner: Any, name: str, place: int) -> Plant:
-    """The argument that says "bad" never says so."""
+    """Replace the "bad step" argument by zero."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         plain = getattr(owner, name)

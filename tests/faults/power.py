@@ -25,14 +25,14 @@ Tree = dict[str, bytes | None]  # path → content; a folder has none
 
 @dataclass(frozen=True)
 class Names:
-    """Names that change at once: (folder, name, what it names from now on). A rename changes two."""
+    """Names that change atomically: (folder, name, new inode). A rename changes two."""
 
     changes: tuple[tuple[Object, str, Object | None], ...]
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a file holds from now on."""
+    """The new content of a file."""
 
     file: Object
     content: bytes
@@ -45,7 +45,7 @@ class Synced:
 
 @dataclass(frozen=True)
 class Reported:
-    """Whoever saved was told that this step is committed; `best` is the one that must stay besides."""
+    """This step was reported as committed; `best` is a step that must be kept besides."""
 
     step: int
     best: int | None = None
@@ -56,7 +56,7 @@ Operation = Names | Bytes | Synced | Reported
 
 @dataclass
 class Recording:
-    """What was done to a folder, and what the folder was before: all of that had long been on the disk."""
+    """What was done to a folder, and its state before, which counts as safely on disk."""
 
     names: dict[tuple[Object, str], Object] = field(default_factory=dict)
     content: dict[Object, bytes] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Recording:
 
 
 class PowerlessError(OSError):
-    """Nothing reaches the disk any more: the process was killed."""
+    """Nothing reaches the disk any more, because the process was killed."""
 
 
 class Recorder:
@@ -97,7 +97,7 @@ class Recorder:
 
     @contextmanager
     def killed_after(self, calls: int) -> Iterator[None]:
-        """Within, that many calls are done and all later ones refused: what a killed process leaves."""
+        """Let so many calls happen and refuse all later ones, which leaves what a killed process leaves."""
         self._dies_at = self.calls + calls
         try:
             yield
@@ -122,7 +122,7 @@ class Recorder:
         return call
 
     def _look(self) -> None:
-        """Write down what is new since the last look."""
+        """Record what has changed since the last call."""
         names, content, inodes = self._walk()
         operations = self.recording.operations
         operations += [Names(changes) for changes in _differences(self._names, names)]
@@ -146,7 +146,7 @@ class Recorder:
         return names, content, inodes
 
     def _object(self, entry: os.DirEntry[str]) -> Object:
-        """The one that it was at the last look; an inode that was free then is something new."""
+        """Return the number of an inode; one that was free at the last call gets a new number."""
         known = self._of_inode.get(entry.inode())
         if known is None:
             known = self._of_inode[entry.inode()] = len(self.recording.folders) + len(self.recording.content)
@@ -173,7 +173,7 @@ def _differences(
 
 
 def after_cut(recording: Recording, cut: int, chance: random.Random) -> Tree:
-    """A state in which the disk may be found when the power goes after so many operations."""
+    """Draw a possible state of the disk after a power cut that follows so many operations."""
     done = recording.operations[:cut]
     synced = {operation.what: place for place, operation in enumerate(done) if isinstance(operation, Synced)}
     survives = chance.choice((0.0, 0.5, 1.0, chance.random()))  # a coin alone would hardly ever lose or keep all
@@ -221,7 +221,7 @@ def _contents(
 
 
 def _torn(versions: list[bytes], chance: random.Random) -> bytes:
-    """The first is on the disk; what came after it is so, or not, or in part."""
+    """Draw a file content: the first one is on disk; later ones fully, partly or not at all."""
     if len(versions) == 1:
         return versions[0]
     content = chance.choice(versions)
@@ -233,14 +233,14 @@ def _torn(versions: list[bytes], chance: random.Random) -> bytes:
 
 
 class Disk:
-    """A folder that is made to look like one state after another; only what differs is written."""
+    """A folder that is changed from one state to the next, writing only the differences."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.reset()
 
     def reset(self) -> None:
-        """Whoever changed something says so."""
+        """Start with an empty folder, after something else has changed it."""
         shutil.rmtree(self.root, ignore_errors=True)
         self.root.mkdir(parents=True)
         self._shown: Tree = {}

@@ -1,4 +1,4 @@
-"""R13: a row, a token file or a shard that cannot be right is refused or counted, and never trained on."""
+"""R13: an invalid row, token file or shard is refused or counted, and never trained on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NO_OBJECT = [
 
 @dataclass(frozen=True)
 class Kind:
-    """One way of reading rows: a usable row, the fields it cannot do without, and what was made of the good ones."""
+    """A kind of rows: a usable row, its required fields, and a function that reads back the good ones."""
 
     good: Callable[[int], Row]
     fields: tuple[str, ...]
@@ -126,7 +126,7 @@ def kinds(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Kind]:
 
 
 class Table:
-    """A table of good rows and bad ones."""
+    """A table of good and bad rows."""
 
     def __init__(self, kind: Kind, chance: random.Random, path: Path) -> None:
         self.good: list[int] = []
@@ -179,7 +179,7 @@ SIZES = [200, pytest.param(5000, marks=[pytest.mark.soak, pytest.mark.timeout(36
 
 @pytest.mark.parametrize("trials", SIZES)
 def test_bad_rows(kinds: dict[str, Kind], tmp_path: Path, say: Any, trials: int) -> None:
-    """More bad rows than good ones are refused; otherwise the good ones are read, and all others counted."""
+    """Data with more bad rows than good ones are refused; otherwise good rows are read and bad ones counted."""
     refused = counted = 0
     for seed in range(trials):
         chance = random.Random(seed)
@@ -226,8 +226,8 @@ def test_bad_parquet(kinds: dict[str, Kind], tmp_path: Path, name: str, damage: 
         kind.read(path)
 
 
-def test_reasons_stay_few_and_short() -> None:
-    """Rows that each fail in their own words must not fill the memory, or the terminal."""
+def test_reasons_for_bad_rows_are_few_and_short() -> None:
+    """Rows that each fail with another message must not fill the memory or the terminal."""
     tally = read_stats.ReadStats("rows")
     for number in range(900):
         tally.rows += 2
@@ -255,7 +255,7 @@ RAW: dict[str, Callable[[np.ndarray], bytes]] = {
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_token_files_of_another_kind(tmp_path: Path, name: str) -> None:
+def test_token_files_of_another_format(tmp_path: Path, name: str) -> None:
     for seed in range(5):
         ids = np.random.default_rng(seed).integers(0, 50257, 4096)
         path = tmp_path / f"{seed}.bin"
@@ -278,7 +278,7 @@ def tokens(tmp_path: Path) -> Path:
 
 
 def spoil_meta(meta: Any, chance: random.Random) -> bytes:
-    """One value of the description, wherever it stands, becomes another."""
+    """Replace one value of the description, wherever it occurs."""
     places: list[tuple[Any, Any]] = []
 
     def visit(node: Any) -> None:
@@ -295,7 +295,7 @@ def spoil_meta(meta: Any, chance: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("trials", [120, pytest.param(3000, marks=pytest.mark.soak)])
-def test_spoilt_shards(tokens: Path, say: Any, trials: int) -> None:
+def test_damaged_shards(tokens: Path, say: Any, trials: int) -> None:
     whole = {file.name: file.read_bytes() for file in tokens.iterdir()}
     shard_names = [name for name in whole if name.endswith(".tok")]
     for seed in range(trials):
@@ -337,7 +337,7 @@ def test_tokens_of_another_tokenizer(tokens: Path) -> None:
 
 
 def test_planted_defects_are_caught(kinds: dict[str, Kind], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R18: a reader that lets binary data pass, or one that drops rows without a word, fails the test above."""
+    """R18: a reader that accepts binary data or drops rows silently fails the test above."""
     monkeypatch.setattr(rows, "is_clean", lambda text: True)
     with pytest.raises((AssertionError, UnicodeEncodeError)):
         test_bad_rows(kinds, tmp_path, lambda _: None, 60)

@@ -1,4 +1,4 @@
-"""R4: whatever is changed in a checkpoint is noticed, and the run falls back. R14: nothing foreign is read."""
+"""R4: any change of a checkpoint is noticed, and the run falls back. R14: no additional file is read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FILES = ("manifest.json", "model.safetensors", "optimizer.safetensors", "state.j
 
 @pytest.fixture
 def pair(tmp_path: Path, tiny: Callable[[int], Snapshot]) -> tuple[Path, Path]:
-    """Two checkpoints; the second is to suffer."""
+    """Two checkpoints, of which tests damage the second."""
     return commit(tmp_path / "c", tiny(1)).path, commit(tmp_path / "c", tiny(2)).path
 
 
@@ -104,8 +104,8 @@ def test_missing_files_fall_back(pair: tuple[Path, Path], name: str) -> None:
     assert two.name in said[0]
 
 
-def test_names_tell_steps(pair: tuple[Path, Path]) -> None:
-    """A checkpoint under another's name, and names that no checkpoint has."""
+def test_names_must_match_steps(pair: tuple[Path, Path]) -> None:
+    """A checkpoint under the name of another step, and names that are no checkpoint's."""
     one, two = pair
     folder = one.parent
     renamed = two.rename(folder / step_name(9))
@@ -118,7 +118,7 @@ def test_names_tell_steps(pair: tuple[Path, Path]) -> None:
 
 
 class Mischief:
-    """What a pickle may do to those who load it."""
+    """A pickle that would run code when it is loaded."""
 
     ran = False
 
@@ -154,7 +154,7 @@ def test_links_are_not_followed_out_of_the_run(pair: tuple[Path, Path], tmp_path
     assert newest_valid(folder) == one
 
 
-def test_links_are_replaced_and_their_targets_stay(pair: tuple[Path, Path], tmp_path: Path, tiny: Any) -> None:
+def test_links_are_replaced_and_their_targets_kept(pair: tuple[Path, Path], tmp_path: Path, tiny: Any) -> None:
     folder = pair[0].parent
     elsewhere = commit(tmp_path / "elsewhere", tiny(3)).path
     (folder / step_name(3)).symlink_to(elsewhere)

@@ -1,4 +1,4 @@
-"""R13: bits that flip in prepared data. The run ends and says which file it is; nothing is trained on silently."""
+"""R13: flipped bits in prepared data end the run with the name of the file."""
 
 from __future__ import annotations
 
@@ -35,15 +35,14 @@ def flip(path: Path, byte: int, bit: int) -> None:
 
 @pytest.fixture
 def tokens(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A prepared folder with a tokenizer of its own."""
+    """A prepared folder with its own tokenizer."""
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
     tokenizer = tokenizer_for([str(corpus)], "train:300", Reading())
     return prepare_source(str(corpus), tokenizer, tmp_path / "tokens", Reading(), workers=1).source
 
 
 def train(world: Any, run: Path, tokens: Path, *overrides: str) -> Any:
-    """Train with every step waiting for the check, as if the first step took as long as reading all shards."""
-
+    """Train with steps that wait for the background check, as if reading all shards took no longer than one step."""
     checked = threading.Event()
     with RunDirectory(run) as directory:
         trainer = world.trainer(directory, f"data.source={tokens}", "data.tokenizer=train:300", *overrides)
@@ -78,7 +77,7 @@ def test_a_flipped_bit_in_a_shard_ends_the_run(world: Any, tokens: Path, tmp_pat
     assert saved == [], "the first save comes after the first step, which waited for the check"
 
 
-def test_whole_shards_are_checked_and_counted(world: Any, tokens: Path, tmp_path: Path) -> None:
+def test_intact_shards_are_checked_and_counted(world: Any, tokens: Path, tmp_path: Path) -> None:
     trainer = train(world, tmp_path / "run", tokens, "train.steps=2")
     stop = read_events(tmp_path / "run/events.jsonl")[-1]
     assert (stop["reason"], stop["files"], stop["files_verified"]) == ("steps", 2, 2)
@@ -109,8 +108,8 @@ def test_a_batch_with_such_an_id_ends_the_run_with_a_stop_event(world: Any, toke
 
 
 @pytest.mark.parametrize("where", ["check", "batch"])
-def test_what_another_rank_finds_is_in_the_log(world: Any, tokens: Path, tmp_path: Path, where: str) -> None:
-    """Rank 1 finds the damage, between steps or in a batch; rank 0 has the log."""
+def test_damage_found_by_another_rank_is_logged(world: Any, tokens: Path, tmp_path: Path, where: str) -> None:
+    """Rank 1 finds the damage, between steps or in a batch; rank 0 writes the log."""
     damage = DamagedDataError("is damaged.", where="a file", fix="Copy it.")
 
     def train(ranks: Any) -> int:
@@ -145,7 +144,7 @@ def test_what_another_rank_finds_is_in_the_log(world: Any, tokens: Path, tmp_pat
     assert "a file" in next(e["message"] for e in reversed(events) if e["type"] == "warning")
 
 
-def test_damage_that_the_last_save_notices_is_in_the_log(world: Any, tokens: Path, tmp_path: Path) -> None:
+def test_damage_found_by_the_last_save_is_logged(world: Any, tokens: Path, tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run") as run:
         trainer = world.trainer(run, f"data.source={tokens}", "data.tokenizer=train:300", "train.steps=2")
         evaluate_and_sample = trainer.evaluate_and_sample
@@ -169,7 +168,7 @@ def file_of(path: Path, count: int) -> TokenFile:
 
 
 def test_reading_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two chunks the thread rests for as long as rate and share ask for."""
+    """Between two chunks the thread pauses to keep its rate and its share of time."""
     monkeypatch.setattr(verify, "_VERIFY_CHUNK_BYTES", 1000)
     file, rests = file_of(tmp_path / "a.tok", 5000), list[float]()
     check = BackgroundCheck(lambda: (file,), share=1.0, bytes_per_s=1.0, pause=rests.append)
@@ -183,7 +182,7 @@ def test_reading_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert min(spent) > 0
 
 
-def test_files_that_a_stream_adds_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_added_by_a_stream_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "_POLL_S", 0.01)
     files = [file_of(tmp_path / "a.tok", 100)]
     later = file_of(tmp_path / "b.tok", 200)
@@ -214,7 +213,7 @@ def test_a_file_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
 # --- what describes the tokens
 
 
-def test_flips_in_the_description_and_the_tokenizer_are_noticed_at_open(tokens: Path, say: Any) -> None:
+def test_flipped_bits_in_description_and_tokenizer_are_noticed_at_open(tokens: Path, say: Any) -> None:
     chance, tried, same = random.Random(7), 0, 0
     for name in ("meta.json", "tokenizer.json"):
         whole = (tokens / name).read_bytes()

@@ -1,4 +1,4 @@
-"""R5: a disk that is full, broken or read-only costs one save, and nothing else."""
+"""R5: a full, failing or read-only disk costs one save and nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS)
 
 
 class Kept:
-    """What a saver reported."""
+    """A saver that records what it reports."""
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self.saved: list[int] = []
@@ -58,8 +58,8 @@ def fail(code: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
-def test_an_error_in_any_operation(calls: Any, tiny: Any, tmp_path: Path, say: Any, code: int) -> None:
-    """Each operation of a save fails once; what was committed stays, and the next save works."""
+def test_a_save_survives_an_error_in_any_operation(calls: Any, tiny: Any, tmp_path: Path, say: Any, code: int) -> None:
+    """Each operation of a save fails once. Committed checkpoints stay, and the next save works."""
     refused = 0
     for at in range(1, 500):
         folder = tmp_path / str(at)
@@ -83,8 +83,8 @@ def test_an_error_in_any_operation(calls: Any, tiny: Any, tmp_path: Path, say: A
     assert refused > 10
 
 
-def test_a_disk_that_ends_anywhere(fork: Any, tiny: Any, tmp_path: Path, say: Any) -> None:
-    """The kernel itself refuses bytes beyond a limit, in the middle of whichever file reaches it."""
+def test_a_save_survives_a_disk_of_any_size(fork: Any, tiny: Any, tmp_path: Path, say: Any) -> None:
+    """The kernel refuses bytes beyond a limit, in the middle of the file that reaches it."""
     probe = commit(tmp_path / "probe", tiny(2)).path
     largest = max(file.stat().st_size for file in probe.iterdir())
     limits = [largest * n // 40 for n in range(40)]
@@ -108,8 +108,8 @@ def test_a_disk_that_ends_anywhere(fork: Any, tiny: Any, tmp_path: Path, say: An
     say(f"R5: {len(limits)} sizes of disk, every save refused whole, every earlier checkpoint valid")
 
 
-def test_training_goes_on(attempt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """safetensors has its own error for a full disk."""
+def test_training_continues_after_a_failed_save(attempt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors raises its own error for a full disk."""
     plain, failures = checkpoint.save_file, iter([True])
 
     def full_once(tensors: Any, path: Path) -> None:
@@ -127,7 +127,7 @@ def test_training_goes_on(attempt: Any, tmp_path: Path, monkeypatch: pytest.Monk
     assert newest_valid(tmp_path / "run/checkpoints") == tmp_path / "run/checkpoints" / step_name(8)
 
 
-def test_what_is_no_matter_of_the_disk_is_raised(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_other_than_disk_errors_are_raised(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(folder: Path, snapshot: Snapshot) -> Committed:
         raise ValueError("a defect")
 
@@ -140,7 +140,9 @@ def test_what_is_no_matter_of_the_disk_is_raised(tiny: Any, tmp_path: Path, monk
     assert not kept.failed
 
 
-def test_what_cannot_be_removed_is_no_failed_save(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_cannot_be_deleted_is_no_failed_save(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (1, 2):
         commit(tmp_path, tiny(step))
     with monkeypatch.context() as patch:

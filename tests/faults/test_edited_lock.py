@@ -82,14 +82,14 @@ def test_a_checkpoint_of_an_older_release_still_loads(run: Path, no_pictures: No
         use(run)
 
 
-def test_the_identity_holds_what_a_checkpoint_can_be_compared_by(run: Path) -> None:
+def test_the_identity_has_all_keys_to_compare(run: Path) -> None:
     recorded = read_state(run / STEP)["identity"]["model"]
     assert recorded == model_identity(locked_recipe(run, read_lock(run)).recipe)
     assert {"model.rope_theta", "model.norm_eps", "model.qk_norm", "model.softcap", "model.mlp"} <= recorded.keys()
     assert not {"model.attention", "model.kernels", "model.base", "model.dropout"} & recorded.keys()
 
 
-def test_options_of_a_job_that_shape_what_it_computes_belong_to_it(world: Any) -> None:
+def test_job_options_that_change_the_computation_are_in_the_identity(world: Any) -> None:
     recipe = world.recipe("objective=block_diffusion", "block_diffusion.block_size=8", "data.pack=false")
     assert model_identity(recipe)["block_diffusion.block_size"] == 8
     assert "block_diffusion.sampler" not in model_identity(recipe), "that may be another one later"

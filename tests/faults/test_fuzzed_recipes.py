@@ -1,4 +1,4 @@
-"""R12: whatever a recipe holds, it loads or every problem in it is named, at once; what resolves survives its lock."""
+"""R12: any recipe loads, or all of its problems are named at once; a resolved recipe survives its lock."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BASE |= {"vocab": 320, "value_embeddings": 0, "skips": "none", "mlp": "swiglu", 
 
 
 def outcome(path: Path, words: list[str]) -> tuple[Any, UserError | None, float]:
-    """What loading gave, and the processor time it took."""
+    """Load a recipe; return the result and the CPU time."""
     begin, error, loaded = time.process_time(), None, None
     try:
         loaded = load(str(path), words)
@@ -66,7 +66,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def check_lock(recipe: Any, machine: Machine, run: Path) -> bool:
-    """Whether it resolved; then the lock must give back the same."""
+    """Return whether it resolves; the lock must then restore the same recipe."""
     if recipe.model.base is not None:  # which has its own shape
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=BASE)})
     try:
@@ -156,8 +156,8 @@ CURATED = {
 
 
 @pytest.mark.parametrize(("text", "loads"), CURATED.values(), ids=CURATED)
-def test_curated(path: Path, text: str, loads: bool | None) -> None:
-    """Alone, and beside what a recipe must have; `None`: either is right."""
+def test_curated_bad_recipes(path: Path, text: str, loads: bool | None) -> None:
+    """Load it alone and with the required keys. `None` accepts either result."""
     begin = "model.layers: 2\nmodel.d_model: 32\nmodel.heads: 2\n" if "layers" not in text else ""
     stop = "train.tokens: 10\n"
     path.write_text(text if text[:1] in ("-", "") else f"{begin}{stop}{text}", encoding="utf-8")
@@ -171,7 +171,7 @@ def test_curated(path: Path, text: str, loads: bool | None) -> None:
 
 
 def test_words_of_the_command_line(path: Path) -> None:
-    """What no file can hold: names too long, bytes that are no text, keys of five thousand words."""
+    """Arguments that no file can contain: too long names, bytes that are not text, keys of five thousand words."""
     path.write_text(json.dumps({"train.steps": 10, **SHAPE}))
     for words in (
         ["train.steps." + "a." * 5000 + "b=1"],
@@ -190,7 +190,7 @@ def test_words_of_the_command_line(path: Path) -> None:
 
 @pytest.mark.parametrize("defect", ["first problem only", "a lock that rounds", "yaml as it comes"])
 def test_planted_defects_are_caught(path: Path, monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
-    """R18: the checks above fail when loading names less, the lock keeps less, or YAML's own errors come through."""
+    """R18: the checks above fail if loading names fewer problems, the lock loses keys, or YAML errors leak."""
     if defect == "first problem only":
         monkeypatch.setattr(loading.RecipeError, "__init__", _names_the_first)
         with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""R14: files made to do harm. Nothing in them is run, nothing is written outside the run, no socket is opened."""
+"""R14: malicious files. No code in them runs, nothing is written outside of the run, no socket is opened."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOST_S = 60
 
 @pytest.fixture
 def harmless(fork: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Does it in a process that is watched, with `home` as the one place to write; returns how that ended."""
+    """Run an action in an audited process that may write only to `home`; return how it ended."""
     home, outside = tmp_path / "home", tmp_path / "outside"
     home.mkdir(exist_ok=True)
     outside.mkdir(exist_ok=True)
@@ -74,7 +74,7 @@ def harmless(fork: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
 
 class Bomb:
-    """What is pickled so goes off when it is unpickled."""
+    """An object whose pickle runs code when it is loaded."""
 
     def __reduce__(self) -> Any:
         return (os.mkdir, (str(Path.cwd() / "canary"),))
@@ -85,8 +85,8 @@ def bomb(harmless: Any) -> bytes:
     return pickle.dumps(Bomb(), protocol=2)
 
 
-def test_the_watch_sees(harmless: Any, tmp_path: Path, bomb: bytes) -> None:
-    """R18: each kind of harm, done on purpose, is noticed."""
+def test_the_audit_sees_every_kind_of_access(harmless: Any, tmp_path: Path, bomb: bytes) -> None:
+    """R18: the audit notices each kind of harm."""
     outside = tmp_path / "outside"
     harms: list[Action] = [
         lambda home: pickle.loads(bomb),
@@ -137,7 +137,7 @@ def test_pickles(harmless: Any, bomb: bytes, tiny_base: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
 def test_a_checkpoint_with_a_pickle_in_it(harmless: Any, bomb: bytes, tiny: Any, tmp_path: Path, name: str) -> None:
-    """Its manifest is right: who makes such a checkpoint signs it too."""
+    """Its manifest is right, as it would be in a forged checkpoint."""
     from redline.training.checkpoint import commit, read_manifest, read_state, read_tensors
 
     (tmp_path / "home/run").mkdir(parents=True)
@@ -163,7 +163,9 @@ CODE = "import os\nos.mkdir({canary!r})\nclass Model: pass\nConfig = Tokenizer =
 
 
 @pytest.mark.parametrize("also", [{}, {"tokenizer_class": "Tokenizer"}, {"tokenizer_class": "TransfoXLTokenizer"}])
-def test_code_that_a_model_brings_along(harmless: Any, tiny_base: Path, tmp_path: Path, also: dict[str, Any]) -> None:
+def test_code_shipped_with_a_model_does_not_run(
+    harmless: Any, tiny_base: Path, tmp_path: Path, also: dict[str, Any]
+) -> None:
     folder = tmp_path / "home/base"
     shutil.copytree(tiny_base, folder)
     for name in ("modeling_evil.py", "__init__.py", "tokenization_evil.py", "setup.py", "conftest.py"):
@@ -242,11 +244,11 @@ GGUF = {
 }
 
 
-def test_gguf_files_that_lie(harmless: Any, say: Any) -> None:
+def test_gguf_files_with_false_headers(harmless: Any, say: Any) -> None:
     pytest.importorskip("gguf")
 
     def each(home: Path) -> None:
-        """All in one process: transformers takes seconds to get ready to read the first."""
+        """All files in one process, because the import of transformers takes seconds."""
         for name, content in GGUF.items():
             (home / f"{name}.gguf").write_bytes(content)
             with pytest.raises(UserError):
@@ -274,7 +276,7 @@ HEADERS: dict[str, bytes | dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("length", [None, 0, 2**62])
-def test_safetensors_that_lie(harmless: Any, tiny_base: Path, length: int | None) -> None:
+def test_safetensors_with_false_headers(harmless: Any, tiny_base: Path, length: int | None) -> None:
     def each(home: Path) -> None:
         shutil.copytree(tiny_base, home / "base")
         for header in HEADERS.values():
@@ -336,7 +338,7 @@ def test_links_in_a_run(harmless: Any, trained: Path, tmp_path: Path, say: Any) 
 
 
 def test_names_in_a_run(harmless: Any, trained: Path, tmp_path: Path) -> None:
-    """What a lock calls itself, its run or its tokenizer is no place to write to."""
+    """Names in a lock must not decide where files are written."""
     for number, name in enumerate(["../../escaped", "a\0b", "x" * 5000]):
         run = tmp_path / f"home/runs/{number}"
         shutil.copytree(trained, run)

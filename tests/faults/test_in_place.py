@@ -31,7 +31,7 @@ UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, TypeError, Attribu
 
 
 def tensors(step: int, width: int) -> dict[str, torch.Tensor]:
-    """Of a step alone: so a mixture of two can be told."""
+    """Tensors that depend on the step, so that a mixture of two steps can be recognised."""
     return {name: torch.full((width, 20), step + part / 8) for part, name in enumerate(("first", "second"))}
 
 
@@ -47,7 +47,7 @@ def read_one(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
 
 
 def save_three(folder: Path, step: int, width: int) -> None:
-    """Weights, moments and the step, each in its file."""
+    """Save weights, moments and the step in separate files."""
     for part in "mo":
         content = {f"{part}.{name}": tensor for name, tensor in tensors(step, width).items()}
         (folder / f"{part}.safetensors").write_bytes(serialised(content))
@@ -81,7 +81,7 @@ WAYS: dict[str, tuple[Save, Read]] = {
 
 
 def judge(read: Read, folder: Path, width: int) -> str:
-    """`whole`, `lost` where nothing can be read, or `wrong` where what is read was never saved."""
+    """Return `whole`, `lost` if nothing can be read, or `wrong` if what is read was never saved."""
     try:
         step, found = read(folder)
     except UNREADABLE:
@@ -94,7 +94,7 @@ def judge(read: Read, folder: Path, width: int) -> str:
 @pytest.mark.parametrize("kills", [40, pytest.param(400, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
 @pytest.mark.parametrize("way", WAYS)
 def test_killed_while_saving(fork: Any, tmp_path: Path, say: Any, way: str, kills: int) -> None:
-    """A process that does nothing but save, 2 MB each time, killed at a random instant after its first save."""
+    """A process that only saves, 2 MB each time, is killed at a random instant after its first save."""
     save, read = WAYS[way]
     chance, seen, width = random.Random(1), Counter[str](), 6400
     for trial in range(kills):
@@ -122,7 +122,7 @@ def test_killed_while_saving(fork: Any, tmp_path: Path, say: Any, way: str, kill
 
 @pytest.mark.parametrize("way", WAYS)
 def test_killed_before_each_operation(fork: Any, calls: Any, tmp_path: Path, say: Any, way: str) -> None:
-    """The second save, killed before each of its operations on the disk, and within each write."""
+    """The second save is killed before each of its disk operations, and within each write."""
     save, read = WAYS[way]
     seen, folder = Counter[str](), tmp_path / "c"
 
@@ -145,8 +145,8 @@ def test_killed_before_each_operation(fork: Any, calls: Any, tmp_path: Path, say
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_one_flipped_bit(tmp_path: Path, say: Any, way: str) -> None:
-    """One bit in each byte of what was saved."""
+def test_one_flipped_bit_is_noticed(tmp_path: Path, say: Any, way: str) -> None:
+    """One bit is flipped in each byte of the save."""
     save, read = WAYS[way]
     save(tmp_path, 1, 16)
     chance, seen = random.Random(4), Counter[str]()

@@ -1,4 +1,4 @@
-"""What one process leaves behind when it ends badly, and what the next one makes of it."""
+"""Files that a killed process leaves behind, and how the next process handles them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from redline.training.run_directory import RunDirectory
 from redline.training.signals import preemption_signals
 
 
-def test_a_run_that_was_moved_away_is_not_begun_twice(tmp_path: Path) -> None:
+def test_a_run_that_was_moved_away_is_not_created_again(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), transaction(tmp_path / "gone" / "checkpoints", 1):
         pass
     assert not (tmp_path / "gone").exists()
 
 
-def test_a_run_moved_while_it_trains_says_what_is_not_kept(world: Any, tmp_path: Path) -> None:
+def test_a_run_moved_while_it_trains_warns_of_unsaved_steps(world: Any, tmp_path: Path) -> None:
     run, moved = tmp_path / "run", tmp_path / "moved"
     with RunDirectory(run) as directory:
         trainer = world.trainer(directory, "train.steps=4", "checkpoint.every=2")
@@ -47,8 +47,8 @@ def test_nohup_is_respected() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_looks_that_a_resume_repeats_appear_once(tmp_path: Path) -> None:
-    """Killed before the first checkpoint, and begun again at step 0; then resumed after its end."""
+def test_evaluations_that_a_resume_repeats_appear_once(tmp_path: Path) -> None:
+    """A run is killed before its first checkpoint and restarted at step 0; another is resumed after its end."""
     log = EventLog(tmp_path / "events.jsonl")
     look = [("eval", {"step": 0, "loss": 9.0}), *[("sample", {"step": 0, "label": "before", "text": "x"})] * 2]
     last = [("eval", {"step": 4, "loss": 5.0}), ("sample", {"step": 4, "label": "after", "text": "y"})]

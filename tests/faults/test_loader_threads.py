@@ -30,7 +30,7 @@ def test_the_curve_is_the_same(
     tried: dict[tuple[int, int], int] = {}
 
     def ending(self: BatchLoader, step: int) -> Any:
-        """One in five, and at some steps a second one."""
+        """End one thread in five, and at some steps a second one."""
         nonlocal ended
         if chance.random() < 0.2 and ended < trials and tried.get((id(self), step), 0) < 2:
             tried[id(self), step] = tried.get((id(self), step), 0) + 1

@@ -20,7 +20,7 @@ FAR = ("train.steps=100", "checkpoint.every=100", "eval.every=100")
 
 
 def _at_step_3(world: Any, trainer: Any, action: Callable[[], Any]) -> None:
-    """Do something to the directory during step 3, and look at it again before step 4."""
+    """Do something to the directory during step 3; the run checks it again before step 4."""
 
     def hook(number: int) -> None:
         if number == 3:
@@ -30,7 +30,7 @@ def _at_step_3(world: Any, trainer: Any, action: Callable[[], Any]) -> None:
     world.around(trainer, after=hook)
 
 
-def test_a_moved_directory_stops_the_run_and_gets_its_last_state(world: Any, tmp_path: Path) -> None:
+def test_a_moved_directory_stops_the_run_and_its_last_state_is_saved_there(world: Any, tmp_path: Path) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     with RunDirectory(before) as run:
         trainer = world.trainer(run, *FAR)
@@ -47,7 +47,7 @@ def test_a_moved_directory_stops_the_run_and_gets_its_last_state(world: Any, tmp
     assert (resumed.outcome.reason, resumed.state.step) == ("steps", 6)
 
 
-def test_a_removed_directory_stops_the_run_and_is_not_made_again(world: Any, tmp_path: Path) -> None:
+def test_a_removed_directory_stops_the_run_and_is_not_created_again(world: Any, tmp_path: Path) -> None:
     path = tmp_path / "run"
     with RunDirectory(path) as run:
         trainer = world.trainer(run, *FAR)
@@ -57,13 +57,13 @@ def test_a_removed_directory_stops_the_run_and_is_not_made_again(world: Any, tmp
     assert not path.exists()
 
 
-def test_a_removed_lock_file_is_no_move(tmp_path: Path) -> None:
+def test_a_removed_lock_file_does_not_count_as_a_move(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run") as run:
         (tmp_path / "run/.lock").unlink()
         assert run.stop_reason() is None
 
 
-def test_another_directory_in_its_place_is_not_taken_for_it(world: Any, tmp_path: Path) -> None:
+def test_another_directory_at_the_same_path_is_noticed(world: Any, tmp_path: Path) -> None:
     path = tmp_path / "run"
     with RunDirectory(path) as run, pytest.MonkeyPatch.context() as patch:
         shutil.move(path, tmp_path / "elsewhere")
@@ -74,7 +74,7 @@ def test_another_directory_in_its_place_is_not_taken_for_it(world: Any, tmp_path
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_every_rank_saves_where_the_directory_went(world: Any, tmp_path: Path, mode: str) -> None:
+def test_every_rank_saves_to_the_moved_directory(world: Any, tmp_path: Path, mode: str) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
 
     def train(ranks: Any) -> int:

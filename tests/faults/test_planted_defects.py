@@ -1,4 +1,4 @@
-"""R18: the suite's own check. Each defect that is planted in saving, resuming or skipping is caught by a fault test."""
+"""R18: each defect planted in saving, resuming or skipping is caught by a fault test."""
 
 from __future__ import annotations
 
@@ -47,13 +47,16 @@ class Suite:
         test(**{name: given[name] if name in given else self.fixture(name) for name in wanted})
 
     def pair(self) -> tuple[Path, Path]:
-        """Two checkpoints; the second is to suffer."""
+        """Return two checkpoints, of which tests damage the second."""
         folder, tiny = self.fixture("tmp_path") / "pair", self.fixture("tiny")
         return commit(folder, tiny(1)).path, commit(folder, tiny(2)).path
 
 
 def r2(suite: Suite) -> None:
-    suite.run(test_save_operations.test_every_operation, before=test_save_operations.third_of_three)
+    suite.run(
+        test_save_operations.test_a_kill_before_any_operation_of_a_save_loses_nothing,
+        before=test_save_operations.third_of_three,
+    )
 
 
 def r3(suite: Suite) -> None:
@@ -70,7 +73,7 @@ def r4_missing(suite: Suite) -> None:
 
 
 def r4_names(suite: Suite) -> None:
-    suite.run(test_damage.test_names_tell_steps, pair=suite.pair())
+    suite.run(test_damage.test_names_must_match_steps, pair=suite.pair())
 
 
 def r4_links(suite: Suite) -> None:
@@ -82,11 +85,11 @@ def r4_additional(suite: Suite) -> None:
 
 
 def r5(suite: Suite) -> None:
-    suite.run(test_disk_full.test_an_error_in_any_operation, code=errno.ENOSPC)
+    suite.run(test_disk_full.test_a_save_survives_an_error_in_any_operation, code=errno.ENOSPC)
 
 
 def r7(suite: Suite) -> None:
-    """Six steps are three, a resume, and three more, to the bit; and no step's noise is another's."""
+    """Six steps equal three, a resume and three more, bit for bit; each step has its own noise."""
     world, folder, read = suite.fixture("world"), suite.fixture("tmp_path"), suite.fixture("tensors_of")
     options = ("train.steps=6", "train.ema=0.9", "model.dropout=0.1", "train.schedule=cosine")
     with noise() as seeds:
@@ -104,7 +107,7 @@ def r7(suite: Suite) -> None:
 
 @contextmanager
 def noise() -> Iterator[list[int]]:
-    """The seeds of a run's steps, in order."""
+    """Record the seeds of a run's micro-batches, in order."""
     seeds: list[int] = []
     plain = step.micro_batch_seed
     with pytest.MonkeyPatch.context() as patch:
@@ -144,7 +147,7 @@ def r16(suite: Suite) -> None:
 
 
 def retention(suite: Suite) -> None:
-    """What is damaged is not one of those that are kept."""
+    """Retention does not count damaged checkpoints."""
     folder, tiny = suite.fixture("tmp_path"), suite.fixture("tiny")
     for number in (1, 2, 3):
         commit(folder, tiny(number))
@@ -155,7 +158,7 @@ def retention(suite: Suite) -> None:
 
 
 def copies(suite: Suite) -> None:
-    """What training does after the snapshot is not in it."""
+    """Training after the snapshot does not change it."""
     weight = torch.ones(3)
     copy = HostCopy().take({"model": {"w": weight}})["model"]["w"]
     weight.zero_()

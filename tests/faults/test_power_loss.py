@@ -1,4 +1,4 @@
-"""R3: whenever the power goes, what was reported as committed is there, and nothing damaged passes for whole."""
+"""R3: after a power cut at any time, reported checkpoints are valid and no damaged one passes as valid."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tiny_files(step: int) -> dict[str, Tensors]:
 
 
 def best_at(step: int) -> int:
-    """Now this step, now an earlier one."""
+    """Return a best step: sometimes the current one, sometimes an earlier one."""
     return {1: 1, 2: 1, 3: 1}.get(step, 4)
 
 
@@ -60,7 +60,7 @@ def tiny_state(step: int) -> dict[str, Any]:
 
 
 class Witness:
-    """Stands where the console does: what is shown there as committed must be so."""
+    """A view in place of the console: a checkpoint that is shown there must be committed."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -77,7 +77,7 @@ class Witness:
 
 
 def live(root: Path, recorder: Recorder, saves: int) -> None:
-    """What a process does to the disk: it begins or resumes a run, and saves step after step."""
+    """A process that starts or resumes a run and saves step after step."""
     with (
         RunDirectory(root / RUN) as run,
         Monitor(EventLog(run.path / "events.jsonl"), Witness(recorder)) as monitor,
@@ -114,7 +114,7 @@ def whole_life(root: Path) -> Case:
 
 
 def killed_life(root: Path, calls: int) -> Case:
-    """One process is killed, another goes on; the power goes at some time."""
+    """One process is killed, another resumes, and at some time the power is cut."""
 
     def act(recorder: Recorder) -> None:
         with suppress(UserError), recorder.killed_after(calls):
@@ -125,7 +125,7 @@ def killed_life(root: Path, calls: int) -> Case:
 
 
 def damaged_life(root: Path) -> Case:
-    """The newest is damaged, and saved again."""
+    """The newest checkpoint is damaged and saved again."""
     (root / RUN).mkdir(parents=True)
     for step in (1, 2, 3):
         path = commit(root / RUN / "checkpoints", Snapshot(step, tiny_files(step), tiny_state(step))).path
@@ -136,7 +136,7 @@ def damaged_life(root: Path) -> Case:
 
 
 def lives(folder: Path) -> list[Case]:
-    """Some are killed before they begin to save, some in each part of a save."""
+    """Processes are killed before and during a save."""
     killed = [killed_life(folder / str(calls), calls) for calls in range(0, 48, 2)]
     return [whole_life(folder / "whole"), damaged_life(folder / "damaged"), *killed]
 
@@ -145,7 +145,7 @@ def lives(folder: Path) -> list[Case]:
 
 
 class Promise:
-    """What must hold of a run after any cut. Says what does not."""
+    """What must hold after any power cut. Returns what is broken."""
 
     def __init__(self, folder: Path) -> None:
         self.disk = Disk(folder / "found")
@@ -156,7 +156,7 @@ class Promise:
 
     @property
     def different(self) -> int:
-        """How many states were not the same as one before."""
+        """Return the number of different states."""
         return len(self._known)
 
     def broken(self, case: Case, cut: int, chance: random.Random, resume: bool = False) -> list[str]:
@@ -193,7 +193,7 @@ class Promise:
         return found
 
     def _resume(self) -> list[str]:
-        """The next process cleans up, and its save works."""
+        """Check that the next process cleans up and can save."""
         self.resumed += 1
         with pytest.MonkeyPatch.context() as patch, RunDirectory(self.disk.root / RUN) as run:
             patch.setattr(os, "fsync", lambda descriptor: None)  # time for nothing: this disk keeps its power
@@ -232,7 +232,7 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 
 def cut_at_random(cases: list[Case], states: int, promise: Promise, enough: int | None = None) -> Counter[str]:
-    """What was broken, and how often; `enough` of it ends the search."""
+    """Count what was broken; stop after `enough` findings."""
     chance, broken = random.Random(3), Counter[str]()
     for number in range(states):
         case = chance.choice(cases)
@@ -244,7 +244,7 @@ def cut_at_random(cases: list[Case], states: int, promise: Promise, enough: int 
 
 
 @pytest.mark.parametrize("states", [2000, pytest.param(100_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
-def test_nothing_is_lost(tmp_path: Path, say: Callable[[str], None], states: int) -> None:
+def test_power_cuts_lose_nothing(tmp_path: Path, say: Callable[[str], None], states: int) -> None:
     cases, promise = lives(tmp_path), Promise(tmp_path)
     broken = cut_at_random(cases, states, promise)
     operations = sum(len(case.recording.operations) for case in cases)
@@ -269,7 +269,7 @@ def unsynced(wanted: Callable[[Recording, Object], bool]) -> Callable[[Recording
 
 
 def commits(recording: Recording) -> list[tuple[Names, dict[Object, str]]]:
-    """Each rename that gives a checkpoint its name, and the files that it has."""
+    """Find each rename that gives a checkpoint its name, and its files."""
     changes = [op for op in recording.operations if isinstance(op, Names)]
     named = [op for op in changes if len(op.changes) == 2 and op.changes[1][1].startswith("step-")]
     files = {op: {c[2]: c[1] for o in changes for c in o.changes if c[0] == op.changes[1][2] and c[2]} for op in named}
@@ -277,7 +277,7 @@ def commits(recording: Recording) -> list[tuple[Names, dict[Object, str]]]:
 
 
 def renamed_first(recording: Recording) -> list[Operation]:
-    """The name is given before the files are synced."""
+    """Rename before the files are synced."""
     operations = list(recording.operations)
     for rename, files in commits(recording):
         operations.remove(rename)
@@ -287,7 +287,7 @@ def renamed_first(recording: Recording) -> list[Operation]:
 
 
 def manifest_first(recording: Recording) -> list[Operation]:
-    """The manifest says that all is there; the other files follow."""
+    """Write the manifest before the other files."""
     operations = list(recording.operations)
     for rename, files in commits(recording):
         late = {file for file, name in files.items() if name != "manifest.json"}
@@ -300,7 +300,7 @@ def manifest_first(recording: Recording) -> list[Operation]:
 
 
 def subject(operation: Operation) -> Object | None:
-    """The file or folder that was written or synced."""
+    """Return the file or folder that was written or synced."""
     if isinstance(operation, Bytes):
         return operation.file
     return operation.what if isinstance(operation, Synced) else None
@@ -316,7 +316,7 @@ MUTANTS: dict[str, tuple[Callable[[Recording], list[Operation]], str]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_defect_is_found(tmp_path: Path, say: Callable[[str], None], name: str) -> None:
+def test_a_planted_defect_loses_checkpoints(tmp_path: Path, say: Callable[[str], None], name: str) -> None:
     mutate, expected = MUTANTS[name]
     case, promise = whole_life(tmp_path / "whole"), Promise(tmp_path)
     operations = mutate(case.recording)
@@ -327,7 +327,7 @@ def test_a_defect_is_found(tmp_path: Path, say: Callable[[str], None], name: str
     assert broken[expected]
 
 
-def test_the_disk_loses_what_was_not_synced_and_nothing_else(tmp_path: Path) -> None:
+def test_the_simulated_disk_loses_only_what_was_not_synced(tmp_path: Path) -> None:
     def act(recorder: Recorder) -> None:
         for name in ("both", "name", "bytes"):
             (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""R6: SIGTERM, SIGUSR1 and Ctrl-C in every phase: the step is finished, saved and left — and goes on to the bit."""
+"""R6: after SIGTERM, SIGUSR1 or Ctrl-C in any phase the run saves, exits and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def send(*numbers: int) -> None:
 
 
 class Once:
-    """`function`, with something happening before its n-th call."""
+    """Calls `function`, with an action before its n-th call."""
 
     def __init__(self, function: Callable[..., Any], action: Callable[[], None], nth: int = 1) -> None:
         self.function, self.action, self.left = function, action, nth
@@ -81,7 +81,7 @@ SIGNALS = [(signal.SIGTERM,), (signal.SIGUSR1,), (signal.SIGHUP,), (signal.SIGTE
 
 @pytest.fixture(autouse=True)
 def _no_nohup() -> Iterator[None]:
-    """These tests may be run under it; what they start is not."""
+    """These tests may run under nohup; the processes that they start do not."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -94,7 +94,7 @@ def curves() -> dict[str, Any]:
 
 @pytest.fixture
 def whole(attempt: Any, tmp_path: Path, curves: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """The curve of the run that nobody interrupts."""
+    """The losses of an uninterrupted run."""
     if not curves:
         attempt(tmp_path / "whole", *OPTIONS)
         curves["whole"] = curve(tmp_path / "whole")
@@ -109,7 +109,9 @@ def goes_on(attempt: Any, run: Path, whole: list[tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize("numbers", SIGNALS, ids=["TERM", "USR1", "HUP", "thrice"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_preempted(attempt: Any, whole: Any, tmp_path: Path, phase: str, numbers: tuple[int, ...]) -> None:
+def test_a_preempted_run_resumes(
+    attempt: Any, whole: Any, tmp_path: Path, phase: str, numbers: tuple[int, ...]
+) -> None:
     run = tmp_path / "run"
     arm, step = PHASES[phase]
     trainer = attempt(run, *OPTIONS, prepare=lambda t: arm(t, lambda: send(*numbers)))
@@ -122,10 +124,10 @@ def test_preempted(attempt: Any, whole: Any, tmp_path: Path, phase: str, numbers
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_preempted_while_writing(
+def test_a_run_preempted_while_saving_resumes(
     attempt: Any, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """The save in flight is finished, the step too, and that is saved as well."""
+    """The save in progress and the step are finished, and the step is saved too."""
     run = tmp_path / "run"
     monkeypatch.setattr(saving, "commit", Once(commit, lambda: (send(number), time.sleep(0.1))[0]))
     trainer = attempt(run, *OPTIONS)
@@ -135,7 +137,9 @@ def test_preempted_while_writing(
     goes_on(attempt, run, whole)
 
 
-def test_at_random_instants(fork: Any, attempt: Any, whole: Any, tmp_path: Path, say: Any) -> None:
+def test_runs_preempted_at_random_instants_resume(
+    fork: Any, attempt: Any, whole: Any, tmp_path: Path, say: Any
+) -> None:
     chance, codes = random.Random(6), []
     for trial in range(30):
         run = tmp_path / str(trial)
@@ -163,11 +167,11 @@ def test_at_random_instants(fork: Any, attempt: Any, whole: Any, tmp_path: Path,
 
 
 def _ready_within(trainer: Any, child: Any) -> None:
-    """Say so when the handlers are in place."""
+    """Signal when the handlers are installed."""
     trainer.warm_up = Once(trainer.warm_up, child.say_ready)
 
 
-def test_ctrl_c_finishes_saves_and_reports(attempt: Any, whole: Any, tmp_path: Path, capfd: Any) -> None:
+def test_ctrl_c_finishes_the_step_saves_and_reports(attempt: Any, whole: Any, tmp_path: Path, capfd: Any) -> None:
     run = tmp_path / "run"
     trainer = attempt(run, *OPTIONS, prepare=lambda t: hook("train_step.backward", 5)(t, lambda: send(signal.SIGINT)))
     assert (trainer.outcome.reason, trainer.outcome.exit_code) == ("interrupted", EXIT_INTERRUPTED)
@@ -178,8 +182,8 @@ def test_ctrl_c_finishes_saves_and_reports(attempt: Any, whole: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("phase", ["train_step.backward", "objective.evaluate", "checkpoints.save", "commit"])
-def test_a_second_ctrl_c_leaves_at_once(fork: Any, attempt: Any, whole: Any, tmp_path: Path, phase: str) -> None:
-    """Within a step, the last look, and saves that would take a minute."""
+def test_a_second_ctrl_c_exits_at_once(fork: Any, attempt: Any, whole: Any, tmp_path: Path, phase: str) -> None:
+    """The signal arrives within a step, the final evaluation, or a save that would take a minute."""
     run = tmp_path / "run"
     assert fork(lambda _: attempt(run, *OPTIONS, "train.steps=4").outcome.exit_code).wait() == EXIT_DONE
 
@@ -205,8 +209,8 @@ def test_a_second_ctrl_c_leaves_at_once(fork: Any, attempt: Any, whole: Any, tmp
     assert resumed.outcome.exit_code == EXIT_DONE
 
 
-def test_ctrl_c_saves_before_it_looks(fork: Any, attempt: Any, tmp_path: Path) -> None:
-    """The second one, which is offered, then loses nothing."""
+def test_ctrl_c_saves_before_it_evaluates(fork: Any, attempt: Any, tmp_path: Path) -> None:
+    """The second Ctrl-C, which the message offers, then loses nothing."""
     run = tmp_path / "run"
 
     def prepare(trainer: Any) -> None:
@@ -219,7 +223,7 @@ def test_ctrl_c_saves_before_it_looks(fork: Any, attempt: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), RuntimeError("a defect of ours")])
-def test_a_last_look_that_fails_loses_nothing(attempt: Any, tmp_path: Path, error: Exception) -> None:
+def test_a_failed_final_evaluation_loses_nothing(attempt: Any, tmp_path: Path, error: Exception) -> None:
     run = tmp_path / "run"
 
     def fail() -> None:
@@ -238,7 +242,7 @@ def test_a_last_look_that_fails_loses_nothing(attempt: Any, tmp_path: Path, erro
 
 
 def test_a_signal_within_a_write_to_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python refuses to enter a buffered stream twice; the handler must not end the run with that."""
+    """Python cannot enter a buffered stream twice; the signal handler must not fail because of that."""
 
     class Interrupted(io.RawIOBase):
         def writable(self) -> bool:
@@ -257,7 +261,7 @@ def test_a_signal_within_a_write_to_stderr(monkeypatch: pytest.MonkeyPatch) -> N
     assert signals.reason == "interrupted"
 
 
-def test_abandoned_work_is_interrupted_once() -> None:
+def test_abandonable_work_is_interrupted_once() -> None:
     tidied = []
 
     def work(signals: Signals) -> None:
@@ -274,15 +278,15 @@ def test_abandoned_work_is_interrupted_once() -> None:
     assert signals.reason == "preempted"
 
 
-def test_handlers_are_put_back() -> None:
+def test_signal_handlers_are_restored() -> None:
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     with Signals():
         assert signal.getsignal(signal.SIGTERM) not in before
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
 
 
-def test_who_leaves_at_once_is_promised_no_checkpoint() -> None:
-    """There may be none yet."""
+def test_exiting_at_once_promises_no_checkpoint() -> None:
+    """There may be no checkpoint yet."""
     twice = (
         "import os, signal\nfrom redline.training.signals import Signals\n"
         "with Signals():\n  for _ in range(2): os.kill(os.getpid(), signal.SIGINT)\n"

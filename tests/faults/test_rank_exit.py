@@ -1,4 +1,4 @@
-"""Runs of two ranks end with 0 beside a busy core, however they are started (the long form of test_cli_exit.py)."""
+"""Runs of two ranks exit with 0 on a busy machine, however they are started (the long form of test_cli_exit.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""R9, R17: ranks that are killed, stopped, or run out of memory; and a supervisor that goes on where they ended."""
+"""R9, R17: ranks that are killed, stopped or run out of memory, and the supervisor that restarts them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIONS = (
 
 
 class Forks:
-    """One attempt of `redline train` by forks, in place of torchrun's processes."""
+    """One attempt of `redline train` with forks instead of torchrun's processes."""
 
     def __init__(
         self, words: Sequence[str], size: int, folder: Path, prepare: Callable[[int], None], more: Any
@@ -67,7 +67,7 @@ class Forks:
 
 
 class Supervised:
-    """A tiny run under `supervise`, by two ranks."""
+    """A tiny run of two ranks under `supervise`."""
 
     def __init__(self, world: Any, folder: Path) -> None:
         self.world, self.folder, self.attempts = world, folder, 0
@@ -114,13 +114,13 @@ def supervised(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S
 
 @pytest.fixture
 def whole(world: Any, tmp_path: Path) -> list[float]:
-    """The losses of one process that nothing happens to."""
+    """The losses of an undisturbed run of one process."""
     world.run(tmp_path / "whole", *OPTIONS)
     return [e["loss"] for e in read_events(tmp_path / "whole/events.jsonl") if e["type"] == "step"]
 
 
 def at_step(number: int, act: Callable[[], Any], *, once: Path | None = None) -> None:
-    """In this process: when the trainer comes to that step; once in all attempts if a file remembers it."""
+    """Act in this process when the trainer reaches that step; with `once`, in one attempt only."""
     from redline.training.step import Step
 
     plain = Step.__call__
@@ -155,7 +155,7 @@ def test_a_killed_rank_ends_the_job_within_seconds(supervised: Supervised, whole
     assert supervised.losses() == pytest.approx(whole, abs=1e-5)
 
 
-def test_a_killed_rank_is_recovered_from(supervised: Supervised, whole: list[float], tmp_path: Path) -> None:
+def test_a_killed_rank_is_restarted(supervised: Supervised, whole: list[float], tmp_path: Path) -> None:
     supervised.prepare = lambda r: at_step(7, send(signal.SIGKILL), once=tmp_path / "met") if r == 1 else None
     assert supervised() == EXIT_DONE
     assert supervised.attempts == 2
@@ -165,7 +165,7 @@ def test_a_killed_rank_is_recovered_from(supervised: Supervised, whole: list[flo
 
 
 @pytest.mark.parametrize(("doing", "hung"), [("step", [0]), ("saving", [0]), ("starting", [0]), ("preparing data", [])])
-def test_who_prepares_data_may_take_as_long_as_they_are(doing: str, hung: list[int]) -> None:
+def test_preparing_data_has_no_time_limit(doing: str, hung: list[int]) -> None:
     watch = watching.Watcher(Mock(), Mock(), timeout=1.0)
     now = time.monotonic()
     watch.heartbeats = {0: {"pid": os.getpid(), "doing": doing, "time": now, "since": now - 3600, "waiting": False}}
@@ -176,7 +176,7 @@ def test_who_prepares_data_may_take_as_long_as_they_are(doing: str, hung: list[i
 
 @pytest.mark.parametrize(("size", "here", "nodes"), [(4, 2, 2), (5, 2, 1), (6, 3, 2), (2, 0, 1)])
 def test_uneven_nodes_are_planned_for_as_one(size: int, here: int, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else ranks beyond their product would train on what is another's."""
+    """Else ranks beyond nodes × ranks per node would train on the data of others."""
     monkeypatch.setattr("torch.distributed.init_process_group", lambda **_: None)
     monkeypatch.setattr("torch.distributed.new_group", lambda **_: None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # else `join` sets it, for every test that follows
@@ -187,7 +187,7 @@ def test_uneven_nodes_are_planned_for_as_one(size: int, here: int, nodes: int, m
     assert (ranks.nodes, ranks.size % ranks.nodes) == (nodes, 0)
 
 
-def test_a_stopped_rank_is_noticed_and_shows_its_stack(supervised: Supervised, whole: Any, tmp_path: Path) -> None:
+def test_a_stopped_rank_is_noticed_and_its_stack_logged(supervised: Supervised, whole: Any, tmp_path: Path) -> None:
     supervised.prepare = lambda r: at_step(7, send(signal.SIGSTOP), once=tmp_path / "met") if r == 1 else None
     noticed: list[float] = []
     stopped = tmp_path / "met"
@@ -211,7 +211,7 @@ def test_a_stopped_rank_is_noticed_and_shows_its_stack(supervised: Supervised, w
 
 
 def out_of_memory(above: int, *, recomputed: bool = False) -> None:
-    """In this process: from step 5 on, a micro-batch larger than that does not fit, unless blocks are recomputed."""
+    """From step 5 on, make micro-batches larger than this run out of memory in this process, unless recomputed."""
     from redline.training.step import Step
 
     plain = Step.backward
@@ -226,10 +226,10 @@ def out_of_memory(above: int, *, recomputed: bool = False) -> None:
 
 
 @pytest.mark.parametrize(("size", "micro", "above", "attempts"), [(1, 8, 2, 3), (2, 4, 2, 2)])
-def test_too_little_memory_at_a_step(
+def test_out_of_memory_at_a_step(
     supervised: Supervised, whole: list[float], size: int, micro: int, above: int, attempts: int
 ) -> None:
-    """Halved until it fits, in one rank alone; the global batch, the data and the curve stay."""
+    """One rank runs out of memory: the micro-batch is halved until it fits, and the losses stay the same."""
     supervised.prepare = lambda rank: out_of_memory(above) if rank == size - 1 else None
     assert supervised(f"train.micro_batch={micro}", size=size) == EXIT_DONE
     assert supervised.attempts == attempts
@@ -252,7 +252,7 @@ def test_at_a_micro_batch_of_one_blocks_are_recomputed_and_then_it_stops(supervi
 
 
 def too_large_to_dry_run() -> None:
-    """In this process: nothing fits in the warm-up, unless blocks are recomputed."""
+    """Make the warm-up run out of memory in this process, unless activations are recomputed."""
     from redline.training.step import Step
 
     plain = Step.dry_run
@@ -265,9 +265,7 @@ def too_large_to_dry_run() -> None:
     Step.dry_run = dry_run  # type: ignore[method-assign]
 
 
-def test_a_warm_up_that_fits_in_no_micro_batch_begins_again_with_recomputation(
-    supervised: Supervised, whole: Any
-) -> None:
+def test_a_warm_up_that_does_not_fit_restarts_with_recomputation(supervised: Supervised, whole: Any) -> None:
     supervised.prepare = lambda rank: too_large_to_dry_run()
     assert supervised("train.micro_batch=4", size=1) == EXIT_DONE
     assert supervised.attempts == 2
@@ -276,7 +274,7 @@ def test_a_warm_up_that_fits_in_no_micro_batch_begins_again_with_recomputation(
 
 
 def poisoned(data_steps: set[int]) -> None:
-    """In this process: the loss of these steps' data is not finite, in whichever step they come."""
+    """Make the loss of these data steps not finite in this process, whichever step reads them."""
     from redline.training import step as feed
     from redline.training.step import Step
 
@@ -306,7 +304,7 @@ def poisoned(data_steps: set[int]) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_storm_of_bad_batches_is_left_out(supervised: Supervised, size: int) -> None:
+def test_a_streak_of_bad_batches_is_left_out(supervised: Supervised, size: int) -> None:
     supervised.prepare = lambda rank: poisoned({7, 8, 9, 10})
     assert supervised("train.max_nonfinite=4", size=size) == EXIT_DONE
     assert supervised.attempts == 2
@@ -316,13 +314,13 @@ def test_a_storm_of_bad_batches_is_left_out(supervised: Supervised, size: int) -
     assert (state["step"], state["skipped"], state["decisions"]["skipped"]) == (12, 0, [7, 8, 9, 10])
 
 
-def test_storms_are_bounded(supervised: Supervised) -> None:
+def test_rollbacks_are_limited(supervised: Supervised) -> None:
     supervised.prepare = lambda rank: poisoned(set(range(5, 1000)))
     assert supervised("train.max_nonfinite=3", size=1) == EXIT_FAILED
     assert len((supervised.run / "trouble/rank-0.jsonl").read_text().splitlines()) == 3
 
 
-def test_one_rank_asked_to_leave_is_all_of_them(supervised: Supervised, whole: list[float]) -> None:
+def test_a_signal_to_one_rank_stops_all(supervised: Supervised, whole: list[float]) -> None:
     supervised.prepare = lambda rank: at_step(4, send(signal.SIGTERM)) if rank == 1 else None
     assert supervised() == EXIT_PREEMPTED
     assert supervised.attempts == 1
@@ -333,14 +331,14 @@ def test_one_rank_asked_to_leave_is_all_of_them(supervised: Supervised, whole: l
     assert supervised.losses() == pytest.approx(whole, abs=1e-5)
 
 
-def test_what_cannot_be_is_not_tried_again(supervised: Supervised) -> None:
+def test_a_refused_run_is_not_restarted(supervised: Supervised) -> None:
     assert supervised("train.global_batch=9", "train.micro_batch=1", size=2) == EXIT_USAGE
     assert supervised.attempts == 1
     assert "train.global_batch=8 or 10, or 1 or 3 GPUs" in supervised.log
     assert not (supervised.run / "lock.json").exists()
 
 
-def test_without_progress_it_gives_up(supervised: Supervised) -> None:
+def test_the_supervisor_gives_up_without_progress(supervised: Supervised) -> None:
     supervised.prepare = lambda rank: at_step(4, send(signal.SIGKILL))
     assert supervised(size=1) == EXIT_FAILED
     # the first checkpoint may have been on its way still when it was killed for the first time
@@ -349,7 +347,7 @@ def test_without_progress_it_gives_up(supervised: Supervised) -> None:
 
 
 def test_signals_reach_the_ranks(supervised: Supervised) -> None:
-    """Those that this process, which only watches, is sent."""
+    """Signals to the supervisor are forwarded."""
 
     def interrupt(job: Forks) -> None:
         me = os.getpid()
@@ -374,7 +372,7 @@ def _when_stepping(folder: Path, target: int) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_ranks_killed_and_stopped_at_random(supervised: Supervised, whole: list[float], tmp_path: Path) -> None:
-    """50 runs, each of which loses a rank somewhere, and finishes all the same."""
+    """50 runs that each lose a rank at a random time all finish."""
     chance = random.Random(9)
     for trial in range(50):
         victim, step, met = chance.randrange(2), chance.randrange(12), tmp_path / f"met-{trial}"

@@ -1,4 +1,4 @@
-"""R7, R8: however a run is made up, stopped and poisoned, what it goes on to is bit for bit what it would have been."""
+"""R7, R8: random runs with random stops and bad steps resume to the same bits as without the stops."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ JOBS: dict[str, tuple[str, ...]] = {
 
 
 def made_up(chance: random.Random, job: str) -> tuple[str, ...]:
-    """A recipe of this job, with options drawn for it."""
+    """Draw a recipe of this job with random options."""
     drawn = OF_ALL | (OF_TEXT if job == "text" else {}) | ({} if job in ("tuned", "latent") else OF_OWN_MODELS)
     options = {key: chance.choice(values) for key, values in drawn.items()}
     if job == "tuned":
@@ -72,7 +72,7 @@ def made_up(chance: random.Random, job: str) -> tuple[str, ...]:
 
 
 def poison(trainer: Any, at: set[int], value: float) -> None:
-    """The loss of these steps is not finite."""
+    """Make the loss of these steps not finite."""
     plain = trainer.objective.loss
 
     def loss(batch: Any) -> Any:
@@ -91,7 +91,7 @@ class Trials:
         self.world = world
 
     def run(self, name: str, job: str, options: tuple[str, ...], bad: set[int], value: float, stops: list[int]) -> Any:
-        """Interrupted after each of `stops`; the tensors at the end."""
+        """Train with an interruption after each of `stops`; return the final tensors."""
         world, path = self.worlds.get(job, self.world), self.folder / name
         for stop in [*stops, None]:
             with RunDirectory(path) as run:
@@ -119,7 +119,7 @@ def trials(world: Any, corpus: Path, tiny_base: Path, answers: Path, tensors_of:
 
 
 @pytest.mark.parametrize("cases", [30, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])])
-def test_a_stopped_run_goes_on_to_the_same_bits(trials: Trials, say: Any, cases: int) -> None:
+def test_a_stopped_run_resumes_bit_for_bit(trials: Trials, say: Any, cases: int) -> None:
     chance, differing, stopped, poisoned = random.Random(cases), [], 0, 0
     for case in range(cases):
         job = list(JOBS)[case % len(JOBS)]
@@ -139,8 +139,8 @@ def test_a_stopped_run_goes_on_to_the_same_bits(trials: Trials, say: Any, cases:
     assert not differing, differing[0]
 
 
-def test_a_seed_that_forgets_the_step_would_be_noticed(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout drawn from where a process began, and not from the step."""
+def test_a_seed_without_the_step_is_noticed(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dropout seed that counts from the start of the process and not by the step."""
     from redline.training import step as steps
 
     plain = steps.Step.backward

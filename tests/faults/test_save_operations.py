@@ -31,7 +31,7 @@ def third_of_three(folder: Path, tiny: Any) -> None:
 
 
 def damaged_third(folder: Path, tiny: Any) -> None:
-    """The step that is saved is there already, but not whole."""
+    """The step is saved over a damaged checkpoint of the same step."""
     for step in (1, 2, 3):
         commit(folder, tiny(step))
     (folder / step_name(3) / "model.safetensors").write_bytes(b"nothing")
@@ -46,7 +46,7 @@ def die() -> None:
 
 
 @pytest.mark.parametrize("before", [third_of_three, damaged_third, very_first])
-def test_every_operation(
+def test_a_kill_before_any_operation_of_a_save_loses_nothing(
     fork: Any, calls: Any, tiny: Any, tmp_path: Path, say: Any, before: Callable[..., None]
 ) -> None:
     base, folder = tmp_path / "base", tmp_path / "checkpoints"
@@ -81,7 +81,7 @@ def test_every_operation(
 
 
 def damaged_steps(folder: Path) -> set[int]:
-    """What bears a checkpoint's name and is none."""
+    """Return directories with the name of a checkpoint that are not valid."""
     found = set()
     for step in committed_steps(folder):
         try:

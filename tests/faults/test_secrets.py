@@ -1,4 +1,4 @@
-"""R15: what the environment keeps secret is in no file and in no output, whatever a run does and however it ends."""
+"""R15: secrets in environment variables appear in no file and no output, however a run ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ monitor: {log_every: 1}
 
 
 class Home:
-    """A place with secrets around it, where the command runs, each time in a process of its own."""
+    """A folder where commands run in their own processes, with secrets in the environment."""
 
     def __init__(self, fork: Callable[..., Any], path: Path) -> None:
         self.fork, self.path, self.count = fork, path, 0
@@ -75,7 +75,7 @@ class Home:
         return (self.path / f"said-{self.count}.txt").read_text()
 
     def found(self) -> list[str]:
-        """Every file that holds a secret, and which."""
+        """Return every file that contains a secret, and which one."""
         files = [path for path in self.path.rglob("*") if path.is_file()]
         secrets = {**CANARIES, "an address": LOGIN}
         return [
@@ -98,7 +98,7 @@ def home(fork: Any, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def crashing() -> None:
-    """The fourth step fails as libraries do that were refused something: they quote what they sent."""
+    """Make the fourth step fail like a library that quotes its rejected request."""
     build = Trainer.build
 
     def broken(self: Any, *rest: Any) -> None:
@@ -131,7 +131,7 @@ def refusing_hub() -> None:
     os.environ["HF_HUB_OFFLINE"] = "0"
 
 
-def test_a_run_tells_no_secret(home: Home, say: Any) -> None:
+def test_a_run_leaks_no_secret(home: Home, say: Any) -> None:
     run = ("--run", "runs/toy")
     assert home.redline("train", "toy.yaml", *run, "eval.prompt=one", before=crashing) == 1
     assert "RuntimeError" in home.said(), "a crash is told in full"
@@ -155,8 +155,8 @@ def test_a_run_tells_no_secret(home: Home, say: Any) -> None:
     assert home.files() > 20
 
 
-def test_a_recipe_that_quotes_secrets_tells_none(home: Home) -> None:
-    """Neither the lock nor the report does, not even the report of a lock that does."""
+def test_a_recipe_with_secrets_leaks_none(home: Home) -> None:
+    """Neither the lock nor the report contains them, not even the report of a lock that does."""
     secrets = " ".join(CANARIES.values())
     words = ("eval.samples=0", f"eval.prompt={secrets} https://me:{LOGIN}@host/x", f"description={secrets}")
     assert home.redline("train", "toy.yaml", "--run", "runs/toy", "train.steps=2", *words) == 0, home.said()
@@ -189,7 +189,7 @@ def test_a_path_with_a_secret_in_it_is_found_again(
     assert locked_recipe(tmp_path, lock).recipe.description == "${HOME_OF_NOTHING}", "a lock asks for secrets alone"
 
 
-def test_errors_tell_no_secret(home: Home) -> None:
+def test_errors_leak_no_secret(home: Home) -> None:
     address = f"https://me:{LOGIN}@host/x.jsonl"
     toy = ("train", "toy.yaml", "--run", "runs/other")
     for key in ("data.source", "data.tokenizer", "model.init_from", "model.base"):
@@ -225,7 +225,7 @@ def test_what_counts_as_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_planted_defects_are_caught(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R18: were nothing taken out, the canaries would be in the log and in the crash."""
+    """R18: without redaction the canaries would be in the log and in the traceback."""
     for module in ("redline.cli.main", "redline.runs.events"):
         __import__(module)
         monkeypatch.setattr(sys.modules[module], "redact", lambda text: text)

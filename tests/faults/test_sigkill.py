@@ -1,4 +1,4 @@
-"""R1: a run that is killed again and again loses nothing it committed, and goes on to the bit."""
+"""R1: a run that is killed repeatedly loses no committed checkpoint and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def curve(run: Path) -> list[tuple[Any, ...]]:
 
 
 def reported(run: Path) -> int:
-    """The newest step that any attempt said was committed; the raw log, a torn last line included."""
+    """Return the newest step that the raw log reports as committed, ignoring a torn last line."""
     newest = 0
     if (run / "events.jsonl").exists():
         for line in (run / "events.jsonl").read_text().splitlines():
@@ -44,7 +44,7 @@ class Killer:
         self.kills = self.lost = self.damaged = 0
 
     def train(self, run: Path) -> None:
-        """Until the run has ended by itself."""
+        """Train until the run has ended by itself."""
         while not self._one(run):
             self.kills += 1
             damage: list[str] = []
@@ -69,7 +69,7 @@ class Killer:
 
 
 @pytest.mark.parametrize("kills", [100, pytest.param(2000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
-def test_nothing_is_lost(fork: Any, attempt: Any, tensors_of: Any, tmp_path: Path, say: Any, kills: int) -> None:
+def test_sigkill_loses_nothing(fork: Any, attempt: Any, tensors_of: Any, tmp_path: Path, say: Any, kills: int) -> None:
     assert fork(lambda _: attempt(tmp_path / "whole", *OPTIONS).outcome.exit_code).wait() == 0
     expected = tensors_of(tmp_path / "whole/checkpoints" / step_name(STEPS))
     killer, runs = Killer(fork, attempt, kills), 0

@@ -17,7 +17,7 @@ from redline.training.checkpoint import MANIFEST, DamagedCheckpointError, canoni
 
 
 def sign(path: Path) -> None:
-    """Give what lies there the manifest that it would have."""
+    """Write a correct manifest for the files that are there."""
     manifest = json.loads((path / MANIFEST).read_bytes())
     for name in manifest["files"]:
         content = (path / name).read_bytes()

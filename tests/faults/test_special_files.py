@@ -1,4 +1,4 @@
-"""FIFOs, sockets and devices in a folder that someone else made: every command ends, and none waits for them."""
+"""FIFOs, sockets and devices in a foreign folder: every command ends, and none waits for them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def link_to_zeros(path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [fifo, unix_socket, link_to_zeros])
-def test_the_opener_refuses_what_is_no_regular_file(tmp_path: Path, place: Callable[[Path], None]) -> None:
+def test_the_opener_refuses_irregular_files(tmp_path: Path, place: Callable[[Path], None]) -> None:
     path = tmp_path / "file"
     place(path)
     with pytest.raises(OSError), open(path, "rb", opener=open_regular):
@@ -82,7 +82,7 @@ READERS = (
 
 
 def unguarded(source: str) -> list[str]:
-    """Calls that would open a file by name without the opener."""
+    """Return the calls that would open a file by name without the opener."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
@@ -126,7 +126,7 @@ _FINISHED: list[Path] = []  # trained once: every test changes a copy
 
 @pytest.fixture
 def finished(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short run with everything that a run directory can hold."""
+    """A short run with every kind of file that a run directory can have."""
     from redline.recipe.lock import make_lock, write_lock
 
     if _FINISHED:
@@ -193,7 +193,7 @@ def in_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None) 
 
 @pytest.fixture
 def within_deadline(fork: Any, in_home: Path) -> Callable[[Callable[[], Any]], Any]:
-    """Run something in a fork that SIGALRM kills, whatever library waits; return what it returned."""
+    """Run an action in a fork with a timeout by SIGALRM; return its result."""
 
     def run(action: Callable[[], Any]) -> Any:
         def watched(_: Any) -> None:

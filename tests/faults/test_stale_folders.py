@@ -1,4 +1,4 @@
-"""What a killed `prepare` or `export` leaves behind is removed by the next one, and only that."""
+"""Folders that a killed `prepare` or `export` leaves are removed by the next one, and no others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def hidden(folder: Path) -> list[str]:
 
 @pytest.fixture(params=["prepare", "export"])
 def make(request: pytest.FixtureRequest, corpus: Path, world: Any, tmp_path: Path, monkeypatch: Any) -> Make:
-    """Make a folder at the place given, and call `within` when it is half written."""
+    """Make a folder there, and call `within` when it is half written."""
     if request.param == "prepare":
 
         def prepare(out: Path, within: Callable[[], None]) -> Any:
@@ -70,7 +70,7 @@ def started(fork: Any, make: Make, out: Path) -> Any:
     return child
 
 
-def test_the_next_one_removes_what_a_killed_one_left(fork: Any, make: Make, tmp_path: Path) -> None:
+def test_the_next_process_removes_folders_of_a_killed_one(fork: Any, make: Make, tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()
     child = started(fork, make, place / "out")
@@ -94,7 +94,7 @@ def test_the_folder_of_a_live_process_stays(fork: Any, make: Make, tmp_path: Pat
     child.wait()
 
 
-def test_folders_of_other_places_and_names_stay(tmp_path: Path) -> None:
+def test_folders_of_other_paths_and_names_stay(tmp_path: Path) -> None:
     others = (".other.123-0123abcd.tmp", ".out.hidden", ".out.12-xyz.tmp", ".git", ".out.1-0123abcd.tmp.kept")
     for name in others:
         (tmp_path / name).mkdir()
@@ -106,7 +106,7 @@ def test_folders_of_other_places_and_names_stay(tmp_path: Path) -> None:
     assert (tmp_path / "out/file").read_text() == "content"
 
 
-def test_what_older_releases_left_goes_when_it_is_old_and_its_process_is_dead(tmp_path: Path, fork: Any) -> None:
+def test_old_folders_of_older_releases_are_removed_when_their_process_is_dead(tmp_path: Path, fork: Any) -> None:
     dead = fork(lambda _: 0)
     dead.wait()
     fresh, old, living = (
@@ -121,7 +121,7 @@ def test_what_older_releases_left_goes_when_it_is_old_and_its_process_is_dead(tm
     assert hidden(tmp_path) == sorted([fresh.name, living.name])
 
 
-def test_in_the_cache_those_of_neighbours_go_too(corpus: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_in_the_cache_folders_of_neighbours_are_removed_too(corpus: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
     (cache_dir() / "data/.abc.123-0123abcd.tmp").mkdir(parents=True)
     prepare_cached(str(corpus), "bytes")

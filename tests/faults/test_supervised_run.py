@@ -1,4 +1,4 @@
-"""A supervised run with a fault every now and then ends with the weights of the one that nobody disturbed."""
+"""A supervised run with repeated faults ends with the same weights as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LATEST = 0.8  # of the steps: what is finished is left in peace
 
 
 class Disturbed:
-    """`redline train --supervise`, begun again as SLURM would when it says 75, and what is done to it."""
+    """`redline train --supervise`, restarted after exit code 75 as SLURM would, and its faults."""
 
     def __init__(self, recipe: Path, run: Path) -> None:
         self.recipe, self.run, self.process = recipe, run, None  # type: ignore[var-annotated]
@@ -61,7 +61,7 @@ class Disturbed:
 
     @property
     def reached(self) -> int:
-        """The last step that is committed."""
+        """Return the last committed step."""
         folder = self.run / "checkpoints"
         names = [path.name for path in folder.glob("step-*")] if folder.is_dir() else []
         return max((int(name[5:]) for name in names if name[5:].isdigit()), default=0)
@@ -90,7 +90,7 @@ class Disturbed:
         return True
 
     def full(self) -> bool:
-        """No file of the run may grow: the next save fails, as on a full disk."""
+        """Limit the file size, so that the next save fails as on a full disk."""
         child = self.trainer()
         if child is None:
             return False
@@ -129,7 +129,7 @@ def recipe(corpus: Path, tmp_path: Path) -> Callable[[int, int], Path]:
         ),
     ],
 )
-def test_it_ends_with_the_same_weights(
+def test_a_supervised_run_ends_with_the_same_weights(
     recipe: Any,
     tmp_path: Path,
     say: Any,

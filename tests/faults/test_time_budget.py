@@ -1,4 +1,4 @@
-"""R11: a run with a time budget ends before its deadline, its learning rate decayed and never jumping."""
+"""R11: a run with a time budget ends in time, and its learning rate has decayed without jumps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARMUP = 2
 
 @dataclass
 class Case:
-    """A run as the clock sees it. No evaluation takes more than 8 % of the training time and no save more than 5 %."""
+    """A simulated run. No evaluation takes more than 8 % of the training time and no save more than 5 %."""
 
     chance: random.Random
     now: float = 1000.0
@@ -50,14 +50,14 @@ class Case:
         return seconds
 
     def begin_save(self, timer: StepTimer) -> None:
-        """In the background: it waits for the one in flight alone."""
+        """Save in the background; it only waits for a save in progress."""
         self.now = max(self.now, self.saved)
         seconds = self.save * self.chance.uniform(0.9, 1.1)
         self.saved = self.now + seconds
         timer.final_seconds["save"] = max(timer.final_seconds.get("save", 0.0), seconds)
 
     def run(self) -> float:
-        """The trainer's loop, without training. Seconds left at the end."""
+        """Run the trainer's loop without training; return the seconds left at the end."""
         timer, horizon = StepTimer(lambda: self.now), Horizon(None, self.budget / 3600)
         timer.resume_from(0.0)
         self.spend(self.warm_up)
@@ -92,7 +92,7 @@ class Case:
 
 
 @pytest.mark.parametrize("cases", [100, pytest.param(1000, marks=pytest.mark.soak)])
-def test_simulated(cases: int, say: Callable[[str], None]) -> None:
+def test_time_budgets_in_simulated_runs(cases: int, say: Callable[[str], None]) -> None:
     left, last = [], []
     for seed in range(cases):
         case = Case(random.Random(seed))
@@ -111,7 +111,9 @@ def test_simulated(cases: int, say: Callable[[str], None]) -> None:
 
 
 @pytest.mark.parametrize(("step_time", "evaluation", "jitter"), [(1.0, 3.0, 0.3), (0.1, 0.0, 0.5), (10.0, 60.0, 0.0)])
-def test_trained(attempt: Any, world: Any, tmp_path: Path, step_time: float, evaluation: float, jitter: float) -> None:
+def test_time_budgets_in_real_runs(
+    attempt: Any, world: Any, tmp_path: Path, step_time: float, evaluation: float, jitter: float
+) -> None:
     chance, now = random.Random(11), [50.0]
 
     def spend(seconds: float) -> None:
@@ -138,7 +140,7 @@ def test_trained(attempt: Any, world: Any, tmp_path: Path, step_time: float, eva
 
 
 def test_a_budget_that_is_spent_stays_spent(attempt: Any, world: Any, tmp_path: Path) -> None:
-    """A resume knows what the end takes, and makes no step that there is no time for."""
+    """A resumed run knows the time of the final save, and takes no step for which there is no time."""
     now = [50.0]
 
     def slow_down(trainer: Any) -> None:
@@ -153,9 +155,7 @@ def test_a_budget_that_is_spent_stays_spent(attempt: Any, world: Any, tmp_path: 
     assert again.state.step == first.state.step > 20
 
 
-def test_a_warm_up_that_does_not_fit_is_told_and_the_rate_decays_all_the_same(
-    attempt: Any, world: Any, tmp_path: Path
-) -> None:
+def test_a_long_lr_warmup_is_a_warning_and_the_rate_still_decays(attempt: Any, world: Any, tmp_path: Path) -> None:
     now = [50.0]
 
     def slow_down(trainer: Any) -> None:

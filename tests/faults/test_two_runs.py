@@ -1,4 +1,4 @@
-"""R16: of two runs in one directory exactly one wins, and the other says why."""
+"""R16: of two runs in one directory exactly one gets the lock, and the other fails with the reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from redline.vocabulary import PROCESS_LOCK_FILE
 REFUSED = 3
 
 
-def test_exactly_one_wins(fork: Any, attempt: Any, tmp_path: Path) -> None:
+def test_exactly_one_of_two_runs_gets_the_directory(fork: Any, attempt: Any, tmp_path: Path) -> None:
     def train(run: Path, at: float) -> int:
         time.sleep(max(0.0, at - time.monotonic()))
         try:
@@ -53,8 +53,8 @@ def test_a_killed_run_frees_its_directory(fork: Any, tmp_path: Path) -> None:
         pass
 
 
-def test_an_onlooker_is_no_run(tmp_path: Path) -> None:
-    """Who asks whether a run is alive holds the lock for an instant."""
+def test_a_status_check_does_not_count_as_a_run(tmp_path: Path) -> None:
+    """A process that checks whether a run is alive holds the lock for an instant."""
     (tmp_path / PROCESS_LOCK_FILE).touch()
     with open(tmp_path / PROCESS_LOCK_FILE) as onlooker:
         fcntl.flock(onlooker, fcntl.LOCK_SH)
@@ -65,7 +65,7 @@ def test_an_onlooker_is_no_run(tmp_path: Path) -> None:
         leaves.join()
 
 
-def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("all of it", encoding="utf-8")
     (tmp_path / "run").mkdir()
@@ -75,7 +75,7 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     assert precious.read_text(encoding="utf-8") == "all of it"
 
 
-def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(file: Any, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

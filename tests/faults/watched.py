@@ -1,4 +1,4 @@
-"""What a process does that no stranger's file may make it do, seen by an audit hook of its interpreter."""
+"""Records actions of a process that no foreign file may cause, with an audit hook of the interpreter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Watch:
-    """An audit hook: what a process does that no stranger's file may make it do."""
+    """An audit hook that records actions which no foreign file may cause."""
 
     def __init__(self, home: Path) -> None:
         self.home, self.seen = str(home.resolve()), list[str]()

@@ -1,4 +1,4 @@
-"""A node of SLURM's that is only pretended, and a real one."""
+"""Fixtures: a fake SLURM node, and a real SLURM on this machine."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ elif name == "srun":
 
 @dataclass
 class Node:
-    """Runs a script as SLURM would, with commands that only pretend."""
+    """Runs a script as SLURM would, with fake SLURM commands."""
 
     place: Path
     folder: Path
@@ -76,7 +76,7 @@ class Node:
     def run(
         self, script: str, *turns: dict[str, Any], watch: tuple[str, ...] = (), requeues: bool = True, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Each turn is a call of srun: its exit code, and what else it does."""
+        """Run the script. `turns` say what the calls of srun do, in order: exit code and further actions."""
         (self.place / "plan.json").write_text(json.dumps(turns))
         (self.place / "also.json").write_text(json.dumps(watch))
         (self.place / "requeue.json").write_text(json.dumps(0 if requeues else 1))
@@ -95,7 +95,7 @@ class Node:
         return [words for command, words, _ in self.calls if command == name]
 
     def trained(self) -> list[list[str]]:
-        """The words that `redline train` got, each time."""
+        """Return the arguments of each call of `redline train`."""
         after = [words[words.index("train") + 1 :] for words in self.called("srun")]
         assert all(words[0] == "--supervise" for words in after)
         return [words[1:] for words in after]
@@ -126,7 +126,7 @@ def job(tmp_path: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Any]:
-    """Debian's slurm-wlm on this machine's loopback."""
+    """Debian's slurm-wlm on the loopback interface of this machine."""
     missing = [
         name for name in ("munged", "slurmctld", "slurmd", "sbatch", "srun") if not shutil.which(name, path=PATHS)
     ]

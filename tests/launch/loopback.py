@@ -1,4 +1,4 @@
-"""SLURM on the loopback device: one node of two CPUs, two queues, of which `urgent` takes the node from `batch`."""
+"""SLURM on the loopback interface: one node with two CPUs and two partitions; `urgent` preempts `batch`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def free_port() -> int:
 
 
 def until(condition: Callable[[], Any], seconds: float, what: Callable[[], str]) -> Any:
-    """The condition's first true answer."""
+    """Wait until the condition returns a true value, and return it."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if answer := condition():
@@ -107,7 +107,7 @@ class Slurm:
         shutil.rmtree(self.home, ignore_errors=True)
 
     def _end_orphans(self) -> None:
-        """A step of a job that was cancelled late goes on trying to tell a controller that is gone."""
+        """Kill job steps of cancelled jobs, which would keep trying to reach the controller that has ended."""
         ours = f"SLURM_CONF={self.home / 'slurm.conf'}".encode()
         for folder in Path("/proc").iterdir():
             with suppress(OSError):
@@ -128,7 +128,7 @@ class Slurm:
         return done.stdout
 
     def job(self, number: str) -> dict[str, str]:
-        """What `scontrol show job` says."""
+        """Return the output of `scontrol show job`."""
         words = self.ask("scontrol", "show", "job", "--oneliner", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

@@ -1,4 +1,4 @@
-"""cluster.yaml: where it is looked for, and what is said about mistakes."""
+"""cluster.yaml: its path and its errors; SLURM tasks as ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from redline.errors import RecipeError, UsageError
 from redline.launch.cluster import Cluster, cluster_file, read_cluster
 
 
-def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_path_of_cluster_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     assert cluster_file() == tmp_path / ".config/redline/cluster.yaml"
@@ -46,7 +46,7 @@ def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("", "is empty"),
     ],
 )
-def test_mistakes(tmp_path: Path, text: str, said: str) -> None:
+def test_mistakes_in_cluster_yaml(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(text)
     with pytest.raises(RecipeError) as error:
@@ -55,7 +55,7 @@ def test_mistakes(tmp_path: Path, text: str, said: str) -> None:
     assert str(path) in error.value.message()
 
 
-def test_all_mistakes_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("account: 1\nqoss: x\nnotice: 0\n")
     with pytest.raises(RecipeError) as error:
@@ -63,7 +63,7 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
     assert len(error.value.problems) == 3
 
 
-def test_tasks_are_ranks() -> None:
+def test_slurm_tasks_become_ranks() -> None:
     task = {"SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_PROCID": "11", "SLURM_LOCALID": "3", "SLURM_NODEID": "1"}
     assert rank_variables(task) == {
         "RANK": "11",
@@ -76,8 +76,8 @@ def test_tasks_are_ranks() -> None:
     assert rank_variables({}) == {}
 
 
-def test_only_rank_0_says_that_it_was_preempted() -> None:
-    """srun would end rank 0 within its save, as soon as another one has left with an error."""
+def test_only_rank_0_reports_preemption() -> None:
+    """Else srun would kill rank 0 during its save, as soon as another rank exits with an error."""
     assert exit_code(75, {}) == exit_code(75, {"RANK": "0"}) == 75
     assert exit_code(75, {"RANK": "3"}) == 0
     assert [exit_code(code, {"RANK": "3"}) for code in (0, 1, 2, 130)] == [0, 1, 2, 130]

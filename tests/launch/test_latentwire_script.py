@@ -1,4 +1,4 @@
-"""The LatentWire guide's job: submitted with bash, or run by sbatch."""
+"""The job script of the LatentWire guide, submitted with bash or run by sbatch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def told(checkout: Path) -> list[str]:
     return (checkout / ".venv" / "bin" / "redline.words").read_text().splitlines()
 
 
-def test_bash_submits_it(checkout: Path, tmp_path: Path) -> None:
+def test_bash_submits_the_job(checkout: Path, tmp_path: Path) -> None:
     script = checkout / "scripts" / "train" / NAME
     done = bash(script, "train.steps=5", "--time", "2h", "eval.prompt=a  b", cwd=tmp_path, BATCH_SIZE="4")
     assert done.returncode == 0, done.stderr
@@ -54,7 +54,7 @@ def test_bash_submits_it(checkout: Path, tmp_path: Path) -> None:
 
 
 def test_sbatch_runs_what_launch_prints_in_its_own_process(checkout: Path, tmp_path: Path) -> None:
-    """Else SLURM's signal before the time limit would reach a shell that does not listen."""
+    """Else SLURM's signal before the time limit would reach a shell that does not handle it."""
     copy = tmp_path / "spool" / "slurm_script"
     copy.parent.mkdir()
     shutil.copy(checkout / "scripts" / "train" / NAME, copy)
@@ -75,8 +75,8 @@ def test_sbatch_runs_what_launch_prints_in_its_own_process(checkout: Path, tmp_p
     assert "submit this from the checkout" in lost.stderr
 
 
-def test_it_asks_for_what_launch_would_ask_for(tmp_path: Path) -> None:
-    """Both ways to submit it lead to the same job, of no account."""
+def test_the_script_requests_what_launch_requests(tmp_path: Path) -> None:
+    """Both ways to submit lead to the same job, without an account."""
     path = ROOT / "scripts" / "train" / NAME
     lines = path.read_text(encoding="utf-8").splitlines()
     asked = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
@@ -89,7 +89,7 @@ def test_it_asks_for_what_launch_would_ask_for(tmp_path: Path) -> None:
     assert os.access(path, os.X_OK)
 
 
-def test_it_is_clean_bash() -> None:
+def test_shellcheck_accepts_the_script() -> None:
     path = ROOT / "scripts" / "train" / NAME
     assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
     if shutil.which("shellcheck") is None:

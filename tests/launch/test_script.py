@@ -1,4 +1,4 @@
-"""The script for SLURM: what it asks for, what reaches the ranks, and what it does when they end."""
+"""The SLURM script: its options, the environment of the ranks, and what it does when they end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def asked(script: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
 
 
-def test_the_request(job: Any, tmp_path: Path) -> None:
+def test_the_sbatch_options(job: Any, tmp_path: Path) -> None:
     lines = asked(job(nodes=2, ranks_per_node=8, seconds=43_200, cluster=SITE).script())
     assert lines == [
         "--job-name=toy",
@@ -57,13 +57,13 @@ def test_the_request(job: Any, tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_of_a_site_is_assumed(job: Any) -> None:
+def test_no_site_settings_are_assumed(job: Any) -> None:
     script = job(nodes=2, ranks_per_node=8).script()
     for word in ("account", "partition", "qos", "IFNAME", "module", "eth0", "--time"):
         assert word not in script
 
 
-def test_cards_by_gres_and_none_on_a_cpu(job: Any) -> None:
+def test_gpus_by_gres_and_none_on_a_cpu(job: Any) -> None:
     gres = job(cluster=SITE.model_copy(update={"gpu_request": "gres"}), ranks_per_node=4)
     assert "--gres=gpu:h100:4" in asked(gres.script())
     cpu = job(ranks_per_node=2, on_gpus=False).script()
@@ -74,7 +74,7 @@ def test_cards_by_gres_and_none_on_a_cpu(job: Any) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "notice"), [(None, 300), (43_200, 300), (600, 150)])
-def test_the_notice_leaves_most_of_the_time(job: Any, seconds: int | None, notice: int) -> None:
+def test_the_notice_is_at_most_a_quarter_of_the_time(job: Any, seconds: int | None, notice: int) -> None:
     assert f"--signal=B:USR1@{notice}" in asked(job(seconds=seconds).script())
 
 
@@ -90,7 +90,7 @@ def test_the_notice_leaves_most_of_the_time(job: Any, seconds: int | None, notic
     ],
     ids=["plain", "large", "site", "venv", "apptainer", "pyxis"],
 )
-def test_it_is_clean_bash(job: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_shellcheck_accepts_the_script(job: Any, tmp_path: Path, options: dict[str, Any]) -> None:
     path = tmp_path / "script.sh"
     path.write_text(job("toy", "eval.prompt=it's $HOME & `x`", **options).script())
     assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
@@ -104,8 +104,8 @@ def test_it_is_clean_bash(job: Any, tmp_path: Path, options: dict[str, Any]) -> 
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(override=NASTY, run=NASTY.filter(lambda text: text.isprintable() and text.strip("./ ")), value=NASTY)
-def test_words_arrive_as_they_were_given(node: Any, job: Any, override: str, run: str, value: str) -> None:
-    """Through bash, whatever they hold: recipe, run and the site's variables."""
+def test_words_arrive_unchanged(node: Any, job: Any, override: str, run: str, value: str) -> None:
+    """Recipe, run and the site's variables pass through bash unchanged, whatever they contain."""
     site = Cluster.model_validate({"environment": {"ODD": " ".join(value.split())}})
     made = job("a recipe.yaml", f"eval.prompt={override}", run=run, cluster=site, nodes=2)
     done = node.run(made.script(), {"code": 0}, watch=("ODD",))
@@ -115,7 +115,7 @@ def test_words_arrive_as_they_were_given(node: Any, job: Any, override: str, run
     assert sorted(path.name for path in node.folder.iterdir()) == [], "nothing else was run"
 
 
-def test_what_every_rank_sees(node: Any, job: Any) -> None:
+def test_the_environment_of_every_rank(node: Any, job: Any) -> None:
     node.run(job(nodes=2).script(), {"code": 0})
     seen = node.environment()
     assert seen["OMP_NUM_THREADS"] == "3"
@@ -146,7 +146,7 @@ def test_containers(node: Any, job: Any, tmp_path: Path) -> None:
     assert {"--container-image=/img/a b.sif", mounts} <= set(node.called("srun")[0])
 
 
-def test_preempted_goes_back_into_the_queue_and_on(node: Any, job: Any) -> None:
+def test_a_preempted_job_is_requeued_and_continues(node: Any, job: Any) -> None:
     script = job("toy", "train.steps=9").script()
     done = node.run(script, {"code": 75, "makes": ["lock.json", "checkpoints/step-00000004/x"]})
     assert node.called("scontrol")[-1] == ["requeue", "7"]
@@ -156,8 +156,8 @@ def test_preempted_goes_back_into_the_queue_and_on(node: Any, job: Any) -> None:
     assert node.trained() == [words], "the same directory; --continue decides between start and resume"
 
 
-def test_the_notice_is_handed_on(node: Any, job: Any) -> None:
-    """Even ranks that die of it, before they listen, are requeued."""
+def test_the_notice_signal_is_forwarded(node: Any, job: Any) -> None:
+    """The job is requeued even if the signal kills ranks that have no handler yet."""
     for code in (75, 138):
         node.run(job().script(), {"code": code, "signal": True})
         assert node.called("scontrol")[-1] == ["requeue", "7"]
@@ -165,7 +165,7 @@ def test_the_notice_is_handed_on(node: Any, job: Any) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 2, 130])
-def test_some_ends_are_final(node: Any, job: Any, code: int) -> None:
+def test_some_exit_codes_are_final(node: Any, job: Any, code: int) -> None:
     assert node.run(job().script(), {"code": code}).returncode == code
     assert [words[0] for words in node.called("scontrol")] == ["show"]
 
@@ -175,7 +175,7 @@ def test_a_cancelled_job_stays_cancelled(node: Any, job: Any) -> None:
     assert [words[0] for words in node.called("scontrol")] == ["show"]
 
 
-def test_a_lost_rank_is_tried_again_here(node: Any, job: Any) -> None:
+def test_a_lost_rank_is_restarted_in_the_same_job(node: Any, job: Any) -> None:
     turns = [{"code": 137, "makes": ["lock.json", f"checkpoints/step-{n:08d}/x"]} for n in range(4)]
     done = node.run(job().script(), *turns, {"code": 0})
     assert done.returncode == 0
@@ -188,41 +188,41 @@ def test_a_lost_rank_is_tried_again_here(node: Any, job: Any) -> None:
     assert node.called("sleep") == [["10"], ["20"], ["30"], ["40"]]
 
 
-def test_the_notice_is_heard_between_two_tries(node: Any, job: Any) -> None:
+def test_the_notice_between_two_attempts_requeues(node: Any, job: Any) -> None:
     done = node.run(job().script(), {"code": 137, "woken": True}, {"code": 0})
     assert node.called("scontrol")[-1] == ["requeue", "7"]
     assert len(node.called("srun")) == 1, "no step is begun that would have to be left at once"
     assert "requeueing the job" in done.stderr
 
 
-def test_a_controller_that_does_not_answer_ends_nothing(node: Any, job: Any) -> None:
+def test_a_controller_that_does_not_answer_is_ignored(node: Any, job: Any) -> None:
     (node.place / "bin" / "squeue").write_text("#!/bin/sh\nexit 1\n")
     assert node.run(job().script(), {"code": 137, "makes": ["lock.json"]}, {"code": 0}).returncode == 0
     assert len(node.called("srun")) == 2
 
 
-def test_who_gets_nowhere_gives_up(node: Any, job: Any) -> None:
+def test_a_job_without_progress_gives_up(node: Any, job: Any) -> None:
     done = node.run(job().script(), *[{"code": 1, "makes": ["checkpoints/step-00000004/x"]}] * 9)
     assert done.returncode == 1
     assert len(node.called("srun")) == 3
     assert "giving up" in done.stderr
 
 
-def test_a_trouble_that_the_next_try_avoids_is_new(node: Any, job: Any) -> None:
-    """Out of memory: each try notes it, and goes on with a smaller micro-batch."""
+def test_a_new_failure_record_counts_as_progress(node: Any, job: Any) -> None:
+    """Out of memory: each attempt records it, and the next one uses a smaller micro-batch."""
     turns = [{"code": 1, "notes": ["trouble/rank-0.jsonl"]} for _ in range(5)]
     assert node.run(job().script(), *turns, {"code": 0}).returncode == 0
     assert len(node.called("srun")) == 6
 
 
-def test_nor_is_it_requeued_for_ever(node: Any, job: Any) -> None:
+def test_a_job_without_progress_is_not_requeued_for_ever(node: Any, job: Any) -> None:
     answers = [node.run(job().script(), {"code": 75}) for _ in range(3)]
     assert [bool("giving up" in done.stderr) for done in answers] == [False, False, True]
     assert not (node.folder / "runs/toy-7/.ends").exists(), "who submits it anew is not counted from there"
     assert [words[0] for words in node.called("scontrol")] == ["show"]
 
 
-def test_a_site_that_does_not_requeue(node: Any, job: Any) -> None:
+def test_a_site_that_refuses_to_requeue(node: Any, job: Any) -> None:
     done = node.run(job().script(), {"code": 75}, requeues=False)
     assert done.returncode == 75
     assert "redline train --resume runs/toy-7" in done.stderr
@@ -238,12 +238,12 @@ def test_times(text: str, seconds: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["12", "12:00", "", "soon", "-5h", "1-12", "60s", "0h", "12;rm"])
-def test_times_that_two_people_read_differently(text: str) -> None:
+def test_ambiguous_times_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--time"):
         parse_time(text)
 
 
-def test_names() -> None:
+def test_job_names() -> None:
     assert job_name("my recipe; rm -rf $HOME\n#SBATCH") == "my-recipe-rm--rf-HOME-SBATCH"
     assert job_name("…") == "redline"
 

@@ -39,7 +39,7 @@ for ((n = 0; n < ${SLURM_RESTART_COUNT:-600}; n++)); do sleep 0.1; done
 
 @pytest.fixture
 def launch(slurm: Any, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`redline launch --submit` in a folder whose name is nothing that a shell would like."""
+    """Run `redline launch --submit` in a folder whose name has characters that are special to a shell."""
     folder = tmp_path / "it's a $HOME"
     folder.mkdir()
 
@@ -65,7 +65,7 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_a_preempted_run_requeues_resumes_and_finishes(launch: Any, slurm: Any, corpus: Path) -> None:
-    """Two ranks of a real training, told as SLURM tells before the time limit."""
+    """Two ranks of a real run receive SLURM's signal before the time limit."""
     from loopback import until
 
     (launch.folder / "toy.yaml").write_text(RECIPE.replace("CORPUS", str(corpus)))
@@ -92,8 +92,8 @@ def test_a_preempted_run_requeues_resumes_and_finishes(launch: Any, slurm: Any, 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number_sent", [signal.SIGKILL, signal.SIGSTOP], ids=["lost", "hung"])
-def test_a_lost_rank_is_begun_again_where_it_was(launch: Any, slurm: Any, corpus: Path, number_sent: int) -> None:
-    """In the same allocation; a hung one is made to show its stack first."""
+def test_a_lost_rank_resumes_where_it_was(launch: Any, slurm: Any, corpus: Path, number_sent: int) -> None:
+    """The rank is restarted in the same allocation; the stack of a hung rank is logged first."""
     from loopback import until
 
     (launch.folder / "toy.yaml").write_text(RECIPE.replace("CORPUS", str(corpus)))
@@ -111,7 +111,7 @@ def test_a_lost_rank_is_begun_again_where_it_was(launch: Any, slurm: Any, corpus
 
 
 def pid_of(rank: str, job: str) -> int:
-    """The process that trains as this rank: the one below the task's own."""
+    """Return the process that trains as this rank: the child of the task's process."""
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
@@ -126,7 +126,7 @@ def pid_of(rank: str, job: str) -> int:
 
 @pytest.fixture
 def tasks(launch: Any, tmp_path: Path) -> Path:
-    """Where the pretended tasks write: a site's own venv holds them."""
+    """Make a venv with a fake python, and return the folder to which its tasks write."""
     folder = tmp_path / "redline" / "my env" / "bin"
     folder.mkdir(parents=True)
     (folder / "python").write_text(TASK)
@@ -136,7 +136,7 @@ def tasks(launch: Any, tmp_path: Path) -> Path:
     return Path(launch.folder) / "tasks"
 
 
-def test_a_more_urgent_job_takes_the_node_and_gives_it_back(launch: Any, slurm: Any, tasks: Path) -> None:
+def test_a_run_resumes_after_a_more_urgent_job(launch: Any, slurm: Any, tasks: Path) -> None:
     from loopback import until
 
     number = number_of(launch("quickstart", "train.device=cpu", "--gpus-per-node", "2", "--time", "10m"))
@@ -163,21 +163,21 @@ def test_a_cancelled_job_is_not_requeued(launch: Any, slurm: Any, tasks: Path) -
     assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
 
 
-def test_slurms_own_words_for_a_wrong_partition(launch: Any) -> None:
+def test_slurms_message_for_a_wrong_partition(launch: Any) -> None:
     done = launch("quickstart", "train.device=cpu", "--partition", "nowhere")
     assert done.returncode == 1
     assert done.stderr.startswith("redline: sbatch: SLURM refuses the job: invalid partition specified: nowhere")
     assert "Traceback" not in done.stderr
 
 
-def test_slurms_own_words_for_cards_that_it_does_not_have(launch: Any) -> None:
+def test_slurms_message_for_too_many_gpus(launch: Any) -> None:
     done = launch("quickstart", "--gpus-per-node", "8")
     assert done.returncode == 1
     assert "Invalid generic resource (gres) specification" in done.stderr
 
 
-def test_what_sbatch_reads_is_what_was_meant(launch: Any, slurm: Any, tasks: Path) -> None:
-    """Its own reading of quotes in the #SBATCH lines."""
+def test_sbatch_reads_the_options_as_meant(launch: Any, slurm: Any, tasks: Path) -> None:
+    """sbatch has its own rules for quotes in #SBATCH lines."""
     number = number_of(launch("quickstart", "train.device=cpu", "--time", "1-02:00:00", "--sbatch=--comment='a b'"))
     facts = slurm.ask("scontrol", "show", "job", number)
     slurm.ask("scancel", number)

@@ -1,4 +1,4 @@
-"""Runs by several ranks."""
+"""Fixture for runs of several ranks."""
 
 from __future__ import annotations
 

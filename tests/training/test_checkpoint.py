@@ -1,4 +1,4 @@
-"""Which checkpoints stay, which one is meant, and when a save may say that it happened."""
+"""Commits, retention, selection and background saving of checkpoints."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def valid_steps(folder: Path) -> list[int]:
     return found
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_checkpoints_are_read_back(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     done = commit(tmp_path / "new/checkpoints", snapshot(12, best=4))
     assert done.path.name == "step-00000012"
@@ -92,7 +92,7 @@ def test_what_is_not_valid_is_replaced(tmp_path: Path, obstacle: str) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [step_name(3)]
 
 
-def test_cleaning_removes_what_interrupted_saves_left_and_nothing_else(tmp_path: Path) -> None:
+def test_remove_temporaries_removes_only_interrupted_saves(tmp_path: Path) -> None:
     commit(tmp_path, snapshot(1))
     (tmp_path / ".writing-step-00000002-77").mkdir()
     (tmp_path / ".writing-step-00000002-77/model.safetensors").write_bytes(b"half")
@@ -103,7 +103,7 @@ def test_cleaning_removes_what_interrupted_saves_left_and_nothing_else(tmp_path:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes.txt", step_name(1)]
 
 
-def test_a_copy_does_not_follow_training() -> None:
+def test_a_host_copy_does_not_change_with_training() -> None:
     weight = torch.ones(3, 2).t()
     copy = HostCopy().take({"model": {"w": weight}})["model"]["w"]
     weight.zero_()
@@ -114,14 +114,14 @@ def test_a_copy_does_not_follow_training() -> None:
 # --- retention
 
 
-def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in range(1, 8):
         commit(tmp_path, snapshot(step))
         apply_retention(tmp_path, 2, also=(3,), fresh=step)
     assert committed_steps(tmp_path) == [3, 6, 7]
 
 
-def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
+def test_retention_does_not_count_damaged_checkpoints(tmp_path: Path) -> None:
     for step in range(1, 6):
         commit(tmp_path, snapshot(step))
     damage(tmp_path, 4)
@@ -132,7 +132,7 @@ def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
     assert committed_steps(tmp_path) == [5, 6], "and go when they are old"
 
 
-def test_damage_after_the_first_look_is_seen(tmp_path: Path) -> None:
+def test_damage_after_a_verification_is_noticed(tmp_path: Path) -> None:
     for step in range(1, 4):
         commit(tmp_path, snapshot(step))
     apply_retention(tmp_path, 3, fresh=3)
@@ -141,8 +141,8 @@ def test_damage_after_the_first_look_is_seen(tmp_path: Path) -> None:
     assert valid_steps(tmp_path) == [1, 3]
 
 
-def test_valid_ones_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With many kept, reading all of them at every save would keep the disk busier than writing does."""
+def test_valid_checkpoints_are_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verifying all kept checkpoints at every save would read more than the save writes."""
     read: list[str] = []
     plain = checkpoint.verify
     monkeypatch.setattr(checkpoint, "verify", lambda path: (read.append(path.name), plain(path))[1])
@@ -154,7 +154,7 @@ def test_valid_ones_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), keep=st.integers(1, 4), count=st.integers(1, 6))
-def test_deletion_never_leaves_too_few(tmp_path_factory: Any, data: st.DataObject, keep: int, count: int) -> None:
+def test_retention_never_keeps_too_few(tmp_path_factory: Any, data: st.DataObject, keep: int, count: int) -> None:
     folder = tmp_path_factory.mktemp("retention")
     for step in range(1, count + 1):
         commit(folder, snapshot(step))
@@ -172,7 +172,7 @@ def test_deletion_never_leaves_too_few(tmp_path_factory: Any, data: st.DataObjec
 # --- choosing
 
 
-def test_picking(tmp_path: Path) -> None:
+def test_select_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for step in (10, 20, 30):
         commit(folder, snapshot(step, best=10))
@@ -190,7 +190,7 @@ def test_picking(tmp_path: Path) -> None:
     assert len(said) == 2
 
 
-def test_picking_from_nothing(tmp_path: Path) -> None:
+def test_select_checkpoint_without_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no valid checkpoint"):
         select_checkpoint(tmp_path / "checkpoints", None)
     with pytest.raises(UserError, match=r"@best.*none"):
@@ -201,8 +201,8 @@ def test_picking_from_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", [None, float("nan"), float("inf"), float("-inf")])
-def test_an_immeasurable_loss_is_never_the_best(tmp_path: Path, loss: float | None) -> None:
-    """Nor may it get into the state, which is strict JSON."""
+def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path: Path, loss: float | None) -> None:
+    """It must not get into the state either, which is strict JSON."""
     state = TrainState(step=5).after_evaluation(loss)
     assert state.best_step is None
     commit(tmp_path, Snapshot(5, {"model": {"w": torch.ones(1)}}, state.to_json()))
@@ -216,7 +216,7 @@ def test_an_immeasurable_loss_is_never_the_best(tmp_path: Path, loss: float | No
 # --- saving in the background
 
 
-def test_the_event_follows_the_rename(tmp_path: Path) -> None:
+def test_a_save_is_reported_after_the_rename(tmp_path: Path) -> None:
     valid: list[bool] = []
 
     def saved(done: Committed, seconds: float) -> None:
@@ -231,7 +231,7 @@ def test_the_event_follows_the_rename(tmp_path: Path) -> None:
     assert committed_steps(tmp_path) == [3]
 
 
-def test_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_save_runs_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, release, order = threading.Event(), threading.Event(), []
 
     def slow(folder: Path, snap: Snapshot) -> Committed:
@@ -254,7 +254,9 @@ def test_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("where", ["commit", "on_saved", "on_failed"])
-def test_a_defect_in_the_background_surfaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_an_error_in_the_background_is_raised_by_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     def broken(*args: Any) -> Any:
         raise RuntimeError("a defect")
 
@@ -269,8 +271,8 @@ def test_a_defect_in_the_background_surfaces(tmp_path: Path, monkeypatch: pytest
         saver.wait()
 
 
-def test_a_colleague_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
-    """safetensors writes files that only their owner can open."""
+def test_files_have_the_permissions_of_their_folder(tmp_path: Path) -> None:
+    """safetensors creates files that only their owner can read."""
     before = os.umask(0o002)
     try:
         done = commit(tmp_path, snapshot(1))
@@ -279,7 +281,7 @@ def test_a_colleague_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in done.path.iterdir()} == {0o664}
 
 
-def test_a_stop_that_came_too_late_is_not_for_the_next(tmp_path: Path) -> None:
+def test_a_late_stop_request_does_not_stop_the_next_start(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run"):
         (tmp_path / "run" / STOP_REQUEST_FILE).touch()
     with RunDirectory(tmp_path / "run") as again:
@@ -287,10 +289,10 @@ def test_a_stop_that_came_too_late_is_not_for_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_a_stop_outlives_who_fails_only_under_a_watch(
+def test_a_stop_request_survives_a_failure_only_under_a_supervisor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: bool
 ) -> None:
-    """Who is begun again by a supervisor hears what its predecessor was asked; who is begun by hand was not asked."""
+    """A process that the supervisor restarts obeys the request to its predecessor; one started by hand does not."""
 
     def fails() -> None:
         with RunDirectory(tmp_path / "run"):

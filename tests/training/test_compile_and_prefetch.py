@@ -1,4 +1,4 @@
-"""Keys that a run hands on: the mode of torch.compile and the depth of the prefetch; samples per second in the log."""
+"""train.compile_mode and data.prefetch reach torch and the loader; samples per second are logged."""
 
 from __future__ import annotations
 

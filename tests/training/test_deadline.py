@@ -1,4 +1,4 @@
-"""REDLINE_DEADLINE: who must leave saves in time, and the next job goes on as if nothing had been."""
+"""REDLINE_DEADLINE: a run saves before it, and the next job continues bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ END = 1000.0
 
 
 def leave_at(world: Any, path: Path, step: int, now: float, save: float = 0.0) -> Any:
-    """Train; from that step on the clock shows `now`, and before it nothing."""
+    """Train with a deadline clock that shows `now` from the given step on."""
     with RunDirectory(path) as run:
         trainer = world.trainer(run, *OPTIONS)
         trainer.timer.final_seconds["save"] = save
@@ -33,8 +33,10 @@ def curve(path: Path) -> list[tuple[Any, ...]]:
     return [(event["step"], event["loss"], event["lr"]) for event in steps]
 
 
-def test_it_leaves_in_time_and_goes_on_to_the_bit(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The learning rates are those of the whole run: the deadline is no horizon."""
+def test_a_run_stops_before_its_deadline_and_resumes_bit_for_bit(
+    world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learning rates are those of the uninterrupted run, because the deadline is not a horizon."""
     world.run(tmp_path / "whole", *OPTIONS)
     monkeypatch.setenv("REDLINE_DEADLINE", str(END))
     outcome = leave_at(world, tmp_path / "parts", 3, now=END)
@@ -45,7 +47,7 @@ def test_it_leaves_in_time_and_goes_on_to_the_bit(world: Any, tmp_path: Path, mo
     assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
 
 
-def test_the_time_of_a_save_is_taken_off(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deadline_leaves_time_for_a_save(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDLINE_DEADLINE", str(END))
     assert leave_at(world, tmp_path / "slow", 3, now=END - 150, save=100.0).state.step == 3
     assert leave_at(world, tmp_path / "quick", 3, now=END - 150).reason == "steps"
@@ -57,13 +59,13 @@ def test_a_run_that_has_reached_its_end_is_done(world: Any, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("text", ["soon", "12:00", "nan"])
-def test_what_is_no_time(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_a_deadline_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("REDLINE_DEADLINE", text)
     with pytest.raises(UserError, match="REDLINE_DEADLINE"):
         Deadline()
 
 
-def test_none_is_never_near(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_deadline_none_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("", "inf"):
         monkeypatch.setenv("REDLINE_DEADLINE", text)
         assert not Deadline().within(1e12)

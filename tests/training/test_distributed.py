@@ -1,4 +1,4 @@
-"""Any number of ranks trains the same model: by copies of it, or by shares."""
+"""Any number of ranks trains the same model, with DDP and with FSDP."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def losses(run: Path) -> list[float]:
 def test_the_number_of_ranks_does_not_change_the_curve(
     several: Several, job: str, tiny_base: Path, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1, 2 and 4 of them, the same loss within 1e-5."""
+    """1, 2 and 4 ranks have the same losses within 1e-5."""
     if job == "tuned":
         Tuning(several.world, tiny_base, answers, tmp_path)
     if job == "latents":
@@ -63,8 +63,8 @@ def test_the_number_of_ranks_does_not_change_the_curve(
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon"])
-def test_shares_learn_what_copies_and_one_process_do(several: Several, tmp_path: Path, optimizer: str) -> None:
-    """Weights, averages and losses, with accumulation, of a model whose rows do not divide evenly by 3."""
+def test_fsdp_ddp_and_one_process_learn_the_same(several: Several, tmp_path: Path, optimizer: str) -> None:
+    """Compares weights, averages and losses, with accumulation, of a model whose rows are not divisible by 3."""
     options = (*TEXT, f"train.optimizer={optimizer}", "train.ema=0.9", "train.global_batch=12", "train.micro_batch=2")
     several.run(tmp_path / "one", 1, *options)
     several.run(tmp_path / "copies", 3, *options, "parallel.mode=ddp")
@@ -94,7 +94,7 @@ def test_restarts_with_as_many_ranks_are_bitwise(several: Several, tmp_path: Pat
 
 
 def stop_at(trainer: Any, step: int, rank: int = 1) -> None:
-    """A SIGTERM to one rank alone, while that step is computed."""
+    """Send SIGTERM to one rank only, while that step is computed."""
     plain = trainer.train_step
 
     def stepped(number: int, *rest: Any) -> Any:
@@ -107,8 +107,8 @@ def stop_at(trainer: Any, step: int, rank: int = 1) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_shares_are_taken_up_by_fewer_and_by_more(several: Several, tmp_path: Path, optimizer: str) -> None:
-    """2 → 1 → 3 → 2 ranks: each goes on where the others stopped, from shards, from one file, and back."""
+def test_fsdp_resumes_with_fewer_and_with_more_ranks(several: Several, tmp_path: Path, optimizer: str) -> None:
+    """2 → 1 → 3 → 2 ranks: each resumes where the others stopped, from sharded and single-file checkpoints."""
     options = (
         *TEXT[:-1],
         f"train.optimizer={optimizer}",

@@ -1,4 +1,4 @@
-"""What holds several ranks together: bytes they send, bad steps, texts, exports, and what is refused."""
+"""Details of several ranks: traffic, bad steps, samples, damaged shards, out of memory, refused batches."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ H200 = Machine("cuda", "NVIDIA H200", 141 << 30, 16, (9, 0), fast_bf16=True)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_a_bad_step_of_one_rank_is_none_of_all(several: Several, tmp_path: Path, mode: str) -> None:
-    """A loss that is not finite in one rank changes nothing in any: the next step finds the model as it was."""
+def test_a_bad_step_on_one_rank_is_skipped_on_all(several: Several, tmp_path: Path, mode: str) -> None:
+    """A loss that is not finite on one rank changes the weights on no rank."""
 
     def poison(trainer: Any) -> None:
         plain = trainer.objective.loss
@@ -60,8 +60,8 @@ def test_a_bad_step_of_one_rank_is_none_of_all(several: Several, tmp_path: Path,
         assert not all(torch.equal(tensor, later[name]) for name, tensor in before.items())
 
 
-def test_bytes_of_a_step(several: Several, tmp_path: Path) -> None:
-    """Copies send each gradient once, however many micro-batches made it; shares gather in each, and scatter once."""
+def test_traffic_of_a_step(several: Several, tmp_path: Path) -> None:
+    """DDP sends each gradient once per step, FSDP gathers in each micro-batch and scatters once per step."""
     for mode in ("ddp", "fsdp"):
 
         def count(trainer: Any, mode: str = mode) -> None:
@@ -90,8 +90,8 @@ def test_bytes_of_a_step(several: Several, tmp_path: Path) -> None:
     assert sum(found["own"] for found in shares) == size // 4
 
 
-def test_shares_write_texts_and_are_read_as_one(several: Several, tmp_path: Path) -> None:
-    """Samples take all ranks; what was trained in shares is evaluated and exported like anything else."""
+def test_fsdp_samples_and_its_checkpoint_is_read_as_one(several: Several, tmp_path: Path) -> None:
+    """Sampling needs all ranks; a sharded checkpoint is evaluated and exported like any other."""
     options = (*TEXT, "eval.samples=1", "eval.sample_tokens=8", "train.ema=0.9")
     several.run(tmp_path / "one", 1, *options)
     run = several.run(tmp_path / "shares", 2, *options, "parallel.mode=fsdp")
@@ -107,7 +107,7 @@ def test_shares_write_texts_and_are_read_as_one(several: Several, tmp_path: Path
         torch.testing.assert_close(weights.tensors()[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_a_damaged_share_is_noticed(several: Several, tmp_path: Path) -> None:
+def test_a_damaged_shard_is_noticed(several: Several, tmp_path: Path) -> None:
     run = several.run(tmp_path / "run", 2, *TEXT, "parallel.mode=fsdp", "checkpoint.every=2", "checkpoint.best=false")
     newest = newest_valid(run / "checkpoints")
     assert newest is not None
@@ -131,7 +131,7 @@ def test_a_damaged_share_is_noticed(several: Several, tmp_path: Path) -> None:
     ],
 )
 def test_an_index_that_lies_is_damage(several: Several, tmp_path: Path, lie: Any, words: str) -> None:
-    """With digests that are right: whoever makes such a checkpoint signs it too."""
+    """The digests are right, as they would be in a forged checkpoint."""
     run = several.run(tmp_path / "run", 2, *TEXT[:-1], "train.steps=1", "parallel.mode=fsdp")
     newest = newest_valid(run / "checkpoints")
     assert newest is not None
@@ -151,14 +151,14 @@ def test_an_index_that_lies_is_damage(several: Several, tmp_path: Path, lie: Any
 
 
 @given(st.integers(1, 300), st.integers(1, 40))
-def test_rows_of_shares_are_those_of_torch(rows: int, size: int) -> None:
+def test_first_row_is_as_in_torch(rows: int, size: int) -> None:
     found = [first_row(rows, rank + 1, size) - first_row(rows, rank, size) for rank in range(size)]
     chunks = [len(part) for part in torch.arange(rows).chunk(size)]
     assert found == chunks + [0] * (size - len(chunks))
 
 
 @given(st.dictionaries(st.text(min_size=1), st.integers(1, 1000), min_size=1), st.integers(1, 9))
-def test_owners_have_about_as_much_to_do(sizes: dict[str, int], ranks: int) -> None:
+def test_muon_owners_have_about_equal_work(sizes: dict[str, int], ranks: int) -> None:
     found = assign_owners(sizes, ranks)
     loads = [sum(size for name, size in sizes.items() if found[name] == rank) for rank in range(ranks)]
     assert sum(loads) == sum(sizes.values())
@@ -166,7 +166,7 @@ def test_owners_have_about_as_much_to_do(sizes: dict[str, int], ranks: int) -> N
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(4, 400))
-def test_buckets_hold_everything_once_in_reverse(sizes: list[int], limit: int) -> None:
+def test_buckets_hold_every_parameter_once_in_reverse(sizes: list[int], limit: int) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
     found = buckets(parameters, limit)
     assert [id(p) for bucket in found for p in bucket.parameters] == [id(p) for p in reversed(parameters)]
@@ -174,13 +174,13 @@ def test_buckets_hold_everything_once_in_reverse(sizes: list[int], limit: int) -
 
 
 @given(st.sets(st.integers(0, 60)), st.integers(0, 40))
-def test_steps_read_all_data_but_those_left_out(skipped: set[int], steps: int) -> None:
+def test_steps_read_all_data_except_skipped(skipped: set[int], steps: int) -> None:
     read = [data_step(step, sorted(skipped)) for step in range(steps)]
     assert read == [step for step in range(steps + len(skipped)) if step not in skipped][:steps]
 
 
 @given(st.integers(1, 512), st.integers(1, 64))
-def test_the_nearest_choices_are_valid(total: int, world: int) -> None:
+def test_suggested_batches_are_valid(total: int, world: int) -> None:
     problem = indivisible_batch(total, world)
     assert (problem is None) == (total % world == 0)
     if problem is not None:
@@ -200,7 +200,7 @@ def test_less_memory_never_changes_the_global_batch(micro: int, accumulation: in
 @pytest.mark.parametrize(
     ("sharded", "failed_on", "micro"), [(False, 2, 4), (False, 8, 4), (True, 2, 8), (True, 4, 4), (True, 8, 4)]
 )
-def test_what_shards_did_not_fit_says_nothing_of_smaller_ones(sharded: bool, failed_on: int, micro: int) -> None:
+def test_a_failure_with_fewer_shards_does_not_count_with_more(sharded: bool, failed_on: int, micro: int) -> None:
     after, _ = reduce_memory(BatchPlan(8, 1, 4), "none", [Failure(0, 9, 8, failed_on, "none")], sharded=sharded)
     assert after.micro == micro
 
@@ -240,7 +240,7 @@ def test_the_mode_follows_from_memory() -> None:
         ("pretrain-350m", ("model.kernels=fused",), r"model\.kernels"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_with_the_alternative(name: str, overrides: Any, words: str) -> None:
+def test_what_ddp_cannot_share_is_refused_with_an_alternative(name: str, overrides: Any, words: str) -> None:
     recipe = load(name, [*overrides, "parallel=fsdp"]).recipe
     with pytest.raises(RecipeError, match=words):
         resolve(recipe, H200, FACTS, gpus=4)

@@ -1,4 +1,4 @@
-"""Fine-tuning with the frozen base's products in fp8."""
+"""Fine-tuning with the matmuls of the frozen base in fp8."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EIGHT = ("train.precision=fp8", "model.kernels=fused", "train.micro_batch=4")
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bool]:
-    """Of each linear that was measured, whether its weight learns."""
+    """Record for each linear layer that was measured whether its weight is trained."""
     asked: list[bool] = []
 
     def measure(backend: str, *shape: int, cast: bool, learns: bool) -> tuple[float, float]:
@@ -43,7 +43,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("method", ["qlora", "lora"])
-def test_it_learns_as_bf16_does(tuning: Tuning, tmp_path: Path, measured: list[bool], method: str) -> None:
+def test_fp8_learns_as_bf16_does(tuning: Tuning, tmp_path: Path, measured: list[bool], method: str) -> None:
     keys = (*EIGHT, f"finetune.method={method}", "train.steps=20", "train.lr=5e-3", "model.lora.dropout=0.1")
     eight = tuning.run(tmp_path / "fp8", *keys, machine=ABLE)
     tuning.run(tmp_path / "bf16", *keys, "train.precision=bf16", machine=ABLE)
@@ -65,8 +65,8 @@ def test_a_resumed_run_is_the_same_to_the_bit(tuning: Tuning, tmp_path: Path, te
     assert all(torch.equal(tensor, got[name]) for name, tensor in expected.items())
 
 
-def test_without_fused_blocks_it_stays_in_bf16_and_says_so(tuning: Tuning, tmp_path: Path) -> None:
-    """They do not recompute: where memory wants that, there is no fp8."""
+def test_without_fused_blocks_fp8_is_off_with_a_warning(tuning: Tuning, tmp_path: Path) -> None:
+    """The fp8 blocks do not recompute activations, so with recomputation there is no fp8."""
     keys = ("train.precision=fp8", "train.grad_checkpointing=full", "train.micro_batch=4")
     objective = tuning.run(tmp_path / "run", *keys, "train.steps=1", machine=ABLE).objective
     told = {key: (value, why) for key, value, why in objective.choices()}
@@ -80,7 +80,7 @@ def test_without_fused_blocks_it_stays_in_bf16_and_says_so(tuning: Tuning, tmp_p
     [(("finetune.method=full",), "train.precision"), (("train.fp8=torchao",), "train.fp8")],
     ids=["a base that learns", "another's kernels"],
 )
-def test_what_it_is_not_for_is_refused(tuning: Tuning, words: tuple[str, ...], key: str) -> None:
+def test_unsupported_fp8_options_are_refused(tuning: Tuning, words: tuple[str, ...], key: str) -> None:
     with pytest.raises(RecipeError) as raised:
         tuning.recipe("train.precision=fp8", *words)
     assert [problem.key for problem in raised.value.problems] == [key]

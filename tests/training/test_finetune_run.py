@@ -1,4 +1,4 @@
-"""Fine-tuning from the recipe to the checkpoint: what learns, what stays, what goes on."""
+"""Fine-tuning runs: learning, frozen weights, resuming, packing and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def losses(run: Path, kind: str = "step") -> list[float]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_it_learns_the_answers(tuning: Tuning, tmp_path: Path, method: str) -> None:
+def test_finetuning_learns_the_answers(tuning: Tuning, tmp_path: Path, method: str) -> None:
     tuning.run(tmp_path / "run", f"finetune.method={method}", "train.steps=30", "train.lr=5e-3")
     before, after = losses(tmp_path / "run", "eval")[0], losses(tmp_path / "run", "eval")[-1]
     assert after < before - (2.0 if method == "full" else 0.5)
@@ -78,7 +78,7 @@ def test_without_quantisation_it_begins_as_the_base(tuning: Tuning) -> None:
 
 @pytest.mark.parametrize("learn", ["answers", "all"])
 def test_packed_samples_have_the_loss_of_samples_alone(tuning: Tuning, learn: str) -> None:
-    """Every sample is there once: the sums over all of them must agree."""
+    """Every sample occurs once, so the sums over all of them must agree."""
     sums = {}
     for pack in ("true", "false"):
         objective = tuning.objective(f"data.pack={pack}", "data.val_fraction=0", f"finetune.learn={learn}")
@@ -146,7 +146,7 @@ def test_another_base_is_refused_on_resume(tuning: Tuning, tmp_path: Path) -> No
         tuning.run(tmp_path / "run", *keys, resume=True)
 
 
-def test_what_does_not_fit_the_base_is_said(tuning: Tuning) -> None:
+def test_options_that_do_not_fit_the_base_are_refused(tuning: Tuning) -> None:
     complete = job_runtime("finetune").complete
     with pytest.raises(RecipeError, match=r"model\.layers: 7 is not the base's 2"):
         complete(tuning.recipe("model.layers=7"), print)
@@ -158,7 +158,7 @@ def test_what_does_not_fit_the_base_is_said(tuning: Tuning) -> None:
 
 
 def test_a_model_on_random_weights_is_of_the_same_kind(tuning: Tuning) -> None:
-    """For steps that are only timed: no base is read."""
+    """Timed steps use random weights and do not read the base."""
     real = tuning.objective()
     runtime = job_runtime("finetune")
     timed = runtime.create(real.resolved, runtime.random_data(real.data.facts))

@@ -1,4 +1,4 @@
-"""A run in fp8: chosen, started, saved and resumed; here by the kernels' references, in tests/gpu by themselves."""
+"""Runs in fp8: choice, training, saving and resuming. Here with the reference kernels; tests/gpu uses the real ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FACTS = DataFacts(256, 10**6, 10**4, "", "bytes", "")
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
-    """What was measured; down loses, and stays in bf16."""
+    """Replace the measurement: the matrix `down` is slower in fp8 and stays in bf16."""
     asked: list[tuple[Any, ...]] = []
 
     def measure(backend: str, *shape: int, cast: bool, learns: bool) -> tuple[float, float]:
@@ -39,7 +39,7 @@ def losses(run: Path) -> list[float]:
     return [event["loss"] for event in read_events(run / "events.jsonl") if event["type"] == "step"]
 
 
-def test_it_learns_as_bf16_does(world: Any, tmp_path: Path) -> None:
+def test_fp8_learns_as_bf16_does(world: Any, tmp_path: Path) -> None:
     eight = world.run(tmp_path / "fp8", *EIGHT, "train.steps=30", machine=ABLE)
     world.run(tmp_path / "bf16", *EIGHT, "train.precision=bf16", "train.steps=30", machine=ABLE)
     assert eight.objective.float8.linears == ("qkv", "out", "up", "head")
@@ -53,7 +53,7 @@ BLOCKS = (*EIGHT, "objective=block_diffusion", "block_diffusion.block_size=8", "
 
 
 def test_blocks_are_denoised_in_fp8(world: Any, tmp_path: Path, measured: list[Any]) -> None:
-    """The head, whose rows are those that are hidden, stays in bf16."""
+    """The head, whose rows are the masked positions, stays in bf16."""
     options = (*BLOCKS, "train.steps=20", "train.lr=5e-3", "train.warmup_steps=2")
     eight = world.run(tmp_path / "fp8", *options, machine=ABLE)
     assert eight.objective.float8.linears == ("qkv", "out", "up")
@@ -70,14 +70,14 @@ def test_blocks_are_denoised_in_fp8(world: Any, tmp_path: Path, measured: list[A
     assert sample.text
 
 
-def test_what_was_chosen_is_said_and_why(world: Any, tmp_path: Path) -> None:
+def test_the_choice_of_fp8_is_logged_with_its_reason(world: Any, tmp_path: Path) -> None:
     trainer = world.run(tmp_path / "run", *EIGHT, "train.steps=1", machine=ABLE)
     key, value, reason = trainer.objective.choices()[-1]
     assert (key, value) == ("train.fp8", "native: qkv, out, up, head")
     assert "down 1.00 → 2.00" in reason
 
 
-def test_it_resumes_bit_for_bit(world: Any, tmp_path: Path, tensors_of: Any, measured: list[Any]) -> None:
+def test_fp8_resumes_bit_for_bit(world: Any, tmp_path: Path, tensors_of: Any, measured: list[Any]) -> None:
     options = (*EIGHT, "train.steps=8")
     world.run(tmp_path / "whole", *options, machine=ABLE)
     world.run(tmp_path / "parts", *options, machine=ABLE, stop_at=4)
@@ -90,8 +90,8 @@ def test_it_resumes_bit_for_bit(world: Any, tmp_path: Path, tensors_of: Any, mea
     assert trainer.objective.float8.reason == "as chosen when the run began"
 
 
-def test_the_first_look_is_at_few_sequences_and_at_gradients_of_their_true_size(world: Any, tmp_path: Path) -> None:
-    """A step's gradients are means over its global batch, whatever part of it is looked at."""
+def test_the_trial_uses_few_sequences_and_gradients_of_their_true_size(world: Any, tmp_path: Path) -> None:
+    """The gradients of a step are means over its global batch, so the trial on a part must scale them alike."""
     options = (*EIGHT, "train.steps=1", "train.micro_batch=16", "train.global_batch=64")
     trainer = world.run(tmp_path / "run", *options, machine=ABLE)
     assert [rows for rows, _ in trainer.objective.warmup_batches(16)] == [16]
@@ -111,7 +111,7 @@ def next_batch(trainer: Any) -> Any:
         return feed.next(1)
 
 
-def test_without_units_it_is_off_and_says_so(world: Any) -> None:
+def test_without_fp8_hardware_it_is_off_with_a_warning(world: Any) -> None:
     plain = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
     resolved = resolve(world.recipe("train.precision=fp8"), plain, FACTS)
     assert resolved.recipe.train.precision == "fp32"
@@ -123,7 +123,7 @@ def test_without_units_it_is_off_and_says_so(world: Any) -> None:
     ("asked", "reason"),
     [("native", "model.kernels=fused"), ("auto", "torchao is not installed (`make setup EXTRAS=fp8`)")],
 )
-def test_what_cannot_serve_leaves_bf16(asked: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fp8_cannot_compute_stays_in_bf16(asked: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("redline.kernels.float8_choice.find_spec", lambda _: None)
     choice = float8_choice.choose(asked, {"up": (128, 32, 64)}, fused=False)
     assert (choice.backend, choice.linears, choice.text) == ("none", (), "none")
@@ -131,7 +131,7 @@ def test_what_cannot_serve_leaves_bf16(asked: str, reason: str, monkeypatch: pyt
 
 
 def test_torchao_by_name_without_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever names a back-end does not want another precision instead."""
+    """A back-end that is named must not be replaced by another precision."""
     monkeypatch.setattr("redline.kernels.float8_choice.find_spec", lambda _: None)
     with pytest.raises(UserError) as refused:
         float8_choice.choose("torchao", {"up": (128, 32, 64)}, fused=False)
@@ -139,7 +139,7 @@ def test_torchao_by_name_without_the_package_is_refused(monkeypatch: pytest.Monk
 
 
 def failing(name: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial of the matrix with this many outputs raises."""
+    """Make the trial of the matrix with this many outputs fail."""
     width = {"up": 128, "out": 32}[name]
     measure = float8_choice.measure
 
@@ -172,13 +172,13 @@ def test_a_trial_that_failed_is_tried_again_by_the_next_run(monkeypatch: pytest.
 
 
 def test_running_out_of_memory_in_a_trial_is_no_reason_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run recovers from it with smaller micro-batches."""
+    """The run recovers from out of memory with smaller micro-batches."""
     failing("up", torch.OutOfMemoryError("no room"), monkeypatch)
     with pytest.raises(torch.OutOfMemoryError):
         float8_choice.choose("auto", {"up": (128, 32, 128)}, fused=True)
 
 
-def test_no_fp8_at_all_is_warned_of(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_any_fp8_matrix_is_warned(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("redline.kernels.float8_choice.find_spec", lambda _: None)
     plain = ("train.precision=fp8", "model.kernels=torch", "train.steps=1")
     trainer = world.run(tmp_path / "run", *plain, machine=ABLE)
@@ -197,8 +197,8 @@ def test_a_choice_is_measured_once_per_machine(measured: list[Any]) -> None:
     assert "as measured before" in again.reason
 
 
-def test_what_begins_at_zero_is_scaled_too(world: Any, tmp_path: Path) -> None:
-    """Zero has no magnitude to scale by; a step later there is one."""
+def test_a_matrix_of_zeros_is_scaled_too(world: Any, tmp_path: Path) -> None:
+    """A zero matrix has no scale in the first step; one step later it has."""
     words = ("model.init=zero", "model.tied=false", "model.mlp=relu2", "model.qk_norm=true", "train.optimizer=normuon")
     options = (*EIGHT, *words, "train.steps=30")
     eight = world.run(tmp_path / "fp8", *options, machine=ABLE)

@@ -29,7 +29,7 @@ def poison(trainer: Any, at: set[int], value: float) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nothing_changes(world: Any, tmp_path: Path, optimizer: str, value: float) -> None:
+def test_a_bad_step_changes_no_tensor(world: Any, tmp_path: Path, optimizer: str, value: float) -> None:
     with RunDirectory(tmp_path / "run") as run:
         trainer = world.trainer(run, f"train.optimizer={optimizer}", "train.ema=0.9", "train.steps=8")
         snapshots: dict[int, dict[str, torch.Tensor]] = {}
@@ -51,7 +51,7 @@ def test_nothing_changes(world: Any, tmp_path: Path, optimizer: str, value: floa
     assert any("not finite" in e["message"] for e in warnings)
 
 
-def test_many_in_a_row_stop_the_run(world: Any, tmp_path: Path) -> None:
+def test_many_bad_steps_in_a_row_stop_the_run(world: Any, tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run") as run:
         trainer = world.trainer(run, "train.steps=50", "train.max_nonfinite=3")
         poison(trainer, set(range(2, 50)), float("nan"))
@@ -62,8 +62,8 @@ def test_many_in_a_row_stop_the_run(world: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [range(2, 100), range(3, 26)])
-def test_a_row_that_no_line_of_the_log_sees_stops_it_too(world: Any, tmp_path: Path, bad: range) -> None:
-    """Looked for every `max_nonfinite` steps, and found also when it is over by then."""
+def test_bad_steps_between_two_log_lines_stop_the_run_too(world: Any, tmp_path: Path, bad: range) -> None:
+    """Bad steps are read every `max_nonfinite` steps, and a streak counts even if it has ended by then."""
     with RunDirectory(tmp_path / "run") as run:
         trainer = world.trainer(run, "train.steps=200", "train.max_nonfinite=20", "monitor.log_every=100")
         poison(trainer, set(bad), float("nan"))
@@ -88,8 +88,8 @@ def test_fp16_scaling_backs_off_and_recovers() -> None:
     assert fixed.scale.item() == 1.0
 
 
-def test_what_was_skipped_before_a_checkpoint_is_known_after_a_crash(world: Any, tmp_path: Path) -> None:
-    """Whoever goes on from it never sees those steps."""
+def test_skipped_steps_are_counted_across_a_crash(world: Any, tmp_path: Path) -> None:
+    """A run that resumes from the checkpoint does not compute those steps again."""
     options = ("train.steps=8", "train.max_nonfinite=4", "monitor.log_every=100", "checkpoint.every=5")
     with RunDirectory(tmp_path / "run") as run:
         trainer = world.trainer(run, *options)

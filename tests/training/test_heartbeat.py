@@ -1,4 +1,4 @@
-"""The heartbeat of a rank outlives a full disk."""
+"""Heartbeats survive a full disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def heart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Heartbea
 
 
 def _beats_after(folder: Path, moment: float) -> bool:
-    """Whether a beat from after `moment` arrives; waits for it."""
+    """Wait for a heartbeat from after `moment`; return whether it arrives."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         if read_heartbeats(folder).get(0, {}).get("time", 0) > moment:
@@ -43,7 +43,9 @@ def _beats_after(folder: Path, moment: float) -> bool:
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.ESTALE])
-def test_a_failed_beat_is_tried_again(heart: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+def test_a_failed_heartbeat_is_tried_again(
+    heart: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
     heart(tmp_path)
     assert _beats_after(tmp_path, 0)
     failed: list[float] = []
@@ -61,7 +63,7 @@ def test_a_failed_beat_is_tried_again(heart: Any, tmp_path: Path, monkeypatch: p
     assert _beats_after(tmp_path, time.monotonic())
 
 
-def test_a_full_disk_does_not_silence_it(heart: Any, tmp_path: Path) -> None:
+def test_a_full_disk_does_not_stop_heartbeats(heart: Any, tmp_path: Path) -> None:
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
@@ -77,7 +79,7 @@ def test_a_full_disk_does_not_silence_it(heart: Any, tmp_path: Path) -> None:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_removed_folder_ends_it(heart: Any, tmp_path: Path) -> None:
+def test_a_removed_folder_ends_the_heartbeat(heart: Any, tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     one = heart(folder)  # never existed
     deadline = time.monotonic() + 20

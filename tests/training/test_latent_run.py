@@ -1,4 +1,4 @@
-"""Runs that train a latent prefix: they learn, go on to the bit, split alike, and say what is wrong."""
+"""Runs of latent_prefix: learning, bitwise resume, micro-batches, and errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_events(run / "events.jsonl") if event["type"] == kind]
 
 
-def test_two_models_learn_together_and_the_text_comes_over_the_wire(world: Any, tmp_path: Path) -> None:
+def test_two_models_learn_together_and_answer_through_latents(world: Any, tmp_path: Path) -> None:
     bases = [other_base(tmp_path / str(n), seed=n, spread=0.2, vocab=280 + 20 * n) for n in (1, 2)]
     two = Latents(world, bases, write_rows(tmp_path / "rows.jsonl", 160), tmp_path)
     two.run(tmp_path / "run", "train.steps=50", "train.lr=1e-2", "latent_prefix.kd_weight=0", "train.micro_batch=8")
@@ -65,8 +65,8 @@ def test_a_resumed_run_is_the_same_to_the_bit(two: Latents, tmp_path: Path, tens
     }
 
 
-def test_it_says_that_the_teacher_reads(two: Latents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each model, once; and how far it is, where that takes long."""
+def test_reading_of_the_teacher_is_logged(two: Latents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each teacher is logged once, with the progress if reading takes long."""
     from redline.jobs.latent_prefix import teacher as latent_teacher
 
     monkeypatch.setattr(latent_teacher, "_FILE_ROWS", 4)
@@ -148,7 +148,7 @@ def test_long_texts_and_answers(one: Latents, tmp_path: Path) -> None:
         one.objective("data.overlong=error", teach=False)
 
 
-def test_what_does_not_fit_the_models_is_said(two: Latents) -> None:
+def test_options_that_do_not_fit_the_models_are_refused(two: Latents) -> None:
     complete = job_runtime("latent_prefix").complete
     with pytest.raises(RecipeError, match=r"model\.layers: 7 .* 2\."):
         complete(two.recipe("model.layers=7"), print)
@@ -162,7 +162,7 @@ def test_what_does_not_fit_the_models_is_said(two: Latents) -> None:
 
 
 def test_random_models_are_of_the_same_kind(two: Latents) -> None:
-    """For steps that are only timed: no base is read."""
+    """Timed steps use random weights and read no base."""
     real = two.objective("latent_prefix.patch=2", teach=False)
     runtime = job_runtime("latent_prefix")
     timed = runtime.create(real.resolved, runtime.random_data(real.data.facts))
@@ -178,7 +178,7 @@ def test_random_models_are_of_the_same_kind(two: Latents) -> None:
 
 
 def test_every_length_of_every_model_is_compiled(two: Latents, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph each, and none is given up."""
+    """Each length compiles to one graph, without falling back to eager mode."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -198,8 +198,8 @@ def test_every_length_of_every_model_is_compiled(two: Latents, monkeypatch: pyte
     torch._dynamo.reset()
 
 
-def test_the_warm_up_has_met_the_first_step(two: Latents) -> None:
-    """Compiling in the first step instead would take its time from the run's own."""
+def test_the_warm_up_covers_the_shapes_of_the_first_step(two: Latents) -> None:
+    """A compilation in the first step would count as training time."""
     objective = two.objective("train.compile=true", teach=False)
     (_, worst), (rows, usual) = objective.warmup_batches(4)
     assert rows == 4
@@ -208,7 +208,7 @@ def test_the_warm_up_has_met_the_first_step(two: Latents) -> None:
     assert all(worst[name].shape >= tensor.shape for name, tensor in usual.items())
 
 
-def test_the_longest_batch_is_one_that_can_come(two: Latents) -> None:
+def test_the_worst_batch_can_occur(two: Latents) -> None:
     objective = two.objective(teach=False)
     pairs = objective.data.pairs
     worst = objective.worst_batch(2)
@@ -217,8 +217,8 @@ def test_the_longest_batch_is_one_that_can_come(two: Latents) -> None:
         assert longest == max(len(one) for rows in (pairs.train, pairs.val) for one in rows.answers[number])
 
 
-def test_the_teacher_reads_in_place_of_what_is_left_out(one: Latents) -> None:
-    """A run that passes over two bad batches sees two more, which have to be taught as well."""
+def test_the_teacher_reads_only_the_rows_that_are_used(one: Latents) -> None:
+    """A run that skips two bad batches reads two more, for which the teacher's states are needed too."""
     objective = one.objective("train.steps=2", "train.global_batch=4", teach=False)
     objective.skipped_steps = 2
     with objective.dry_run():
@@ -229,7 +229,7 @@ def test_the_teacher_reads_in_place_of_what_is_left_out(one: Latents) -> None:
         objective.batch(np.arange(16, len(objective.data.pairs.index)))
 
 
-def test_a_wire_is_no_model_to_export(one: Latents, tmp_path: Path) -> None:
+def test_latent_prefix_cannot_be_exported(one: Latents, tmp_path: Path) -> None:
     from redline.export.folder import ExportOptions, Source, model_contents
     from redline.training.saved_run import SavedRun
 

@@ -1,4 +1,4 @@
-"""8-bit moments: the same learning, a quarter of the memory, the same guarantees."""
+"""8-bit AdamW: it learns like AdamW with a quarter of the memory, and bad steps are gated."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def gradients(named: dict[str, nn.Parameter], steps: int) -> list[dict[str, Tens
     return [{n: torch.randn(p.shape, generator=chance) for n, p in named.items()} for _ in range(steps)]
 
 
-def test_it_is_bitsandbytes_own_adamw() -> None:
-    """Weight for weight its AdamW8bit, with clipping's divisor and decay on matrices only."""
+def test_updates_equal_those_of_bitsandbytes() -> None:
+    """Compares every weight with bitsandbytes' AdamW8bit, with clipping and with decay on matrices only."""
     mine, theirs = weights(), weights()
     sets = [
         {"params": [theirs["large"]], "weight_decay": 0.1},
@@ -74,8 +74,8 @@ def test_it_is_bitsandbytes_own_adamw() -> None:
     assert reference.state[theirs["small"]]["state1"].dtype == torch.float32
 
 
-def test_together_they_learn_what_each_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, blocks and moments too, where sizes are no multiples of a block."""
+def test_a_batch_of_parameters_learns_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and moments are equal bit for bit, also if sizes are not multiples of a block."""
     shapes = {"a": (33, 129), "b": (64, 64), "c": (5, 1001), "d": (71, 83)}
     found = []
     for most in (1, 9000, 1 << 26):
@@ -118,7 +118,7 @@ def test_a_closed_gate_changes_nothing(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_bad_step_of_a_run_changes_no_bit(world: Any, tmp_path: Path, value: float) -> None:
+def test_a_bad_step_in_a_run_changes_no_bit(world: Any, tmp_path: Path, value: float) -> None:
     with RunDirectory(tmp_path / "run") as run:
         trainer = world.trainer(run, *LARGE, "train.optimizer=adamw_8bit", "train.steps=6")
         plain, seen = trainer.objective.loss, {}
@@ -142,7 +142,7 @@ def test_a_bad_step_of_a_run_changes_no_bit(world: Any, tmp_path: Path, value: f
     assert sum(not torch.equal(t, seen[4][n]) for n, t in seen[3].items()) > len(seen[3]) // 2, "the next goes on"
 
 
-def test_ten_steps_are_five_a_resume_and_five_more(world: Any, tmp_path: Path, tensors_of: Any) -> None:
+def test_ten_steps_equal_five_a_resume_and_five_more(world: Any, tmp_path: Path, tensors_of: Any) -> None:
     setup = (*LARGE, "train.optimizer=paged_adamw_8bit", "train.steps=10", "train.ema=0.9")
     whole = world.run(tmp_path / "whole", *setup)
     first = world.run(tmp_path / "parts", *setup, stop_at=5)
@@ -156,7 +156,7 @@ def test_ten_steps_are_five_a_resume_and_five_more(world: Any, tmp_path: Path, t
     assert whole.state.step == 10
 
 
-def test_it_learns_like_32_bits(world: Any, tmp_path: Path) -> None:
+def test_adam_8bit_learns_like_32_bits(world: Any, tmp_path: Path) -> None:
     losses = {}
     for optimizer in ("adamw", "adamw_8bit"):
         run = tmp_path / optimizer
@@ -169,7 +169,7 @@ def test_it_learns_like_32_bits(world: Any, tmp_path: Path) -> None:
     assert abs(losses["adamw_8bit"][-1] - last) < 0.02 * (first - last)
 
 
-def test_the_plan_knows_its_memory(world: Any, tmp_path: Path) -> None:
+def test_the_plan_counts_the_memory_of_8bit_moments(world: Any, tmp_path: Path) -> None:
     shape = DecoderShape(24, 1024, 16, 16, 64, 2688, 50304)
     for optimizer in LOW_BIT:
         assert moment_bytes(shape, optimizer) / shape.parameters == pytest.approx(2.03125, rel=1e-3)
@@ -185,7 +185,7 @@ def test_the_plan_knows_its_memory(world: Any, tmp_path: Path) -> None:
     assert held == pytest.approx(moment_bytes(trainer.resolved.shape, "adamw_8bit"), rel=0.01)
 
 
-def test_a_cpu_says_that_it_does_not_page(world: Any, tmp_path: Path) -> None:
+def test_a_cpu_warns_that_it_does_not_page(world: Any, tmp_path: Path) -> None:
     for optimizer, said in (("paged_adamw_8bit", 1), ("adamw_8bit", 0)):
         with RunDirectory(tmp_path / optimizer) as run:
             plan = world.trainer(run, *LARGE, f"train.optimizer={optimizer}").resolved.plan_event()
@@ -193,7 +193,7 @@ def test_a_cpu_says_that_it_does_not_page(world: Any, tmp_path: Path) -> None:
         assert json.dumps(plan)
 
 
-def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = builtins.__import__
 
     def no_bitsandbytes(name: str, *rest: Any, **more: Any) -> Any:
@@ -209,7 +209,7 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_on_a_gpu_pages_change_no_bit_and_nobody_waits() -> None:
+def test_paging_changes_no_bit_and_needs_no_host_sync() -> None:
     results, one, good, bad = [], ONE.cuda(), GOOD.cuda(), BAD.cuda()
     for optimizer in LOW_BIT:
         torch.manual_seed(0)

@@ -51,7 +51,7 @@ def keller_jordan(x: Tensor) -> Tensor:
 
 
 def best_quintic(low: float, high: float) -> np.ndarray:
-    """The odd quintic nearest to 1 on [low, high]: its error takes its largest size four times, by turns (Remez)."""
+    """Return the best odd quintic approximation of 1 on [low, high], by the Remez exchange."""
     inner = np.array([(3 * low + high) / 4, (low + 3 * high) / 4])
     for _ in range(100):
         x = np.array([low, *inner, high])
@@ -76,8 +76,8 @@ def test_the_coefficients_are_polar_express(count: int, ends_above: float) -> No
 
 
 @pytest.mark.parametrize(("count", "off"), [(3, 0.30), (4, 0.23), (5, 0.15)])
-def test_what_is_reached_ends_near_one(count: int, off: float) -> None:
-    """Singular values from all of a norm of 1 down to SMALLEST_SINGULAR_VALUE of it, through the matmuls themselves."""
+def test_the_smallest_singular_value_ends_near_one(count: int, off: float) -> None:
+    """Checks singular values from 1 down to SMALLEST_SINGULAR_VALUE through the actual matmuls."""
     chance = torch.Generator().manual_seed(count)
     u, v = (torch.linalg.qr(torch.randn(1, 64, 64, generator=chance)).Q for _ in range(2))
     x = u * torch.logspace(0, np.log10(SMALLEST_SINGULAR_VALUE[count] * NORM_MARGIN), 64) @ v
@@ -131,14 +131,14 @@ def test_singular_values_end_near_one(shape: tuple[int, int], dtype: torch.dtype
             assert values.min() >= 0.85
 
 
-def test_directions_stay() -> None:
+def test_singular_vectors_stay() -> None:
     matrix = torch.randn(12, 30, generator=torch.Generator().manual_seed(3))
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
     assert (orthogonal(matrix[None])[0] * (u @ v)).sum() / 12 > 0.85
     assert orthogonal(torch.zeros(1, 4, 6)).abs().max() == 0
 
 
-def test_a_batch_is_one_by_one() -> None:
+def test_a_batch_equals_one_by_one() -> None:
     matrices = torch.randn(5, 24, 16, generator=torch.Generator().manual_seed(2))
     single = torch.stack([orthogonal(m[None])[0] for m in matrices])
     torch.testing.assert_close(orthogonal(matrices), single, rtol=1e-4, atol=1e-5)
@@ -148,7 +148,7 @@ def test_a_batch_is_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "normuon"])
-def test_merged_matrices_are_updated_apart(optimizer: str) -> None:
+def test_merged_matrices_are_updated_separately(optimizer: str) -> None:
     chance = torch.Generator().manual_seed(4)
     rows = (12, 4, 4)
     whole = nn.Parameter(torch.randn(sum(rows), 10, generator=chance))
@@ -170,7 +170,7 @@ def test_merged_matrices_are_updated_apart(optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", ["muon", "normuon"])
 @pytest.mark.parametrize("cautious", [False, True])
 @pytest.mark.parametrize("steps", [4, 5])
-def test_the_formula(optimizer: str, cautious: bool, steps: int) -> None:
+def test_muon_follows_its_formula(optimizer: str, cautious: bool, steps: int) -> None:
     chance = torch.Generator().manual_seed(5)
     weight = nn.Parameter(torch.randn(6, 3, generator=chance))
     keys = {"muon_momentum": 0.9, "muon_lr": 0.1, "muon_beta2": 0.8, "muon_momentum_warmup": 2}
@@ -209,7 +209,7 @@ def test_normuon_evens_out_rows_and_keeps_the_norm() -> None:
 
 @pytest.mark.parametrize("optimizer", ["muon", "normuon"])
 def test_without_a_gradient_nothing_but_decay_happens(optimizer: str) -> None:
-    """As with weights that are zero at the start: what feeds them has no gradient in the first step."""
+    """With zero-initialised weights, the weights before them have no gradient in the first step."""
     weight = nn.Parameter(torch.ones(5, 7))
     muon = one_matrix(weight, optimizer=optimizer, muon_lr=0.5)
     weight.grad = torch.zeros(5, 7)
@@ -220,7 +220,7 @@ def test_without_a_gradient_nothing_but_decay_happens(optimizer: str) -> None:
     assert weight.isfinite().all()
 
 
-def test_the_momentum_rises_on_a_line() -> None:
+def test_momentum_rises_linearly() -> None:
     assert [momentum_at(step, 0.95, 4) for step in range(6)] == pytest.approx([0.85, 0.875, 0.9, 0.925, 0.95, 0.95])
     assert momentum_at(0, 0.95, 0) == 0.95
 
@@ -232,7 +232,7 @@ def decoder(**changes: Any) -> Decoder:
     return Decoder(SHAPE, attention=Attention("dense", MaskSpec(), "cpu"), **changes)
 
 
-def test_muon_takes_the_hidden_matrices_alone() -> None:
+def test_muon_updates_only_hidden_matrices() -> None:
     model = decoder()
     ours = Optimizer(role_groups(model), options())
     assert ours.muon is not None
@@ -272,7 +272,7 @@ def test_the_plan_counts_the_bytes_of_an_update() -> None:
     assert update("adamw") == 32 * shape.parameters
 
 
-def test_zero_initialisation_is_the_same_model_otherwise() -> None:
+def test_zero_initialisation_changes_nothing_else() -> None:
     plain, zero = decoder(), decoder()
     plain.initialise(torch.Generator().manual_seed(1))
     zero.initialise(torch.Generator().manual_seed(1), "zero")

@@ -1,4 +1,4 @@
-"""Runs with the optimizers for time to loss, from the recipe to the checkpoint."""
+"""Runs with Muon, NorMuon and related keys, from the recipe to the checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def losses(run: Path) -> list[float]:
 
 
 def test_a_resumed_run_is_the_same_to_the_bit(world: Any, tmp_path: Path, tensors_of: Any) -> None:
-    """The momentum is still rising when it stops."""
+    """The run stops while the momentum is still rising."""
     world.run(tmp_path / "whole", *ALL)
     assert world.run(tmp_path / "parts", *ALL, stop_at=5).state.step == 5
     assert world.run(tmp_path / "parts", *ALL, resume=True).state.step == 10
@@ -83,14 +83,14 @@ def test_every_key_changes_the_run(world: Any, tmp_path: Path, change: str) -> N
 
 
 @pytest.mark.parametrize("change", ["model.init=zero", "model.embedding_std=0.1", "model.softcap=1"])
-def test_and_that_of_a_denoiser(world: Any, tmp_path: Path, change: str) -> None:
+def test_every_key_changes_a_diffusion_run(world: Any, tmp_path: Path, change: str) -> None:
     blocks = ("objective=block_diffusion", "block_diffusion.block_size=8", "data.pack=false", "train.steps=2")
     for name, overrides in {"a": (), "b": (change,)}.items():
         world.run(tmp_path / name, *blocks, *overrides)
     assert losses(tmp_path / "a") != losses(tmp_path / "b")
 
 
-def test_the_rate_of_a_head(world: Any, tmp_path: Path) -> None:
+def test_the_head_has_its_own_rate(world: Any, tmp_path: Path) -> None:
     for name, rate in {"a": "auto", "b": "0.1"}.items():
         world.run(tmp_path / name, "model.tied=false", f"train.head_lr={rate}", "train.steps=3")
     first, second = losses(tmp_path / "a"), losses(tmp_path / "b")
@@ -99,7 +99,7 @@ def test_the_rate_of_a_head(world: Any, tmp_path: Path) -> None:
 
 
 def test_muon_learns_more_in_as_many_steps(world: Any, tmp_path: Path) -> None:
-    """On the text that Python carries. AdamW has the best of five rates (1.5e-3 … 2.4e-2); Muon the quickstart's."""
+    """On the embedded text. AdamW has the best of five learning rates (1.5e-3 … 2.4e-2), Muon that of quickstart."""
     keys = ("data.source=embedded", "data.seq_len=64", "train.steps=80", "monitor.log_every=10")
     ends = {}
     for optimizer, rate in {"adamw": 1.2e-2, "muon": 6e-3, "normuon": 6e-3}.items():
@@ -110,10 +110,10 @@ def test_muon_learns_more_in_as_many_steps(world: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", ["true", "false"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_zeros_at_the_start_in_low_precision(
+def test_zero_initialisation_in_low_precision(
     world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, tied: str
 ) -> None:
-    """Weights without a magnitude have no scale yet."""
+    """Zero weights have no fp8 scale yet."""
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(float8_choice, "measure", lambda *shape, **how: (2.0, 1.0))
     monkeypatch.setattr(float8_choice, "_key", lambda *what: str(what))
@@ -144,7 +144,7 @@ def test_zeros_at_the_start_in_low_precision(
         (["train.embedding_lr=-1"], "train.embedding_lr"),
     ],
 )
-def test_what_would_do_nothing_is_refused(overrides: list[str], said: str) -> None:
+def test_options_without_effect_are_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(RecipeError) as error:
         load("quickstart", overrides)
     assert said in str(error.value)

@@ -1,4 +1,4 @@
-"""Gloo between nodes: which interface it uses, and what is said when the ranks do not find each other."""
+"""Gloo between nodes: the choice of its interface, and errors when the ranks cannot connect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEW_MOUNTS, NEW_HOSTNAME, NEW_NETWORK, BIND, PRIVATE = 0x20000, 0x4000000, 0x400
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A pretended machine with eth0 and eth1: what its hostname resolves to, and its own address towards others."""
+    """A fake machine with eth0 and eth1: the address of its hostname, and its own address on the way to other hosts."""
     monkeypatch.setenv(GLOO_INTERFACE, "")  # so that what `choose_interface` sets is taken back
 
     def make(own: str | None, routes: dict[str, str], known: dict[str, str] = HOME, master: str = "node0") -> None:
@@ -49,7 +49,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ("127.0.1.1", {"node0": "10.2.0.7"}, False, ""),  # one node
     ],
 )
-def test_the_interface_that_leads_to_the_others(
+def test_the_interface_to_the_other_nodes_is_chosen(
     host: Any, own: str | None, routes: dict[str, str], several: bool | None, chosen: str
 ) -> None:
     host(own, routes)
@@ -58,7 +58,7 @@ def test_the_interface_that_leads_to_the_others(
     assert interface.address == {"eth0": "10.1.0.7", "eth1": "10.2.0.7"}.get(chosen, own)
 
 
-def test_without_a_route_the_only_interface_is_taken_and_two_are_asked_for(host: Any) -> None:
+def test_without_a_route_only_a_single_interface_is_chosen(host: Any) -> None:
     host("127.0.1.1", {}, {"127.0.0.1": "lo", "10.2.0.7": "eth1"})
     assert choose_interface(True).name == "eth1"
     os.environ[GLOO_INTERFACE] = ""
@@ -69,13 +69,13 @@ def test_without_a_route_the_only_interface_is_taken_and_two_are_asked_for(host:
 
 
 @pytest.mark.parametrize("master", ["localhost", "127.0.0.1", "::1"])
-def test_ranks_that_meet_on_loopback_stay_there(host: Any, master: str) -> None:
+def test_ranks_on_loopback_keep_loopback(host: Any, master: str) -> None:
     host("127.0.1.1", {"192.0.2.1": "10.1.0.7"}, master=master)
     choose_interface(None)
     assert os.environ[GLOO_INTERFACE] == ""
 
 
-def test_an_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GLOO_INTERFACE, "lo")
     assert choose_interface(True).name == "lo"
     monkeypatch.setenv(GLOO_INTERFACE, "nowhere7")
@@ -100,7 +100,7 @@ def test_a_rank_beyond_the_world_is_refused(monkeypatch: pytest.MonkeyPatch, ran
 
 
 def test_no_rank_waits_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As gloo waits for a rank that has registered and cannot be reached: five times its own timeout."""
+    """Gloo waits five times its own timeout for a rank that has registered and cannot be reached."""
     for name, value in rank_environment(0, 2, free_port()).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(GLOO_INTERFACE, "lo")
@@ -117,7 +117,7 @@ def test_no_rank_waits_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Hosts:
-    """Two machines, each a process with a network, a hostname and an /etc/hosts of its own, joined by a cable."""
+    """Two machines: network namespaces with their own hostname and /etc/hosts, connected by a virtual cable."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.forks = folder, list[Fork]()
@@ -188,7 +188,7 @@ def test_hosts_whose_names_resolve_to_loopback_find_each_other(hosts: Hosts) -> 
     assert hosts.run(meet) == [0, 0], said(hosts.folder, range(2))
 
 
-def test_hosts_that_cannot_reach_each_other_say_why_within_the_timeout(hosts: Hosts) -> None:
+def test_unreachable_hosts_are_reported_within_the_timeout(hosts: Hosts) -> None:
     def fail() -> int:
         begin = time.monotonic()
         with pytest.raises(LostRankError) as lost:
@@ -201,7 +201,7 @@ def test_hosts_that_cannot_reach_each_other_say_why_within_the_timeout(hosts: Ho
 
 
 class Agent:
-    """torchrun's store, which outlives the ranks that torchrun restarts, and those ranks."""
+    """torchrun's store, which outlives restarted ranks, and those ranks."""
 
     def __init__(self, folder: Path) -> None:
         from torch.distributed import TCPStore
@@ -230,16 +230,16 @@ class Agent:
         assert [fork.code for fork in forks] == [0] * len(forks), said(self.folder, range(2))
 
 
-def test_restarted_ranks_do_not_read_what_dead_ones_left_in_the_agents_store(tmp_path: Path) -> None:
-    """Rank 1 is late, so that rank 0 finds its predecessor's address; then rank 0 is."""
+def test_restarted_ranks_ignore_keys_of_dead_ranks_in_the_agents_store(tmp_path: Path) -> None:
+    """First rank 1 is late, so that rank 0 finds the address of its predecessor; then rank 0 is late."""
     agent = Agent(tmp_path)
     agent.wait(agent.start(0, 0), agent.start(1, 0))
     agent.wait(agent.start(0, 1), agent.start(1, 1, late=1.0))
     agent.wait(agent.start(0, 2, late=1.0), agent.start(1, 2))
 
 
-def test_nodes_that_count_their_restarts_differently_meet(tmp_path: Path) -> None:
-    """Each of torchrun's agents counts for itself: here rank 0 was restarted once more, and rank 1 waits for it."""
+def test_nodes_with_different_restart_counts_meet(tmp_path: Path) -> None:
+    """Each torchrun agent counts restarts itself. Here rank 0 was restarted once more than rank 1."""
     agent = Agent(tmp_path)
     agent.wait(agent.start(0, 0), agent.start(1, 0))
     before = agent.store.get("redline/leader")

@@ -1,4 +1,4 @@
-"""A step leaves nothing behind in memory, a rehearsed one nothing at all."""
+"""Steps keep no tensors alive, and a dry run changes nothing."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_a_free_directory_names_no_holder(tmp_path: Path) -> None:
     assert not (tmp_path / PROCESS_LOCK_FILE).read_bytes()
 
 
-def test_a_signal_within_a_rehearsed_update_leaves_no_step_counted(world: Any, tmp_path: Path) -> None:
-    """It counts first: what comes between would be saved, and the resumed run would differ."""
+def test_a_signal_in_a_dry_run_leaves_no_step_counted(world: Any, tmp_path: Path) -> None:
+    """The optimizer counts a step before it takes it. An interruption in between must not change the count."""
     with RunDirectory(tmp_path) as run:
         trainer = world.trainer(run)
         adam = trainer.optimizer.adam

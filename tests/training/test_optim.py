@@ -1,4 +1,4 @@
-"""The update rules against their formulas, and the horizon that the learning rate follows."""
+"""The update rules of the optimizers, and the horizon of the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gradients(model: nn.Module, steps: int) -> Iterator[list[Tensor]]:
         yield [torch.randn(p.shape, generator=chance) * size for p in model.parameters()]
 
 
-def test_adamw_is_torchs(model: nn.Module) -> None:
+def test_adamw_equals_torchs(model: nn.Module) -> None:
     other = copy.deepcopy(model)
     decayed = [p for p in other.parameters() if p.dim() == 2]
     plain = [p for p in other.parameters() if p.dim() < 2]
@@ -87,7 +87,7 @@ def test_only_matrices_decay(model: nn.Module, optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon"])
 def test_the_gate_and_the_names(model: nn.Module, optimizer: str) -> None:
-    """A closed gate changes nothing; the state has its names before the first step."""
+    """A closed gate changes nothing, and the state has its names before the first step."""
     ours = Optimizer(groups(model), options(optimizer=optimizer))
     names = set(ours.tensors())
     assert {re.split(r"\.(momentum|second_moment|exp_avg|step)", n)[0] for n in names} == {
@@ -108,7 +108,7 @@ def test_the_gate_and_the_names(model: nn.Module, optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_each_role_has_its_rate(optimizer: str) -> None:
-    """AdamW's first step is as long as the rate in every value, whatever the gradient."""
+    """The first step of AdamW changes every value by the learning rate, whatever the gradient."""
     chance = torch.Generator().manual_seed(6)
     roles = {role: nn.Parameter(torch.randn(4, 3, generator=chance)) for role in ("matrix", "embedding", "head")}
     roles["scalar"] = nn.Parameter(torch.ones(5))
@@ -127,13 +127,13 @@ def test_each_role_has_its_rate(optimizer: str) -> None:
             torch.testing.assert_close(parameter.detach(), moved, rtol=1e-5, atol=1e-6)
 
 
-def test_without_rates_of_their_own_roles_share_one_launch(model: nn.Module) -> None:
+def test_roles_with_equal_rates_share_one_launch(model: nn.Module) -> None:
     shared, own = (Adam(groups(model), options(**rates)).groups for rates in ({}, {"scalar_lr": 0.1}))
     assert list(shared) == [(3e-3, 0.1, torch.float32), (3e-3, 0.0, torch.float32)]
     assert list(own) == [(3e-3, 0.1, torch.float32), (0.1, 0.0, torch.float32)]
 
 
-def test_adam_is_torchs_fused_one_bit_for_bit(model: nn.Module) -> None:
+def test_adam_equals_torchs_fused_one_bit_for_bit(model: nn.Module) -> None:
     twin = copy.deepcopy(model)
     ours = Optimizer(groups(model), options())
     sets = [
@@ -152,7 +152,7 @@ def test_adam_is_torchs_fused_one_bit_for_bit(model: nn.Module) -> None:
 
 
 def test_a_run_that_compiles_nothing_imports_no_compiler(tmp_path: Path, corpus: Path) -> None:
-    """Which takes seconds."""
+    """Importing it takes seconds."""
     words = ["train", "quickstart", f"data.source={corpus}", "data.tokenizer=bytes", "train.steps=2", "eval.samples=1"]
     shape = ["model.size=null", "model.layers=1", "model.d_model=32", "model.heads=2", "model.d_ff=64"]
     own = ["data.seq_len=32", "train.global_batch=4", "train.compile=false", "train.device=cpu"]
@@ -172,7 +172,7 @@ sys.exit("torch._dynamo" in sys.modules)
 
 
 def test_one_cycle_moves_weights_as_torch_does(model: nn.Module) -> None:
-    """Learning rate and beta1 of every step, through AdamW."""
+    """Record learning rate and beta1 of every step of torch's OneCycleLR with AdamW."""
     twin, steps = copy.deepcopy(model), 10
     sets = [
         {"params": [p for p in twin.parameters() if (p.dim() > 1) is matrices], "weight_decay": decay}
@@ -195,7 +195,7 @@ def test_one_cycle_moves_weights_as_torch_does(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon", "adamw_8bit"])
-def test_a_given_momentum_replaces_the_optimizers_own(optimizer: str) -> None:
+def test_momentum_replaces_the_optimizers_own(optimizer: str) -> None:
     if optimizer == "adamw_8bit":
         pytest.importorskip("bitsandbytes", reason="8-bit AdamW is that of bitsandbytes")
     chance = torch.Generator().manual_seed(2)
@@ -221,7 +221,7 @@ def test_a_given_momentum_replaces_the_optimizers_own(optimizer: str) -> None:
         (("train.warmup_steps=3", "train.cycle_momentum=[0.85, 0.95]"), 0.5, True),
     ],
 )
-def test_a_run_with_one_cycle_steps_as_torch_says(
+def test_a_run_with_one_cycle_follows_torch(
     world: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -255,7 +255,7 @@ def test_a_run_with_one_cycle_steps_as_torch_says(
 
 
 def test_adam_state_is_live(model: nn.Module) -> None:
-    """Restoring writes into the tensors that it names."""
+    """Restoring a checkpoint writes into the tensors that `tensors` returns."""
     first, twin = Adam(groups(model), options()), copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -295,8 +295,8 @@ def test_the_moving_average() -> None:
     torch.testing.assert_close(ema.average["w"], expected)
 
 
-def test_a_young_average_forgets_where_it_began() -> None:
-    """Else a short run's average would be the weights it began with."""
+def test_a_young_average_forgets_the_initial_weights() -> None:
+    """With the full decay, the average of a short run would be its initial weights."""
     weight = nn.Parameter(torch.zeros(1))
     ema = Ema({"w": weight}, 0.9999)
     with torch.no_grad():
@@ -309,7 +309,7 @@ def test_a_young_average_forgets_where_it_began() -> None:
 # --- the horizon
 
 
-def test_counted_steps_are_a_line() -> None:
+def test_progress_is_linear_in_counted_steps() -> None:
     horizon = Horizon(8, None)
     assert [horizon.progress(step) for step in range(10)] == [0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 1]
     assert horizon.end == 8
@@ -318,7 +318,7 @@ def test_counted_steps_are_a_line() -> None:
 
 @st.composite
 def clocked(draw: st.DrawFn) -> tuple[Horizon, list[float], list[float]]:
-    """A horizon after a run with erratic speed: it, and the progress before and after each step."""
+    """Return a horizon after a run with erratic speed, and the progress before and after each step."""
     steps = draw(st.one_of(st.none(), st.integers(5, 200)))
     horizon, seconds = Horizon(steps, 1.0), 0.0
     used, seen_later = [], []
@@ -333,7 +333,7 @@ def clocked(draw: st.DrawFn) -> tuple[Horizon, list[float], list[float]]:
 
 @settings(max_examples=100, deadline=None)
 @given(clocked())
-def test_progress_never_falls_and_the_past_stays(case: tuple[Horizon, list[float], list[float]]) -> None:
+def test_progress_never_falls_and_the_past_never_changes(case: tuple[Horizon, list[float], list[float]]) -> None:
     horizon, used, seen_later = case
     assert used == seen_later == [horizon.progress(step) for step in range(len(used))]
     assert used == sorted(used)
@@ -345,7 +345,7 @@ def test_progress_never_falls_and_the_past_stays(case: tuple[Horizon, list[float
 
 @settings(max_examples=50, deadline=None)
 @given(clocked(), st.integers(0, 500))
-def test_the_state_survives(case: tuple[Horizon, list[float], list[float]], later: int) -> None:
+def test_the_state_of_a_horizon_survives_a_resume(case: tuple[Horizon, list[float], list[float]], later: int) -> None:
     old, used, _ = case
     new = Horizon(old.steps, 1.0)
     new.load_state(json.loads(json.dumps(old.state())), len(used), 0.0)
@@ -368,21 +368,21 @@ def test_more_or_fewer_steps_on_resume(steps: int, data: st.DataObject) -> None:
     assert all(new.progress(s) <= new.progress(s + 1) for s in range(changed))
 
 
-def test_more_steps_on_resume_beside_a_clock_that_does_not_bind() -> None:
+def test_more_steps_on_resume_with_an_ample_time_budget() -> None:
     old, new = Horizon(100, 10.0), Horizon(200, 10.0)
     new.load_state(old.state(), 100, 60.0)
     assert new.progress(100) == 0.5
     assert new.progress(200) == 1.0
 
 
-def test_the_last_step_is_not_planned_anew() -> None:
+def test_no_replan_at_the_last_step() -> None:
     horizon = Horizon(25, 10.0)
     assert not any(horizon.replan_due(step, 0.006 * step) for step in range(26)), "steps bind, not the clock"
     assert horizon.replan(25, 7200.0, 0.006, 1.0) is None
     assert horizon.end == 25
 
 
-def test_who_goes_on_with_no_time_left_is_told() -> None:
+def test_resuming_with_no_time_left_is_a_warning() -> None:
     assert not Horizon(100, None).resume_warning(100, 1e9)
     assert (
         Horizon(60, None).resume_warning(100, 1.0) == "the run is at step 100 already: its end, step 60, lies behind it"
@@ -391,7 +391,7 @@ def test_who_goes_on_with_no_time_left_is_told() -> None:
     assert Horizon(None, 1.0).resume_warning(100, 3590.0).startswith("train.hours leaves 10s of 1h00m")
 
 
-def test_a_new_budget_is_planned_at_once() -> None:
+def test_a_new_time_budget_is_planned_at_once() -> None:
     old = Horizon(None, 1.0)
     for seconds in (80.0, 400.0):
         old.replan(int(seconds), seconds, 1.0, 0.0)

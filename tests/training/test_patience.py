@@ -35,7 +35,7 @@ def test_a_run_that_does_not_improve_stops(world: Any, tmp_path: Path) -> None:
     assert saved_state(tmp_path / "run", 3)["evals_without_improvement"] == 3
 
 
-def test_without_patience_or_with_improvement_a_run_goes_on(world: Any, tmp_path: Path) -> None:
+def test_without_patience_or_with_improvement_a_run_continues(world: Any, tmp_path: Path) -> None:
     off = world.run(tmp_path / "off", *STUCK, "train.steps=5")
     assert off.outcome.reason == "steps"
     learns = ("train.lr=3e-3", "train.steps=6", "eval.every=1", "eval.samples=0", "eval.patience=1")
@@ -73,7 +73,7 @@ def test_checkpoints_of_older_versions_start_counting_at_zero() -> None:
         ([3.0, None, None], 0),  # nothing was measured
     ],
 )
-def test_what_counts(losses: list[float | None], count: int) -> None:
+def test_what_counts_as_improvement(losses: list[float | None], count: int) -> None:
     state = TrainState()
     for loss in losses:
         state = state.after_evaluation(loss)

@@ -1,4 +1,4 @@
-"""Ten steps are five, a resume, and five more — to the bit."""
+"""Ten steps equal five steps, a resume and five more, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def curve(run: Path) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon"])
-def test_bitwise(world: Any, tmp_path: Path, tensors_of: Any, optimizer: str) -> None:
+def test_a_resumed_run_is_bitwise_equal(world: Any, tmp_path: Path, tensors_of: Any, optimizer: str) -> None:
     options = (*EVERYTHING, f"train.optimizer={optimizer}")
     whole = world.run(tmp_path / "whole", *options)
     first = world.run(tmp_path / "parts", *options, stop_at=5)
@@ -88,7 +88,7 @@ def test_a_damaged_newest_checkpoint_falls_back(world: Any, tmp_path: Path) -> N
 
 
 def test_the_last_evaluation_is_in_the_last_checkpoint(world: Any, tmp_path: Path) -> None:
-    """Also where a checkpoint was due at the step that turned out to be the last."""
+    """Also if a checkpoint was due at the step that turned out to be the last."""
     trainer = world.run(tmp_path / "run", "train.steps=20", "eval.every=7", "checkpoint.every=20", "train.lr=1e-2")
     losses = {e["step"]: e["loss"] for e in read_events(tmp_path / "run/events.jsonl") if e["type"] == "eval"}
     assert min(losses, key=losses.__getitem__) == 20

@@ -1,4 +1,4 @@
-"""What goes wrong before the first step, and what happens then."""
+"""Failures during the warm-up: out of memory, failed compilation."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_halved_micro_batch_stays_on_resume(world: Any, tmp_path: Path) -> Non
     assert again.state.step == 4
 
 
-def test_nothing_left_to_halve(world: Any, tmp_path: Path) -> None:
+def test_a_micro_batch_of_one_cannot_be_halved(world: Any, tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run") as run:
         trainer = world.trainer(run, "train.micro_batch=1", "train.grad_checkpointing=full")
         fail(trainer, [torch.OutOfMemoryError("no")])
@@ -73,9 +73,7 @@ def test_nothing_left_to_halve(world: Any, tmp_path: Path) -> None:
             trainer.run()
 
 
-def test_where_one_sequence_does_not_fit_it_is_noted_that_blocks_must_be_computed_twice(
-    world: Any, tmp_path: Path
-) -> None:
+def test_one_sequence_that_does_not_fit_is_recorded_for_recomputation(world: Any, tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run") as run:
         trainer = world.trainer(run, "train.micro_batch=2")
         fail(trainer, [torch.OutOfMemoryError("no"), torch.OutOfMemoryError("no")])
@@ -86,7 +84,7 @@ def test_where_one_sequence_does_not_fit_it_is_noted_that_blocks_must_be_compute
     assert reduce_memory(trainer.resolved.batch, "none", [found], sharded=False)[1] == "full"
 
 
-def test_a_compiler_that_fails_is_done_without(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_compilation_falls_back_to_eager(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with RunDirectory(tmp_path / "run") as run:
         trainer = world.trainer(run, "train.steps=2")
         trainer.train = trainer.train.model_copy(update={"compile": True})
@@ -112,7 +110,7 @@ def test_any_other_error_is_not_hidden(world: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 def test_recomputation_changes_nothing(world: Any, tmp_path: Path, tensors_of: Any, checkpointing: str) -> None:
-    """Dropout included: the recomputed masks are the same."""
+    """With dropout: the recomputed masks are the same."""
     for level in ("none", checkpointing):
         options = ("train.steps=3", "data.pack=true", "model.dropout=0.2", f"train.grad_checkpointing={level}")
         world.run(tmp_path / level, *options)
