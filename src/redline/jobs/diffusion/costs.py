@@ -32,6 +32,8 @@ SEGMENTS = ("question", "plan", "execution")
 
 
 class DiffusionOptions(JobOptions):
+    """The options that both diffusion jobs have."""
+
     settable_after_training: ClassVar[tuple[str, ...]] = ("sampler", "sampler_steps")
     defaults_in_older_locks: ClassVar[dict[str, Any]] = {"loss_per": "learnt"}
 
@@ -145,6 +147,8 @@ def _block_problems(key: str, block: int, length: int, what: str, longer: str) -
 
 
 class DiffusionJob(Job):
+    """What both diffusion jobs have in common; they differ in options, checks and layout."""
+
     runtime = "redline.jobs.diffusion.objective:DiffusionRuntime"
 
     @abstractmethod

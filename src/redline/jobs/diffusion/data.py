@@ -264,6 +264,8 @@ _ENCODE_BATCH = 4096  # records
 
 @dataclass(frozen=True)
 class SegmentReport:
+    """The token lengths of one segment over all records."""
+
     name: str
     length: int
     median: int  # tokens of its content, before truncation
@@ -429,6 +431,8 @@ class RecordSplit:
 
 @dataclass(frozen=True)
 class RecordData:
+    """The rows of all sources, split, with the order in which training reads them."""
+
     facts: DataFacts
     train: RecordSplit
     val: RecordSplit | None

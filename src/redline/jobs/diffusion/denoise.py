@@ -28,6 +28,8 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class SamplerOptions:
+    """How masks are replaced by tokens."""
+
     sampler: str = "first_hitting"
     steps: int | None = None  # ancestral: forward passes per block; default: the positions of a block
     temperature: float = 1.0  # 0: the likeliest token
@@ -46,6 +48,8 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Denoised:
+    """The result of `denoise`."""
+
     rows: Tensor  # [B, n], without masks
     forwards: list[int]  # forward passes of a noisy block per row (the NFE, without those that fill the cache)
     ended: list[bool]  # whether the last segment contains `end`

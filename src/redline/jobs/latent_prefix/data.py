@@ -49,6 +49,8 @@ _ANSWER_MARK = "####"  # GSM8K: the answer follows
 
 @dataclass(frozen=True)
 class Pair:
+    """A text and its answers."""
+
     text: str  # the whole text: question and context
     question: str  # the text without its context; empty if they cannot be separated
     answers: tuple[str, ...]  # training uses the first; any of them is right
@@ -153,7 +155,10 @@ def unrelated_pairs(pairs: Sequence[Pair]) -> list[int] | None:
 def split_pairs(
     sources: Mapping[str, Sequence[Pair]], seed: int, fraction: float
 ) -> tuple[list[list[Pair]], list[list[Pair]]]:
-    """Return the pairs of training and of validation by source: the group rule of `data.splits`."""
+    """Return the training and validation pairs of each source, split by the group rule of `data.splits`.
+
+    A pair that shares its text with a held-out pair, in any source, is not trained on.
+    """
     groups = [[pair.group for pair in pairs] for pairs in sources.values()]
     texts = [[pair.text for pair in pairs] for pairs in sources.values()]
     splits = split_groups(list(sources), groups, texts, seed, fraction)
@@ -329,6 +334,8 @@ def _words(text: bytes) -> Int64s:
 
 @dataclass
 class PairsReport:
+    """Counts for the user: what was read, truncated and left out."""
+
     sources: list[RowReport]
     train: int
     val: int
@@ -349,6 +356,8 @@ class PairsReport:
 
 @dataclass(frozen=True)
 class PairData:
+    """The rows of all sources, split, with the order in which training reads them."""
+
     train: PairRows
     val: PairRows | None
     index: RowIndex
@@ -475,6 +484,8 @@ class _PairEncoder:
 
 @dataclass(frozen=True)
 class LatentData:
+    """The frozen models that a run uses, and its rows."""
+
     facts: DataFacts
     bases: dict[str, Base] | None = None  # by number in the recipe; None: random weights, for timed steps
     tokenizers: dict[str, PromptTokenizer] | None = None

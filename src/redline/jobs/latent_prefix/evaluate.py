@@ -120,6 +120,8 @@ def _width(title: str) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
+    """The result of `compare`: metrics of each model under each condition, and sizes of texts and latents."""
+
     models: dict[str, dict[str, Any]]  # by number: title, conditions, prompt tokens, prefix length
     wire: dict[str, Any]  # sizes in bytes of text and latents, averaged over the questions
     latent_cosine: float | None

@@ -197,6 +197,8 @@ _EVALUATION_BATCH = 8  # rows per batch of an evaluation, at least
 
 
 class LatentPrefix(Objective):
+    """Trains a PrefixModel through frozen models; the recipe numbers these from "0"."""
+
     model: PrefixModel
     data: LatentData
     whole_rows = False  # batches are padded to their longest answer, not to data.seq_len
@@ -495,7 +497,7 @@ class LatentPrefixRuntime(JobRuntime[LatentData]):
         return LatentPrefix(resolved, data)
 
     def preview(self, recipe: Recipe, count: int, progress: ProgressCallback | None, log: Log) -> SamplePreview:
-        """Return texts with the answers that are learnt, and how much of each text the encoder reads."""
+        """Return texts with their training answers, and how much of each text the encoder reads."""
         data = self.load_data(self.complete(recipe, log), progress=progress)
         assert data.pairs is not None
         rows, views = data.pairs.train, []
