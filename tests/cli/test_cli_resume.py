@@ -46,7 +46,7 @@ def test_losses_of_other_windows_are_no_measure(inside: Any, recipe: str, tmp_pa
     more = inside(
         "train", "--resume", "one", "train.steps=7", "eval.sequences=8", f"train.target_loss={lowest + 0.001}"
     )
-    assert "eval.sequences was 1, and is 8" in more.err
+    assert "eval.sequences was 1" in more.err
     evals = {e["step"]: e["loss"] for e in read_events(tmp_path / "runs/one/events.jsonl") if e["type"] == "eval"}
     assert evals[7] > lowest + 0.001, "else this shows nothing"
     assert "finished: " in more.err

@@ -42,7 +42,7 @@ def test_the_default_path_of_cluster_yaml(tmp_path: Path, monkeypatch: pytest.Mo
         ("container: redline.sif", "container: is a mapping of keys"),
         ("container: {runtime: pyxis}", "container.image: is missing"),
         ("container: {image: a, mount: b}", "container.mount: is not a key of this file. Did you mean 'mounts'?"),
-        ("account: [", "Mend the YAML there"),
+        ("account: [", "line 1"),
         ("", "is empty"),
     ],
 )

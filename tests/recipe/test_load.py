@@ -64,7 +64,7 @@ def test_the_key_that_was_meant(override: str, meant: str) -> None:
 
 def test_a_key_like_nothing_gets_the_list() -> None:
     (line,) = problems("quickstart", "checkpoint.zzzzzz=1").values()
-    assert "There are every, keep, best." in line
+    assert "every, keep, best." in line
     (line,) = problems("quickstart", "zzzzzz=1").values()
     assert "model, data, train" in line
 
@@ -177,27 +177,30 @@ def test_numbers_in_files(tmp_path: Path) -> None:
 
 def test_a_key_given_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
     path = written(tmp_path, "objective: causal_lm\ntrain:\n  steps: 3\n  lr: 1e-3\n  steps: 4\n")
-    assert problems(path) == {"line 5": "line 5: the key 'steps' is given twice (lines 3 and 5). Mend the YAML there."}
+    (line,) = problems(path).values()
+    assert line.startswith("line 5: ")
+    assert "'steps'" in line
+    assert "lines 3 and 5" in line
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("train: [1, 2\nmodel: 3", "Mend the YAML there"),
-        ("train:\n\tsteps: 3", "Mend the YAML there"),
+        ("train: [1, 2\nmodel: 3", "line 2"),
+        ("train:\n\tsteps: 3", "line 2"),
         ("", "is empty"),
         ("# only a comment\n", "is empty"),
         ("- train\n- model\n", "holds a list"),
         ("just words", "holds a str"),
-        ("1: 2", "is not a word"),
-        ("model: &m {size: 1m}\ntrain: *m", "no place in a recipe"),
+        ("1: 2", "the key 1"),
+        ("model: &m {size: 1m}\ntrain: *m", "references"),
         (b"\x7fELF\x00\x01\xff\xfe\x80", "cannot be read"),
         (b"\x00\x01\x02", "not YAML"),
-        ("!!python/object/apply:os.system ['true']", "Mend the YAML there"),
-        ("[" * 5000, "not YAML"),
+        ("!!python/object/apply:os.system ['true']", "tags"),
+        ("[" * 5000, "levels"),
     ],
 )
-def test_what_is_no_recipe(tmp_path: Path, content: str | bytes, says: str) -> None:
+def test_a_file_that_is_not_a_recipe(tmp_path: Path, content: str | bytes, says: str) -> None:
     (line,) = problems(written(tmp_path, content)).values()
     assert says in line
 
@@ -222,8 +225,8 @@ def test_names_of_recipes(tmp_path: Path) -> None:
         (("model.kv_heads=2",), "model.heads", "is missing beside model.kv_heads"),
         (("model.d_model=90", "model.heads=6"), "model.head_dim", "odd"),
         (("model.head_dim=33",), "model.head_dim", "odd"),
-        (("model.layers=1", "model.skips=unet"), "model.skips", "does nothing to one layer"),
-        (("train.hours=null", "train.epochs=null"), "train.steps", "when to stop"),
+        (("model.layers=1", "model.skips=unet"), "model.skips", "does nothing"),
+        (("train.hours=null", "train.epochs=null"), "train.steps", "train.hours"),
         (("train.global_batch=32", "train.micro_batch=5"), "train.micro_batch", "divisor"),
         (("train.global_batch=33", "train.micro_batch=4", "train.accumulation=4"), "train.global_batch", "any two"),
     ],
@@ -233,19 +236,19 @@ def test_contradictions(overrides: tuple[str, ...], key: str, says: str) -> None
 
 
 @pytest.mark.parametrize("key", ["softcap=15", "init=zero", "embedding_std=0.1", "skips=x0", "value_embeddings=1"])
-def test_what_no_base_has(key: str) -> None:
-    assert "is nothing that a base has" in problems("qlora-8b", f"model.{key}")[f"model.{key.partition('=')[0]}"]
+def test_model_keys_that_do_not_apply_to_a_base(key: str) -> None:
+    assert "model.base" in problems("qlora-8b", f"model.{key}")[f"model.{key.partition('=')[0]}"]
 
 
-def test_whether_a_base_has_a_head_of_its_own_is_for_the_base_to_say() -> None:
+def test_a_head_lr_is_accepted_for_a_base_whose_head_may_be_untied() -> None:
     all_of_it = ("finetune.method=full", "model.lora=null", "train.head_lr=1e-3")
     assert load("qlora-8b", all_of_it).recipe.train.head_lr == 1e-3
     assert "does nothing" in problems("pretrain-350m", "train.head_lr=1e-3")["train.head_lr"]
 
 
-def test_a_size_that_would_say_nothing_is_refused() -> None:
+def test_a_size_beside_another_shape_is_refused() -> None:
     refused = problems("pretrain-350m", "model.size=1.3b")["model.size"]
-    assert "says nothing" in refused
+    assert "does nothing" in refused
     words = refused.split("Add ")[1].split(",")[0].split()
     assert load("pretrain-350m", ["model.size=1.3b", *words]).recipe.model.layers == AUTO
-    assert load("pretrain-350m", ["model.size=350m"]).recipe.model.layers == 24, "it says what the recipe says"
+    assert load("pretrain-350m", ["model.size=350m"]).recipe.model.layers == 24, "the size that the recipe states"

@@ -1,4 +1,7 @@
-"""From YAML and key=value to a validated recipe — or to every mistake at once."""
+"""Load a recipe: YAML and key=value overrides → canonical keys → presets → validated `Recipe`.
+
+All mistakes are collected and raised together in one `RecipeError`, each with the key, what is wrong and how to fix it.
+"""
 
 from __future__ import annotations
 
@@ -13,42 +16,41 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from redline.errors import Problem, RecipeError, UsageError, did_you_mean
+from redline.fields import AUTO, none_if_auto
 from redline.jobs.base import is_job, job
-from redline.planning.batch import PRESETS
+from redline.planning.batch import PRESETS, solve_batch
+from redline.planning.memory import MUON
+from redline.planning.schedule import ONE_CYCLE
+from redline.planning.shapes import SIZES
 from redline.recipe.aliases import ALIASES, canonical_keys
-from redline.recipe.checks import contradictions, idle
 from redline.recipe.horizon import replace_stop_conditions
-from redline.recipe.schema import Recipe, recipe_class
+from redline.recipe.schema import Model, Recipe, Train, recipe_class
 
 # ----------------------------------------------------------------------------------------------------
-# Other spellings of recipe keys, each mapped to the one name that locks and docs use.
+# Presets: the share of the memory to fill and the size of the batch, in one word.
 
 
-# ----------------------------------------------------------------------------------------------------
-# Presets: how much of the memory to fill, and how large a batch, in one word.
+def _apply_preset(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe's keys with the preset's over them, and the overrides over both.
 
-
-def with_preset(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """The recipe's keys with those of the command line over them, and the preset's in between.
-
-    A preset scales the batch that the recipe gives. What stands beside it, in the same place or nearer to the
-    user, wins over what it sets.
+    A preset scales the batch of the recipe. Its memory fraction does not replace one that is set in the same place
+    (both in the file, or both as overrides).
     """
-    preset = extra.get("train.preset", base.get("train.preset"))
+    preset = overrides.get("train.preset", base.get("train.preset"))
     if not isinstance(preset, str) or preset not in PRESETS:
-        return {**base, **extra}  # none, or one that validation complains about
+        return {**base, **overrides}  # no preset, or an invalid one that validation reports
     fraction, factor = PRESETS[preset]
-    given = dict(base)
-    if "train.preset" in extra or "train.memory_fraction" not in base:
-        given["train.memory_fraction"] = fraction
-    given |= _scaled_batch(given, factor)
-    return {**given, **extra}
+    keys = dict(base)
+    if "train.preset" in overrides or "train.memory_fraction" not in base:
+        keys["train.memory_fraction"] = fraction
+    keys |= _scaled_batch(keys, factor)
+    return {**keys, **overrides}
 
 
-def _scaled_batch(given: dict[str, Any], factor: float) -> dict[str, int]:
-    """The global batch, in as many micro-batches as before where the recipe says how large those are."""
+def _scaled_batch(keys: dict[str, Any], factor: float) -> dict[str, int]:
+    """Return the keys of the batch times `factor`. The micro-batch is scaled too if that keeps the accumulation."""
     total, micro, accumulation = (
-        value if isinstance(value := given.get(f"train.{key}"), int) and not isinstance(value, bool) else None
+        value if isinstance(value := keys.get(f"train.{key}"), int) and not isinstance(value, bool) else None
         for key in ("global_batch", "micro_batch", "accumulation")
     )
     if total and micro and not accumulation and total % micro == 0 and (micro * factor).is_integer():
@@ -59,46 +61,54 @@ def _scaled_batch(given: dict[str, Any], factor: float) -> dict[str, int]:
 
 
 def preset_factor(preset: str | None) -> float:
+    """Return the factor of a preset on the global batch."""
     return PRESETS[preset][1] if preset else 1.0
 
 
 def preset_text(preset: str) -> str:
+    """Describe what a preset sets."""
     fraction, factor = PRESETS[preset]
     return f"{fraction:.0%} of the memory, the recipe's batch × {factor:g}"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Reading YAML.
 
 
 _INTEGER = re.compile(r"^[-+]?(0|[1-9][0-9_]*)$")
 _FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?$")
 _YAML = "tag:yaml.org,2002:"
-_LARGEST_FILE = 64 << 10  # bytes; the shipped recipes have two thousand
-_DEEPEST = 20  # levels of YAML, or words of a key; the schema has four
-_TOO_DEEP = f"not YAML of a recipe: more than {_DEEPEST} levels"
-# Recipes state the shape of their base so that it can be planned before it is fetched; another base has its own.
-_OF_THE_BASE = tuple(
+_LARGEST_FILE = 64 << 10  # bytes; the shipped recipes have about two thousand
+_MOST_LEVELS = 20  # of YAML, or words in a key; the schema has four
+_TOO_DEEP = f"more than {_MOST_LEVELS} levels"
+# A recipe states the shape of its base so that it can be planned without a download. These keys do not apply to another
+# base.
+_SHAPE_OF_BASE = tuple(
     f"model.{key}"
     for key in (
         *("layers", "d_model", "d_ff", "heads", "kv_heads", "head_dim", "vocab", "mlp", "tied"),
         *("qk_norm", "qkv_bias", "rope_theta", "rope_scaling", "norm_eps"),
     )
 )
-_HINTS = 50  # problems with a hint: to find the nearest of all keys takes a moment
+_MOST_HINTS = 50  # problems that get a hint: searching for the most similar key takes milliseconds
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads 1e-4 as a number and refuses a key given twice.
+    """A safe YAML loader that reads 1e-4 as a number and refuses duplicate keys.
 
-    YAML 1.1 also reads 1:30 as ninety, 010 as eight and 2026-01-01 as a date: here a number is decimal, or a text.
+    YAML 1.1 also reads 1:30 as ninety, 010 as eight and 2026-01-01 as a date. Here numbers are decimal, and everything
+    else is text.
     """
 
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
-        if self.check_event(yaml.AliasEvent):  # a few nested ones would unfold to more than any memory
-            raise self._refusal("references (*name) have no place in a recipe", event)
-        if getattr(event, "tag", None) not in (None, "!"):  # some constructors fail in ways of their own
-            raise self._refusal("tags (!name) have no place in a recipe", event)
-        if self.depth == _DEEPEST:
+        if self.check_event(yaml.AliasEvent):  # a few nested references expand to more than any memory holds
+            raise self._refusal("references (*name) are not allowed in a recipe", event)
+        if getattr(event, "tag", None) not in (None, "!"):  # some constructors raise exceptions other than YAMLError
+            raise self._refusal("tags (!name) are not allowed in a recipe", event)
+        if self.depth == _MOST_LEVELS:
             raise self._refusal(_TOO_DEEP, event)
         self.depth += 1
         node = super().compose_node(parent, index)
@@ -106,7 +116,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def fetch_flow_collection_start(self, token: Any) -> None:
-        if self.flow_level == _DEEPEST:  # before the scanner has looked through all of the brackets
+        if self.flow_level == _MOST_LEVELS:  # here, because the scanner would read all brackets first
             raise yaml.scanner.ScannerError(None, None, _TOO_DEEP, self.get_mark())
         super().fetch_flow_collection_start(token)
 
@@ -120,7 +130,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not a word", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not text", key_node.start_mark)
         line = key_node.start_mark.line + 1
         if key in seen:
             problem = f"the key {key!r} is given twice (lines {seen[key]} and {line})"
@@ -138,24 +148,30 @@ _Loader.add_implicit_resolver(f"{_YAML}int", _INTEGER, list("-+0123456789"))
 _Loader.add_implicit_resolver(f"{_YAML}float", _FLOAT, list("-+.0123456789"))
 
 
+# ----------------------------------------------------------------------------------------------------
+# Files, overrides and keys.
+
+
 @dataclass(frozen=True)
 class Loaded:
     name: str
     recipe: Recipe
-    notes: list[str] = field(default_factory=list)  # one line for each alias used and each stop condition replaced
+    notes: list[str] = field(default_factory=list)  # a line for each alias and each replaced stop condition
 
 
 def shipped() -> dict[str, Path]:
+    """Return the recipes that ship with redline, by name."""
     folder = Path(str(resources.files("redline") / "recipes"))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def find_recipe(name: str) -> Path:
+    """Return the file of a recipe that is given by name or by path. A file here hides a shipped recipe."""
     path = Path(name)
     known = shipped()
     try:
         is_file = path.is_file()
-    except OSError:  # a name that is too long for any file, or a folder that may not be entered
+    except OSError:  # a name too long for any file, or a folder without permission
         is_file = False
     if name in known and not is_file:
         return known[name]
@@ -164,22 +180,24 @@ def find_recipe(name: str) -> Path:
     if path.suffix in {".yaml", ".yml"} or "/" in name:
         raise UsageError(f"there is no recipe file {name!r}.", fix="`redline recipes` lists the shipped ones.")
     if name in known_keys(Recipe):
-        raise UsageError(f"{name!r} is a key, not a recipe.", fix=f"Give it a value: {name}=….")
+        raise UsageError(f"{name!r} is a key, not a recipe.", fix=f"Write it with a value: {name}=VALUE.")
     hint = did_you_mean(name, known) or f"Shipped: {', '.join(known)}."
     raise UsageError(f"there is no recipe {name!r}.", fix=f"{hint} A path to a YAML file works too.")
 
 
 def parse_yaml(text: str, where: str) -> Any:
+    """Parse YAML; `where` names its origin in errors."""
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506  # _Loader derives from SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}" if error.problem_mark else "file"
-        raise RecipeError(where, [Problem(line, f"{error.problem}.", "Mend the YAML there.")]) from None
+        raise RecipeError(where, [Problem(line, f"{error.problem}.", "Correct the YAML there.")]) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(where, [Problem("file", f"not YAML: {error}.")]) from None
 
 
 def read_recipe(path: Path, begin: str = "objective: causal_lm") -> dict[str, Any]:
+    """Read a YAML file of sections. `begin` is an example of a first line, for the error of an empty file."""
     try:
         with open(path, "rb") as file:
             content = file.read(_LARGEST_FILE + 1)
@@ -187,8 +205,8 @@ def read_recipe(path: Path, begin: str = "objective: causal_lm") -> dict[str, An
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(str(path), [Problem("file", f"cannot be read: {error}.")]) from None
     if len(content) > _LARGEST_FILE:
-        what = f"is longer than {_LARGEST_FILE >> 10} KiB: a recipe is a page of YAML."
-        raise RecipeError(str(path), [Problem("file", what, "Name texts and rows with data.source=….")])
+        what = f"is larger than {_LARGEST_FILE >> 10} KiB, so it is probably not a recipe."
+        raise RecipeError(str(path), [Problem("file", what, "To train on a file, use data.source=FILE.")])
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         what = "is empty." if tree is None else f"holds a {type(tree).__name__}, not sections of keys."
@@ -197,28 +215,30 @@ def read_recipe(path: Path, begin: str = "objective: causal_lm") -> dict[str, An
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """Parse key=value words (a leading + is ignored) into flat keys and YAML values."""
     flat: dict[str, Any] = {}
     problems = []
     for item in overrides:
         key, separator, text = item.removeprefix("+").partition("=")
         if not separator or not key:
-            problems.append(Problem(item, "is not key=value.", "Write for instance train.steps=100."))
+            problems.append(Problem(item, "is not key=value.", "Use, for example, train.steps=100."))
             continue
-        flat[key] = _override(text)
+        flat[key] = _parse_value(text)
     if problems:
         raise RecipeError("command line", problems)
     return dict(flatten(flat))
 
 
-def _override(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         value = parse_yaml(text, "override") if text else ""
     except RecipeError:
-        return text  # a value with YAML punctuation in it, such as a prompt
-    return text if value == text.strip() else value  # YAML drops the space at the end of a prompt
+        return text  # text with YAML punctuation in it, such as a prompt
+    return text if value == text.strip() else value  # YAML would drop a space at the end of a prompt
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of every leaf of nested sections."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from flatten(value, f"{prefix}{key}.")
@@ -227,11 +247,12 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def nest(flat: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Turn dotted keys into nested sections, and report keys that are both a section and a value."""
     tree: dict[str, Any] = {}
     problems = []
     for key, value in flat.items():
         *sections, last = key.split(".")
-        if len(sections) >= _DEEPEST:
+        if len(sections) >= _MOST_LEVELS:
             problems.append(Problem(f"{key[:40]}…", "is not a key redline knows."))
             continue
         node: Any = tree
@@ -245,6 +266,7 @@ def nest(flat: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all keys of a schema."""
     for name, info in schema.model_fields.items():
         inner = info.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
@@ -254,26 +276,27 @@ def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _hint(key: str, schema: type[BaseModel]) -> str:
-    """The key that was probably meant: the right word in the wrong section, or a slip of the fingers."""
+    """Suggest the key that was probably meant: the same word in another section, or a similar key."""
     keys = list(known_keys(schema))
     same_word = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     if same_word:
         return f"Did you mean {same_word[0]!r}?"
     section, dot, word = key.rpartition(".")
-    here = [k.removeprefix(f"{section}.") for k in [*keys, *ALIASES] if dot and k.startswith(f"{section}.")]
-    if here:
-        known = [name for name in here if f"{section}.{name}" not in ALIASES]
-        return did_you_mean(word, here, prefix=f"{section}.") or f"There are {', '.join(known)}."
-    top = list(schema.model_fields)
-    return did_you_mean(key, [*keys, *ALIASES, *top]) or f"There are {', '.join(top)}."
+    siblings = [k.removeprefix(f"{section}.") for k in [*keys, *ALIASES] if dot and k.startswith(f"{section}.")]
+    if siblings:
+        canonical = [name for name in siblings if f"{section}.{name}" not in ALIASES]
+        return did_you_mean(word, siblings, prefix=f"{section}.") or f"Keys in {section}: {', '.join(canonical)}."
+    sections = list(schema.model_fields)
+    return did_you_mean(key, [*keys, *ALIASES, *sections]) or f"Top-level keys: {', '.join(sections)}."
 
 
 def _problem(error: Any, schema: type[BaseModel], *, hint: bool) -> Problem:
+    """Convert an error of pydantic."""
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return Problem(key, "is not a key redline knows.", _hint(key, schema) if hint else "")
     if error["type"] in ("model_type", "model_attributes_type"):
-        return Problem(key, f"is a section of keys, not {error['input']!r}.", f"Write {key}.SOMETHING=….")
+        return Problem(key, f"is a section of keys, not {error['input']!r}.", f"Set a key in it: {key}.KEY=VALUE.")
     return Problem(key, str(error.get("ctx", {}).get("error") or error["msg"]))
 
 
@@ -288,36 +311,241 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     base, replaced = replace_stop_conditions(base, extra)
     objective = extra.get("objective", base.get("objective"))
     if extra.get("model.base") is not None and base.get("model.base") not in (None, extra["model.base"]):
-        base = {key: value for key, value in base.items() if not key.startswith(_OF_THE_BASE)}
+        base = {key: value for key, value in base.items() if not key.startswith(_SHAPE_OF_BASE)}
     if "data.source" in extra and extra["data.source"] != base.get("data.source") and path in shipped().values():
-        # a shipped recipe's prompt is for its own data ("def " for Python): samples then begin as the user's data do
+        # The prompt of a shipped recipe suits its own data ("def " for Python). With other data, samples start like a
+        # held-out document instead.
         base |= {"eval.prompt": None} if base.get("eval.prompt") else {}
-    given = with_preset(_apart(base, extra), extra)
-    own = job(str(objective)).defaults(given) if is_job(objective) else {}
-    tree, clashes = nest({**own, **given})
+    keys = _apply_preset(_without_replaced(base, extra), extra)
+    defaults = job(str(objective)).defaults(keys) if is_job(objective) else {}
+    tree, clashes = nest({**defaults, **keys})
     recipe = validate(tree, where=name, problems=[*problems, *more, *clashes], written=True)
     return Loaded(path.stem, recipe, [*notes, *more_notes, *replaced])
 
 
-def _apart(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """The file's keys, without those that an override replaces by a whole section, or a section of which by a value."""
+def _without_replaced(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of the file without the sections that an override sets to a value, and the other way round."""
 
-    def replaced(key: str) -> bool:
-        return any(key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in extra)
+    def is_replaced(key: str) -> bool:
+        return any(key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in overrides)
 
-    return {key: value for key, value in base.items() if not replaced(key)}
+    return {key: value for key, value in base.items() if not is_replaced(key)}
 
 
 def validate(tree: dict[str, Any], *, where: str, problems: Sequence[Problem] = (), written: bool = False) -> Recipe:
-    """`written`: by a person, not by a plan that filled in what was left open."""
-    found = list(problems)
+    """Return the recipe, or raise a RecipeError with `problems` and everything that is wrong with `tree`.
+
+    `written` is whether a person wrote the recipe. A lock, in which a plan has filled in values, is not checked for
+    keys without effect.
+    """
     schema = recipe_class(tree.get("objective", "causal_lm"))
     try:
         recipe = schema.model_validate(tree)
     except ValidationError as error:
-        every = (_problem(e, schema, hint=n < _HINTS) for n, e in enumerate(error.errors()))
-        raise RecipeError(where, [*found, *every]) from None
-    found += [*contradictions(recipe), *(idle(recipe) if written else ())]
-    if found:
-        raise RecipeError(where, found)
+        errors = (_problem(e, schema, hint=n < _MOST_HINTS) for n, e in enumerate(error.errors()))
+        raise RecipeError(where, [*problems, *errors]) from None
+    problems = [*problems, *_contradictions(recipe), *(_keys_without_effect(recipe) if written else ())]
+    if problems:
+        raise RecipeError(where, problems)
     return recipe
+
+
+# ----------------------------------------------------------------------------------------------------
+# Contradictions between keys, which the type of a single key cannot catch.
+
+
+_NOT_FOR_A_BASE = "does nothing with model.base: the base has no such part."
+_MOST_LAYERS = 10_000  # plans and models loop over the layers
+# Larger widths would overflow the 64-bit integers that sizes are computed in. d_ff is derived from d_model.
+_LARGEST_WIDTHS = {**dict.fromkeys(("d_model", "heads", "kv_heads", "head_dim", "vocab"), 1 << 40), "d_ff": 1 << 42}
+
+
+def _contradictions(recipe: Recipe) -> list[Problem]:
+    """Return the combinations of keys that cannot be meant."""
+    return [
+        *_model_problems(recipe.model),
+        *_stop_problems(recipe.train),
+        *_batch_problems(recipe.train),
+        *_stream_problems(recipe),
+        *_address_problems(recipe),
+        *_overlong_problems(recipe),
+        *_optimizer_problems(recipe),
+        *_schedule_problems(recipe.train),
+        *job(recipe.objective).problems(recipe),
+    ]
+
+
+def _keys_without_effect(recipe: Recipe) -> list[Problem]:
+    """Return the keys that a person set to no effect.
+
+    Locks are not checked for them: a lock also contains what the plan filled in, and older versions allowed such keys.
+    """
+    return [
+        *_unused_size(recipe.model),
+        *_unused_beside_base(recipe.model),
+        *_unused_stream(recipe),
+        *_unused_compile_mode(recipe.train),
+    ]
+
+
+def _unused_compile_mode(train: Train) -> list[Problem]:
+    if train.compile is not False or train.compile_mode == "default":
+        return []
+    fix = "Remove it, or use train.compile=true."
+    return [Problem("train.compile_mode", "does nothing while train.compile=false.", fix)]
+
+
+def _unused_stream(recipe: Recipe) -> list[Problem]:
+    if not recipe.data.stream or job(recipe.objective).reads_stream:
+        return []
+    what = f"is for text: objective={recipe.objective} reads all of its rows before it starts."
+    return [Problem("data.stream", what, "Remove it, or set data.stream=false.")]
+
+
+def _unused_beside_base(model: Model) -> list[Problem]:
+    if model.base is None:
+        return []
+    defaults = Model()
+    keys = [key for key in ("softcap", "init", "embedding_std") if getattr(model, key) != getattr(defaults, key)]
+    return [Problem(f"model.{key}", _NOT_FOR_A_BASE, "Remove it.") for key in keys]
+
+
+def _unused_size(model: Model) -> list[Problem]:
+    """Refuse model.size beside a complete shape of other numbers."""
+    of_size = dict(zip(("layers", "d_model", "heads", "d_ff"), SIZES.get(model.size or "", ()), strict=False))
+    stated = {key: getattr(model, key) for key in of_size}
+    if AUTO in stated.values() or stated == of_size:
+        return []
+    numbers = ", ".join(f"{key} {value}" for key, value in stated.items())
+    fix = f"Add {' '.join(f'model.{key}=auto' for key in of_size)}, or remove the size."
+    return [Problem("model.size", f"{model.size} does nothing: the recipe states {numbers}.", fix)]
+
+
+def _overlong_problems(recipe: Recipe) -> list[Problem]:
+    key = job(recipe.objective).overlong_key
+    if recipe.data.overlong is None or key == "data.overlong":
+        return []
+    fix = f"Use {key}." if key else "Remove it."
+    return [Problem("data.overlong", f"does nothing with objective={recipe.objective}.", fix)]
+
+
+def _address_problems(recipe: Recipe) -> list[Problem]:
+    """Refuse addresses such as https://…, without quoting them: they may contain a password."""
+    data, model = recipe.data, recipe.model
+    places = {"data.source": " ".join(part.source for part in data.parts), "data.tokenizer": data.tokenizer}
+    places |= {"model.base": model.base or "", "model.init_from": model.init_from or ""}
+    what, fix = "is an address; redline opens files, folders and hub ids.", "Download it, and use the path."
+    return [Problem(key, what, fix) for key, place in places.items() if "://" in place]
+
+
+def _model_problems(model: Model) -> list[Problem]:
+    problems = []
+    of_size = dict(zip(("layers", "d_model", "heads", "d_ff"), SIZES.get(model.size or "", ()), strict=False))
+    d_model, heads = (
+        none_if_auto(model.d_model) or of_size.get("d_model"),
+        none_if_auto(model.heads) or of_size.get("heads"),
+    )
+    kv_heads, head_dim = none_if_auto(model.kv_heads), none_if_auto(model.head_dim)
+    if model.size is None and model.base is None:
+        missing = [k for k in ("layers", "d_model", "heads") if getattr(model, k) == AUTO]
+        problems += [Problem(f"model.{key}", "is missing.", "Set it, or use model.size=auto.") for key in missing]
+    if model.size == AUTO and not heads and (d_model or kv_heads):
+        key = "model.d_model" if d_model else "model.kv_heads"
+        problems.append(Problem("model.heads", f"is missing beside {key}.", "Set both, or leave both to model.size."))
+    if model.size == AUTO and heads and not d_model:
+        fix = "Set both, or leave both to model.size."
+        problems.append(Problem("model.d_model", "is missing beside model.heads.", fix))
+    if d_model and heads and not head_dim and d_model % heads:
+        fix = "Use a divisor, or set model.head_dim."
+        problems.append(Problem("model.heads", f"{heads} does not divide model.d_model={d_model}.", fix))
+    elif (width := head_dim or (d_model // heads if d_model and heads else 0)) % 2:
+        what = f"{width} is odd; rotary embeddings rotate pairs of values."
+        problems.append(Problem("model.head_dim", what, "Use an even number."))
+    layers = none_if_auto(model.layers) or of_size.get("layers") or min(size[0] for size in SIZES.values())
+    if model.base is not None:
+        parts = {"model.value_embeddings": model.value_embeddings > 0, "model.skips": model.skips != "none"}
+        problems += [Problem(key, _NOT_FOR_A_BASE, "Remove it.") for key, on in parts.items() if on]
+    if layers > _MOST_LAYERS:
+        problems.append(Problem("model.layers", f"{layers:,} are too many.", f"Use at most {_MOST_LAYERS:,}."))
+    too_large = {key: most for key, most in _LARGEST_WIDTHS.items() if (none_if_auto(getattr(model, key)) or 0) > most}
+    problems += [Problem(f"model.{key}", "is too large.", f"Use at most {most:,}.") for key, most in too_large.items()]
+    if model.skips != "none" and none_if_auto(model.layers) == 1:
+        fix = "Remove it, or use more model.layers."
+        problems.append(Problem("model.skips", f"{model.skips} does nothing in a model of one layer.", fix))
+    if 2 * model.value_embeddings > layers:
+        what = f"{model.value_embeddings} is more than half of {layers} layers: each table serves two of them."
+        problems.append(Problem("model.value_embeddings", what, f"Use at most {layers // 2}, or more model.layers."))
+    if heads and kv_heads and heads % kv_heads:
+        problems.append(Problem("model.kv_heads", f"{kv_heads} does not divide model.heads={heads}.", "Use a divisor."))
+    return problems
+
+
+def _stop_problems(train: Train) -> list[Problem]:
+    if train.steps or train.tokens or train.epochs or train.hours:
+        return []
+    what = "no key sets the length of the run, which the learning rate schedule needs."
+    fix = "Set train.steps, train.tokens, train.epochs or train.hours."
+    return [Problem("train.steps", what, fix)]
+
+
+def _batch_problems(train: Train) -> list[Problem]:
+    stated = (none_if_auto(train.global_batch), none_if_auto(train.micro_batch), none_if_auto(train.accumulation))
+    total, micro, accumulation = stated
+    if total and micro and accumulation and total % (micro * accumulation) == 0:
+        return []  # correct for some number of GPUs, which the plan checks
+    batch = solve_batch(*stated)
+    return [batch] if isinstance(batch, Problem) else []
+
+
+def _optimizer_problems(recipe: Recipe) -> list[Problem]:
+    """Report optimizer keys that the chosen optimizer does not read."""
+    train, problems = recipe.train, []
+    fix = "Remove it, or use train.optimizer=muon or normuon."
+    if train.optimizer not in MUON:
+        unused = {"train.cautious": train.cautious, "train.muon_momentum_warmup": train.muon_momentum_warmup}
+        unused["train.muon_steps"] = train.muon_steps != type(train).model_fields["muon_steps"].default
+        what = f"does nothing with train.optimizer={train.optimizer}."
+        problems += [Problem(key, what, fix) for key, value in unused.items() if value]
+    elif train.cautious and not train.weight_decay:
+        fix = "Remove it, or set train.weight_decay."
+        problems.append(Problem("train.cautious", "changes weight decay, but train.weight_decay is 0.", fix))
+    # Whether the head of a base is tied to its embedding is known only when the base is read.
+    if (
+        recipe.model.base is None
+        and recipe.model.tied
+        and none_if_auto(train.head_lr) not in (None, train.embedding_lr)
+    ):
+        fix = "Use train.embedding_lr, or model.tied=false."
+        problems.append(Problem("train.head_lr", "does nothing while model.tied=true: the head is the embedding.", fix))
+    return problems
+
+
+def _schedule_problems(train: Train) -> list[Problem]:
+    """Report keys of one_cycle that another schedule does not read, and two rules for one momentum."""
+    if train.schedule != ONE_CYCLE:
+        unused = {"train.pct_start": train.pct_start, "train.cycle_momentum": train.cycle_momentum}
+        what = f"does nothing with train.schedule={train.schedule}."
+        fix = f"Remove it, or use train.schedule={ONE_CYCLE}."
+        return [Problem(key, what, fix) for key, value in unused.items() if value is not None]
+    if train.cycle_momentum is not None and train.muon_momentum_warmup:
+        what = "and train.muon_momentum_warmup both set Muon's momentum."
+        return [Problem("train.cycle_momentum", what, "Remove one of them.")]
+    return []
+
+
+def _stream_problems(recipe: Recipe) -> list[Problem]:
+    if not recipe.data.stream or not job(recipe.objective).reads_stream:
+        return []
+    problems = []
+    if recipe.train.epochs:
+        fix = "Set train.epochs=null, and train.steps, train.tokens or train.hours instead."
+        problems.append(
+            Problem("data.stream", "the length of an epoch is not known before the whole stream is read.", fix)
+        )
+    if len(recipe.data.parts) > 1:
+        fix = "Prepare the mixture first (data.stream=false), or stream one source."
+        problems.append(Problem("data.stream", "works with one source, not with a mixture.", fix))
+    elif recipe.data.parts[0].repeat is not None:
+        fix = "Remove repeat: a stream is read again from its beginning until the run ends."
+        problems.append(Problem("data.stream", "has no epochs, so a source cannot be repeated in one.", fix))
+    return problems

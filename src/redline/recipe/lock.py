@@ -1,4 +1,7 @@
-"""lock.json: what was asked for, what was decided and why, and where it ran. Written once, never changed."""
+"""lock.json of a run: the resolved recipe, the reasons for its values, and where the run started.
+
+It is written once when a run starts, and never changed. A resumed run reads its recipe from here.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +28,23 @@ from redline.recipe.schema import RESUMABLE, Recipe
 from redline.vocabulary import RECIPE_LOCK_FILE
 
 SCHEMA = 1
-# keys that may hold a path, and what is a name there, whatever lies in a folder
+# Keys that may hold a path, each with the values that are names and never paths.
 _PATHS: dict[str, tuple[str, ...]] = {
     "data.source": ("embedded",),
     "data.tokenizer": ("base", "bytes", "gpt2"),
     **dict.fromkeys(("model.base", "model.init_from"), ()),
 }
-# What `weight` in data.source means to a run. A lock without the field is older: there it was a share of the samples
-# for jobs that read windows of text, and multiplied the rows for jobs that read rows.
+# The field that states what `weight` in data.source means. Older locks lack it: there a weight was a share of the
+# samples for jobs that read windows of text, and multiplied the rows for jobs that read rows.
 WEIGHTS, SHARES = "data_weights", "shares"
-WITHHELD = "withheld"  # names of environment variables whose values stand in the recipe as ${NAME}
+WITHHELD = "withheld"  # names of the environment variables whose values are replaced by ${NAME} in the recipe
 _PACKAGES = ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers")
 
 
 def make_lock(
     name: str, run_id: str, resolved: Resolved, data: DataFacts, init_from: dict[str, Any] | None = None
 ) -> dict[str, Any]:
+    """Return the content of lock.json, without the values of secret environment variables."""
     plan = resolved.plan_event()
     recipe, withheld = _without_values(resolved.recipe.model_dump(mode="json"))
     lock = {
@@ -70,51 +74,53 @@ def make_lock(
 def _without_values(recipe: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Replace the values of secret environment variables by their names, and return those names as well.
 
-    A resumed run in the same environment finds the value again; events and reports need no more than the name.
+    A resumed run takes the values from its environment again; events and reports need only the names.
     """
     secrets, withheld = secret_variables(), set()
 
-    def named(text: str) -> str:
+    def replace_values(text: str) -> str:
         for name, value in secrets.items():
             if value in text:
                 text = text.replace(value, f"${{{name}}}")
                 withheld.add(name)
         return text
 
-    return _in_texts(recipe, named), sorted(withheld)
+    return _map_texts(recipe, replace_values), sorted(withheld)
 
 
 def _missing_values(withheld: Any) -> list[str]:
-    """Say which variables a resume lacks: their values are in no file of the run."""
+    """Return a note for each withheld variable that is not set: its value is in no file of the run."""
     names = [str(name) for name in withheld if name not in os.environ] if isinstance(withheld, list) else []
-    return [f"lock.json has ${{{name}}} in place of a secret value, and {name} is not set here" for name in names]
+    return [f"{name} is not set, and lock.json has ${{{name}}} in place of its secret value" for name in names]
 
 
 def _with_values(recipe: dict[str, Any], withheld: Any) -> dict[str, Any]:
-    """Put back what `_without_values` took out, as far as the environment still has it."""
+    """Put back the values that `_without_values` replaced, as far as the environment has them."""
     names = [name for name in withheld if isinstance(name, str)] if isinstance(withheld, list) else []
     values = {f"${{{name}}}": os.environ[name] for name in names if is_secret_name(name) and name in os.environ}
 
-    def restored(text: str) -> str:
+    def restore_values(text: str) -> str:
         for name, value in values.items():
             text = text.replace(name, value)
         return text
 
-    return _in_texts(recipe, restored) if values else recipe
+    return _map_texts(recipe, restore_values) if values else recipe
 
 
-def _in_texts(value: Any, change: Callable[[str], str]) -> Any:
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Apply `change` to every text in nested lists and mappings."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: _in_texts(item, change) for key, item in value.items()}
-    return [_in_texts(item, change) for item in value] if isinstance(value, list) else value
+        return {key: _map_texts(item, change) for key, item in value.items()}
+    return [_map_texts(item, change) for item in value] if isinstance(value, list) else value
 
 
 def write_lock(run: Path, lock: dict[str, Any]) -> None:
+    """Write lock.json atomically, so that no reader finds half of it."""
     temporary = run / f".{RECIPE_LOCK_FILE}.{os.getpid()}"
     text = json.dumps(lock, indent=1, ensure_ascii=False) + "\n"
-    # A file's name may hold bytes that are no UTF-8; the escape that `backslashreplace` writes is valid JSON for them.
+    # File names may contain bytes that are not UTF-8; `backslashreplace` writes escapes for them that are valid JSON.
     temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
@@ -122,21 +128,21 @@ def write_lock(run: Path, lock: dict[str, Any]) -> None:
 
 
 def read_lock(run: Path) -> dict[str, Any]:
+    """Read and check lock.json; a UserError says what is wrong with it."""
     try:
         lock = json.loads(read_text(run / RECIPE_LOCK_FILE))
         if lock["schema"] != SCHEMA:
+            what = f"has schema {lock['schema']}, and this version of redline reads schema {SCHEMA}."
             fix = "Use the version that wrote it."
-            raise UserError(
-                f"was written in another form (schema {lock['schema']}).", where=str(run / RECIPE_LOCK_FILE), fix=fix
-            )
+            raise UserError(what, where=str(run / RECIPE_LOCK_FILE), fix=fix)
         if not isinstance(lock["recipe"], dict) or not lock["recipe_name"] or not lock["run_id"]:
             raise ValueError("not a lock")
         return dict(lock)
     except FileNotFoundError:
-        fix = "`redline runs` lists the runs here."
+        fix = "`redline runs` lists the runs in ./runs."
         raise UserError("is not a run: it has no lock.json.", where=str(run), fix=fix) from None
     except OSError as error:
-        fix = "Make the file readable, or copy the run to where it is."
+        fix = "Make the file readable, or copy the run to a place where it is."
         raise UserError(
             f"cannot be read ({error.strerror or error}).", where=str(run / RECIPE_LOCK_FILE), fix=fix
         ) from None
@@ -148,13 +154,13 @@ def read_lock(run: Path) -> dict[str, Any]:
 def locked_recipe(
     run: Path, lock: dict[str, Any], overrides: list[str] | None = None, before: Iterable[list[str]] = ()
 ) -> Loaded:
-    """Return the run's recipe with the few keys that may change on resume.
+    """Return the recipe of a run that is resumed with `overrides`; only a few keys may change (`RESUMABLE`).
 
     `before` holds the overrides of earlier resumes, each applied key by key. Of `overrides`, a typed train.steps,
     train.tokens or train.epochs replaces all three.
     """
     written = dict(flatten(_with_values(lock["recipe"], lock.get(WITHHELD))))
-    base = resolve_paths(_in_todays_terms(written, lock), lock.get("began_in"))
+    base = resolve_paths(_migrate(written, lock), lock.get("began_in"))
     for words in before:
         flat, _, _ = canonical_keys(parse_overrides(words), "log")
         base |= {key: value for key, value in flat.items() if key.startswith(RESUMABLE)}
@@ -162,35 +168,34 @@ def locked_recipe(
     base, replaced = replace_stop_conditions(base, changes)
     frozen = [k for k, v in changes.items() if not k.startswith(RESUMABLE) and base.get(k) != v]
     if frozen:
-        lines = []
+        changed = []
         for key in frozen:
-            known = key in base
-            hint = f"it is {base[key]!r} in this run" if known else did_you_mean(key, known_keys(Recipe)) or "unknown"
-            lines.append(f"{key}={changes[key]!r} ({hint})")
-        may = "only stop conditions and eval, checkpoint, monitor and parallel keys may change on resume, not"
-        raise UsageError(
-            f"{may} {', '.join(lines)}.",
-            where=str(run),
-            fix="Start a new run for anything else.",
-        )
+            hint = did_you_mean(key, known_keys(Recipe)) or "not a recipe key"
+            if key in base:
+                hint = f"it is {base[key]!r} in this run"
+            changed.append(f"{key}={changes[key]!r} ({hint})")
+        what = "only stop conditions and eval, checkpoint, monitor and parallel keys may change on resume, not"
+        fix = "Start a new run to change them."
+        raise UsageError(f"{what} {', '.join(changed)}.", where=str(run), fix=fix)
     tree, clashes = nest({**base, **changes})
     recipe = validate(tree, where=str(run), problems=[*problems, *clashes])
     return Loaded(str(lock["recipe_name"]), recipe, [*notes, *replaced, *_missing_values(lock.get(WITHHELD))])
 
 
-def _in_todays_terms(flat: dict[str, Any], lock: dict[str, Any]) -> dict[str, Any]:
-    """Express the recipe of an older lock in today's terms, so that a run that is resumed keeps what it began with."""
-    flat = _with_older_meanings(_with_todays_weights(flat, lock))
-    if flat.get("train.schedule") == ONE_CYCLE and "train.pct_start" not in flat:  # every newer lock has that key
+def _migrate(flat: dict[str, Any], lock: dict[str, Any]) -> dict[str, Any]:
+    """Convert the recipe of an older lock to today's keys, so that a resumed run behaves as before."""
+    flat = _with_older_defaults(_migrate_weights(flat, lock))
+    # Every lock of a version that has today's one_cycle contains train.pct_start.
+    if flat.get("train.schedule") == ONE_CYCLE and "train.pct_start" not in flat:
         flat = {**flat, "train.schedule": COSINE_CYCLE}
     return flat
 
 
-def _with_todays_weights(flat: dict[str, Any], lock: dict[str, Any]) -> dict[str, Any]:
-    """Express the mixture of an older lock in today's terms, so that the run reads the same samples in the same order.
+def _migrate_weights(flat: dict[str, Any], lock: dict[str, Any]) -> dict[str, Any]:
+    """Convert the mixture of an older lock, so that the run reads the same samples in the same order.
 
-    Older locks state a weight for every source of a list. Where a job reads rows it is today's `repeat`; where it reads
-    windows of text it is a share, as today.
+    Older locks state a weight for every source of a list. For jobs that read rows it meant today's `repeat`; for jobs
+    that read windows of text it was a share of the samples, as today.
     """
     sources = flat.get("data.source")
     name = flat.get("objective")
@@ -205,37 +210,38 @@ def _is_weighted(part: Any) -> bool:
     return isinstance(part, dict) and part.keys() == {"source", "weight"}
 
 
-def _with_older_meanings(flat: dict[str, Any]) -> dict[str, Any]:
-    """Add the job's keys that are newer than the lock, with the values that stand for what the run did then."""
+def _with_older_defaults(flat: dict[str, Any]) -> dict[str, Any]:
+    """Add the job's keys that are newer than the lock, with the values that give the behaviour of that time."""
     name = flat.get("objective")
     older = options_of(str(name)).defaults_in_older_locks if is_job(name) else {}
     return {f"{name}.{key}": value for key, value in older.items()} | flat
 
 
 def resolve_paths(flat: dict[str, Any], began_in: Any) -> dict[str, Any]:
-    """Paths as the folder means them that the run was begun in: who goes on with it may stand in another."""
+    """Resolve relative paths against the folder in which the run was started; it may be resumed from another."""
     if not isinstance(began_in, str) or began_in == str(Path.cwd()):
         return flat
 
-    def there(value: Any, names: tuple[str, ...]) -> Any:
+    def resolved(value: Any, names: tuple[str, ...]) -> Any:
         if isinstance(value, list):
-            return [there(one, names) for one in value]
+            return [resolved(item, names) for item in value]
         if isinstance(value, dict):
-            return {key: there(one, names) if key in ("source", "base") else one for key, one in value.items()}
+            return {key: resolved(item, names) if key in ("source", "base") else item for key, item in value.items()}
         if not isinstance(value, str) or value in names or value.startswith(("/", "~")):
             return value
         try:
             return str(path) if (path := Path(began_in) / value).exists() else value
-        except (OSError, ValueError):  # no name of a file
+        except (OSError, ValueError):  # not a valid file name
             return value
 
     name = flat.get("objective")
     own = options_of(str(name)).path_keys if is_job(name) else ()
     paths = _PATHS | {f"{name}.{key}": () for key in own}
-    return {key: there(value, paths[key]) if key in paths else value for key, value in flat.items()}
+    return {key: resolved(value, paths[key]) if key in paths else value for key, value in flat.items()}
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of redline, Python and the packages that matter to a result."""
     found = {"redline": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -246,7 +252,7 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any]:
-    """The commit of the code that runs, when it runs from a checkout."""
+    """Return the git commit of the running code and whether it has changes; None outside of a checkout."""
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str | None:
@@ -267,18 +273,18 @@ def git_state() -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------
 # The model's identity: the recipe keys that change what a model computes from the same weights.
 #
-# It is written into every checkpoint. lock.json describes the model too, but nothing protects that file: with another
-# `rope_theta` in it, the weights still fit and the model silently computes something else.
+# It is written into every checkpoint. lock.json describes the model too, but it can be edited: with another
+# `rope_theta` in it, the weights still fit, and the model silently computes something else.
 
 
-# Keys of `model` that change how it is computed, initialised or trained, but not the function. A base is compared by
-# its fingerprint: its path may change.
+# Keys of `model` that change how it is computed, initialised or trained, but not what it computes. A base is compared
+# by its fingerprint, because its path may change.
 _OTHER_KEYS = ("size", "attention", "kernels", "init", "embedding_std", "dropout", "base", "init_from", "lora")
 _LORA_KEYS = ("r", "alpha", "target_modules", "rslora")
 
 
 def model_identity(recipe: Recipe) -> dict[str, Any]:
-    """Return recipe key → value, as JSON has it, of a resolved recipe."""
+    """Return the identity of the model of a resolved recipe: recipe keys and JSON values."""
     model = recipe.model.model_dump(mode="json")
     found = {f"model.{key}": value for key, value in model.items() if key not in _OTHER_KEYS}
     found |= {f"model.lora.{key}": model["lora"][key] for key in _LORA_KEYS}
@@ -288,15 +294,12 @@ def model_identity(recipe: Recipe) -> dict[str, Any]:
 
 
 def check_model_identity(recorded: dict[str, Any], recipe: Recipe, run: Path) -> None:
-    """Compare a checkpoint's recorded `identity` with the recipe in lock.json; a UserError names the keys that differ.
+    """Raise a UserError if the identity in a checkpoint differs from the recipe in lock.json, and name the keys.
 
-    Checkpoints of older releases record no model, and ones of other releases may lack a key: what is not recorded is
-    not compared.
+    Only recorded keys are compared: checkpoints of older versions record no model, or lack some keys.
     """
     then, now = recorded.get("model", {}), model_identity(recipe)
-    differing = [f"{key} is {now[key]} there and was {then[key]}" for key in now if then.get(key, now[key]) != now[key]]
+    differing = [f"{key} is {now[key]} and was {then[key]}" for key in now if then.get(key, now[key]) != now[key]]
     if differing:
-        what = f"lock.json describes another model than the one that was trained: {', '.join(differing)}."
-        raise UserError(
-            what, where=str(run), fix="Put the original lock.json back, or set these keys to what they were."
-        )
+        what = f"lock.json describes another model than the one in the checkpoint: {', '.join(differing)}."
+        raise UserError(what, where=str(run), fix="Restore the original lock.json, or set these keys back.")
