@@ -216,7 +216,7 @@ def test_paging_changes_no_bit_and_needs_no_host_sync() -> None:
         weight = nn.Parameter(torch.randn(1024, 512, device="cuda"))
         ours = Optimizer([ParamGroup("matrix", {"w": weight}, {"w": (1024,)})], options(optimizer))
         assert ours.low_bit is not None
-        assert (ours.low_bit.state["w"].pages is not None) == (optimizer == "paged_adamw_8bit")
+        assert (ours.low_bit.batches[0].pages is not None) == (optimizer == "paged_adamw_8bit")
         for number in range(4):
             weight.grad = torch.randn_like(weight)
             torch.cuda.set_sync_debug_mode("error" if number else "default")
