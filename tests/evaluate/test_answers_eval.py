@@ -14,7 +14,7 @@ import torch
 from finetuning import Tuning
 from redline.errors import UsageError, UserError
 from redline.evaluate.opened_run import open_pretrained, open_run
-from redline.evaluate.questions import Exam, examine
+from redline.evaluate.questions import AnswerResults, score_answers
 from redline.jobs.objective import Answer, Question
 from redline.kernels.attention import Attention, Bound
 from redline.kernels.masks import MaskSpec
@@ -100,9 +100,9 @@ class Canned:
         return [Answer(self.said[one.text][1], ended=one.text != "c") for one in asked]
 
 
-def exam(kind: str, said: dict[str, tuple[str, str]], count: int | None = None) -> Exam:
+def exam(kind: str, said: dict[str, tuple[str, str]], count: int | None = None) -> AnswerResults:
     canned: Any = Canned(said)
-    return examine(canned, kind, micro=1, count=count, tokens=9, where="here")
+    return score_answers(canned, kind, micro=1, count=count, tokens=9, where="here")
 
 
 def test_marks() -> None:
@@ -174,7 +174,7 @@ def test_half_an_answer_is_no_reference(tuning: Tuning, tmp_path: Path) -> None:
 
 def test_the_loss_is_of_the_rows_that_are_asked(tuning: Tuning) -> None:
     objective = tuning.objective("data.val_fraction=0.3", "finetune.method=lora", "model.quant=none")
-    found = examine(objective, "match", micro=2, count=4, tokens=2, where="here")
+    found = score_answers(objective, "match", micro=2, count=4, tokens=2, where="here")
     tokenizer, total, count = objective.tokenizer, 0.0, 0
     for one in objective.questions():
         answer = tokenizer._backend.encode(one.reference + "<|im_end|>", add_special_tokens=False).ids

@@ -272,7 +272,7 @@ def test_no_file_of_an_adapter_that_peft_reads_names_a_folder_of_this_machine(
     run, _ = tuned(base, "finetune.method=lora")
     export_run(run, None, tmp_path / "out")
     assert str(tmp_path) not in (tmp_path / "out/adapter_config.json").read_text()
-    assert str(tmp_path) not in (tmp_path / "out/README.md").read_text().split("## What it learnt from")[0]
+    assert str(tmp_path) not in (tmp_path / "out/README.md").read_text().split("## Training data")[0]
     snapshot = tmp_path / "hub/models--some-owner--Some-Model.v2/snapshots/0f1e2d"  # as the hub's cache lays them out
     shutil.copytree(base, snapshot)
     export_run(run, None, tmp_path / "hubbed", base=str(snapshot))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from redline.cli.main import app
 from redline.errors import UsageError
 from redline.evaluate.opened_run import open_run
-from redline.evaluate.questions import examine
+from redline.evaluate.questions import score_answers
 from redline.jobs.objective import Sampling
 from redline.recipe.lock import locked_recipe
 from redline.training.run_directory import RunDirectory
@@ -66,7 +66,7 @@ def test_held_out_questions_are_answered_and_graded(objective: Any) -> None:
     answers = objective.answer(asked, 64)
     assert answers == objective.answer(asked[:3], 64) + objective.answer(asked, 64)[3:]
     assert all(one.forward_passes > 0 for one in answers)
-    exam = examine(objective, "gsm8k", micro=4, count=5, tokens=64, where="here")
+    exam = score_answers(objective, "gsm8k", micro=4, count=5, tokens=64, where="here")
     result = exam.result()
     assert result["questions"] == 5
     assert result["forwards_per_answer"] > 1

@@ -24,8 +24,8 @@ from redline.runs.summary import RUNS
 
 if TYPE_CHECKING:
     from redline.evaluate.opened_run import OpenedModel
-    from redline.evaluate.questions import Exam, HeldOut
-    from redline.jobs.objective import AnswerReport
+    from redline.evaluate.questions import AnswerResults, HeldOut
+    from redline.jobs.objective import AnswerEvaluation
 
 _TOKENS = 256  # of a generated answer or text, unless --tokens is given
 _ALL = 1 << 40  # more sequences than any data set has
@@ -116,20 +116,20 @@ def evaluate(
         source=data,
         sequences=sequences or _ALL,
     )
-    if answers is not None and (report := _answer_report(trained, answers, questions, tokens)):
-        _show_report(trained, report, json_)
+    if answers is not None and (report := _evaluate_answers(trained, answers, questions, tokens)):
+        _show_evaluation(trained, report, json_)
         return
-    exam = None if answers is None else _examine(trained, answers, questions, tokens or _TOKENS)
+    results = None if answers is None else _score_answers(trained, answers, questions, tokens or _TOKENS)
     if under is not None:
         result = _generative_perplexity(trained, under, texts, tokens or _TOKENS, device)
     else:
-        result = exam.result() if exam else trained.objective.evaluate(trained.micro)
+        result = results.result() if results else trained.objective.evaluate(trained.micro)
     held_out = None if under is not None else held_out_of(trained.objective, trained.training)
     if json_:
         import json
 
-        wrong = [answer.as_dict() for answer in exam.wrong(_WRONG_SHOWN)] if exam else []
-        details = {"answers": answers, "rule": exam.rule, "wrong": wrong} if exam else {}
+        wrong = [answer.as_dict() for answer in results.wrong(_WRONG_SHOWN)] if results else []
+        details = {"answers": answers, "rule": results.rule, "wrong": wrong} if results else {}
         typer.echo(json.dumps({**trained.as_dict(), **result, **details, **_context(held_out, trained)}))
         return
     typer.echo(trained.title)
@@ -137,9 +137,9 @@ def evaluate(
         typer.echo(f"  {name:19s} {_formatted(value)}")
     for line in held_out.lines() if held_out else ():
         typer.echo(f"  {'held out':19s} {line}")
-    if exam is not None:
-        typer.echo(f"  {'rule':19s} {exam.rule}")
-        _show_wrong(exam)
+    if results is not None:
+        typer.echo(f"  {'rule':19s} {results.rule}")
+        _show_wrong(results)
 
 
 def _log(text: str) -> None:
@@ -182,10 +182,14 @@ def _generative_perplexity(trained: OpenedModel, under: str, count: int, tokens:
         return other.objective.evaluate(other.micro)
 
     with GenerationBar("texts") as bar:
-        return generative_perplexity(trained.objective, score, count=count, tokens=tokens, where=trained.name, told=bar)
+        return generative_perplexity(
+            trained.objective, score, count=count, tokens=tokens, where=trained.name, progress=bar
+        )
 
 
-def _answer_report(trained: OpenedModel, kind: str, count: int | None, tokens: int | None) -> AnswerReport | None:
+def _evaluate_answers(
+    trained: OpenedModel, kind: str, count: int | None, tokens: int | None
+) -> AnswerEvaluation | None:
     """Evaluate answers by the method of the model's job; return None if the job has none."""
     from redline.cli.progress import GenerationBar
     from redline.jobs.base import job
@@ -193,12 +197,12 @@ def _answer_report(trained: OpenedModel, kind: str, count: int | None, tokens: i
     objective = trained.objective
     default = job(objective.recipe.objective).answer_tokens
     with GenerationBar() as bar:
-        return objective.answer_report(
+        return objective.evaluate_answers(
             numbers=kind == "gsm8k", count=count, tokens=tokens or default, where=trained.name, progress=bar
         )
 
 
-def _show_report(trained: OpenedModel, report: AnswerReport, json_: bool) -> None:
+def _show_evaluation(trained: OpenedModel, report: AnswerEvaluation, json_: bool) -> None:
     from redline.evaluate.questions import held_out_of
 
     held_out = held_out_of(trained.objective, trained.training)
@@ -214,18 +218,18 @@ def _show_report(trained: OpenedModel, report: AnswerReport, json_: bool) -> Non
         typer.echo(f"  held out: {line}")
 
 
-def _examine(trained: OpenedModel, kind: str, count: int | None, tokens: int) -> Exam:
+def _score_answers(trained: OpenedModel, kind: str, count: int | None, tokens: int) -> AnswerResults:
     from redline.cli.progress import GenerationBar
-    from redline.evaluate.questions import examine
+    from redline.evaluate.questions import score_answers
 
     with GenerationBar() as bar:
-        return examine(
-            trained.objective, kind, micro=trained.micro, count=count, tokens=tokens, where=trained.name, told=bar
+        return score_answers(
+            trained.objective, kind, micro=trained.micro, count=count, tokens=tokens, where=trained.name, progress=bar
         )
 
 
-def _show_wrong(exam: Exam) -> None:
-    for answer in exam.wrong(_WRONG_SHOWN):
+def _show_wrong(results: AnswerResults) -> None:
+    for answer in results.wrong(_WRONG_SHOWN):
         typer.echo()
         rows = (("question", answer.question), ("expected", answer.reference), ("answer", answer.answer))
         for label, text in rows:

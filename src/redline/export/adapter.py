@@ -1,4 +1,4 @@
-"""Adapters as PEFT lays them out, and merged into their base, a parameter at a time."""
+"""Adapters in PEFT's layout, and merged into their base one parameter at a time."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _PREFIX = "base_model.model"
 _HELD = {held for held, _ in TARGETS.values()}
 
 
-def adapter_config(learnt: FinetunedModel, base: Base) -> dict[str, Any]:
-    """adapter_config.json; PEFT has its defaults for what is not in it."""
-    assert learnt.adapter is not None
-    lora = learnt.lora
+def adapter_config(model: FinetunedModel, base: Base) -> dict[str, Any]:
+    """Return adapter_config.json. PEFT has defaults for keys that are not in it."""
+    assert model.adapter is not None
+    lora = model.lora
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -35,7 +35,7 @@ def adapter_config(learnt: FinetunedModel, base: Base) -> dict[str, Any]:
         "r": lora.r,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": list(learnt.adapter.targets),
+        "target_modules": list(model.adapter.targets),
         "use_rslora": lora.rslora,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -79,33 +79,33 @@ def base_name(base: Base) -> str:
 
 
 def revision(base: Base) -> str | None:
-    """Return the hub's commit."""
+    """Return the commit on the hub; None for a base that does not come from its cache."""
     return base.folder.name if base.folder.parent.name == "snapshots" else None
 
 
-# --- apart from the base
+# --- without the base
 
 
 def to_peft(tensors: Mapping[str, Tensor], shape: DecoderShape, adapter: Adapter, lora: Lora) -> dict[str, Tensor]:
-    """A checkpoint's adapters under PEFT's names."""
-    found: dict[str, Tensor] = {}
+    """Rename a checkpoint's adapters to PEFT's names."""
+    renamed: dict[str, Tensor] = {}
     for path, prefix in _paths(shape):
-        found |= _linear(path, _hollow(path, shape), tensors, shape, adapter, lora).adapter_tensors(prefix)
-    return found
+        renamed |= _linear(path, _empty_matrix(path, shape), tensors, shape, adapter, lora).adapter_tensors(prefix)
+    return renamed
 
 
 def from_peft(tensors: Mapping[str, Tensor], shape: DecoderShape, adapter: Adapter, lora: Lora) -> dict[str, Tensor]:
-    """The way back; a UserError names what is missing."""
-    found: dict[str, Tensor] = {}
+    """Rename PEFT's tensors to the checkpoint's names; a UserError names tensors that are missing."""
+    renamed: dict[str, Tensor] = {}
     for path, prefix in _paths(shape):
-        linear = _linear(path, _hollow(path, shape), None, shape, adapter, lora)
+        linear = _linear(path, _empty_matrix(path, shape), None, shape, adapter, lora)
         linear.load_adapter_tensors(prefix, tensors)
-        found |= {f"{path}.{name}": tensor for name, tensor in linear.state_dict().items()}
-    return found
+        renamed |= {f"{path}.{name}": tensor for name, tensor in linear.state_dict().items()}
+    return renamed
 
 
 def _paths(shape: DecoderShape) -> Iterator[tuple[str, str]]:
-    """Each linear of the blocks, and what its parts lie in by PEFT's names."""
+    """Return (path, prefix) of each linear of the blocks: its path in the decoder, and the prefix of PEFT's names."""
     for ours, theirs, _ in tensor_names(shape):
         if _is_matrix(ours):
             yield ours.removesuffix(".weight"), f"{_PREFIX}.{theirs[0].rsplit('.', 2)[0]}"
@@ -121,13 +121,13 @@ def _held(path: str) -> str:
 
 
 def _parts(path: str, shape: DecoderShape) -> dict[str, int]:
-    """The parts of a linear and their rows."""
+    """Return part → rows of a linear that stores several matrices merged, such as q, k and v."""
     sides = matrix_sides(shape)
     return {part: sides[name][1] for name, (held, part) in TARGETS.items() if held == _held(path)}
 
 
-def _hollow(path: str, shape: DecoderShape) -> FrozenMatrix:
-    """A matrix of the right shape that takes no memory."""
+def _empty_matrix(path: str, shape: DecoderShape) -> FrozenMatrix:
+    """Return a matrix of the right shape that takes no memory: one zero, expanded."""
     inputs = next(matrix_sides(shape)[name][0] for name, (held, _) in TARGETS.items() if held == _held(path))
     return FrozenMatrix(torch.zeros(()).expand(sum(_parts(path, shape).values()), inputs))
 
@@ -140,7 +140,7 @@ def _linear(
     adapter: Adapter,
     lora: Lora,
 ) -> LoraLinear:
-    """One linear as it was trained, with its adapters if they are given."""
+    """Return one linear as it was trained, with its adapters loaded if `tensors` has them."""
     wanted = [part for held, part in (TARGETS[name] for name in adapter.targets) if held == _held(path)]
     linear = LoraLinear(base, _parts(path, shape), wanted, lora.r, lora.alpha, lora.dropout, rslora=lora.rslora)
     if tensors is not None:
@@ -153,10 +153,10 @@ def _linear(
 
 @dataclass
 class Drift:
-    """How far the quantised base is from the original: ‖difference‖ / ‖original‖ over all that was quantised."""
+    """How far the quantised base is from the original: ‖difference‖ / ‖original‖ over all quantised matrices."""
 
-    difference: float = 0.0  # squared
-    original: float = 0.0
+    difference: float = 0.0  # sum of squares
+    original: float = 0.0  # sum of squares
 
     def add(self, original: Tensor, quantised: Tensor) -> None:
         wide = original.float()
@@ -169,32 +169,36 @@ class Drift:
 
 
 def merged_tensors(
-    learnt: FinetunedModel, base: Base, device: torch.device, drift: Drift | None = None
+    model: FinetunedModel, base: Base, device: torch.device, drift: Drift | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The base under its published names with the adapters added: to its matrices as they were trained against, so
-    dequantised where they were quantised; with a `drift`, which is then measured, to the original ones."""
+    """Return the base with the adapters added, under the base's published names.
+
+    Without `drift`, adapters are added to the matrices that they were trained beside: dequantised if these were
+    quantised. With `drift` they are added to the original matrices, and `drift` measures the difference of the two.
+    """
     for (ours, theirs, rows), (name, tensor) in zip(tensor_names(base.shape), base.tensors(), strict=True):
         assert name == ours
-        whole = _merged(ours, tensor.to(device), learnt, base.shape, drift) if _is_matrix(ours) else tensor
-        yield from _apart(theirs, whole, rows)
+        merged = _merged(ours, tensor.to(device), model, base.shape, drift) if _is_matrix(ours) else tensor
+        yield from _split(theirs, merged, rows)
 
 
-def _merged(ours: str, weight: Tensor, learnt: FinetunedModel, shape: DecoderShape, drift: Drift | None) -> Tensor:
-    path, adapter = ours.removesuffix(".weight"), learnt.adapter
+def _merged(ours: str, weight: Tensor, model: FinetunedModel, shape: DecoderShape, drift: Drift | None) -> Tensor:
+    path, adapter = ours.removesuffix(".weight"), model.adapter
     assert adapter is not None
     rows = tuple(_parts(path, shape).values())
     base = FrozenMatrix(weight, rows, quantise=adapter.quantised, double=adapter.double)
     if drift is not None and adapter.quantised:
         drift.add(weight, base.dense(torch.float32))
         base = FrozenMatrix(weight)
-    return _linear(path, base, learnt.tensors, shape, adapter, learnt.lora).merged_weight()
+    return _linear(path, base, model.tensors, shape, adapter, model.lora).merged_weight()
 
 
-def whole_tensors(learnt: FinetunedModel, base: Base) -> Iterator[tuple[str, Tensor]]:
-    """Where all weights learnt: these, under the base's published names."""
+def whole_tensors(model: FinetunedModel, base: Base) -> Iterator[tuple[str, Tensor]]:
+    """Return the weights of a run that trained all of them, under the base's published names."""
     for ours, theirs, rows in tensor_names(base.shape):
-        yield from _apart(theirs, learnt.tensors[ours], rows)
+        yield from _split(theirs, model.tensors[ours], rows)
 
 
-def _apart(theirs: tuple[str, ...], whole: Tensor, rows: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
-    yield from zip(theirs, whole.split(rows) if rows else (whole,), strict=True)
+def _split(theirs: tuple[str, ...], merged: Tensor, rows: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
+    """Split matrices that redline stores merged, such as q, k and v."""
+    yield from zip(theirs, merged.split(rows) if rows else (merged,), strict=True)

@@ -1,4 +1,4 @@
-"""The model card: what the model is, what it learnt from, how well, and how to load it."""
+"""The model card of an export: what the model is, its data, its quality, and how to load it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CARD = "README.md"
 
 
 def model_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], *, tokenizer: bool) -> str:
-    """README.md in Markdown, with the front matter that model hubs read. `exported` is what redline.json says."""
+    """Return README.md, with the front matter that model hubs read. `exported` is the content of redline.json."""
     events = read_events(run / EVENTS_FILE)
     front = {
         "library_name": "transformers",
@@ -30,8 +30,8 @@ def model_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], 
         f"# {lock['recipe_name']}, step {exported['step']:,}",
         _what(lock, exported),
         "## How to load it\n" + _loading(tokenizer),
-        "## What it learnt from\n" + bullets(data_facts(events, lock, exported["step"])),
-        "## How well\n" + quality(events, exported),
+        "## Training data\n" + bullets(data_facts(events, lock, exported["step"])),
+        "## Quality\n" + quality(events, exported),
         "## Limits\n" + _limits(lock),
         "## How it was made\n" + bullets(making(events, lock, exported)),
         f"The recipe, as it was resolved:\n\n```yaml\n{resolved_recipe(lock)}```",
@@ -57,7 +57,7 @@ def _loading(tokenizer: bool) -> str:
         return (
             "```python\nfrom transformers import AutoModelForCausalLM\n\n"
             'model = AutoModelForCausalLM.from_pretrained("PATH-OF-THIS-FOLDER")\n```\n\n'
-            "The tokenizer's files were not at hand when this was exported; add them before using text."
+            "The tokenizer's files were missing when this was exported; add them before using text."
         )
     return (
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
@@ -65,7 +65,7 @@ def _loading(tokenizer: bool) -> str:
         'model = AutoModelForCausalLM.from_pretrained("PATH-OF-THIS-FOLDER")\n'
         'prompt = tokenizer("The ", return_tensors="pt", return_token_type_ids=False)\n'
         "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=100)[0], skip_special_tokens=True))\n```\n\n"
-        "The tokenizer puts the end-of-text token before a text, as every document had it in training."
+        "The tokenizer puts the end-of-text token before a text, since every document had it there in training."
     )
 
 
@@ -77,7 +77,7 @@ def data_facts(events: History, lock: Mapping[str, Any], step: int) -> dict[str,
         "fingerprint of the tokens": f"`{data.get('fingerprint')}`",
         "tokenizer": f"{data.get('tokenizer')}, {data.get('vocab_size')} entries",
         "fingerprint of the tokenizer": f"`{data.get('tokenizer_fingerprint')}`",
-        "tokens there are for training": f"{number(data, 'train_tokens') or 0:,.0f}",
+        "training tokens": f"{number(data, 'train_tokens') or 0:,.0f}",
         "tokens seen": "unknown" if tokens is None else f"{int(tokens):,}",
         "updates": f"{step:,}",
     }
@@ -87,9 +87,9 @@ def quality(events: History, exported: Mapping[str, Any]) -> str:
     step = exported["step"]
     evals = events.until(step).of_type("eval")
     if not evals or number(evals[-1], "loss") is None:
-        return "It was not evaluated on text that was held out."
+        return "It was not evaluated on held-out text."
     last = evals[-1]
-    rows = {"loss": "nats per token", "perplexity": "e to that", "bits_per_byte": "comparable between tokenizers"}
+    rows = {"loss": "nats per token", "perplexity": "e^loss", "bits_per_byte": "comparable between tokenizers"}
     lines = [
         f"| {key.replace('_', ' ')} | {value:.4f} | {meaning} |"
         for key, meaning in rows.items()
@@ -105,10 +105,10 @@ def quality(events: History, exported: Mapping[str, Any]) -> str:
 def _limits(lock: Mapping[str, Any]) -> str:
     length = section(section(lock, "recipe"), "data").get("seq_len")
     limits = [
-        f"It saw sequences of {length} tokens; what it does beyond that was not tried.",
-        "It continues text. It was not taught to follow instructions or to refuse anything, and it can be wrong, "
+        f"It was trained on sequences of {length} tokens; longer ones were not tested.",
+        "It continues text. It was not trained to follow instructions or to refuse anything, and it can be wrong, "
         "offensive, or repeat its training text word for word.",
-        "It knows only what the data above told it, and the data's licence and biases are its own.",
+        "It knows only what is in the data above, and has the biases of these data. Their licence may apply to it.",
     ]
     return "\n".join(f"- {limit}" for limit in limits)
 
@@ -135,7 +135,7 @@ def bullets(facts: Mapping[str, Any]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The card of what was tuned on a base: which base that is, what was learnt, how well, and how to load the two.
+# The card of a model that was fine-tuned on a base.
 
 
 _PROMPTS = {
@@ -166,7 +166,7 @@ def finetuned_card(
     facts = {
         **data_facts(events, lock, exported["step"]),
         "tokenizer": f"the base's, {entries} entries",
-        "the loss was of": learn,
+        "tokens in the loss": learn,
     }
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
@@ -174,8 +174,8 @@ def finetuned_card(
         _adapter_summary(lock, exported),
         "## Its base\n" + bullets(_base(lock, exported)),
         "## How to load it\n" + _adapter_loading(exported, template),
-        "## What it learnt from\n" + bullets(facts),
-        "## How well\n" + quality(events, exported),
+        "## Training data\n" + bullets(facts),
+        "## Quality\n" + quality(events, exported),
         "## Limits\n" + _adapter_limits(lock),
         "## How it was made\n" + bullets(making(events, lock, exported)),
         f"The recipe, as it was resolved:\n\n```yaml\n{resolved_recipe(lock)}```",
@@ -191,7 +191,7 @@ def _adapter_summary(lock: Mapping[str, Any], exported: Mapping[str, Any]) -> st
         return what[0].upper() + what[1:]
     if exported["form"] == "merged":
         return f"{base} with {_adapters(lock)} merged into it. This folder holds {held} {kind}."
-    return f"{base}, trained on with all of its weights. This folder holds {held} {kind}."
+    return f"{base}, with all of its weights trained further. This folder holds {held} {kind}."
 
 
 def _adapters(lock: Mapping[str, Any]) -> str:
@@ -213,26 +213,26 @@ def _base(lock: Mapping[str, Any], exported: Mapping[str, Any]) -> dict[str, Any
         else None,
         "in training": _in_training(exported),
         "in this folder": _in_folder(exported),
-        "the run began with": begun,
+        "the run started with": begun,
     }
 
 
 def _in_training(exported: Mapping[str, Any]) -> str:
     quantised = exported["quantisation"]
     if not quantised:
-        return "as it is stored" + (", and learning" if exported["method"] == "full" else "")
+        return "as it is stored" + (", and trained" if exported["method"] == "full" else "")
     return f"in NF4{', doubly quantised' if quantised['double'] else ''}"
 
 
 def _in_folder(exported: Mapping[str, Any]) -> str | None:
-    """Which weights the adapters were added to."""
+    """Return which weights the adapters were added to; None if there is only one answer."""
     if exported["form"] != "merged" or not exported["quantisation"]:
         return None
     if (difference := exported.get("quantisation_difference")) is None:
-        return "dequantised from NF4: what the adapters were trained against, and not the original weights"
+        return "dequantised from NF4: the weights that the adapters were trained beside, not the original weights"
     return (
-        f"the original weights, and not what the adapters were trained against: NF4 differs from them by "
-        f"{difference:.2%} (the norm of the difference over the norm of what was quantised)"
+        f"the original weights, not those that the adapters were trained beside: NF4 differs from them by "
+        f"{difference:.2%} (the norm of the difference over the norm of the quantised matrices)"
     )
 
 
@@ -289,7 +289,7 @@ def _in_four_bits(exported: Mapping[str, Any]) -> str:
         return ""
     return (
         "\n\nThe adapters were trained beside the base in NF4. On the base as it is stored, the answers differ by "
-        "the quantisation's error; for what was trained, load it with "
+        "the quantisation error; to get the model that was trained, load the base with "
         "`quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
         f'bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={quantised["double"]})`.'
     )
@@ -298,9 +298,9 @@ def _in_four_bits(exported: Mapping[str, Any]) -> str:
 def _adapter_limits(lock: Mapping[str, Any]) -> str:
     length = section(section(lock, "recipe"), "data").get("seq_len")
     limits = [
-        f"It was tuned on sequences of at most {length} tokens; what it does beyond that was not tried.",
-        "It answers in the way of the rows above, and what it knows is the base's. It can be wrong, offensive, or "
-        "repeat its training text word for word, and whatever the base refuses it may have unlearnt to refuse.",
-        "The base's licence holds for it too, and so do the licence and the biases of the rows.",
+        f"It was fine-tuned on sequences of at most {length} tokens; longer ones were not tested.",
+        "It answers in the style of the rows above, with the knowledge of its base. It can be wrong, offensive, or "
+        "repeat its training text word for word, and it may no longer refuse what its base refuses.",
+        "The licence of the base applies to it, and the licence of the rows may. It has the biases of both.",
     ]
     return "\n".join(f"- {limit}" for limit in limits)

@@ -1,7 +1,7 @@
-"""Tensors into safetensors files, one at a time: what is written need not fit into memory.
+"""Write safetensors files one tensor at a time, so that a model need not fit into memory.
 
-The library itself wants all tensors of a file at once. The format does not: before the values it has a header with
-names, shapes and places, and those are known before any value is.
+The safetensors library needs all tensors of a file at once. The format does not: it starts with a header of names,
+shapes and offsets, and these are known before any value is.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from redline.errors import UserError
 from redline.kernels.matmul import DTYPES
 from redline.training.checkpoint import file_digest
 
-SHARD = 5_000_000_000  # bytes of values in a file, as is usual on model hubs
+SHARD = 5_000_000_000  # bytes of values per file, the usual limit on model hubs
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_ALIGNED = 8
+_HEADER_ALIGNMENT = 8  # bytes
 
 Shapes = Mapping[str, tuple[int, ...]]
 Named = Iterable[tuple[str, Tensor]]
@@ -32,14 +32,17 @@ Named = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class Shard:
-    """One file."""
+    """One file of weights."""
 
     name: str
     shapes: dict[str, tuple[int, ...]]
 
 
 def write_tensors(folder: Path, stem: str, shapes: Shapes, tensors: Named, dtype: str) -> None:
-    """STEM.safetensors, or several and an index; `tensors` come in the order of `shapes`. All is read back."""
+    """Write STEM.safetensors, or several files and an index; then read all of it back.
+
+    `tensors` must come in the order of `shapes`.
+    """
     kind = DTYPES[dtype]
     shards = plan_shards(stem, shapes, kind.itemsize)
     stream = _cast(tensors, dtype, shards[0].name)
@@ -55,7 +58,7 @@ def write_tensors(folder: Path, stem: str, shapes: Shapes, tensors: Named, dtype
 
 
 def plan_shards(stem: str, shapes: Shapes, itemsize: int) -> list[Shard]:
-    """In order; another file begins with the tensor that would make the last one too large."""
+    """Distribute the tensors over files, in order. A file ends before the tensor that would make it too large."""
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
     for name, shape in shapes.items():
@@ -85,7 +88,7 @@ def _cast(tensors: Named, dtype: str, where: str) -> Iterator[tuple[str, Tensor]
 
 
 def _write(path: Path, shapes: Shapes, stream: Iterator[tuple[str, Tensor]], kind: torch.dtype) -> str:
-    """The digest of what was handed to the disk."""
+    """Write one file, and return the digest of the bytes that were passed to the disk."""
     header = _header(shapes, kind)
     digest = hashlib.sha256(header)
     with open(path, "wb") as file:
@@ -100,19 +103,19 @@ def _write(path: Path, shapes: Shapes, stream: Iterator[tuple[str, Tensor]], kin
 
 
 def _header(shapes: Shapes, kind: torch.dtype) -> bytes:
-    about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
         begin, end = end, end + kind.itemsize * prod(shape)
-        about[name] = {"dtype": _NAMES[kind], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(about, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNED)
+        header[name] = {"dtype": _NAMES[kind], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
 def _check(path: Path, shapes: Shapes, digest: str) -> None:
-    """Whatever the disk made of it, a folder gets its name only if it reads back as it was meant."""
+    """Raise an OSError unless the file reads back as it was written: the export then never gets its final name."""
     with safe_open(path, "pt") as file:
-        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    if found != dict(shapes) or file_digest(path) != digest:
-        raise OSError("what was written does not read back")
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if stored != dict(shapes) or file_digest(path) != digest:
+        raise OSError(f"{path.name} does not read back as it was written")

@@ -1,4 +1,4 @@
-"""The run's tokenizer as transformers reads it."""
+"""The run's tokenizer in the format of transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFINITION, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 
 def run_tokenizer(run: Path, name: str, fingerprint: str) -> Tokenizer | None:
-    """The one that made the run's tokens: its own copy, else by name; None when its files are not here."""
+    """Open the tokenizer that made the run's tokens: its copy in the run, or by name; None if its files are missing."""
     own = run / DEFINITION
     try:
         tokenizer = load_tokenizer(str(own) if own.is_file() else name)
@@ -28,18 +28,21 @@ def run_tokenizer(run: Path, name: str, fingerprint: str) -> Tokenizer | None:
 
 
 def end_of_text(tokenizer: Tokenizer | None, name: str) -> int:
-    """Its id; that of a well-known vocabulary is known without its files."""
+    """Return the id of the end-of-text token. For well-known vocabularies no files are needed."""
     if tokenizer is not None:
         return tokenizer.eot
     known = named_vocabulary(name)
     if known is None:
-        fix = "Put the tokenizer.json that the tokens were made with into the run's directory."
-        raise UserError("the tokenizer's files are not here.", where=name, fix=fix)
+        fix = "Copy the tokenizer.json that the tokens were made with into the run's directory."
+        raise UserError("the tokenizer's files are missing.", where=name, fix=fix)
     return known[1]
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, seq_len: int) -> None:
-    """tokenizer.json and its settings. A text begins with the end-of-text token, as every document did in training."""
+    """Write tokenizer.json and its settings.
+
+    The exported tokenizer puts the end-of-text token before a text, since every document had it there in training.
+    """
     from tokenizers import Tokenizer as Backend
     from tokenizers.processors import TemplateProcessing
 
@@ -66,7 +69,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, seq_len: int) -> None
 
 
 def byte_definition(tokenizer: ByteTokenizer) -> Any:
-    """Bytes as a BPE without merges: each byte has the character that GPT-2 gave it, and that has the byte's id."""
+    """Return a BPE without merges whose tokens are bytes: GPT-2's character for each byte has the byte as its id."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
@@ -79,6 +82,9 @@ def byte_definition(tokenizer: ByteTokenizer) -> Any:
 
 
 def _character(byte: int) -> str:
-    """Printable Latin-1 stands for itself; what is left over is counted on from 256 (Radford et al. 2019)."""
+    """Return GPT-2's character for a byte (Radford et al. 2019).
+
+    Printable Latin-1 characters stand for themselves; the other bytes are numbered from 256.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     return chr(byte if byte in printable else 256 + [b for b in range(256) if b not in printable].index(byte))

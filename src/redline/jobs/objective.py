@@ -89,7 +89,7 @@ class Answer:
     forward_passes: int = 0  # that it took, for a model that does not need one per token
 
 
-class AnswerReport(Protocol):
+class AnswerEvaluation(Protocol):
     """The result of an evaluation that a job does in its own way, for `redline eval --answers`."""
 
     def result(self) -> dict[str, Any]:
@@ -293,9 +293,9 @@ class Objective(ABC):
         assert not questions, "this job has no questions, so it cannot have been asked any"
         return []
 
-    def answer_report(
+    def evaluate_answers(
         self, *, numbers: bool, count: int | None, tokens: int, where: str, progress: Callable[[int, int], None]
-    ) -> AnswerReport | None:
+    ) -> AnswerEvaluation | None:
         """Evaluate answers in the job's own way; None for the way that is common to all jobs (evaluate/questions.py).
 
         With `numbers`, an answer is compared by its final number. `where` names the model in errors.

@@ -140,7 +140,7 @@ def _write(folder: Path, source: str, tokenizer: ChatTokenizer, learn: str, prog
     files = {name: _GrowingArray(folder / f"{name}.npy", np.dtype(kind)) for name, kind in _DTYPES.items()}
     try:
         files["offsets"].append(np.zeros(1))
-        for samples in _coded(source, tokenizer, learn, stats):
+        for samples in _encoded(source, tokenizer, learn, stats):
             _append(files, samples)
             if progress:
                 progress(Progress(f"preparing {source}", int(stats.bytes), stats.total, files["tokens"].length))
@@ -156,7 +156,7 @@ def _write(folder: Path, source: str, tokenizer: ChatTokenizer, learn: str, prog
 Sample = tuple[int, int, EncodedSample]  # number and key of its row
 
 
-def _coded(source: str, tokenizer: ChatTokenizer, learn: str, stats: ReadStats) -> Iterator[list[Sample]]:
+def _encoded(source: str, tokenizer: ChatTokenizer, learn: str, stats: ReadStats) -> Iterator[list[Sample]]:
     tokenizer.begin_source()
     numbered = enumerate(read_conversations(source, stats))
     while some := list(itertools.islice(numbered, _BATCH_ROWS)):
@@ -291,9 +291,8 @@ class PackedSplit:
 
     def __init__(self, members: Members, sequence_starts: Int64s, seq_len: int, pad: int) -> None:
         self.samples, self.seq_len, self.pad = members, seq_len, pad
-        self.sequence_starts = (
-            sequence_starts  # sequence n has the samples from sequence_starts[n] to sequence_starts[n + 1]
-        )
+        # Sequence n has the samples from sequence_starts[n] up to sequence_starts[n + 1].
+        self.sequence_starts = sequence_starts
 
     def __len__(self) -> int:
         return len(self.sequence_starts) - 1

@@ -37,7 +37,7 @@ from redline.jobs.latent_prefix.frozen import FrozenModel, FrozenSpec, Scores, b
 from redline.jobs.latent_prefix.teacher import TeacherStates, load_teacher, text_prompt
 from redline.jobs.objective import (
     Answer,
-    AnswerReport,
+    AnswerEvaluation,
     Batch,
     JobRuntime,
     Log,
@@ -461,9 +461,9 @@ class LatentPrefix(Objective):
         self.model.train()
         return samples
 
-    def answer_report(
+    def evaluate_answers(
         self, *, numbers: bool, count: int | None, tokens: int, where: str, progress: Callable[[int, int], None]
-    ) -> AnswerReport:
+    ) -> AnswerEvaluation:
         from redline.jobs.latent_prefix.evaluate import compare  # imports this module
 
         return compare(self, count=count, tokens=tokens, numbers=numbers, where=where, on_progress=progress)
