@@ -76,6 +76,6 @@ def test_texts_that_are_none_are_counted() -> None:
 
 
 def test_who_writes_no_text_is_to_be_trained_for_longer() -> None:
-    with pytest.raises(UserError, match="of the 3 texts that it wrote, 1 are text") as refused:
+    with pytest.raises(UserError, match="1 of the 3 texts") as refused:
         read_back("a text", "\x00\x01\x02\x00", "  ")
     assert refused.value.fix == "Train it for longer."
