@@ -139,7 +139,7 @@ def _timed(peer: Peer, objective: Objective, plan: BatchPlan) -> tuple[list[Rate
         for step in range(steps):
             batch = feed.next(step)
             loss = peer.step(batch.micros)
-            throughput.add(resolved.tokens_per_step, batch.seconds)
+            throughput.add(resolved.tokens_per_step, batch.wait_seconds)
             if (step + 1) % every == 0 or step + 1 == steps:
                 losses.append(loss.item())
                 rate = throughput.read()

@@ -63,7 +63,7 @@ def test_no_site_settings_are_assumed(job: Any) -> None:
         assert word not in script
 
 
-def test_gpus_by_gres_and_none_on_a_cpu(job: Any) -> None:
+def test_gres_requests_and_none_on_a_cpu(job: Any) -> None:
     gres = job(cluster=SITE.model_copy(update={"gpu_request": "gres"}), ranks_per_node=4)
     assert "--gres=gpu:h100:4" in asked(gres.script())
     cpu = job(ranks_per_node=2, on_gpus=False).script()
@@ -249,5 +249,5 @@ def test_job_names() -> None:
 
 
 def test_a_folder_with_a_line_break_is_refused(job: Any) -> None:
-    with pytest.raises(UsageError, match="cannot stand in a script"):
+    with pytest.raises(UsageError, match="cannot be written into a script"):
         job(run="a\n#SBATCH --account=other").script()
