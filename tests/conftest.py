@@ -83,7 +83,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 Hook = Callable[[int], Any]
 
 
-class Quiet:
+class RecordingView:
     """A view that records the events."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Quiet:
         pass
 
 
-class Around:
+class StepHooks:
     """A trainer's step with hooks before and after it."""
 
     def __init__(self, step: Any, before: Hook | None = None, after: Hook | None = None) -> None:
@@ -146,7 +146,7 @@ class World:
         data = runtime.load_data(recipe)
         machine = options.pop("machine", Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11))
         resolved = resolve(recipe, machine, data.facts, gpus=options["ranks"].size if "ranks" in options else 1)
-        monitor = Monitor(EventLog(run.path / "events.jsonl"), options.pop("view", Quiet()))
+        monitor = Monitor(EventLog(run.path / "events.jsonl"), options.pop("view", RecordingView()))
         objective = runtime.create(resolved, data)
         identity = {"data": data.facts.fingerprint, "tokenizer": data.facts.tokenizer_fingerprint}
         trainer = Trainer(
@@ -162,7 +162,7 @@ class World:
         return trainer
 
     def around(self, trainer: Any, **hooks: Any) -> None:
-        trainer.train_step = Around(trainer.train_step, **hooks)
+        trainer.train_step = StepHooks(trainer.train_step, **hooks)
 
     def run(self, path: Path, *overrides: str, resume: bool = False, stop_at: int | None = None, **options: Any) -> Any:
         """Train a run. With `stop_at`, SIGTERM arrives while that step is computed."""

@@ -62,7 +62,7 @@ class Fork:
             self.code = -signal.SIGKILL
 
 
-def together(
+def run_ranks(
     size: int, action: Callable[[Any], int | None], folder: Path, timeout: float = 60.0, patience: float = 30.0
 ) -> list[int]:
     """Run `action(ranks)` on so many ranks; return their exit codes."""
@@ -84,7 +84,7 @@ def together(
     return [int(fork.code or 0) for fork in forks]
 
 
-def said(folder: Path, ranks: Sequence[int]) -> str:
+def rank_logs(folder: Path, ranks: Sequence[int]) -> str:
     return "\n".join((folder / f"rank-{rank}.log").read_text() for rank in ranks)
 
 
@@ -125,6 +125,6 @@ class Several:
             return int(code)
 
         logs = self.folder / f"logs-{run.name}"
-        codes = together(size, train, logs)
-        assert set(codes) <= {0, 75}, said(logs, range(size))
+        codes = run_ranks(size, train, logs)
+        assert set(codes) <= {0, 75}, rank_logs(logs, range(size))
         return run

@@ -21,7 +21,7 @@ from redline.errors import EXIT_DONE, EXIT_USAGE, UsageError
 from redline.launch.start import Target, read_target, restart_warning
 from redline.runs.events import read_events
 from redline.vocabulary import STOP_REQUEST_FILE
-from several import Fork, free_port, rank_environment, said
+from several import Fork, free_port, rank_environment, rank_logs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text(encoding="utf-8")
 TORCHRUN = [shlex.split(line) for line in re.findall(r"torchrun (--[^'\n]*)", PAGE)]
@@ -156,12 +156,12 @@ def test_rank_0_decides_for_all(world: Any, tmp_path: Path, no_pictures: None) -
             running.refuse_run = lambda path: None  # type: ignore[assignment]
         return int(app(["train", *words, f"train.steps={steps}"], standalone_mode=False) or 0)
 
-    assert ended(Fork(lambda: train(2, late=False), {}, tmp_path / "rank-0.log")) == EXIT_DONE, said(tmp_path, [0])
+    assert ended(Fork(lambda: train(2, late=False), {}, tmp_path / "rank-0.log")) == EXIT_DONE, rank_logs(tmp_path, [0])
     forks = [
         Fork(lambda r=rank: train(4, late=r == 1), rank_environment(rank, 2, port), tmp_path / f"rank-{rank}.log")
         for rank in range(2)
     ]
-    assert [ended(fork) for fork in forks] == [EXIT_DONE, EXIT_DONE], said(tmp_path, range(2))
+    assert [ended(fork) for fork in forks] == [EXIT_DONE, EXIT_DONE], rank_logs(tmp_path, range(2))
     assert [start["resumed_from"] for start in starts(run)] == [None, 2]
 
 

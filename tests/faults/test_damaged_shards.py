@@ -24,7 +24,7 @@ from redline.recipe.schema import Data
 from redline.runs.events import read_events
 from redline.runs.summary import run_status
 from redline.training.run_directory import RunDirectory
-from several import together
+from several import run_ranks
 
 
 def flip(path: Path, byte: int, bit: int) -> None:
@@ -137,7 +137,7 @@ def test_damage_found_by_another_rank_is_logged(world: Any, tokens: Path, tmp_pa
             return 2
         return 0
 
-    codes = together(2, train, tmp_path / "logs")
+    codes = run_ranks(2, train, tmp_path / "logs")
     assert codes == ([1, 1] if where == "check" else [2, 1])
     events = read_events(tmp_path / "run/events.jsonl")
     assert (events[-1]["type"], events[-1]["reason"], events[-1]["saved"]) == ("stop", "damaged_data", False)

@@ -14,7 +14,7 @@ from redline.runs.events import read_events
 from redline.training.checkpoint import committed_steps
 from redline.training.run_directory import RunDirectory
 from redline.vocabulary import status_of_stop
-from several import together
+from several import run_ranks
 
 FAR = ("train.steps=100", "checkpoint.every=100", "eval.every=100")
 
@@ -90,6 +90,6 @@ def test_every_rank_saves_to_the_moved_directory(world: Any, tmp_path: Path, mod
         ranks.barrier()
         return int(outcome.exit_code if outcome.saved and outcome.reason == "moved" else 99)
 
-    assert together(2, train, tmp_path / "logs") == [EXIT_DONE, EXIT_DONE]
+    assert run_ranks(2, train, tmp_path / "logs") == [EXIT_DONE, EXIT_DONE]
     assert committed_steps(after / "checkpoints") == [4]
     assert not before.exists()

@@ -18,7 +18,7 @@ import pytest
 from redline.errors import EXIT_USAGE, UsageError
 from redline.training import distributed as network
 from redline.training.distributed import GLOO_INTERFACE, LostRankError, choose_interface, join
-from several import Fork, free_port, rank_environment, said
+from several import Fork, free_port, rank_environment, rank_logs
 
 HOME = {"127.0.0.1": "lo", "10.1.0.7": "eth0", "10.2.0.7": "eth1"}
 NEW_MOUNTS, NEW_HOSTNAME, NEW_NETWORK, BIND, PRIVATE = 0x20000, 0x4000000, 0x40000000, 0x1000, 0x44000
@@ -140,7 +140,7 @@ class Hosts:
     def _wait_for(self, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
         while not done():
-            assert time.monotonic() < deadline, said(self.folder, range(2))
+            assert time.monotonic() < deadline, rank_logs(self.folder, range(2))
             time.sleep(0.01)
 
     def _machine(self, rank: int, action: Callable[[], int | None]) -> int | None:
@@ -185,7 +185,7 @@ def test_hosts_whose_names_resolve_to_loopback_find_each_other(hosts: Hosts) -> 
         ranks.barrier()
         return 0
 
-    assert hosts.run(meet) == [0, 0], said(hosts.folder, range(2))
+    assert hosts.run(meet) == [0, 0], rank_logs(hosts.folder, range(2))
 
 
 def test_unreachable_hosts_are_reported_within_the_timeout(hosts: Hosts) -> None:
@@ -197,7 +197,7 @@ def test_unreachable_hosts_are_reported_within_the_timeout(hosts: Hosts) -> None
         assert "127.0.0.1 (lo)" in str(lost.value)
         return 3
 
-    assert hosts.run(fail, **{GLOO_INTERFACE: "lo"}) == [3, 3], said(hosts.folder, range(2))
+    assert hosts.run(fail, **{GLOO_INTERFACE: "lo"}) == [3, 3], rank_logs(hosts.folder, range(2))
 
 
 class Agent:
@@ -227,7 +227,7 @@ class Agent:
             time.sleep(0.01)
         for fork in forks:
             fork.end()
-        assert [fork.code for fork in forks] == [0] * len(forks), said(self.folder, range(2))
+        assert [fork.code for fork in forks] == [0] * len(forks), rank_logs(self.folder, range(2))
 
 
 def test_restarted_ranks_ignore_keys_of_dead_ranks_in_the_agents_store(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from redline.errors import UsageError, UserError
 from redline.training.heartbeat import HEARTBEAT
+from redline.training.supervisor import LOST
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a single process may not need it here
     import torch.distributed as dist
@@ -40,7 +41,7 @@ _POLL_S = 0.02
 class LostRankError(UserError):
     """Another rank has ended or does not answer."""
 
-    why = "lost"
+    why = LOST
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ MAX_NONFINITE_RECOVERIES = 3  # after so many, leaving out batches does not help
 class OutOfMemoryError(UserError):
     """A step ran out of memory. The record of it makes the resumed run use less."""
 
-    why = "memory"
+    why = MEMORY
 
 
 class NonFiniteError(UserError):
     """Too many batches in a row were not finite. The resumed run goes back to before them and leaves them out."""
 
-    why = "nonfinite"
+    why = NONFINITE
 
 
 @dataclass(frozen=True)
