@@ -1,4 +1,4 @@
-"""What a run switches on for its whole process, a test must not leave to the next."""
+"""Reset process-wide torch settings after each test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_on() -> Iterator[None]:
-    """`train.deterministic` is other kernels for all that follow."""
+def reset_determinism() -> Iterator[None]:
+    """`train.deterministic` switches the kernels of the whole process, which would change the tests that follow."""
     yield
     torch.use_deterministic_algorithms(False)

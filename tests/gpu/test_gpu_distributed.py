@@ -1,4 +1,4 @@
-"""NCCL and FSDP2 on one GPU: a world of one goes through every call that a larger one makes."""
+"""NCCL, DDP and FSDP2 on one GPU: a world of size 1 makes the same calls as a larger one."""
 
 from __future__ import annotations
 
@@ -42,13 +42,19 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
-def train(world: Any, run: Path, *options: str, words: tuple[str, ...] = ()) -> Path:
-    """`redline train` as the only rank of a group."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+def train(world: Any, run: Path, *options: str, arguments: tuple[str, ...] = ()) -> Path:
+    """Run `redline train` as the only rank of a process group."""
+    environment = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     begin = ["quickstart", *world.tiny, f"data.source={world.corpus}", *GPU, *options, "--run", str(run)]
     done = subprocess.run(
-        [sys.executable, "-c", NCCL, "train", *(words or begin)],
-        env={**os.environ, **alone},
+        [sys.executable, "-c", NCCL, "train", *(arguments or begin)],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -70,27 +76,29 @@ def machine() -> Any:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_a_group_of_one_learns_what_one_process_does(
+def test_a_world_of_one_has_the_curve_of_a_single_process(
     world: Any, tmp_path: Path, machine: Any, mode: str, optimizer: str
 ) -> None:
     options = ("train.precision=fp32", f"train.optimizer={optimizer}", "train.ema=0.9")
     world.run(tmp_path / "one", *GPU, *options, machine=machine)
     run = train(world, tmp_path / "group", *options, f"parallel.mode={mode}")
-    apart = 5e-3 if optimizer == "muon" else 1e-4  # it multiplies in bf16, and each process by kernels of its choice
-    assert losses(run) == pytest.approx(losses(tmp_path / "one"), abs=apart)
+    tolerance = (
+        5e-3 if optimizer == "muon" else 1e-4
+    )  # Muon multiplies in bf16, and each process may choose other kernels
+    assert losses(run) == pytest.approx(losses(tmp_path / "one"), abs=tolerance)
     newest = newest_valid(run / "checkpoints")
     assert newest is not None
     assert (newest / "model.index.json").exists() == (mode == "fsdp")
     expected = read_tensors(tmp_path / "one/checkpoints" / newest.name, "model")
     for name, tensor in read_tensors(newest, "model").items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=2 * apart)
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=2 * tolerance)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_compiled_half_precision_is_stopped_and_resumed(world: Any, tmp_path: Path, mode: str) -> None:
+def test_a_compiled_bf16_run_is_resumed(world: Any, tmp_path: Path, mode: str) -> None:
     options = ("train.precision=bf16", "train.compile=true", f"parallel.mode={mode}", "checkpoint.every=3")
     run = train(world, tmp_path / "run", *options, "train.steps=3")
-    train(world, run, words=("--resume", str(run), "train.steps=6"))
+    train(world, run, arguments=("--resume", str(run), "train.steps=6"))
     found = losses(run)
     assert len(found) == 6
     assert found[-1] < found[0]
@@ -98,10 +106,10 @@ def test_compiled_half_precision_is_stopped_and_resumed(world: Any, tmp_path: Pa
     assert state["step"] == 6
 
 
-def test_one_gpu_through_torchrun_is_supervised(world: Any, tmp_path: Path) -> None:
-    words = ["quickstart", *world.tiny, f"data.source={world.corpus}", *GPU, "--run", str(tmp_path / "run")]
+def test_supervised_torchrun_with_one_gpu(world: Any, tmp_path: Path) -> None:
+    arguments = ["quickstart", *world.tiny, f"data.source={world.corpus}", *GPU, "--run", str(tmp_path / "run")]
     done = subprocess.run(
-        [sys.executable, "-m", "redline", "train", *words, "--gpus", "1", "--supervise"],
+        [sys.executable, "-m", "redline", "train", *arguments, "--gpus", "1", "--supervise"],
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,4 +1,4 @@
-"""Fine-tuning on a GPU: the numbers of a CPU, and what only a GPU can show."""
+"""Fine-tuning on a GPU: the curve of a CPU, training in bf16, and gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_in_fp32_it_is_the_curve_of_a_cpu(tuning: Tuning, tmp_path: Path, machine: Any, method: str) -> None:
-    """Without dropout, whose masks are each device's own."""
+def test_the_fp32_curve_equals_that_of_a_cpu(tuning: Tuning, tmp_path: Path, machine: Any, method: str) -> None:
+    """Without dropout, whose masks differ between devices."""
     keys = (f"finetune.method={method}", "model.lora.dropout=0" if method != "full" else "train.steps=6")
     for name, where in (("cpu", CPU), ("cuda", machine)):
         tuning.run(tmp_path / name, *keys, f"train.device={name}", machine=where)
@@ -45,7 +45,7 @@ def test_in_fp32_it_is_the_curve_of_a_cpu(tuning: Tuning, tmp_path: Path, machin
 
 @pytest.mark.parametrize("compiled", ["true", "false"])
 @pytest.mark.parametrize("method", METHODS)
-def test_in_bf16_it_learns(tuning: Tuning, tmp_path: Path, machine: Any, method: str, compiled: str) -> None:
+def test_training_in_bf16(tuning: Tuning, tmp_path: Path, machine: Any, method: str, compiled: str) -> None:
     keys = (f"finetune.method={method}", "train.device=cuda", "train.precision=bf16", f"train.compile={compiled}")
     tuning.run(tmp_path / "run", *keys, "train.steps=30", "train.lr=5e-3", machine=machine)
     found = losses(tmp_path / "run")
@@ -53,7 +53,9 @@ def test_in_bf16_it_learns(tuning: Tuning, tmp_path: Path, machine: Any, method:
 
 
 @pytest.mark.parametrize("how", ["selective", "full"])
-def test_what_is_computed_again_is_the_same(tuning: Tuning, tmp_path: Path, machine: Any, how: str) -> None:
+def test_gradient_checkpointing_does_not_change_the_curve(
+    tuning: Tuning, tmp_path: Path, machine: Any, how: str
+) -> None:
     keys = ("train.device=cuda", "train.precision=bf16")
     for name in ("none", how):
         tuning.run(tmp_path / name, *keys, f"train.grad_checkpointing={name}", machine=machine)

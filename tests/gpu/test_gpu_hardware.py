@@ -1,4 +1,4 @@
-"""What a real card says of itself, and what the doctor and the probe make of it."""
+"""NVML readings, the probe, the doctor and the attention ranking on a real GPU."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ pytestmark = [
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of one's own."""
+    """An empty cache."""
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path))
     return tmp_path
 
 
 @pytest.mark.usefixtures("cache")
-def test_the_card_is_the_same_with_and_without_torch() -> None:
+def test_the_gpu_is_described_the_same_with_and_without_torch() -> None:
     with_torch, without = detect_machine("cuda"), local_machine()
     assert without is not None
     assert (without.device, without.name, without.capability) == ("cuda", with_torch.name, with_torch.capability)
@@ -40,7 +40,7 @@ def test_the_card_is_the_same_with_and_without_torch() -> None:
     assert without.measured is with_torch.measured is None
 
 
-def test_every_reading_of_a_busy_card() -> None:
+def test_readings_of_a_busy_gpu() -> None:
     nvml = Nvml()
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     end = time.perf_counter() + 1.0
@@ -63,11 +63,11 @@ def test_every_reading_of_a_busy_card() -> None:
     for _ in range(10):
         nvml.read()
     each = (time.perf_counter() - begin) / 10
-    print(f"{1000 * each:.2f} ms a reading")
+    print(f"{1000 * each:.2f} ms per reading")
     assert each < 0.05
 
 
-def test_step_events_carry_the_readings(world: Any, tmp_path: Path) -> None:
+def test_step_events_have_the_readings(world: Any, tmp_path: Path) -> None:
     from redline.runs.events import read_events
 
     world.run(tmp_path / "run", "train.device=cuda", "train.steps=3", machine=detect_machine("cuda"))
@@ -76,7 +76,7 @@ def test_step_events_carry_the_readings(world: Any, tmp_path: Path) -> None:
     assert all(step[name] is not None for name in names), step
 
 
-def test_the_probe_is_below_the_peak_and_is_found_again(cache: Path) -> None:
+def test_measured_rates_are_below_the_peak_and_cached(cache: Path) -> None:
     begin = time.perf_counter()
     rates = measure_and_store("cuda")
     seconds = time.perf_counter() - begin
@@ -96,8 +96,8 @@ def test_the_probe_is_below_the_peak_and_is_found_again(cache: Path) -> None:
         assert 0.5 * machine.spec.bandwidth < rates["copy"] < machine.spec.bandwidth
 
 
-def test_the_doctor_tries_everything(cache: Path) -> None:
-    """In a process of its own, as a user calls it; on a Hopper card everything works."""
+def test_the_doctor_runs_all_its_self_tests(cache: Path) -> None:
+    """Run it as a user does, in its own process; on a Hopper GPU every self-test passes."""
     command = [sys.executable, "-m", "redline", "doctor", "--json"]
     environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     begin = time.perf_counter()
@@ -112,7 +112,7 @@ def test_the_doctor_tries_everything(cache: Path) -> None:
     assert done.returncode == (1 if any(line["status"] == "fail" for line in lines.values()) else 0)
 
 
-def test_a_hidden_card_is_a_failure_with_its_fix(cache: Path) -> None:
+def test_a_hidden_gpu_is_a_failure_with_a_fix(cache: Path) -> None:
     command = [sys.executable, "-m", "redline", "doctor"]
     path = f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
@@ -122,7 +122,7 @@ def test_a_hidden_card_is_a_failure_with_its_fix(cache: Path) -> None:
     assert "Unset it" in done.stdout
 
 
-def test_attention_is_ranked_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_backends_are_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from redline.kernels import attention
     from redline.kernels.masks import MaskSpec
 

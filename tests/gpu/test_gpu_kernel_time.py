@@ -1,4 +1,4 @@
-"""The share of the wall time that kernels take, on a card that is kept busy and on one that is not."""
+"""Kernel time as a share of wall time, on a busy GPU and on an idle one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-def test_pauses_are_no_kernels() -> None:
+def test_pauses_do_not_count_as_kernel_time() -> None:
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     device = torch.device("cuda")
 
@@ -39,7 +39,7 @@ def test_pauses_are_no_kernels() -> None:
     assert paused.wall > worked.wall + 0.9
 
 
-def test_a_slow_host_makes_no_kernel_slow() -> None:
+def test_kernel_time_does_not_depend_on_the_host() -> None:
     a = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
 
     def from_a_slow_host() -> None:

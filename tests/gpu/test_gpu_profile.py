@@ -1,4 +1,4 @@
-"""`redline profile` on a GPU: kernels by kind, and who holds the memory."""
+"""`redline profile` on a GPU: kernel time by kind, and memory by the line that allocated it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,18 @@ SHAPE = (
 )
 
 
-def test_a_step_by_its_kernels(corpus: Path, tmp_path: Path) -> None:
-    words = [*SHAPE, f"data.source={corpus}", "data.tokenizer=bytes", "train.global_batch=32", "train.micro_batch=32"]
-    there = [str(Path(one).absolute()) for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-    path = os.pathsep.join([str(SOURCE), *there])
+def test_profile_of_a_step(corpus: Path, tmp_path: Path) -> None:
+    arguments = [
+        *SHAPE,
+        f"data.source={corpus}",
+        "data.tokenizer=bytes",
+        "train.global_batch=32",
+        "train.micro_batch=32",
+    ]
+    inherited = [str(Path(one).absolute()) for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    path = os.pathsep.join([str(SOURCE), *inherited])
     done = subprocess.run(
-        [sys.executable, "-m", "redline", "profile", "quickstart", *words, "--json"],
+        [sys.executable, "-m", "redline", "profile", "quickstart", *arguments, "--json"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,

@@ -1,4 +1,4 @@
-"""What only a GPU can show: exact resume, recovery from a full card, half precision, compiled steps."""
+"""Training on a GPU: exact resume, recovery from out-of-memory errors, half precision, fp8, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 GPU = ("train.device=cuda", "train.precision=bf16", "model.d_model=128", "data.seq_len=64")
-PLAIN = ("model.qk_norm=false",)  # what fused blocks compute
+PLAIN = ("model.qk_norm=false",)  # with QK norm, fused blocks are not chosen automatically
 
 
 @pytest.fixture
@@ -78,19 +78,19 @@ def test_compiled_half_precision_follows_fp32(
         curves.append([e["loss"] for e in read_events(tmp_path / name / "events.jsonl") if e["type"] == "step"])
     if precision == "bf16":
         assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 0.05
-    # fp16 begins with a few steps that its loss scale must find out about, and ends as many steps behind
+    # fp16 skips a few steps until its loss scale fits, and is as many steps behind at the end
     assert curves[1][-1] < curves[0][-1] + 0.4
     assert curves[1][-1] < curves[1][0] - 0.5
 
 
 @pytest.fixture
-def eight_bits_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """At the size of these tests bf16 would be faster, and be chosen."""
+def fp8_measured_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At the size of these tests bf16 is faster and would be chosen."""
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("redline.kernels.float8_choice.measure", lambda *_, **__: (2.0, 1.0))
 
 
-@pytest.mark.usefixtures("eight_bits_win")
+@pytest.mark.usefixtures("fp8_measured_faster")
 @pytest.mark.parametrize("backend", ["native", "torchao"])
 def test_fp8_follows_bf16(world: Any, tmp_path: Path, machine: Any, backend: str) -> None:
     if backend == "torchao":
@@ -107,13 +107,13 @@ def test_fp8_follows_bf16(world: Any, tmp_path: Path, machine: Any, backend: str
     assert trainer.objective.float8.linears == ("qkv", "out", "up", "down", *head)
     bf16, fp8 = curves
     assert bf16 != fp8
-    slack = 0.1 if backend == "native" else 0.2  # torchao's mean rows are as its weights are rounded
+    slack = 0.1 if backend == "native" else 0.2  # the torchao back-end deviates more
     assert max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) < slack
     assert fp8[-1] < fp8[0] - 0.5
 
 
-@pytest.mark.usefixtures("eight_bits_win")
-def test_blocks_are_denoised_in_fp8(world: Any, tmp_path: Path, machine: Any) -> None:
+@pytest.mark.usefixtures("fp8_measured_faster")
+def test_block_diffusion_in_fp8_follows_bf16(world: Any, tmp_path: Path, machine: Any) -> None:
     blocks = ("objective=block_diffusion", "block_diffusion.block_size=16", "data.pack=false", "data.seq_len=128")
     curves = []
     for precision in ("bf16", "fp8"):
@@ -129,7 +129,7 @@ def test_blocks_are_denoised_in_fp8(world: Any, tmp_path: Path, machine: Any) ->
     assert sum(fp8[-5:]) < sum(fp8[:5]) - 1
 
 
-@pytest.mark.usefixtures("eight_bits_win")
+@pytest.mark.usefixtures("fp8_measured_faster")
 def test_fp8_resumes_bitwise(
     world: Any, tmp_path: Path, tensors_of: Any, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +144,7 @@ def test_fp8_resumes_bitwise(
     assert all(torch.equal(tensor, got[name]) for name, tensor in expected.items())
 
 
-def test_the_choice_of_fp8_is_measured_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_choice_of_fp8_matmuls_is_measured_and_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from redline.kernels.float8_choice import choose
 
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path))
@@ -159,8 +159,8 @@ def test_the_choice_of_fp8_is_measured_and_kept(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("options", [("train.precision=bf16",), ("train.precision=fp8", "train.fp8=native")])
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.usefixtures("eight_bits_win")
-def test_one_launch_a_step_is_the_same_bit_for_bit(
+@pytest.mark.usefixtures("fp8_measured_faster")
+def test_a_cuda_graph_gives_the_same_bits(
     world: Any,
     tmp_path: Path,
     tensors_of: Any,
@@ -170,7 +170,7 @@ def test_one_launch_a_step_is_the_same_bit_for_bit(
     accumulation: int,
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr("redline.training.warmup._MAX_SLOWDOWN", 1e9)  # whichever is faster
+    monkeypatch.setattr("redline.training.warmup._MAX_SLOWDOWN", 1e9)  # keep the graph even if it is slower
     micro = f"train.micro_batch={8 // accumulation}"
     shape = (f"train.accumulation={accumulation}", micro, "train.deterministic=true", "train.steps=8")
     found = {}
