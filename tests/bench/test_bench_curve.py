@@ -52,7 +52,7 @@ def test_a_slow_evaluation_takes_no_time(world: Any, tmp_path: Path, monkeypatch
     assert curve[-1]["loss"] < curve[0]["loss"]
 
 
-def test_a_run_comes_to_its_last_point() -> None:
+def test_figures_are_those_of_the_last_point() -> None:
     curve = [
         {"step": 0, "tokens": 0, "seconds": 0.0, "loss": 9.0},
         {"step": 10, "tokens": 4000, "seconds": 2.0, "loss": 5.0},
@@ -62,7 +62,7 @@ def test_a_run_comes_to_its_last_point() -> None:
     assert found["final_loss"] == 5.0
 
 
-def test_the_first_window_only_settles_and_one_that_stumbles_does_not_count() -> None:
+def test_the_step_time_ignores_the_first_window_and_outliers() -> None:
     def step(number: int, ms: float) -> dict[str, Any]:
         return {"type": "step", "step": number, "step_ms": ms}
 
@@ -74,7 +74,7 @@ def test_the_first_window_only_settles_and_one_that_stumbles_does_not_count() ->
 
 
 @given(st.integers(1, 200_000))
-def test_looks_are_spread_and_logged(steps: int) -> None:
+def test_evaluations_are_spread_evenly_and_fall_on_logged_steps(steps: int) -> None:
     looks = EvaluationPlan.over(steps)
     assert looks.every % looks.log_every == 0, "an evaluation follows a logged step, which waits for the GPU"
     count = -(-steps // looks.every)
@@ -96,7 +96,7 @@ def test_passing_is_linear_between_evaluations(falling: list[float], target: flo
         assert found == pytest.approx(np.interp(target, rising, [p["seconds"] for p in curve[::-1]]), abs=1e-6)
 
 
-def test_who_passes_and_comes_back_has_passed() -> None:
+def test_the_first_crossing_counts_even_if_the_loss_rises_again() -> None:
     curve = [{"seconds": float(n), "loss": loss} for n, loss in enumerate([9.0, None, 5.0, 6.0, 3.0])]
     assert seconds_to(5.5, curve) == 2.0, "what lies before is not known"
     assert seconds_to(4.5, curve) == pytest.approx(3.5)

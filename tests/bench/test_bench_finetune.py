@@ -75,7 +75,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @stack
-def test_all_begin_with_the_same_loss_and_are_timed_alike(there: Path) -> None:
+def test_all_contenders_begin_with_the_same_loss_and_are_timed_equally(there: Path) -> None:
     result = json.loads((there / "f.json").read_text())
     rows = {row["name"]: row for row in result["rows"]}
     assert list(rows) == [one.name for one in CONTENDERS]
@@ -103,7 +103,7 @@ def test_all_begin_with_the_same_loss_and_are_timed_alike(there: Path) -> None:
 
 
 @stack
-def test_a_peer_that_cannot_run_says_so_on_the_page_too(there: Path) -> None:
+def test_the_page_has_the_reason_of_a_peer_that_cannot_run(there: Path) -> None:
     rows = {row["name"]: row for row in json.loads((there / "f.json").read_text())["rows"]}
     why = "the package liger_kernel is not installed." if find_spec("liger_kernel") is None else "need a GPU"
     page, told = (there / "f.md").read_text(), (there / "out.txt").read_text()
@@ -217,7 +217,7 @@ def test_only_the_adapters_of_the_peer_learn_and_its_blocks_are_in_nf4() -> None
 
 @stack
 @pytest.mark.parametrize(("recompute", "passes"), [(True, 2), (False, 1)])
-def test_the_peer_recomputes_its_blocks_when_that_is_its_name(recompute: bool, passes: int) -> None:
+def test_the_peer_recomputes_its_blocks_only_if_asked(recompute: bool, passes: int) -> None:
     setting = choose(None, [CPU])
     resolved = resolve(setting.recipe, setting.machine, DataFacts(512, 10**9, 10**7, "", "base", ""))
     peer = hf_qlora.Peer(resolved.recipe, liger=False, recompute=recompute)
@@ -260,7 +260,7 @@ def test_it_agrees_with_ours_in_other_models_too(words: tuple[str, ...]) -> None
         ((), {"liger": True}, "liger_kernel is not installed|need a GPU"),
     ],
 )
-def test_what_the_peer_cannot_do_it_refuses(words: tuple[str, ...], more: dict[str, Any], said: str) -> None:
+def test_the_peer_refuses_what_it_cannot_do(words: tuple[str, ...], more: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         hf_qlora.contend(request_for(*words, **more))
 
@@ -268,7 +268,7 @@ def test_what_the_peer_cannot_do_it_refuses(words: tuple[str, ...], more: dict[s
 # --- the clock, the ratios, the errors
 
 
-def test_the_median_step_counts_and_those_before_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figure_is_the_median_of_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, taken = iter((10.0, 11.0, 13.0, 14.0)), []
     monkeypatch.setattr(finetune_steps.time, "perf_counter", lambda: next(clock))
 
@@ -308,7 +308,9 @@ def test_ratios_are_to_the_plain_peer_and_to_the_best_of_those_that_ran(found: l
 
 
 @pytest.mark.parametrize(("failing", "code"), [("finetune_steps", 1), ("hf_qlora", 0)])
-def test_who_fails_says_why_and_the_others_go_on(failing: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_contender_has_its_reason_and_the_others_run(
+    failing: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ask(module: str, request: dict[str, Any]) -> dict[str, Any]:
         if module.endswith(failing):
             raise ChildError("CUDA out of memory.")

@@ -81,7 +81,7 @@ def test_it_computes_what_transformers_computes() -> None:
     assert model(rows[:, :-1], targets).item() / (3 * 16 - 3) == pytest.approx(expected.item(), abs=1e-5)
 
 
-def test_the_stream_does_not_grow_with_depth() -> None:
+def test_the_residual_stream_does_not_grow_with_depth() -> None:
     model = Gpt2(Gpt2Shape(4, 2, 128, 512, 32))
     model.initialise(torch.Generator().manual_seed(3))
     for name, weight in model.named_parameters():
@@ -148,7 +148,7 @@ def test_timing_a_step_changes_nothing(words: list[str]) -> None:
     assert curves[0][-1] < curves[0][0] - 0.1, "and it learns"
 
 
-def test_its_clock_stands_still_while_it_looks(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_clock_stops_during_evaluations(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(self: Any, micro: int) -> dict[str, float]:
         time.sleep(0.15)
         return {"loss": 1.0}
@@ -194,7 +194,7 @@ def test_micro_batches_have_at_most_32_sequences(batch: int, micro: int) -> None
     assert recipe_of([f"train.global_batch={batch}"]).train.micro_batch == micro
 
 
-def test_what_it_cannot_is_said(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_options_are_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nanogpt, "MOST_LOGITS", 1000)
     with pytest.raises(UserError, match="more logits"):
         contend(words, 0.3, 30.0)

@@ -92,7 +92,7 @@ def test_quantised_models_are_the_same_too() -> None:
 
 
 @pytest.mark.parametrize(("one_pass", "student"), [(False, 2 + 4), (True, 1)])
-def test_the_textbook_looks_as_often_as_its_name_says(
+def test_the_textbook_runs_as_many_forward_passes_as_named(
     one_pass: bool, student: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every step: forwards of the student for each model, and one of its teacher."""
@@ -138,7 +138,7 @@ def test_rows_are_those_of_training() -> None:
         ("model.softcap=30", "softcap"),
     ],
 )
-def test_what_the_textbook_cannot_do_it_refuses(word: str, said: str) -> None:
+def test_the_textbook_refuses_what_it_cannot_do(word: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         latent_textbook.contend(request_for(word))
 
@@ -146,7 +146,7 @@ def test_what_the_textbook_cannot_do_it_refuses(word: str, said: str) -> None:
 # --- the command
 
 
-def test_the_table_and_who_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_with_a_failed_contender(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
     def ask(module: str, request: dict[str, Any]) -> dict[str, Any]:

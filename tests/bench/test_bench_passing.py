@@ -82,7 +82,7 @@ def test_passing_is_counted_in_the_baselines_seconds() -> None:
     assert best_entries(table)[1] is ours
 
 
-def test_a_slower_card_is_corrected_for_and_said() -> None:
+def test_a_slower_gpu_is_corrected_for_with_a_note() -> None:
     slow = row("speedrun-350m", losses=[10.0, 5.1, 4.0], anchor=110.0)
     (table,) = compare([*ROWS, slow])
     entry = next(entry for entry in table["entries"] if entry["arm"] == "speedrun-350m")
@@ -116,7 +116,7 @@ def test_a_schedule_fitted_to_less_time_may_win() -> None:
     assert "pretrain-350m, fitted to 30 s" in markdown(result([*ROWS, short, vain]))
 
 
-def test_a_trial_that_diverged_is_one() -> None:
+def test_a_diverged_trial_counts_as_a_trial() -> None:
     gone = row("nanogpt", "train.lr=1", losses=[10.0, 5.0], error="it diverged", diverged=True, final_loss=None)
     (table,) = compare(
         [
@@ -147,7 +147,7 @@ def test_a_seed_without_a_curve_did_not_pass() -> None:
     assert table["entries"][0]["lost_seeds"] == 0, "it was made up for"
 
 
-def test_a_baseline_that_diverged_with_one_seed_is_none() -> None:
+def test_a_baseline_that_diverged_with_one_seed_is_not_used() -> None:
     best = ROWS[1]
     gone = {**best, "name": "gone", "seed": 9, "error": "it diverged", "diverged": True}
     (table,) = compare([*ROWS, gone])
@@ -176,7 +176,7 @@ def test_of_two_rows_of_a_seed_the_last_counts() -> None:
     assert entry["final_loss"] == pytest.approx((4.6 + 3.0) / 2)
 
 
-def test_a_baseline_that_passes_in_less_time_is_said() -> None:
+def test_a_shorter_baseline_that_passes_gets_a_note() -> None:
     quick = row("nanogpt", "train.global_batch=8", losses=[10.0, 6.0, 4.9], budget=60.0)
     tables = compare([*ROWS, quick])
     assert [table["budget_s"] for table in tables] == [60, 120]
@@ -197,7 +197,7 @@ def test_a_smaller_model_in_the_baselines_loop_is_a_control() -> None:
     assert compare([row("nanogpt", "model.layers=8", losses=[10.0, 4.0, 3.0])]), "alone it is the race's"
 
 
-def test_a_run_off_its_budget_says_so_in_the_table() -> None:
+def test_a_run_off_its_budget_is_marked_in_the_table() -> None:
     late = row("speedrun-350m", losses=[10.0, 5.0, 4.0]) | {"seconds": 131.0}
     assert "| speedrun-350m, trained 131.0 s |" in markdown(result([*ROWS, late]))
 
@@ -231,7 +231,7 @@ def result(rows: list[Any], **fields: Any) -> dict[str, Any]:
     return {**common, "rows": rows, "comparison": compare(rows), **fields}
 
 
-def test_the_page_and_the_console_tell_the_same() -> None:
+def test_the_page_and_the_console_show_the_same_figures() -> None:
     told = ["its 57.1M tokens repeat: 1.40 epochs"]
     repeated = row("pretrain-350m", "train.lr=2", losses=[10.0, 9.0], epochs=1.4, warnings=told)
     failed = {"name": "speedrun-350m · 120 s · seed 1", "arm": "speedrun-350m", "overrides": [], "budget_s": 120.0}
@@ -254,7 +254,7 @@ def test_the_page_and_the_console_tell_the_same() -> None:
     assert "no row of `nanogpt` yet" in markdown(result(ROWS[3:]))
 
 
-def test_the_picture_is_whole_and_always_the_same() -> None:
+def test_the_picture_is_complete_and_deterministic() -> None:
     pictures = [draw(result(rows)) for rows in (ROWS, ROWS[3:], [*ROWS, row("nanogpt", losses=[9.0, 3.0], text="b")])]
     for svg in pictures:
         assert svg is not None

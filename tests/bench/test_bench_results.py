@@ -67,7 +67,7 @@ spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pa
 
 
 @given(spans)
-def test_what_kernels_cover_is_counted_once(given_spans: list[tuple[int, int]]) -> None:
+def test_overlapping_kernels_are_counted_once(given_spans: list[tuple[int, int]]) -> None:
     ticks = {tick for start, end in given_spans for tick in range(start, end)}
     assert covered(given_spans) == len(ticks)
 
@@ -118,7 +118,7 @@ def test_a_cpu_has_no_kernels_to_time() -> None:
         ("bf16", None, "this run computes in bf16, not in fp8 (fp8 is off: no units)."),
     ],
 )
-def test_fp8_is_what_ran_in_it(used: str, value: str | None, said: str | None) -> None:
+def test_a_row_called_fp8_ran_in_fp8(used: str, value: str | None, said: str | None) -> None:
     choices = [{"key": "model.kernels", "value": "fused", "reason": ""}]
     choices += [{"key": "train.fp8", "value": value, "reason": "all are slower"}] if value else []
     assert why_not_fp8(used, choices, ["little data", "fp8 is off: no units"]) == said
@@ -170,9 +170,7 @@ def test_a_row_on_a_gpu_has_energy_clock_and_kernels(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("precision", "chosen"), [("bf16", "native: qkv"), ("fp8", "none")])
-def test_no_bf16_figure_stands_under_the_name_of_fp8(
-    precision: str, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_called_fp8_has_no_bf16_figure(precision: str, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throughput, "ask", lambda *_: {})
     with pytest.raises(ChildError, match="fp8"):
         throughput._measure(throughput.CONTENDERS[1], a_run(precision, chosen))
@@ -213,7 +211,7 @@ def test_a_page_has_the_table_and_what_it_was_measured_with() -> None:
     assert {line.count("|") for line in table[: 2 + len(result()["rows"])]} == {width}
 
 
-def test_the_picture_of_throughput_is_whole_and_always_the_same() -> None:
+def test_the_picture_of_throughput_is_complete_and_deterministic() -> None:
     svg = draw(result())
     assert svg is not None
     ElementTree.fromstring(svg)
@@ -266,7 +264,7 @@ def test_committed_results_become_one_picture(tmp_path: Path) -> None:
     assert not (tmp_path / "no.svg").exists()
 
 
-def test_a_race_is_drawn_on_one_text_and_alone(tmp_path: Path) -> None:
+def test_a_race_is_drawn_for_one_text_only(tmp_path: Path) -> None:
     committed = ROOT / "benchmarks/results/race-h200-20261118.json"
     done = picture(str(tmp_path / "out.svg"), str(committed))
     assert done.returncode == 0, done.stderr
@@ -280,7 +278,7 @@ def test_a_race_is_drawn_on_one_text_and_alone(tmp_path: Path) -> None:
     assert unlike.stderr.startswith("a result is not whole.")
 
 
-def test_without_redline_among_them_nobody_is_compared_with_it() -> None:
+def test_without_a_row_of_redline_there_are_no_ratios() -> None:
     """`--only plain` begins with another row."""
     rows: list[Any] = [{"name": "plain", "tokens_per_s": 2.0}, {"name": "transformers", "tokens_per_s": 1.0}]
     assert throughput.add_ratios(rows) == rows

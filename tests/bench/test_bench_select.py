@@ -13,7 +13,7 @@ def names(only: str | None) -> list[str]:
     return [one.name for one in select(CONTENDERS, only)]
 
 
-def test_words_pick_by_name_and_keep_the_order() -> None:
+def test_only_selects_by_name_and_keeps_the_order() -> None:
     assert names(None) == [one.name for one in CONTENDERS]
     assert names("nothing recomputed, redline lora") == [
         "redline lora",
@@ -24,6 +24,6 @@ def test_words_pick_by_name_and_keep_the_order() -> None:
 
 
 @pytest.mark.parametrize("only", ["redlime", "", " , ", "redline,nobody"])
-def test_a_word_in_no_name_is_refused_with_the_names(only: str) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(only: str) -> None:
     with pytest.raises(UsageError, match="hf\\+peft\\+bitsandbytes"):
         select(CONTENDERS, only)

@@ -17,7 +17,7 @@ FACTS = {"benchmark", "date", "machine", "versions", "git", "rows"}
 MEASURED = {"tokens_per_s": 1000.0, "memory_gib": 2.0, "step_ms": 5.0, "compile_s": 0.1, "micro": 4, "choices": []}
 
 
-def test_throughput_puts_the_real_loop_beside_its_peers(compare: Any, recipe: str, tmp_path: Path) -> None:
+def test_throughput_compares_the_real_loop_with_its_peers(compare: Any, recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="one of the contenders")
     answer = compare("throughput", recipe, "train.steps=3", "--json", "--out", "t.json")
     assert answer.code == 0, answer.err
@@ -114,7 +114,7 @@ def test_a_long_list_is_measured_in_two_calls(compare: Any, monkeypatch: pytest.
     assert (tmp_path / "plan.svg").exists()
 
 
-def test_rows_of_other_code_say_so(compare: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows_of_another_commit_are_marked(compare: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plan_accuracy, "ask_trial", lambda *_, **__: MEASURED)
     words = ("plan-accuracy", "train.device=cpu", "--out", "plan.json")
     compare(*words, "--only", "5m")
@@ -128,7 +128,7 @@ def test_rows_of_other_code_say_so(compare: Any, monkeypatch: pytest.MonkeyPatch
     assert "- 5m: measured on 2001-02-03, commit `feed123`." in (tmp_path / "plan.md").read_text()
 
 
-def test_real_steps_answer_all_that_a_row_needs(compare: Any, recipe: str) -> None:
+def test_the_trial_returns_all_fields_of_a_row(compare: Any, recipe: str) -> None:
     answer = compare("plan-accuracy", recipe, "--json")
     assert answer.code == 0, answer.err
     (row,) = json.loads(answer.out)["rows"]
@@ -140,16 +140,14 @@ def test_real_steps_answer_all_that_a_row_needs(compare: Any, recipe: str) -> No
     )
 
 
-def test_a_configuration_that_is_not_what_it_is_named_for_has_no_figure(
-    compare: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_case_called_fp8_that_runs_in_bf16_has_no_figure(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_accuracy, "ask_trial", lambda *_, **__: pytest.fail("measured all the same"))
     answer = compare("plan-accuracy", "quickstart", "train.device=cpu", "train.precision=fp8")
     assert answer.code == 1
     assert "not in fp8" in answer.out
 
 
-def test_a_contender_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, compare: Any) -> None:
+def test_a_failed_contender_has_its_reason_and_the_others_run(monkeypatch: pytest.MonkeyPatch, compare: Any) -> None:
     def ask(module: str, request: dict[str, Any]) -> dict[str, Any]:
         raise child.ChildError("the package transformers is not installed.")
 

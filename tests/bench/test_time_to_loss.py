@@ -108,7 +108,7 @@ def test_arms_are_trained_once_and_compared(compare: Any, here: Here, words: Any
     assert len(json.loads((tmp_path / "loss.json").read_text())["rows"]) == 3
 
 
-def test_who_diverges_was_tried(compare: Any, here: Here, words: Any, tmp_path: Path) -> None:
+def test_a_diverged_run_is_not_repeated(compare: Any, here: Here, words: Any, tmp_path: Path) -> None:
     compare(*words, "--arm", "nanogpt")
     answer = compare(*words, "--arm", "nanogpt", "train.lr=1e30")
     assert answer.code == 1
@@ -128,7 +128,7 @@ def test_the_children_are_processes(compare: Any, words: Any) -> None:
     assert row["final_loss"] < 6
 
 
-def test_a_run_that_fails_says_why(compare: Any, here: Here, words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_has_its_reason(compare: Any, here: Here, words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def train(*_: Any, **__: Any) -> Any:
         raise child.ChildError("no room.")
 
@@ -140,7 +140,7 @@ def test_a_run_that_fails_says_why(compare: Any, here: Here, words: Any, monkeyp
     assert "the baseline" in answer.out, "the other went on"
 
 
-def test_rows_are_gone_on_from_only_where_they_are_whole_and_of_this_text(
+def test_only_complete_rows_of_the_same_text_are_continued(
     compare: Any, here: Here, words: Any, tmp_path: Path, corpus: Path
 ) -> None:
     text = tmp_path / "text.txt"
@@ -229,7 +229,7 @@ def test_a_recipes_warm_up_is_no_longer_than_the_budget_allows(own: Any, said: s
     assert time_to_loss._warmup(asked, ["train.warmup_steps=100"], 240) == []
 
 
-def test_words_in_another_order_are_the_same_trial() -> None:
+def test_overrides_in_another_order_are_the_same_trial() -> None:
     assert arms.in_order(["train.lr=1", "eval.sequences=8", "train.lr=2"]) == ("eval.sequences=8", "train.lr=2")
     assert arms.in_order(["train.micro_batch_size=4", "train.micro_batch=8"]) == ("train.micro_batch=8",)
     assert arms.in_order(["learning_rate=1e-3"]) == arms.in_order(["train.lr=0.001"]) == ("train.lr=0.001",)
@@ -237,7 +237,7 @@ def test_words_in_another_order_are_the_same_trial() -> None:
     assert time_to_loss.is_there(time_to_loss.Trial("nanogpt", ("train.lr=0.001",), 2.0, 1), [row])
 
 
-def test_another_spelling_takes_the_place_of_a_default() -> None:
+def test_an_alias_replaces_a_default() -> None:
     assert nanogpt.recipe_of(["learning_rate=1e-3", "max_seq_len=32"]).train.lr == 1e-3
     setting = choose_setting(None, ["max_seq_len=32", "train.device=cpu"], {"cpu": ("train.steps=3",)})
     assert setting.recipe.data.seq_len == 32
@@ -289,7 +289,7 @@ def test_an_arm_without_a_recipe_is_left_out(compare: Any, monkeypatch: pytest.M
     assert "'speedrun-350m' has no recipe in this version. There are nanogpt, pretrain-350m." in answer.said
 
 
-def test_a_gpu_needs_a_text_that_was_chosen() -> None:
+def test_a_gpu_needs_a_text_of_the_users() -> None:
     from redline.errors import UsageError
     from redline.hardware.machine import Machine
 

@@ -37,7 +37,7 @@ def test_three_must_agree(total: int, micro: int, accumulation: int, world: int)
 
 
 @given(total=st.integers(1, 100_000), part=some, world=st.integers(1, 16))
-def test_a_part_must_divide(total: int, part: int, world: int) -> None:
+def test_the_stated_part_must_divide_the_batch(total: int, part: int, world: int) -> None:
     for name, got in (
         ("train.micro_batch", solve_batch(total, part, None, world)),
         ("train.accumulation", solve_batch(total, None, part, world)),
@@ -50,7 +50,7 @@ def test_a_part_must_divide(total: int, part: int, world: int) -> None:
             assert got.global_batch == total
 
 
-def test_the_plan_may_choose_when_too_little_is_given() -> None:
+def test_the_plan_chooses_if_fewer_than_two_are_stated() -> None:
     assert solve_batch(None, None, None) is None
     assert solve_batch(64, None, None) is None
     assert solve_batch(None, 8, None) is None
@@ -64,7 +64,7 @@ def test_the_largest_divisor_that_fits(total: int, limit: int, cap: int | None) 
     assert plan.micro == max(allowed, default=1)
 
 
-def test_a_huge_batch_is_divided_at_once() -> None:
+def test_a_huge_batch_is_divided_quickly() -> None:
     assert largest_micro_batch(1 << 31, 1, lambda micro: micro <= 100).micro == 64
 
 

@@ -57,7 +57,7 @@ def test_a_node_sends_through_all_its_adapters() -> None:
     assert Fabric().bandwidth == math.inf
 
 
-def test_the_network_is_the_recipes() -> None:
+def test_the_network_comes_from_the_recipe() -> None:
     slow, fast = (forecast(planned("h100", f"parallel.network_gbps={gbps}", gpus=8, nodes=4)) for gbps in (100, 3200))
     assert slow.fabric.network == 12.5e9
     assert slow.tokens_per_s
@@ -73,7 +73,9 @@ def test_the_network_is_the_recipes() -> None:
     micro=st.floats(0, 10),
     micros=st.integers(1, 8),
 )
-def test_what_is_exposed_is_some_of_what_is_said(size: float, gpus: int, nodes: int, micro: float, micros: int) -> None:
+def test_exposed_time_is_part_of_all_communication(
+    size: float, gpus: int, nodes: int, micro: float, micros: int
+) -> None:
     fabric = Fabric(gpus, nodes, 450e9, 50e9)
     sharded = {"blocks": size, "root": size / 9, "gradients": size, "layers": 5, "micros": micros}
     volumes = [ddp_volume(size), fsdp_volume(**sharded), fsdp_volume(**sharded, orthogonalised=size)]
@@ -89,13 +91,13 @@ def test_what_is_exposed_is_some_of_what_is_said(size: float, gpus: int, nodes: 
 
 
 @given(rows=st.integers(1, 2000), columns=st.integers(1, 9), world=st.integers(1, 64))
-def test_padding_is_less_than_a_row_a_card(rows: int, columns: int, world: int) -> None:
+def test_padding_is_less_than_a_row_per_gpu(rows: int, columns: int, world: int) -> None:
     padded = padded_bytes([(rows, columns)], world, 2)
     assert 0 <= padded - 2 * rows * columns < 2 * world * columns
     assert padded % world == 0
 
 
-def test_worlds_double() -> None:
+def test_world_sizes_double() -> None:
     assert list(worlds(8, 4)) == [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4)]
     assert list(worlds(6, 3)) == [(1, 1), (2, 1), (4, 1), (6, 1), (6, 2), (6, 3)]
     assert list(worlds(1, 1)) == [(1, 1)]
@@ -122,13 +124,13 @@ def test_a_slow_network_makes_scaling_stop_sooner() -> None:
     assert "by estimate" in slow.verdict
 
 
-def test_where_every_card_pays_that_is_said() -> None:
+def test_the_verdict_if_every_gpu_pays() -> None:
     table = scaled("h100", gpus=8)
     assert table.pays_up_to == 8
     assert "every card up to 8 pays" in table.verdict
 
 
-def test_a_world_that_cannot_share_the_batch_is_left_out_and_named() -> None:
+def test_a_world_size_that_does_not_divide_the_batch_is_listed_as_left_out() -> None:
     table = scaled("h100", "train.global_batch=12", gpus=6, nodes=1)
     assert [row.world for row in table.rows] == [1, 2, 4, 6]
     table = scaled("h100", "train.global_batch=6", gpus=6, nodes=1)
@@ -146,7 +148,7 @@ def test_shards_are_gathered_for_every_micro_batch() -> None:
     assert shared.volume.sent(8) > whole.volume.sent(8)
 
 
-def test_what_is_not_known_is_not_scaled() -> None:
+def test_an_unknown_link_gives_no_scaling() -> None:
     rates = {"bf16": 100e12, "copy": 1e12}
     own = Machine("cuda", "Brandnew X1", 80 << 30, 8, (11, 0), fast_bf16=True, measured=rates)
     recipe = load("pretrain-350m").recipe
@@ -159,7 +161,7 @@ def test_what_is_not_known_is_not_scaled() -> None:
     assert [row.tokens_per_s is None for row in table.rows] == [False, True]
 
 
-def test_a_measured_card_does_not_make_several_measured() -> None:
+def test_a_probe_of_one_gpu_is_not_a_measurement_of_several() -> None:
     steps = ProbeResult(tokens_per_s=100_000.0, memory_gib=60.0, step_ms=1310.0, compile_s=5.0)
     one, four = (forecast(planned("h100", gpus=count), measured=steps) for count in (1, 4))
     assert (one.source, one.tokens_per_s) == ("measured", pytest.approx(100_000))
@@ -168,7 +170,7 @@ def test_a_measured_card_does_not_make_several_measured() -> None:
     assert 300_000 < four.tokens_per_s < 400_000
 
 
-def test_nothing_is_said_by_one_card() -> None:
+def test_one_gpu_sends_nothing() -> None:
     ahead = forecast(planned("h100"))
     assert ahead.volume == Volume()
     assert ahead.event()["communication"] is None

@@ -133,7 +133,7 @@ def counted_step(resolved: Resolved) -> Callable[[int], dict[str, int]]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "rich, three micro-batches"])
-def test_the_tensors_are_those_that_are_built(kind: str) -> None:
+def test_counted_tensors_are_those_of_the_built_model(kind: str) -> None:
     resolved = planned(kind, "ddp", 1)
     model = built(resolved).model
     found = [(p.shape[0], p.numel() // p.shape[0]) for p in model.blocks[0].parameters()]
@@ -147,7 +147,7 @@ def test_the_tensors_are_those_that_are_built(kind: str) -> None:
     ("kind", "world"),
     [("plain", 2), ("plain", 4), ("rich, three micro-batches", 3), ("rich, three micro-batches", 4), ("muon", 3)],
 )
-def test_counted_bytes_are_the_predicted_ones(kind: str, mode: str, world: int, tmp_path: Path) -> None:
+def test_sent_bytes_equal_the_predicted_ones(kind: str, mode: str, world: int, tmp_path: Path) -> None:
     resolved = planned(kind, mode, world)
     volume = forecast(resolved).volume
     each = in_ranks(world, counted_step(resolved), tmp_path)
@@ -160,7 +160,7 @@ def test_counted_bytes_are_the_predicted_ones(kind: str, mode: str, world: int, 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts what the kernel says was written")
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_what_goes_over_the_wire_is_a_rings(world: int, tmp_path: Path) -> None:
+def test_socket_bytes_follow_the_ring_formula(world: int, tmp_path: Path) -> None:
     size = 3 * 4 << 18
 
     def action(rank: int) -> list[int]:

@@ -99,7 +99,7 @@ def counted(shape: DecoderShape, length: int, checkpointing: str) -> float:
 
 
 @pytest.mark.parametrize("mlp", ["swiglu", "relu2"])
-def test_full_recomputation_is_what_torch_does_again(mlp: str) -> None:
+def test_full_recomputation_is_what_torch_repeats(mlp: str) -> None:
     shape, length = DecoderShape(2, 64, 4, 2, 16, 192, 512, mlp=mlp), 128
     plain, full = (decoder_flops(shape, length, how) for how in ("none", "full"))
     assert (plain.useful, plain.executed) == (full.useful, full.executed)
@@ -143,7 +143,7 @@ def test_memory_grows_with_tokens_and_layers(layers: int, tokens: int, how: str)
     assert peak(layers, tokens, how) < peak(layers, tokens + 1, how)
 
 
-def test_memory_of_the_alternatives() -> None:
+def test_memory_by_optimizer_and_checkpointing() -> None:
     assert peak(12, 1 << 15, "full") < peak(12, 1 << 15, "selective") < peak(12, 1 << 15, "none")
     assert peak(optimizer="muon") < peak(optimizer="adamw") < peak(optimizer="adamw", ema=True)
 
@@ -170,7 +170,7 @@ def kept_casts(checkpointing: str) -> int:
     return sum(kept.values())
 
 
-def test_no_cast_of_a_weight_is_kept_by_a_block_that_is_checkpointed() -> None:
+def test_a_checkpointed_block_keeps_no_cast_weights() -> None:
     shape = DecoderShape(3, 64, 4, 2, 16, 192, 512)
     assert kept_casts("none") == 2 * shape.layers * shape.layer_matmul_parameters
     assert kept_casts("full") == kept_casts("selective") == 0
@@ -181,7 +181,7 @@ def test_no_cast_of_a_weight_is_kept_by_a_block_that_is_checkpointed() -> None:
     assert whole - again == spared > 12.5 * GIB
 
 
-def test_a_rank_of_fsdp_holds_whole_gradients_only_while_they_add_up() -> None:
+def test_an_fsdp_rank_holds_unsharded_gradients_only_while_accumulating() -> None:
     shape = DecoderShape(32, 4096, 32, 8, 128, 14336, 128_256, tied=False)
     how: dict[str, Any] = {"tokens": 8192, "bytes_per_value": 2, "optimizer": "adamw", "ema": False}
     parts = training_memory(shape, **how, checkpointing="full")

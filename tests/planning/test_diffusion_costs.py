@@ -55,7 +55,7 @@ def test_the_formula_for_small() -> None:
     assert plan.flops.formula == "6·(2·N_trunk + 0.5·N_head) + 12·L·d·1040"
 
 
-def test_what_is_executed_has_the_head_where_something_is_hidden() -> None:
+def test_the_head_is_counted_only_at_masked_positions() -> None:
     flops = planned("owt-bd3lm").flops
     assert flops.executed == flops.useful, "the mask of blocks has no half that a kernel skips"
     assert flops.recomputed == 0.0
@@ -63,7 +63,7 @@ def test_what_is_executed_has_the_head_where_something_is_hidden() -> None:
     assert narrow.executed - flops.executed == pytest.approx(6 * (0.7 - 0.5005) * HEAD)
 
 
-def test_what_no_loss_is_of_is_not_counted() -> None:
+def test_positions_without_a_loss_are_not_counted() -> None:
     """On GSM8K 54 % of the positions after the question are content, or the padding that ends it: a plan without data
     says that it assumes all of them are."""
     recipe, facts = load("gsm8k-hdp").recipe, replace(FACTS, rows={"learnt": 0.54})
@@ -80,7 +80,7 @@ def test_what_no_loss_is_of_is_not_counted() -> None:
     assert ahead.physical == pytest.approx(peak / read.flops.executed)
 
 
-def test_a_question_is_read_once_and_never_scored() -> None:
+def test_a_question_is_computed_once_and_has_no_logits() -> None:
     """Of 512 positions 384 are noised, and their copies are read besides."""
     plan = planned("gsm8k-hdp")
     layout = job("hierarchical_diffusion").layout(plan.recipe)
@@ -95,7 +95,7 @@ def test_one_block_is_plain_masked_diffusion() -> None:
     assert flops.useful == pytest.approx(decoder_flops(SMALL, 1024, scored=0.5005).useful)
 
 
-def test_recomputation_is_executed_but_never_useful() -> None:
+def test_recomputation_is_counted_apart() -> None:
     layout = uniform(256, 16)
     plain, full = (layout_flops(SMALL, layout, 0.5, how) for how in ("none", "full"))
     assert (plain.useful, plain.executed) == (full.useful, full.executed)
@@ -105,7 +105,7 @@ def test_recomputation_is_executed_but_never_useful() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_the_work_of_a_step_is_what_is_executed(name: str, checkpointing: str) -> None:
+def test_the_work_of_a_step_equals_executed_flops(name: str, checkpointing: str) -> None:
     plan = planned(name, f"train.grad_checkpointing={checkpointing}")
     how = {"bytes_per_value": 2, "optimizer": "adamw", "ema": True, "checkpointing": checkpointing}
     work = costs(plan.recipe).work(plan.shape, plan.recipe.data.seq_len, **how)
@@ -114,7 +114,7 @@ def test_the_work_of_a_step_is_what_is_executed(name: str, checkpointing: str) -
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_more_is_moved_than_by_a_decoder_that_reads_once(name: str) -> None:
+def test_two_copies_move_more_bytes_than_one(name: str) -> None:
     plan = planned(name)
     how = {"bytes_per_value": 2, "optimizer": "adamw", "ema": True, "checkpointing": "none"}
     mine = costs(plan.recipe).work(plan.shape, plan.recipe.data.seq_len, **how)
@@ -127,7 +127,7 @@ def test_more_is_moved_than_by_a_decoder_that_reads_once(name: str) -> None:
 
 @pytest.mark.parametrize("gpu", ["h100", "h200", "a100-80gb"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_plan_stays_below_the_best_kernels_and_those_below_the_peak(name: str, gpu: str) -> None:
+def test_expected_time_exceeds_best_kernels_which_exceed_the_peak(name: str, gpu: str) -> None:
     plan = planned(name, "train.micro_batch=16", gpu=gpu)
     ahead = forecast(plan)
     assert ahead.tokens_per_s
@@ -189,7 +189,7 @@ def test_both_copies_are_kept_and_one_is_scored() -> None:
     assert replace(mine, activations=0.0) == replace(once, activations=0.0)
 
 
-def test_attention_that_forms_its_scores_forms_those_of_both_copies() -> None:
+def test_dense_attention_stores_scores_of_both_copies() -> None:
     plan = planned("owt-bd3lm", "model.attention=dense")
     formed = memory(plan, 1, kernels=Kernels(gpu=False, compiled=False, scores=1024))
     flash = memory(plan, 1, kernels=Kernels(gpu=False, compiled=False))

@@ -185,7 +185,7 @@ def test_latent_prefix(world: Any, tiny_base: Path, second_base: Path, rows: Pat
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 3))
-def test_the_longest_of_a_batch(counts: list[int], micro: int) -> None:
+def test_padding_to_the_longest_row_of_a_batch(counts: list[int], micro: int) -> None:
     """Against all batches that can be drawn."""
     rows = [bucket for bucket, count in enumerate(counts) for _ in range(count)]
     if micro > len(rows):

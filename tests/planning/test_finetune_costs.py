@@ -86,14 +86,14 @@ def test_the_published_count_for_eight_billion() -> None:
     assert plan.flops.formula == "4·N_base + 6·N_lora + 12·L·d·T"
 
 
-def test_less_is_kept_when_it_is_computed_again() -> None:
+def test_recomputation_keeps_less() -> None:
     whole, again = (resolved(f"train.grad_checkpointing={how}") for how in ("none", "full"))
     assert again.memory.activations < whole.memory.activations
     assert again.flops.computed > again.flops.executed == whole.flops.executed
     assert again.flops.useful == whole.flops.useful
 
 
-def test_each_target_is_a_matrix_of_a_block() -> None:
+def test_each_adapter_target_is_a_matrix_of_a_block() -> None:
     sides = matrix_sides(SHAPE)
     assert set(sides) == set(TARGETS)
     assert sum(a * b for a, b in sides.values()) == SHAPE.layer_matmul_parameters
@@ -106,7 +106,7 @@ def test_bits_of_nf4() -> None:
     assert 8 * nf4_bytes(1.0, double=False) == 4.5
 
 
-def test_what_narrow_matmuls_move_by_hand() -> None:
+def test_bytes_of_narrow_matmuls_counted_by_hand() -> None:
     """Queries, keys and values read one input; gate and up another."""
     shape = DecoderShape(32, 4096, 32, 8, 128, 14336, 128256, tied=False)
     every = Adapter(16, tuple(TARGETS))

@@ -129,7 +129,7 @@ def test_one_cycle_by_share_does_not_jump_when_the_horizon_moves() -> None:
     assert factors[-1] == pytest.approx(FLOOR["one_cycle"])
 
 
-def test_the_shape_that_was_called_one_cycle() -> None:
+def test_cosine_cycle_is_the_former_one_cycle() -> None:
     """A half cosine from 1/25 over the warm-up, then a cosine down to the floor: what older runs began with."""
     factors = curve("cosine_cycle")
     assert factors[0] == pytest.approx(0.04 + 0.96 * 0.5 * (1 - math.cos(math.pi / WARMUP)))
@@ -143,7 +143,7 @@ def test_wsd_is_stable_until_it_decays() -> None:
     assert factors[800] == pytest.approx(0.5)
 
 
-def test_an_unknown_shape_is_our_own_mistake() -> None:
+def test_an_unknown_schedule_raises() -> None:
     with pytest.raises(ValueError, match="zigzag"):
         lr_factor("zigzag", step=5, warmup=0, progress=0.5)
 
@@ -175,7 +175,7 @@ def test_the_horizon_is_the_earliest(
 
 
 @pytest.mark.parametrize("warmup", [5, 12, 16, 40])
-def test_a_stable_phase_that_a_long_warm_up_leaves_no_room_for_does_not_jump(warmup: int) -> None:
+def test_wsd_with_a_warm_up_beyond_its_stable_phase_does_not_jump(warmup: int) -> None:
     factors = [lr_factor("wsd", step=step, warmup=warmup, progress=step / 20) for step in range(21)]
     steepest = max(1 / warmup, 1 / (20 * 0.4)) + 1e-9
     assert all(abs(b - a) <= steepest for a, b in itertools.pairwise(factors))
@@ -184,7 +184,7 @@ def test_a_stable_phase_that_a_long_warm_up_leaves_no_room_for_does_not_jump(war
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "one_cycle", "cosine_cycle", "wsd"])
 @pytest.mark.parametrize("warmup", [900, 1000, 20_000])
-def test_a_rate_whose_end_comes_before_its_peak_has_decayed_by_then(schedule: str, warmup: int) -> None:
+def test_a_run_that_ends_during_warm_up_has_decayed(schedule: str, warmup: int) -> None:
     """As where a clock leaves room for fewer steps than the warm-up has."""
     factors = [lr_factor(schedule, step=step, warmup=warmup, progress=step / 788) for step in range(788)]
     assert factors[-1] < 0.01

@@ -38,7 +38,7 @@ def test_the_limits_of_the_350m_model() -> None:
 
 
 @pytest.mark.parametrize("gpu", SPECS)
-def test_a_plan_stays_below_the_best_kernels_and_those_below_the_peak(gpu: str) -> None:
+def test_expected_time_exceeds_best_kernels_which_exceed_the_peak(gpu: str) -> None:
     for overrides in ([], ["data.seq_len=4096", "train.global_batch=32"], ["data.pack=true"]):
         ahead = forecast(planned(gpu, *overrides))
         assert ahead.tokens_per_s
@@ -93,14 +93,14 @@ def test_memory_grows_with_the_length() -> None:
     assert sizes == sorted(sizes)
 
 
-def test_an_unknown_card_borrows_nothing() -> None:
+def test_an_unknown_gpu_gets_no_figures_of_another() -> None:
     unknown = Machine("cuda", "Brandnew X1", 80 << 30, 8, (11, 0), fast_bf16=True)
     ahead = forecast(resolve(load("pretrain-350m").recipe, unknown, FACTS))
     assert (ahead.tokens_per_s, ahead.physical, ahead.reachable, ahead.source) == (None, None, None, "unknown")
     assert ahead.hours is None
 
 
-def test_an_unknown_card_that_was_measured_has_its_own_figures() -> None:
+def test_a_measured_unknown_gpu_has_its_own_figures() -> None:
     rates = {"bf16": 100e12, "copy": 1e12}
     own = Machine("cuda", "Brandnew X1", 80 << 30, 8, (11, 0), fast_bf16=True, measured=rates)
     twice = {name: 2 * rate for name, rate in rates.items()}
@@ -124,13 +124,13 @@ def test_hours_and_dollars_follow_from_the_speed() -> None:
     assert forecast(plan).cost_usd is None
 
 
-def test_more_cards_are_faster_but_not_more_than_so_many_times() -> None:
+def test_speed_up_is_at_most_the_number_of_gpus() -> None:
     one, eight = (forecast(planned("h100", gpus=n)).tokens_per_s or 0 for n in (1, 8))
     assert 4 * one < eight <= 8 * one
 
 
 @given(share=st.floats(0.01, 1e6), gpus=st.integers(1, 16))
-def test_a_batch_that_is_chosen_can_be_divided(share: float, gpus: int) -> None:
+def test_a_chosen_batch_has_divisors(share: float, gpus: int) -> None:
     found = round_to_divisible(share)
     assert found == pytest.approx(share, rel=0.07, abs=1)
     assert largest_micro_batch(found * gpus, gpus, lambda micro: micro <= 128).micro >= min(found, 8)
@@ -193,7 +193,7 @@ def test_fp8_saves_small_matmuls_less(row: dict[str, Any], more: tuple[str, ...]
 
 
 @given(tokens=st.integers(1, 1 << 20), width=st.integers(1, 1 << 14))
-def test_of_what_fp8_saves_a_part_is_lost(tokens: int, width: int) -> None:
+def test_casts_cost_part_of_fp8s_saving(tokens: int, width: int) -> None:
     lost = fp8_lost(tokens, width)
     assert 0 < lost <= 1
     assert fp8_lost(2 * tokens, width) <= lost

@@ -35,7 +35,7 @@ def test_a_unit_multiplies(thousandths: int, unit: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "k", "1.5", "1x", "1 k k", "--1", "0.0001k", "1e400", "nan", "inf", True, math.nan, math.inf, 1.5]
 )
-def test_no_count(text: object) -> None:
+def test_texts_that_are_not_counts(text: object) -> None:
     with pytest.raises(ValueError, match=r"not a (whole number|count)"):
         parse_count(text)  # type: ignore[arg-type]
 
@@ -55,7 +55,7 @@ def test_hours_in_every_unit(hours: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "h", "1:30", "2w", "-1h", True])
-def test_no_duration(text: object) -> None:
+def test_texts_that_are_not_durations(text: object) -> None:
     with pytest.raises(ValueError, match="not a duration"):
         parse_hours(text)  # type: ignore[arg-type]
 
@@ -93,5 +93,5 @@ def test_printed_seconds_are_within_their_last_digit(seconds: float) -> None:
         (format_usd(12345), "$12,345"),
     ],
 )
-def test_printed(printed: str, expected: str) -> None:
+def test_formatted_values(printed: str, expected: str) -> None:
     assert printed == expected
