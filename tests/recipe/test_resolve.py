@@ -190,7 +190,7 @@ def test_a_warm_up_longer_than_the_run_is_told() -> None:
     ("name", "words", "said"),
     [
         ("pretrain-350m", ("model.qk_norm=true",), "with QK norm the fused ones are not measured yet"),
-        ("pretrain-350m", ("model.skips=x0", "model.mlp=relu2"), "with squared ReLU and skips the fused ones"),
+        ("pretrain-350m", ("model.skips=x0", "model.mlp=relu2"), "with the relu2 activation and skips the fused ones"),
         ("pretrain-350m", ("model.value_embeddings=2",), "with value embeddings the fused ones"),
         ("lora-8b", ("finetune.method=full",), "with a base the fused ones"),
     ],

@@ -51,7 +51,7 @@ class DecoderCosts:
         """Return which features without a measurement of the fused blocks exist, and whether this model uses them."""
         return {
             "QK norm": shape.qk_norm,
-            "squared ReLU": shape.mlp != "swiglu",
+            f"the {shape.mlp} activation": shape.mlp != "swiglu",
             "value embeddings": shape.value_embeddings > 0,
             "skips": shape.skips != "none",
             "a bias": shape.qkv_bias,
