@@ -258,7 +258,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, **options: Any) -> A
 def _block_mask(spec: MaskSpec, length: int, documents_BT: Tensor | None, device: str, keys_from: int = 0) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    tables = spec.tables(device) if spec.blocks else None  # made here, because create_block_mask compiles `allowed`
+    tables = spec.tables(device) if spec.blocks else None  # made outside `allowed`, which flex compiles
 
     def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if tables is not None:
@@ -340,9 +340,8 @@ class _OwnBlock(torch.autograd.Function):
         weights, own, share = _OwnBlock.parts(q, k, v, other_lse)
         g = grad.float()
         g_own = g * (1.0 - share)
-        g_lse = (
-            (g_own * (other.float() - own)).sum(-1, keepdim=True)
-        ) * share  # of the other keys' log-sum-exp; that of the block is −g_lse
+        # the gradient of the other keys' log-sum-exp; that of the block's own is its negative
+        g_lse = ((g_own * (other.float() - own)).sum(-1, keepdim=True)) * share
         g_weights = g_own @ v.float().mT
         g_scores = weights * (g_weights - (g_own * own).sum(-1, keepdim=True) - g_lse) / math.sqrt(q.shape[-1])
         g_q, g_k, g_v = g_scores @ k.float(), g_scores.mT @ q.float(), weights.mT @ g_own

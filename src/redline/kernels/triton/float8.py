@@ -251,17 +251,17 @@ def _quantise(  # type: ignore[no-untyped-def]
 
 _ROWS, _COLUMNS, _ROUNDS = 128, 128, 2  # a program of _sums adds up _ROWS sampled rows at a time, _ROUNDS times
 _ALONG_INPUTS = (16, 256)  # outputs of a program, and how many inputs it sums at a time
-_ALONG_OUTPUTS = (128, 64)  # outputs that a program sums, all at once, and its inputs
+_ALONG_OUTPUTS = (128, 64)  # outputs that a program sums, all at once, and the inputs that it serves
 
 
 def mean_correction(x: Float8, weight: Float8, exact_OI: Tensor) -> Tensor:
     sums, sampled = _sampled_sums(x)
     outputs, inputs = exact_OI.shape
     out = torch.empty(outputs, device=exact_OI.device, dtype=torch.bfloat16)
-    some, at_a_time = _ALONG_INPUTS
-    _along_inputs[(triton.cdiv(outputs, some),)](
+    output_block, input_block = _ALONG_INPUTS
+    _along_inputs[(triton.cdiv(outputs, output_block),)](
         exact_OI.contiguous(), weight.unscale, sums, x.unscale, out, outputs, sampled,
-        INPUTS=inputs, PARTS=len(sums), SOME=some, LONG=at_a_time, num_warps=4,
+        INPUTS=inputs, PARTS=len(sums), OUTPUT_BLOCK=output_block, INPUT_BLOCK=input_block, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -269,12 +269,12 @@ def mean_correction(x: Float8, weight: Float8, exact_OI: Tensor) -> Tensor:
 def mean_gradient_correction(grad: Float8, weight: Float8, exact_OI: Tensor) -> Tensor:
     sums, sampled = _sampled_sums(grad)
     outputs, inputs = exact_OI.shape
-    long, some = _ALONG_OUTPUTS
-    parts = triton.cdiv(outputs, long)
+    output_block, input_block = _ALONG_OUTPUTS
+    parts = triton.cdiv(outputs, output_block)
     out = torch.empty((parts, inputs), device=exact_OI.device, dtype=torch.float32)
-    _along_outputs[(triton.cdiv(inputs, some), parts)](
+    _along_outputs[(triton.cdiv(inputs, input_block), parts)](
         exact_OI.contiguous(), weight.unscale, sums, grad.unscale, out, outputs, sampled,
-        INPUTS=inputs, PARTS=len(sums), SOME=some, LONG=long, num_warps=4,
+        INPUTS=inputs, PARTS=len(sums), INPUT_BLOCK=input_block, OUTPUT_BLOCK=output_block, num_warps=4,
     )  # fmt: skip
     return out.sum(0).to(torch.bfloat16)  # no atomics: added in the same order every time
 
@@ -325,13 +325,13 @@ def _total(sums, place, width, PARTS: tl.constexpr):  # type: ignore[no-untyped-
 @triton.jit
 def _along_inputs(  # type: ignore[no-untyped-def]
     exact, unscale, sums, row_unscale, out, outputs, sampled,
-    INPUTS: tl.constexpr, PARTS: tl.constexpr, SOME: tl.constexpr, LONG: tl.constexpr,
+    INPUTS: tl.constexpr, PARTS: tl.constexpr, OUTPUT_BLOCK: tl.constexpr, INPUT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    output = tl.program_id(0) * SOME + tl.arange(0, SOME)
+    output = tl.program_id(0) * OUTPUT_BLOCK + tl.arange(0, OUTPUT_BLOCK)
     times = tl.load(unscale)
-    total = tl.zeros([SOME, LONG], tl.float32)
-    for start in tl.range(0, INPUTS, LONG):
-        place = start + tl.arange(0, LONG)
+    total = tl.zeros([OUTPUT_BLOCK, INPUT_BLOCK], tl.float32)
+    for start in tl.range(0, INPUTS, INPUT_BLOCK):
+        place = start + tl.arange(0, INPUT_BLOCK)
         inside = (output < outputs)[:, None] & (place < INPUTS)[None, :]
         error = _rounding_error(exact, output.to(tl.int64)[:, None] * INPUTS + place[None, :], inside, times)
         total += error * _total(sums, place, INPUTS, PARTS)[None, :]
@@ -342,10 +342,10 @@ def _along_inputs(  # type: ignore[no-untyped-def]
 @triton.jit
 def _along_outputs(  # type: ignore[no-untyped-def]
     exact, unscale, sums, row_unscale, out, outputs, sampled,
-    INPUTS: tl.constexpr, PARTS: tl.constexpr, SOME: tl.constexpr, LONG: tl.constexpr,
+    INPUTS: tl.constexpr, PARTS: tl.constexpr, INPUT_BLOCK: tl.constexpr, OUTPUT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0) * SOME + tl.arange(0, SOME)
-    output = tl.program_id(1) * LONG + tl.arange(0, LONG)
+    place = tl.program_id(0) * INPUT_BLOCK + tl.arange(0, INPUT_BLOCK)
+    output = tl.program_id(1) * OUTPUT_BLOCK + tl.arange(0, OUTPUT_BLOCK)
     inside = (output < outputs)[:, None] & (place < INPUTS)[None, :]
     error = _rounding_error(exact, output.to(tl.int64)[:, None] * INPUTS + place[None, :], inside, tl.load(unscale))
     product = tl.sum(error * _total(sums, output, outputs, PARTS)[:, None], 0) * (tl.load(row_unscale) / sampled)

@@ -137,9 +137,8 @@ def _keep(key, start, threshold, COLUMNS: tl.constexpr):  # type: ignore[no-unty
     """Return which of the columns from `start` (even) on are kept, in rows with these keys. A word decides for two."""
     pair = (start // 2 + tl.arange(0, COLUMNS // 2)).to(tl.uint32)
     word = _mix(key[:, None] + (pair * _GOLDEN)[None, :])
-    least = (
-        threshold.to(tl.uint32) << 16
-    )  # compared with the word for its upper half, with the shifted word for its lower one
+    # compared with the whole word for the odd column, and with the word shifted up for the even one
+    least = threshold.to(tl.uint32) << 16
     return tl.interleave(word << 16, word) >= least
 
 

@@ -150,9 +150,8 @@ def _backward(  # type: ignore[no-untyped-def]
         scale = tl.load(rstd + row, mask=row < n, other=0.0)
         unit = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
         outer = tl.load(grad_normed + at, mask=inside, other=0.0).to(tl.float32)
-        past = tl.load(
-            grad_sum + at, mask=inside & ADD, other=0.0
-        )  # loaded here, so that it arrives while the rows are summed
+        # loaded here, so that it arrives while the rows are summed
+        past = tl.load(grad_sum + at, mask=inside & ADD, other=0.0)
         grad_weight += outer * unit
         outer *= factor[None, :]
         along = tl.sum(outer * unit, 1) / WIDTH
