@@ -56,4 +56,4 @@ def test_what_does_not_go_together_and_what_is_one(home: Path, inside: Any, tmp_
     assert "--json writes no page" in refused.said
     twice = inside("report", "latest", "latest", "--out", str(tmp_path / "page.html"), cwd=home)
     assert twice.code == 0
-    assert "named twice is one" in twice.err
+    assert "more than once" in twice.err
