@@ -1,7 +1,7 @@
-"""The cache folder, and how files and folders are opened, written and replaced.
+"""The cache folder, and safe ways to open, write and replace files and folders.
 
-The cache holds what can be made again: prepared data, file fingerprints, tokenizers. `regular` is the opener for every
-file that may come from someone else; `atomic_dir` writes a folder that appears complete or not at all.
+The cache holds what can be made again: prepared data, file fingerprints, tokenizers. `open_regular` is the opener for
+every file that may come from someone else; `atomic_dir` writes a folder that appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 
 from redline.errors import UserError
 
-# `.NAME.PID-HEX.tmp` is locked by its process for as long as that lives; `.NAME.PID-HEX` was written by older releases.
+# `.NAME.PID-HEX.tmp` is locked as long as its process is alive; `.NAME.PID-HEX` was written by older releases.
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d{1,9})-[0-9a-f]{8}(?P<locked>\.tmp)?", re.DOTALL)
-_OLD_S = 24 * 3600.0  # nothing was written for so long: the process that made an unlocked folder is gone
+_OLD_S = 24 * 3600.0  # an unlocked folder that did not change for so long is abandoned
 
 
 def cache_dir() -> Path:
-    """$REDLINE_CACHE, else redline's folder in the user's cache (it may not exist yet)."""
+    """Return $REDLINE_CACHE, otherwise redline's folder in the user's cache; it may not exist yet."""
     if own := os.environ.get("REDLINE_CACHE"):
         return Path(own).expanduser()
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -36,14 +36,14 @@ def cache_dir() -> Path:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """What fails while `path` is written is said in a sentence: in the cache, nobody has named that path."""
+    """Turn an OSError while `path` is written into a UserError, which explains a path that the user did not choose."""
     try:
         yield
     except OSError as error:
-        what, fix = "cannot be written", "Name another folder with --out."
+        what, fix = "the output", "Choose another folder with --out."
         if path.is_relative_to(cache_dir()):
-            what, fix = f"the cache {what}", "Make room there, or name another folder with REDLINE_CACHE."
-        raise UserError(f"{what} ({error.strerror}).", where=str(path), fix=fix) from None
+            what, fix = "the cache", "Free some space there, or set REDLINE_CACHE to another folder."
+        raise UserError(f"{what} cannot be written ({error.strerror}).", where=str(path), fix=fix) from None
 
 
 # --- opening files that may come from someone else
@@ -54,13 +54,13 @@ class IrregularFileError(OSError):
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file and refuse everything else: `open(path, opener=regular)`.
+    """Open a regular file and refuse everything else: `open(path, opener=open_regular)`.
 
     A run directory or a prepared folder may come from someone else. Opening a FIFO in it would wait forever for the
-    other end, and reading a device may never end. `stat` comes first because some devices act when they are opened;
+    other end, and reading a device may never end. `stat` comes first because opening some devices has an effect;
     O_NONBLOCK and `fstat` cover a file that is replaced between the two calls.
     """
-    with suppress(FileNotFoundError):  # the flags may ask for it to be created
+    with suppress(FileNotFoundError):  # the flags may say that the file is to be created
         _refuse_irregular(Path(path).stat().st_mode, path)
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
@@ -72,7 +72,7 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def check_regular(path: Path) -> Path:
-    """Return the path if it is a regular file, for libraries that open files by name; otherwise raise an OSError."""
+    """Return the path of a regular file, for libraries that open files by name; for anything else raise an OSError."""
     _refuse_irregular(path.stat().st_mode, path)
     return path
 
@@ -99,12 +99,12 @@ def _refuse_irregular(mode: int, path: str | os.PathLike[str]) -> None:
 
 
 def temporary_sibling(path: Path) -> Path:
-    """A name beside `path` that no other process uses, so that a rename onto `path` stays on one file system."""
+    """Return an unused name in the folder of `path`, so that a rename to `path` stays within one file system."""
     return path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}")
 
 
 def sync(path: Path) -> None:
-    """Until this file or folder is on the disk."""
+    """Write the content of a file, or the entries of a folder, to the disk; return when this is done."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -113,18 +113,18 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, that a power cut does not take away again."""
+    """Make a folder and its parents so that they survive a power failure."""
     path.mkdir(parents=True, exist_ok=True)
-    # those that exist too: whoever made them may have been killed before it synced them
+    # Existing parents are synced too, because the process that made them may have been killed before it synced them.
     for folder in (path.resolve(), *path.resolve().parents):
         if folder.is_mount():
             break
-        with suppress(OSError):  # one that may not be opened is somebody else's, and not new
+        with suppress(OSError):  # a folder that may not be opened belongs to another user, and is not new
             sync(folder.parent)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old text or the new one, never a part."""
+    """Replace the file so that a reader sees the old text or the new text, but never a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_sibling(path)
     try:
@@ -139,11 +139,11 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_dir(final: Path) -> Iterator[Path]:
-    """Yield a temporary sibling folder to write to; at the end, sync its files and rename it to `final`.
+    """Yield a temporary folder next to `final` to write to; at the end, sync its files and rename it to `final`.
 
-    `final` appears complete or not at all: on an error nothing is left behind, and a folder that already has content is
-    never replaced (POSIX rename; OSError). A process that is killed leaves its temporary folder; the next `atomic_dir`
-    for the same place, or in the same folder of the cache, removes it.
+    `final` appears complete or not at all. On an error nothing is left behind. A folder with content is never replaced
+    (POSIX rename raises OSError). A process that is killed leaves its temporary folder behind; the next `atomic_dir`
+    for the same path, or in the same folder of the cache, removes it.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     remove_stale(final)
@@ -155,28 +155,28 @@ def atomic_dir(final: Path) -> Iterator[Path]:
         temporary.rename(final)
         sync(final.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # gone already if it was renamed
+        shutil.rmtree(temporary, ignore_errors=True)  # after the rename it does not exist
         os.close(lock)
 
 
 def discard_dir(folder: Path) -> None:
-    """Rename a folder out of the way, so that nobody sees it half removed, then delete it."""
-    doomed = _temporary_folder(folder)
-    with suppress(OSError):  # another process did the same
-        folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    """Rename a folder before deleting it, so that no process sees it half deleted."""
+    renamed = _temporary_folder(folder)
+    with suppress(OSError):  # another process has done the same
+        folder.rename(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def remove_stale(final: Path) -> None:
-    """Delete temporary folders for `final` whose process is dead; in the cache, those for its neighbours too."""
-    every = final.is_relative_to(cache_dir())
+    """Delete temporary folders for `final` whose process is dead; in the cache, those for other folders too."""
+    in_cache = final.is_relative_to(cache_dir())
     try:
         entries = list(final.parent.iterdir())
     except PermissionError:  # a folder may be writable without being readable
         return
     for entry in entries:
         match = _TEMPORARY.fullmatch(entry.name)
-        if match is None or not (every or match["name"] == final.name) or entry.is_symlink() or not entry.is_dir():
+        if match is None or not (in_cache or match["name"] == final.name) or entry.is_symlink() or not entry.is_dir():
             continue
         if match["locked"] or (_is_dead(int(match["pid"])) and _is_old(entry)):
             _remove_unlocked(entry)
@@ -193,7 +193,7 @@ def _locked_folder(final: Path) -> tuple[Path, int]:
         temporary.mkdir()
         try:
             lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:  # another process took it for a stale one before it was locked
+        except FileNotFoundError:  # another process removed it as stale before it was locked
             continue
         if _take_lock(lock) is not False and temporary.exists():
             return temporary, lock
@@ -201,7 +201,7 @@ def _locked_folder(final: Path) -> tuple[Path, int]:
 
 
 def _take_lock(descriptor: int) -> bool | None:
-    """Whether the lock is ours; None on a file system without locks (on NFS, a folder cannot be locked)."""
+    """Try to lock; return whether it worked, or None on a file system without locks (NFS cannot lock folders)."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -212,10 +212,10 @@ def _take_lock(descriptor: int) -> bool | None:
 
 
 def _remove_unlocked(folder: Path) -> None:
-    """Delete the folder unless a live process holds its lock, or nobody can know that."""
+    """Delete the folder, unless a live process holds its lock or the file system has no locks."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # gone already, or not ours to open
+    except OSError:  # it is deleted already, or belongs to another user
         return
     try:
         if _take_lock(lock):
@@ -229,13 +229,13 @@ def _is_dead(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # it lives, and is someone else's
+    except OSError:  # the process is alive and belongs to another user
         return False
     return pid == os.getpid()
 
 
 def _is_old(folder: Path) -> bool:
-    """Whether nothing in it changed for a day: its process may live on another machine that shares the disk."""
+    """Return whether nothing in the folder changed for a day. Its process may run on another machine with this disk."""
     try:
         newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except OSError:

@@ -1,4 +1,4 @@
-"""How right answers are: the number of a GSM8K solution, JSON, and SQuAD's exact match and F1."""
+"""Scores of answers: the number of a GSM8K solution, JSON, SQuAD's exact match and F1; and perplexity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 RULE = "the number behind the last <|answer|>, else behind the last ####, else the last number"
 _MARK = "####"
 _ANSWER, _SPECIAL = "<|answer|>", "<|"
-# A sign counts when nothing stands before it that it could be subtracted from; commas count between thousands.
+# A minus is a sign only if no number or bracket precedes it, otherwise it is a subtraction. Commas separate thousands.
 _NUMBER = re.compile(
     r"(?:(?<![\w)%])(?P<sign>[-+−]))?"
     r"(?:\$\s?(?P<inner>[-+−])?)?"
@@ -26,57 +26,60 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def gsm8k_answer(text: str) -> str | None:
-    """The number behind the last `####`; without that mark, the last number. Equal numbers give equal texts.
+    """Return the number after the last `####`, or without that mark the last number; equal numbers as equal texts.
 
-    A mark without a number behind it is no answer: what was computed before it was not given as one.
+    Return None if no number follows the mark: a number before it is a step, not an answer.
     """
-    _, mark, behind = text.rpartition(_MARK)
-    found = list(_NUMBER.finditer(behind))
-    if not found:
+    _, mark, tail = text.rpartition(_MARK)
+    numbers = list(_NUMBER.finditer(tail))
+    if not numbers:
         return None
-    return _canonical(found[0] if mark else found[-1])
+    return _canonical(numbers[0] if mark else numbers[-1])
 
 
 def _canonical(number: re.Match[str]) -> str:
     value = Decimal(number["digits"].replace(",", ""))
     minus = "-" if value and (number["sign"] in _MINUS or number["inner"] in _MINUS) else ""
-    written = f"{value:f}"  # exact at any length, where arithmetic would round
+    written = f"{value:f}"  # exact at any length; arithmetic would round
     return minus + (written.rstrip("0").rstrip(".") if "." in written else written)
 
 
 def final_answer(text: str) -> str | None:
-    """The answer by RULE. As with `####`, a mark without a number behind it is no answer.
+    """Return the answer by RULE; None if no number follows the mark.
 
-    What is behind the mark ends at the next special token: padding, or whatever else a model wrote there.
+    The text after the mark ends at the next special token, because padding or anything else may follow it.
     """
-    _, mark, behind = text.rpartition(_ANSWER)
+    _, mark, tail = text.rpartition(_ANSWER)
     if not mark:
         return gsm8k_answer(text)
-    found = _NUMBER.search(behind.partition(_SPECIAL)[0])
-    return _canonical(found) if found else None
+    number = _NUMBER.search(tail.partition(_SPECIAL)[0])
+    return _canonical(number) if number else None
 
 
 def gsm8k_exact_match(predictions: Sequence[str], references: Sequence[str]) -> float:
-    """The share of predictions whose number is the reference's."""
+    """Return the share of predictions whose number equals that of the reference."""
     return _mean(predictions, references, _same_number)
 
 
 def number_match(predictions: Sequence[str], references: References) -> float:
-    """The same, where any of several references is right."""
-    return _mean(predictions, references, lambda said, true: _best(said, true, _same_number))
+    """Return the share of predictions whose number equals that of any of their references."""
+    return _mean(predictions, references, lambda answer, reference: _best(answer, reference, _same_number))
 
 
 def _same_number(prediction: str, reference: str) -> float:
-    """A bare reference is what would stand behind the prediction's mark: of “1/2” both have their first number."""
+    """Compare numbers. A reference without a mark is read as the text after the prediction's mark.
+
+    Otherwise `1/2` would have two numbers: 1, the first one, after a mark, and 2, the last one, without.
+    """
     bare = _ANSWER in prediction and _ANSWER not in reference and "####" not in reference
     answer = final_answer(prediction)
     return float(answer is not None and answer == final_answer(_ANSWER + reference if bare else reference))
 
 
-def behind_mark(text: str) -> str:
-    """What is the answer in words: all that stands behind the last mark, or the whole text where there is none."""
-    _, mark, behind = text.rpartition(_ANSWER)
-    return behind.partition(_SPECIAL)[0] if mark else text
+def answer_text(text: str) -> str:
+    """Return the answer as text: everything after the last mark, or the complete text if it has no mark."""
+    _, mark, tail = text.rpartition(_ANSWER)
+    return tail.partition(_SPECIAL)[0] if mark else text
 
 
 def normalised(text: str) -> str:
@@ -85,27 +88,30 @@ def normalised(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
-References = Sequence[str | Sequence[str]]  # for each prediction one, or several of which the best counts
+References = Sequence[str | Sequence[str]]  # for each prediction one, or several, of which the best one counts
 
 
 def exact_match(predictions: Sequence[str], references: References) -> float:
-    return _mean(predictions, references, lambda said, true: _best(said, true, _equal))
+    return _mean(predictions, references, lambda answer, reference: _best(answer, reference, _equal))
 
 
 def answer_match(predictions: Sequence[str], references: References) -> float:
-    """Return the share of right answers. A reference that is a JSON object or array is compared as JSON, any other text
-    as in `exact_match`, which ignores punctuation: there `"who": "Ben"` without its braces would pass for JSON."""
-    return _mean(predictions, references, lambda said, true: _best(said, true, _equal_or_same_json))
+    """Return the share of correct answers.
+
+    A reference that is a JSON object or array is compared as JSON, any other text as in `exact_match`. That ignores
+    punctuation, so it would accept `"who": "Ben"` without its braces.
+    """
+    return _mean(predictions, references, lambda answer, reference: _best(answer, reference, _equal_or_same_json))
 
 
-def _equal_or_same_json(said: str, true: str) -> float:
-    expected = _json(true)
+def _equal_or_same_json(answer: str, reference: str) -> float:
+    expected = _parse_json(reference)
     if not isinstance(expected, dict | list):
-        return _equal(said, true)
-    return float(_same_json(_json(said), expected))
+        return _equal(answer, reference)
+    return float(_same_json(_parse_json(answer), expected))
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     """Parse strictly: no NaN, no duplicate keys. Return None for anything that is not JSON."""
     try:
         return json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
@@ -118,14 +124,14 @@ def _refuse(constant: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
-    return found
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a key is repeated")
+    return values
 
 
 def _same_json(one: Any, other: Any) -> bool:
-    """Compare values as JSON does: 2 is 2.0, but true is not 1 as in Python; the order of keys does not count."""
+    """Compare JSON values: 2 equals 2.0, but true does not equal 1 as in Python; the order of keys does not matter."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same_json(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
@@ -134,24 +140,25 @@ def _same_json(one: Any, other: Any) -> bool:
 
 
 def f1(predictions: Sequence[str], references: References) -> float:
-    """The harmonic mean of precision and recall over words, averaged over predictions."""
-    return _mean(predictions, references, lambda said, true: _best(said, true, _word_f1))
+    """Return the harmonic mean of precision and recall over words, averaged over predictions."""
+    return _mean(predictions, references, lambda answer, reference: _best(answer, reference, _word_f1))
 
 
-def _best(said: str, true: str | Sequence[str], score: Callable[[str, str], float]) -> float:
-    return max(score(said, one) for one in ([true] if isinstance(true, str) else true))
+def _best(answer: str, references: str | Sequence[str], score: Callable[[str, str], float]) -> float:
+    """Return the highest score of the answer over its references."""
+    return max(score(answer, reference) for reference in ([references] if isinstance(references, str) else references))
 
 
-def _equal(said: str, true: str) -> float:
-    return float(normalised(said) == normalised(true))
+def _equal(answer: str, reference: str) -> float:
+    return float(normalised(answer) == normalised(reference))
 
 
-def _word_f1(said: str, true: str) -> float:
-    ours, theirs = normalised(said).split(), normalised(true).split()
-    if not ours or not theirs:
-        return float(ours == theirs)  # nothing to say is right only where nothing was to be said
-    shared = (Counter(ours) & Counter(theirs)).total()
-    return 2 * shared / (len(ours) + len(theirs))
+def _word_f1(answer: str, reference: str) -> float:
+    predicted, expected = normalised(answer).split(), normalised(reference).split()
+    if not predicted or not expected:
+        return float(predicted == expected)  # an empty answer is right only for an empty reference
+    shared = (Counter(predicted) & Counter(expected)).total()
+    return 2 * shared / (len(predicted) + len(expected))
 
 
 def _mean(predictions: Sequence[str], references: Sequence[Any], score: Callable[..., float]) -> float:
@@ -161,7 +168,7 @@ def _mean(predictions: Sequence[str], references: Sequence[Any], score: Callable
 
 
 # ----------------------------------------------------------------------------------------------------
-# What a loss in nats means.
+# Functions of a loss in nats.
 
 
 def perplexity(loss: float) -> float:
@@ -169,43 +176,43 @@ def perplexity(loss: float) -> float:
 
 
 def bits_per_byte(loss: float, tokens: int, utf8_bytes: int) -> float:
-    """The figure that can be compared across tokenizers."""
+    """Return the loss in bits per byte of text, which can be compared across tokenizers."""
     return loss / math.log(2) * tokens / utf8_bytes
 
 
 # ----------------------------------------------------------------------------------------------------
 # GSM8K scores as lm-evaluation-harness (task gsm8k, version 3) computes them from a model's text.
 #
-# redline's own score (`answers.py`) compares numbers: `18.00` equals `18`, and `#### $18` has an answer. lm-eval
-# compares text: a filter extracts one piece of the answer, then piece and reference have to be equal without commas,
-# dollar signs, a final full stop and everything up to the reference's `#### `. Published GSM8K results are usually
-# lm-eval's.
+# redline's own score, `gsm8k_exact_match`, compares numbers: `18.00` equals `18`, and `#### $18` has an answer. lm-eval
+# compares text: a filter extracts a part of the answer, and that part and the reference have to be equal after removing
+# commas, dollar signs, a final full stop, and everything up to the reference's `#### `. Published GSM8K results are
+# usually those of lm-eval.
 
 
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 _IGNORED = [re.compile(pattern) for pattern in (r",", r"\$", r"(?s).*#### ", r"\.$")]  # removed in this order
-_INVALID = "[invalid]"  # lm-eval's text for "nothing found"
+_INVALID = "[invalid]"  # what lm-eval's filters return if they find nothing
 
 
 def strict_match(predictions: Sequence[str], references: Sequence[str]) -> float:
-    """Return the share of answers whose first `#### NUMBER` is the reference's."""
+    """Return the share of answers whose first `#### NUMBER` equals that of the reference."""
     return _share(predictions, references, _first_marked)
 
 
 def flexible_extract(predictions: Sequence[str], references: Sequence[str]) -> float:
-    """Return the share of answers whose last number, anywhere in the text, is the reference's."""
+    """Return the share of answers whose last number, anywhere in the text, equals that of the reference."""
     return _share(predictions, references, _last_number)
 
 
 def _first_marked(text: str) -> str:
-    found = _STRICT.search(text)
-    return found[1] if found else _INVALID
+    match = _STRICT.search(text)
+    return match[1] if match else _INVALID
 
 
 def _last_number(text: str) -> str:
-    found = _FLEXIBLE.findall(text)
-    return str(found[-1]) if found else _INVALID
+    matches = _FLEXIBLE.findall(text)
+    return str(matches[-1]) if matches else _INVALID
 
 
 def _comparable(text: str) -> str:
@@ -218,8 +225,8 @@ def _share(predictions: Sequence[str], references: Sequence[str], pick: Callable
     if len(predictions) != len(references) or not predictions:
         raise ValueError(f"{len(predictions)} predictions for {len(references)} references")
     pairs = zip(predictions, references, strict=True)
-    right = [_comparable(pick(said)) == _comparable(true) for said, true in pairs]
-    return sum(right) / len(right)
+    correct = [_comparable(pick(prediction)) == _comparable(reference) for prediction, reference in pairs]
+    return sum(correct) / len(correct)
 
 
 Score = Callable[[Sequence[str], Sequence[str]], float]

@@ -92,7 +92,7 @@ def test_text_of_which_nothing_is_held_out_is_said_to_be(inside: Any, tmp_path: 
     assert "held out" not in none.out
     small = ("quickstart", "data.tokenizer=bytes", "data.seq_len=16", "train.device=cpu", "--dry-run")
     said = inside("train", *small, "data.source=a").said
-    assert "nothing of the text is held out" in said
+    assert "no validation loss" in said
     assert "a larger --val-fraction to `redline prepare`" in said
     assert "or a larger data.val_fraction" in inside("train", *small, "data.source=same.jsonl").said
     assert (
@@ -108,7 +108,7 @@ def test_what_only_text_obeys_is_said_to_do_nothing_for_tokens(inside: Any, tmp_
     for command in (("train", *small, "--dry-run"), ("plan", *small)):
         answers = [inside(*command, f"data.source={source}", *asked) for source in ("a", "a.txt")]
         tokens, text = (answer.out + answer.said for answer in answers)
-        assert "data.dedup does nothing: the source holds tokens" in tokens
+        assert "data.dedup has no effect" in tokens
         assert "data.val_fraction does nothing" in tokens
         assert "data.text_key" not in tokens
         assert "does nothing" not in text

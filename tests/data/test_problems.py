@@ -180,13 +180,13 @@ def test_a_source_has_as_many_as_it_asks_for_and_its_test_split_is_apart() -> No
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("problems:esay", r"'esay' is no level\. There are easy, medium, hard\. Did you mean 'easy'\?"),
-        ("problems:", r"no source of word problems\. Write problems:LEVEL"),
-        ("problems:easy:none", r"'none' is no count of problems\. Write problems:LEVEL, .* at most 1,000,000"),
-        ("problems:easy:0", "'0' is no count"),
-        ("problems:easy:2M", "'2M' is no count"),
-        ("problems:easy@dev", "no source of word problems"),
-        ("problems:easy:5:6", "no source of word problems"),
+        ("problems:esay", r"'esay' is not a level\. Use one of easy, medium, hard\. Did you mean 'easy'\?"),
+        ("problems:", r"not valid\. Write problems:LEVEL"),
+        ("problems:easy:none", r"'none' is not a number.*problems:LEVEL, .* 1,000,000"),
+        ("problems:easy:0", "'0' is not a number"),
+        ("problems:easy:2M", "'2M' is not a number"),
+        ("problems:easy@dev", "not valid"),
+        ("problems:easy:5:6", "not valid"),
     ],
 )
 def test_sources_that_are_none(source: str, message: str) -> None:

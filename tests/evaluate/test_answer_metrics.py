@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from redline.metrics import (
     RULE,
     answer_match,
-    behind_mark,
+    answer_text,
     exact_match,
     f1,
     final_answer,
@@ -157,7 +157,7 @@ def test_an_answer_behind_its_mark_is_right(answer: str) -> None:
     said = f"So it is 7 + 5.<|answer|>{answer}<|pad|>"
     assert gsm8k_exact_match([said], [answer]) == 1.0
     assert number_match([said], [["99", answer]]) == 1.0
-    assert exact_match([behind_mark(said)], [answer]) == 1.0
+    assert exact_match([answer_text(said)], [answer]) == 1.0
     assert gsm8k_exact_match([said], ["77"]) == 0.0
 
 

@@ -1,6 +1,7 @@
-"""Arithmetic word problems without a download: each is a function of (seed, number, level).
+"""Arithmetic word problems, generated without a download: each is a function of (seed, number, level).
 
-A problem is a story about how many things someone has. All of its numbers are whole, and none is negative.
+A problem is a story about how many things a person has. All of its numbers are whole and not negative. A change of any
+text or draw here changes the data of every run on word problems.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from redline.errors import UserError, did_you_mean
 from redline.units import parse_count
 
 # ----------------------------------------------------------------------------------------------------
-# What word problems are about: names, things, what people do with them, and where they keep them.
+# Vocabulary: names, things, what people do with them, and where they keep them.
 
 
 Verb = tuple[str, str]  # "buys", "buying"
@@ -28,7 +29,7 @@ class Thing:
     many: str
     gains: tuple[Verb, ...]
     losses: tuple[Verb, ...]
-    kinds: tuple[tuple[str, str], ...] = ()  # of which someone may have both
+    kinds: tuple[tuple[str, str], ...] = ()  # pairs of adjectives: a person may have things of both kinds
 
     @property
     def is_money(self) -> bool:
@@ -82,7 +83,7 @@ _COLOURS = (("red", "blue"), ("green", "white"), ("black", "yellow"))
 def _things(
     words: str, gains: tuple[Verb, ...], losses: tuple[Verb, ...], kinds: tuple[tuple[str, str], ...]
 ) -> list[Thing]:
-    """Of each word its form for many is the word with an s, or stands behind a slash."""
+    """Make a thing of each word. The plural is the word with an s, unless it is given after a slash."""
     pairs = [word.split("/") if "/" in word else [word, f"{word}s"] for word in words.split()]
     return [Thing(one, many, gains, losses, kinds) for one, many in pairs]
 
@@ -121,7 +122,7 @@ THINGS = (
     ),
 )
 
-# What has nothing to do with the answer. {other} is counted, {who} is a name, {number} a number above one.
+# Sentences that have nothing to do with the answer. {other} is a number of things, {who} a name, {number} at least 2.
 DISTRACTORS = (
     "{who} is {number} years old.",
     "{who} has {number} cousins.",
@@ -133,10 +134,10 @@ DISTRACTORS = (
 
 
 # ----------------------------------------------------------------------------------------------------
-# The stories that word problems tell: how they begin, what may happen, and what is asked in the end.
+# Stories: a beginning, events, and a question at the end.
 #
-# Each event adds a sentence to the question, a sub-question to the plan and an equation to the execution. It says
-# whether it could happen with the numbers that the story had.
+# Each event adds a sentence to the question, a sub-question to the plan and an equation to the execution. It returns
+# False, and adds nothing, if it is impossible with the numbers of the story so far.
 
 
 T = TypeVar("T")
@@ -146,21 +147,22 @@ Range = tuple[int, int]
 @dataclass(frozen=True)
 class Level:
     steps: Range
-    start: Range  # how many there are at first
-    change: Range  # what is added, taken away, or in a box
+    start: Range  # the number of things at the beginning
+    change: Range  # how many are added, removed, or in a box
     factor: Range
-    most: int  # of anything
+    most: int  # the largest number that may occur
     distractors: Range = (0, 0)
 
 
 class Chance:
-    """Draws that are the same for a key on every machine and with every Python."""
+    """A random generator that gives the same numbers for a key on every machine and with every version of Python."""
 
     def __init__(self, *key: object) -> None:
         self._key, self._pool = repr(key).encode(), 0
 
     def below(self, n: int) -> int:
-        if self._pool < 1 << 64:  # too little is left for an even choice
+        """Draw from range(n)."""
+        if self._pool < 1 << 64:  # too few bits are left for a uniform draw
             self._key = hashlib.blake2b(self._key).digest()
             self._pool = int.from_bytes(self._key, "little")
         self._pool, drawn = divmod(self._pool, n)
@@ -178,9 +180,9 @@ class Story:
     chance: Chance
     level: Level
     thing: Thing
-    who: str = ""  # of whom it tells
+    who: str = ""  # the person that the story is about at the moment
     value: int = 0  # how many things `who` has
-    other: tuple[str, int] | None = None  # whom `who` was just compared with, and how many that one has
+    other: tuple[str, int] | None = None  # the person that `who` was just compared with, and how many that person has
     sentences: list[str] = field(default_factory=list)
     plan: list[str] = field(default_factory=list)
     execution: list[str] = field(default_factory=list)
@@ -189,8 +191,8 @@ class Story:
     def __post_init__(self) -> None:
         self.who = self.someone()
 
-    def tell(self, sentence: str, after: bool = True) -> None:
-        """With `after`, it happens after what was told before."""
+    def add(self, sentence: str, after: bool = True) -> None:
+        """Add a sentence. With `after`, it may begin with "Then" or the like."""
         self.sentences.append((self.chance.of(THEN) if after else "") + sentence)
 
     def step(self, asked: str, equation: str, value: int) -> None:
@@ -199,40 +201,40 @@ class Story:
         self.value, self.other = value, None
 
     def has(self, value: int, sum_: str, asked: str) -> None:
-        """A step after which `who` has another number of things."""
+        """Add a step after which `who` has `value` things."""
         question = f"How many {self.thing.many} does {self.who} have {asked}?"
         self.step(question, f"{self.who} has {sum_} = {self.thing.count(value)}.", value)
 
     def ask(self) -> None:
-        """The plainest end: how many are there?"""
+        """End the story with the plain question of how many things there are."""
         changed = self.other is None and len(self.sentences) > 1
         self.sentences.append(f"How many {self.thing.many} does {self.who} have{' now' if changed else ''}?")
 
     def someone(self) -> str:
-        """A name that is not in the story yet."""
+        """Draw a name that is not in the story yet."""
         name = self.chance.of([name for name in NAMES if name not in self.names])
         self.names.append(name)
         return name
 
     @property
     def left(self) -> int:
-        """How many more there may be."""
+        """How many more things there may be."""
         return self.level.most - self.value
 
 
-# --- beginnings. Each says how many steps it took.
+# --- beginnings. Each returns the number of steps it took.
 
 
 def _has(story: Story) -> int:
     story.value = story.chance.between(story.level.start)
-    story.tell(f"{story.who} has {story.thing.count(story.value)}.", after=False)
+    story.add(f"{story.who} has {story.thing.count(story.value)}.", after=False)
     return 0
 
 
 def _has_boxes(story: Story) -> int:
     boxes, each = story.chance.between(story.level.factor), max(2, story.chance.between(story.level.change))
     many = story.chance.of(CONTAINERS)[1]
-    story.tell(f"{story.who} has {boxes} {many} with {story.thing.count(each)} in each.", after=False)
+    story.add(f"{story.who} has {boxes} {many} with {story.thing.count(each)} in each.", after=False)
     story.has(boxes * each, f"{boxes} * {each}", f"in the {many}")
     return 1
 
@@ -240,7 +242,7 @@ def _has_boxes(story: Story) -> int:
 def _has_daily(story: Story) -> int:
     days, each = story.chance.between(story.level.factor), story.chance.between(story.level.change)
     verb = story.chance.of(story.thing.gains)[0]
-    story.tell(f"{story.who} {verb} {story.thing.count(each)} every day for {days} days.", after=False)
+    story.add(f"{story.who} {verb} {story.thing.count(each)} every day for {days} days.", after=False)
     story.has(days * each, f"{days} * {each}", "after these days")
     return 1
 
@@ -251,12 +253,12 @@ def _has_kinds(story: Story) -> int:
     one, two = story.chance.of(story.thing.kinds)
     a, b = story.chance.between(story.level.start), story.chance.between(story.level.start)
     named = story.thing.named
-    story.tell(f"{story.who} has {a} {one} {named(a)} and {b} {two} {named(b)}.", after=False)
+    story.add(f"{story.who} has {a} {one} {named(a)} and {b} {two} {named(b)}.", after=False)
     story.has(a + b, f"{a} + {b}", "in all")
     return 1
 
 
-# --- events. Each says whether it could happen.
+# --- events. Each returns whether it was possible.
 
 
 def _gain(story: Story, last: bool) -> bool:
@@ -264,18 +266,18 @@ def _gain(story: Story, last: bool) -> bool:
         return False
     more = story.chance.between((story.level.change[0], min(story.level.change[1], story.left)))
     verb, doing = story.chance.of(story.thing.gains)
-    story.tell(f"{story.who} {verb} {more} more {story.thing.named(more)}.")
+    story.add(f"{story.who} {verb} {more} more {story.thing.named(more)}.")
     story.has(story.value + more, f"{story.value} + {more}", f"after {doing} more")
     return True
 
 
 def _lose(story: Story, last: bool) -> bool:
-    most = story.value if last else story.value - 1  # nothing can be told of someone who has nothing
+    most = story.value if last else story.value - 1  # later events need a person who has something
     if most < story.level.change[0]:
         return False
     fewer = story.chance.between((story.level.change[0], min(story.level.change[1], most)))
     verb, doing = story.chance.of(story.thing.losses)
-    story.tell(f"{story.who} {verb} {story.thing.count(fewer)}.")
+    story.add(f"{story.who} {verb} {story.thing.count(fewer)}.")
     story.has(story.value - fewer, f"{story.value} - {fewer}", f"after {doing} some")
     return True
 
@@ -284,13 +286,13 @@ def _lose_half(story: Story, last: bool) -> bool:
     if story.value % 2 or story.value < 4:
         return False
     verb, doing = story.chance.of(story.thing.losses)
-    story.tell(f"{story.who} {verb} half of the {story.thing.many}.")
+    story.add(f"{story.who} {verb} half of the {story.thing.many}.")
     story.has(story.value // 2, f"{story.value} / 2", f"after {doing} half of them")
     return True
 
 
-def _compared(story: Story, relation: str, value: int, sum_: str) -> bool:
-    """The story goes on about someone else, who has more or fewer of the same."""
+def _add_person(story: Story, relation: str, value: int, sum_: str) -> bool:
+    """Continue the story with another person, who has more or fewer of the same things."""
     before, had = story.who, story.value
     story.who = story.someone()
     now = "Now " if len(story.sentences) > 1 else ""
@@ -306,7 +308,7 @@ def _other_has_more(story: Story, last: bool) -> bool:
     more = story.chance.between((story.level.change[0], min(story.level.change[1], story.left)))
     value = story.value + more
     relation = f"{more} more {story.thing.named(more)} than"
-    return _compared(story, relation, value, f"{story.value} + {more} = {story.thing.count(value)}")
+    return _add_person(story, relation, value, f"{story.value} + {more} = {story.thing.count(value)}")
 
 
 def _other_has_fewer(story: Story, last: bool) -> bool:
@@ -315,7 +317,7 @@ def _other_has_fewer(story: Story, last: bool) -> bool:
     fewer = story.chance.between((story.level.change[0], min(story.level.change[1], story.value - 1)))
     value = story.value - fewer
     relation = f"{fewer} fewer {story.thing.named(fewer)} than"
-    return _compared(story, relation, value, f"{story.value} - {fewer} = {story.thing.count(value)}")
+    return _add_person(story, relation, value, f"{story.value} - {fewer} = {story.thing.count(value)}")
 
 
 def _other_has_times(story: Story, last: bool) -> bool:
@@ -324,7 +326,7 @@ def _other_has_times(story: Story, last: bool) -> bool:
     if value > story.level.most:
         return False
     relation = f"{factor} times as many {story.thing.many} as"
-    return _compared(story, relation, value, f"{factor} * {story.value} = {story.thing.count(value)}")
+    return _add_person(story, relation, value, f"{factor} * {story.value} = {story.thing.count(value)}")
 
 
 def _gain_boxes(story: Story, last: bool) -> bool:
@@ -333,7 +335,7 @@ def _gain_boxes(story: Story, last: bool) -> bool:
     if inside > story.left:
         return False
     value, thing, many = story.value, story.thing, story.chance.of(CONTAINERS)[1]
-    story.tell(f"{story.who} gets {boxes} {many} with {thing.count(each)} in each.")
+    story.add(f"{story.who} gets {boxes} {many} with {thing.count(each)} in each.")
     asked = f"How many {thing.many} are in the {many}?"
     story.step(asked, f"In the {many} there are {boxes} * {each} = {thing.count(inside)}.", inside)
     story.has(value + inside, f"{value} + {inside}", f"with those in the {many}")
@@ -347,7 +349,7 @@ def _lose_daily(story: Story, last: bool) -> bool:
         return False
     each = story.chance.between((story.level.change[0], min(story.level.change[1], most)))
     verb, doing = story.chance.of(thing.losses)
-    story.tell(f"{story.who} {verb} {thing.count(each)} every day for {days} days.")
+    story.add(f"{story.who} {verb} {thing.count(each)} every day for {days} days.")
     gone = days * each
     story.step(f"How many {thing.many} are gone?", f"In {days} days {days} * {each} = {gone} are gone.", gone)
     story.has(value - gone, f"{value} - {gone}", f"after {doing} these")
@@ -355,14 +357,14 @@ def _lose_daily(story: Story, last: bool) -> bool:
 
 
 Event = Callable[[Story, bool], bool]
-EVENTS: dict[int, tuple[Event, ...]] = {  # by the steps they take
+EVENTS: dict[int, tuple[Event, ...]] = {  # by the number of steps
     1: (_gain, _gain, _lose, _lose, _lose_half, _other_has_more, _other_has_fewer, _other_has_times),
     2: (_gain_boxes, _lose_daily),
 }
 BEGINNINGS = (_has, _has, _has_boxes, _has_daily, _has_kinds)
 
 
-# --- ends of one step, each with the question. The plainest, of no step, asks for what there is.
+# --- ends that take one step and ask the question. `Story.ask` is the end without a step.
 
 
 def _share(story: Story) -> bool:
@@ -371,7 +373,7 @@ def _share(story: Story) -> bool:
         return False
     friends, many = story.chance.of(parts), story.thing.many
     each, asked = story.value // friends, f"How many {many} does each friend get?"
-    story.tell(f"{story.who} shares all the {many} equally among {friends} friends. {asked}")
+    story.add(f"{story.who} shares all the {many} equally among {friends} friends. {asked}")
     story.step(asked, f"Each friend gets {story.value} / {friends} = {story.thing.count(each)}.", each)
     return True
 
@@ -382,7 +384,7 @@ def _pack(story: Story) -> bool:
         return False
     size, (one, many) = story.chance.of(sizes), story.chance.of(CONTAINERS)
     filled, asked = story.value // size, f"How many {many} does {story.who} fill?"
-    story.tell(f"{story.who} puts all the {story.thing.many} into {many}, {size} in each. {asked}")
+    story.add(f"{story.who} puts all the {story.thing.many} into {many}, {size} in each. {asked}")
     story.step(asked, f"{story.who} fills {story.value} / {size} = {filled} {one if filled == 1 else many}.", filled)
     return True
 
@@ -393,7 +395,7 @@ def _sell(story: Story) -> bool:
     if story.thing.is_money or not story.value or money > story.level.most:
         return False
     asked = f"How many dollars does {story.who} get?"
-    story.tell(f"{story.who} sells all the {story.thing.many} for {price} dollars each. {asked}")
+    story.add(f"{story.who} sells all the {story.thing.many} for {price} dollars each. {asked}")
     story.step(asked, f"{story.who} gets {story.value} * {price} = {money} dollars.", money)
     return True
 
@@ -404,7 +406,7 @@ def _together(story: Story) -> bool:
     other, had = story.other
     value = story.value + had
     asked = f"How many {story.thing.many} do {other} and {story.who} have together?"
-    story.tell(asked, after=False)
+    story.add(asked, after=False)
     story.step(asked, f"Together they have {had} + {story.value} = {story.thing.count(value)}.", value)
     return True
 
@@ -413,14 +415,14 @@ ENDS = (_share, _pack, _sell, _together, _together)
 
 
 # ----------------------------------------------------------------------------------------------------
-# A problem and its solution: what is asked, how to go about it, the steps, and the number that they end with.
+# Problems: the question, the plan, the steps of the solution, and the number that is the answer.
 
 
 @dataclass(frozen=True)
 class Record:
     question: str
-    plan: str  # sub-questions, one a line; empty where the source has none
-    execution: str  # steps, one a line
+    plan: str  # sub-questions, one per line; empty if the source has none
+    execution: str  # steps, one per line
     answer: str  # a number, as text
 
     @property
@@ -433,7 +435,7 @@ PREFIX = "problems:"
 COUNT, MOST = 20_000, 1_000_000
 TRAIN, TEST = "train", "test"
 _SEED = 0
-_TEST_SHARE = 8  # one in so many questions is of the test split
+_TEST_SHARE = 8  # one in so many questions is in the test split
 _FORM = f"{PREFIX}LEVEL, {PREFIX}LEVEL:COUNT or {PREFIX}LEVEL:COUNT@{TEST}"
 _PATTERN = re.compile(r"(?P<level>[^:@]+)(:(?P<count>[^:@]+))?(@(?P<split>\w+))?")
 
@@ -445,7 +447,7 @@ LEVELS = {
 
 
 def problem(seed: int, number: int, level: str) -> Record:
-    """The problem of this number. Different numbers give, rarely, the same one."""
+    """Generate the problem with this number. Two numbers may, rarely, give the same problem."""
     bounds = LEVELS[level]
     chance = Chance(level, seed, number)
     story = Story(chance, bounds, chance.of(THINGS))
@@ -462,7 +464,7 @@ def problem(seed: int, number: int, level: str) -> Record:
 
 
 def _happen(story: Story, left: int) -> int:
-    """Something happens that takes one step or two, and at most so many."""
+    """Add an event of one or two steps, at most `left`, and return its number of steps."""
     while True:
         steps = 2 if left > 1 and story.chance.below(4) == 0 else 1
         if story.chance.of(EVENTS[steps])(story, steps == left):
@@ -470,50 +472,54 @@ def _happen(story: Story, left: int) -> int:
 
 
 def _distract(story: Story) -> None:
-    """Numbers that nobody asked about, anywhere between the first sentence and the last."""
+    """Insert sentences with irrelevant numbers between the first sentence and the last."""
     unused = list(DISTRACTORS)
     for _ in range(story.chance.between(story.level.distractors)):
         sentence = unused.pop(story.chance.below(len(unused)))
         thing = story.chance.of([thing for thing in THINGS if thing != story.thing])
         number, who = story.chance.between((5, 60)), story.chance.of(story.names)
-        told = sentence.format(who=who, number=number, other=thing.count(number))
-        story.sentences.insert(1 + story.chance.below(len(story.sentences) - 1), told)
+        distractor = sentence.format(who=who, number=number, other=thing.count(number))
+        story.sentences.insert(1 + story.chance.below(len(story.sentences) - 1), distractor)
 
 
 def is_problems(source: str) -> bool:
+    """Return whether `source` names generated word problems."""
     return source.startswith(PREFIX)
 
 
 def problems(source: str) -> list[Record]:
-    """As many as `source` asks for, all different; none of the training split is in the test split of any count."""
+    """Generate the problems that `source` names, all different. No problem is in both the train and the test split."""
     level, count, split = _parsed(source)
-    found: dict[str, Record] = {}
+    records: dict[str, Record] = {}
     number = 0
-    while len(found) < count:
+    while len(records) < count:
         record = problem(_SEED, number, level)
         number += 1
         if (record.key % _TEST_SHARE == 0) == (split == TEST):
-            found.setdefault(record.question, record)
-    return list(found.values())
+            records.setdefault(record.question, record)
+    return list(records.values())
 
 
 def problem_count(source: str) -> int:
+    """Return the number of problems that `source` names."""
     return _parsed(source)[1]
 
 
 def _parsed(source: str) -> tuple[str, int, str]:
-    found = _PATTERN.fullmatch(source.removeprefix(PREFIX))
-    if found is None or found["split"] not in (None, TRAIN, TEST):
-        raise UserError("is no source of word problems.", where=source, fix=f"Write {_FORM}.")
-    level = found["level"]
+    """Return the level, the count and the split that `source` names."""
+    match = _PATTERN.fullmatch(source.removeprefix(PREFIX))
+    if match is None or match["split"] not in (None, TRAIN, TEST):
+        raise UserError("the name of the word problems is not valid.", where=source, fix=f"Write {_FORM}.")
+    level = match["level"]
     if level not in LEVELS:
         hint = did_you_mean(level, LEVELS)
-        raise UserError(f"{level!r} is no level.", where=source, fix=f"There are {', '.join(LEVELS)}. {hint}".rstrip())
+        fix = f"Use one of {', '.join(LEVELS)}. {hint}".rstrip()
+        raise UserError(f"{level!r} is not a level.", where=source, fix=fix)
     try:
-        count = parse_count(found["count"]) if found["count"] else COUNT
+        count = parse_count(match["count"]) if match["count"] else COUNT
     except ValueError:
         count = 0
     if not 1 <= count <= MOST:
-        fix = f"Write {_FORM} with at most {MOST:,}."
-        raise UserError(f"{found['count']!r} is no count of problems.", where=source, fix=fix)
-    return level, count, found["split"] or TRAIN
+        fix = f"Write {_FORM} with COUNT between 1 and {MOST:,}."
+        raise UserError(f"{match['count']!r} is not a number of problems.", where=source, fix=fix)
+    return level, count, match["split"] or TRAIN

@@ -19,7 +19,7 @@ from redline.data.rows import is_clean
 from redline.data.sources import source_bytes
 from redline.errors import UserError
 from redline.fields import none_if_auto
-from redline.metrics import METRICS, RULE, behind_mark, final_answer
+from redline.metrics import METRICS, RULE, answer_text, final_answer
 from redline.recipe.resolve import FEW_ROWS
 from redline.recipe.schema import Recipe
 
@@ -120,7 +120,7 @@ def score_answers(
 
 
 def _scored(kind: str, question: Question, answer: Answer) -> ScoredAnswer:
-    compared = answer.text if kind == "gsm8k" else behind_mark(answer.text)
+    compared = answer.text if kind == "gsm8k" else answer_text(answer.text)
     scores = {name: score([compared], [question.reference]) for name, score in METRICS[kind].items()}
     return ScoredAnswer(question.text, question.reference, answer.text, answer.ended, scores, answer.forward_passes)
 
