@@ -17,7 +17,7 @@ CPU = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
 
 
 class Tuning:
-    """`world`, with a base and rows in place of a text."""
+    """The fixture `world` for fine-tuning: a pretrained base and rows of conversations in place of text."""
 
     def __init__(self, world: Any, base: Path, rows: Path, folder: Path) -> None:
         self.world, self.base, self.file = world, base, folder / "tune.yaml"
@@ -35,9 +35,9 @@ class Tuning:
 
     def recipe(self, *overrides: str) -> Any:
         steps = () if any(word.startswith("train.steps") for word in overrides) else ("train.steps=6",)
-        whole = "finetune.method=full" in overrides  # which has no adapters to speak of
-        plain = ("model.lora.r=16", "model.lora.alpha=16") if whole else ()
-        return load(str(self.file), [*steps, *plain, *overrides]).recipe
+        # The recipe sets model.lora, which finetune.method=full refuses: put its defaults back.
+        no_lora = ("model.lora.r=16", "model.lora.alpha=16") if "finetune.method=full" in overrides else ()
+        return load(str(self.file), [*steps, *no_lora, *overrides]).recipe
 
     def run(self, path: Path, *overrides: str, **options: Any) -> Any:
         return self.world.run(path, *overrides, **options)

@@ -71,7 +71,7 @@ def test_data_that_changed_are_noticed(tune: str, inside: Any, answers: Path, tm
     assert inside("train", tune, f"data.source={rows}", "--run", "run").code == 0
     assert "any more" not in inside("eval", "run").err
     rows.write_text(answers.read_text() + json.dumps({"prompt": "And now?", "completion": "Now."}) + "\n")
-    assert "the data are not what the run was trained on any more" in inside("eval", "run").err
+    assert "the data have changed since the run began" in inside("eval", "run").err
 
 
 def test_prompts_that_are_odd_are_answered(tune: str, inside: Any) -> None:

@@ -1,4 +1,4 @@
-"""Questions to runs, bases and adapters: what is asked, what is answered, and how it is marked."""
+"""Questions to runs, bases and adapters: which are asked, how they are answered, and how answers are scored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VOCAB = 90
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    """Weights large enough that its greedy texts are no loops."""
+    """A decoder with weights large enough that its greedy texts do not loop."""
     shape = DecoderShape(3, 32, 4, 2, 8, 64, 96, tied=False)
     model = Decoder(shape, attention=Attention("flash", MaskSpec(), "cpu"))
     model.initialise(torch.Generator().manual_seed(3))
@@ -77,31 +77,31 @@ def test_memory_is_bounded(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) ->
     assert len(groups) < 7
 
 
-# --- marks
+# --- scores
 
 
 class Canned:
-    """An objective that has learnt its answers by heart."""
+    """An objective with prepared answers: question → (reference, answer)."""
 
-    def __init__(self, said: dict[str, tuple[str, str]]) -> None:
-        self.said = said
+    def __init__(self, answers: dict[str, tuple[str, str]]) -> None:
+        self.answers = answers
 
     def select_questions(self, count: int | None) -> None:
-        self.said = dict(list(self.said.items())[:count])
+        self.answers = dict(list(self.answers.items())[:count])
 
     def questions(self) -> list[Question]:
-        return [Question(question, [1], true) for question, (true, _) in self.said.items()]
+        return [Question(text, [1], reference) for text, (reference, _) in self.answers.items()]
 
     def evaluate(self, micro: int) -> dict[str, float | None]:
         return {"loss": 1.5}
 
-    def answer(self, asked: Sequence[Question], tokens: int, told: Callable[[int], None]) -> list[Answer]:
-        told(len(asked))
-        return [Answer(self.said[one.text][1], ended=one.text != "c") for one in asked]
+    def answer(self, questions: Sequence[Question], tokens: int, progress: Callable[[int], None]) -> list[Answer]:
+        progress(len(questions))
+        return [Answer(self.answers[question.text][1], ended=question.text != "c") for question in questions]
 
 
-def exam(kind: str, said: dict[str, tuple[str, str]], count: int | None = None) -> AnswerResults:
-    canned: Any = Canned(said)
+def results(kind: str, answers: dict[str, tuple[str, str]], count: int | None = None) -> AnswerResults:
+    canned: Any = Canned(answers)
     return score_answers(canned, kind, micro=1, count=count, tokens=9, where="here")
 
 
@@ -112,25 +112,25 @@ def test_marks() -> None:
         "c": ("#### 3", "so 3 and then"),
         "d": ("#### 4", "#### 5"),
     }
-    result = exam("gsm8k", said)
+    result = results("gsm8k", said)
     found = result.result()
     assert found.pop("answers_per_s") > 0
     lm_eval = {"strict_match": 0.25, "flexible_extract": 0.75}
     assert found == {"loss": 1.5, "exact_match": 0.75, **lm_eval, "questions": 4, "right": 3, "cut": 1}
     assert [one.question for one in result.wrong(3)] == ["d"]
-    assert exam("gsm8k", said, count=2).result()["questions"] == 2
+    assert results("gsm8k", said, count=2).result()["questions"] == 2
     words = {"a": ("The red stone.", "red stone"), "b": ("the grey river", "a grey king"), "c": ("x", "y")}
-    assert exam("match", words).result()["exact_match"] == pytest.approx(1 / 3)
-    found = exam("f1", words).result()
+    assert results("match", words).result()["exact_match"] == pytest.approx(1 / 3)
+    found = results("f1", words).result()
     assert found["f1"] == pytest.approx((1 + 0.5 + 0) / 3)
     assert (found["exact_match"], found["right"]) == (pytest.approx(1 / 3), 1)
 
 
 def test_nothing_to_mark() -> None:
     with pytest.raises(UserError, match=r"no question is held out.*--data"):
-        exam("match", {})
+        results("match", {})
     with pytest.raises(UserError, match="--answers match or f1"):
-        exam("gsm8k", {"a": ("blue", "blue")})
+        results("gsm8k", {"a": ("blue", "blue")})
 
 
 # --- a run's questions

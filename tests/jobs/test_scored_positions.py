@@ -1,4 +1,4 @@
-"""Logits are made of what is learnt alone, and nothing else changes."""
+"""Logits are computed for positions with a target alone, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from redline.kernels.cross_entropy import IGNORE
 
 
 @given(st.integers(1, 4), st.integers(1, 40), st.floats(0, 1), st.integers(0, 1000))
-def test_every_target_keeps_its_place(rows: int, length: int, share: float, seed: int) -> None:
+def test_every_target_keeps_its_position(rows: int, length: int, share: float, seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
     targets = torch.randint(0, 50, (rows, length), generator=chance)
     targets[torch.rand(targets.shape, generator=chance) < share] = IGNORE
@@ -33,7 +33,7 @@ def test_every_target_keeps_its_place(rows: int, length: int, share: float, seed
 
 
 @pytest.mark.parametrize("learn", ["answers", "all"])
-def test_loss_and_gradients_are_those_of_all_places(
+def test_loss_and_gradients_equal_those_of_all_positions(
     world: Any, tiny_base: Path, answers: Path, tmp_path: Path, learn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
@@ -45,8 +45,8 @@ def test_loss_and_gradients_are_those_of_all_places(
 
     monkeypatch.setattr(decoder, "linear_cross_entropy", counted)
     tuning, results = Tuning(world, tiny_base, answers, tmp_path), []
-    for recorded in (True, False):
-        monkeypatch.setattr(DecoderObjective, "uniform_layout", recorded)
+    for uniform in (True, False):
+        monkeypatch.setattr(DecoderObjective, "uniform_layout", uniform)
         objective = tuning.objective(f"finetune.learn={learn}", "data.pack=false", "model.lora.dropout=0")
         batch = objective.batch(torch.arange(4).numpy())
         loss = objective.loss(batch)["cross_entropy"].sum
@@ -59,4 +59,4 @@ def test_loss_and_gradients_are_those_of_all_places(
     for found, expected in zip(found_gradients, gradients, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert made[0] == 4 * 96
-    assert made[1] < made[0], "samples alone in a row leave room"
+    assert made[1] < made[0], "without packing, rows have padding"

@@ -120,8 +120,8 @@ _BUILT_IN = {
     "causal_lm": "redline.jobs.causal_lm.costs:CausalLMJob",
     "finetune": "redline.jobs.finetune.costs:FinetuneJob",
     "latent_prefix": "redline.jobs.latent_prefix.costs:LatentPrefixJob",
-    "block_diffusion": "redline.jobs.diffusion.costs:BlockDiffusion",
-    "hierarchical_diffusion": "redline.jobs.diffusion.costs:HierarchicalDiffusion",
+    "block_diffusion": "redline.jobs.diffusion.costs:BlockDiffusionJob",
+    "hierarchical_diffusion": "redline.jobs.diffusion.costs:HierarchicalDiffusionJob",
 }
 JOBS = tuple(_BUILT_IN)  # that ship with redline
 BASE_MODEL_JOB = "finetune"  # evaluates and samples a pretrained model that no run of redline trained

@@ -158,7 +158,7 @@ class DiffusionJob(Job):
         return DiffusionCosts(recipe, self.layout(recipe), rows, micro)
 
 
-class BlockDiffusion(DiffusionJob):
+class BlockDiffusionJob(DiffusionJob):
     """Denoise a text, or the solution of a question, in equal blocks from left to right."""
 
     name = "block_diffusion"
@@ -198,7 +198,7 @@ class BlockDiffusion(DiffusionJob):
         )
 
 
-class HierarchicalDiffusion(DiffusionJob):
+class HierarchicalDiffusionJob(DiffusionJob):
     """From a question, denoise a plan (coarse blocks), then its execution with the answer (fine blocks)."""
 
     name = "hierarchical_diffusion"

@@ -1,4 +1,4 @@
-"""What attention by documents is told of them: where they begin, and how long they may be."""
+"""What a batch holds for attention within documents: their starts, and the length of the longest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from redline.training.step import to_device
 
 
 def objective(*, kernels: str = "fused", compiled: bool = True, graph: bool = False) -> Any:
-    """As it is on a GPU, where documents are flash's."""
+    """An objective as on a GPU, where flash attention keeps documents apart."""
     made = CausalLM.__new__(CausalLM)
     made.recipe = SimpleNamespace(  # type: ignore[assignment]
         train=SimpleNamespace(compile=compiled, graph=graph), model=SimpleNamespace(kernels=kernels, dropout=0.0)
@@ -38,22 +38,22 @@ def laid_out(made: Any, documents: np.ndarray) -> Any:
 
 
 @given(st.integers(1, 5), st.integers(1, 300), st.floats(0, 0.5), st.integers(0, 99))
-def test_all_documents_are_there_and_none_is_longer(count: int, length: int, share: float, seed: int) -> None:
+def test_starts_and_longest_cover_every_document(count: int, length: int, share: float, seed: int) -> None:
     begins = np.random.default_rng(seed).random((count, length)) < share
     documents = np.cumsum(begins, 1, dtype=np.int32)
     batch = laid_out(objective(), documents)
     if "cu_seqlens" not in batch:
-        assert (documents == documents[:, :1]).all(), "rows of one document need none"
+        assert (documents == documents[:, :1]).all(), "only rows of one document need no starts"
         return
-    borders, expected = batch["cu_seqlens"].numpy(), cu_seqlens(documents)
-    assert (borders[: len(expected)] == expected).all()
-    assert (borders[len(expected) :] == documents.size).all(), "the rest is empty"
-    assert len(expected) <= len(borders) <= max(64, 2 * len(expected))
+    starts, expected = batch["cu_seqlens"].numpy(), cu_seqlens(documents)
+    assert (starts[: len(expected)] == expected).all()
+    assert (starts[len(expected) :] == documents.size).all(), "padding describes empty documents"
+    assert len(expected) <= len(starts) <= max(64, 2 * len(expected))
     longest = np.diff(expected).max()
     assert longest <= int(batch["max_seqlen"]) <= min(length, 2 * longest)
 
 
-def test_a_compiled_step_meets_one_longest_and_few_counts() -> None:
+def test_a_compiled_step_gets_no_max_seqlen_and_few_shapes() -> None:
     made = objective(kernels="torch")
     batches = [laid_out(made, rows([[4, size, 124 - size]] * 16)) for size in range(1, 100, 7)]
     assert not any("max_seqlen" in batch for batch in batches)
@@ -61,20 +61,20 @@ def test_a_compiled_step_meets_one_longest_and_few_counts() -> None:
     assert "max_seqlen" in laid_out(objective(kernels="torch", compiled=False), rows([[4, 60, 64]]))
 
 
-def test_a_recorded_step_meets_one_size_alone() -> None:
+def test_a_cuda_graph_gets_one_shape() -> None:
     made = objective(graph=True)
     batches = [laid_out(made, rows(lengths)) for lengths in ([[128]], [[1] * 128], [[64, 64]])]
     assert {tuple(batch["cu_seqlens"].shape) for batch in batches} == {(256,)}
     assert not any("max_seqlen" in batch for batch in batches)
 
 
-def test_without_a_gpu_none_is_recorded() -> None:
+def test_a_cpu_needs_no_uniform_layout() -> None:
     made = objective(graph=True)
     made.device = torch.device("cpu")
     assert not made.uniform_layout
 
 
-def test_a_size_stays_on_the_host() -> None:
+def test_max_seqlen_stays_on_the_host() -> None:
     batch = laid_out(objective(), rows([[4, 60, 64]]))
     moved = to_device(batch, torch.device("meta"))
     assert moved["cu_seqlens"].device.type == "meta"
@@ -84,7 +84,7 @@ def test_a_size_stays_on_the_host() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("heads", [4, 2])
-def test_told_more_or_less_attention_is_the_same(heads: int) -> None:
+def test_attention_does_not_depend_on_what_is_passed(heads: int) -> None:
     from redline.kernels.attention import Attention
 
     documents = rows([[100, 28, 300, 84], [1, 255, 256, 0]])
