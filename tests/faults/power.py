@@ -169,7 +169,7 @@ def _differences(
     return changes + [((*place, None),) for place in gone.values() if place not in made]
 
 
-# --- what a cut leaves
+# --- the disk after a power cut
 
 
 def after_cut(recording: Recording, cut: int, chance: random.Random) -> Tree:

@@ -133,7 +133,7 @@ def test_damage_found_by_another_rank_is_logged(world: Any, tokens: Path, tmp_pa
             trainer.run()
         except DamagedDataError:
             return 1
-        except Exception:  # the other rank has left in the middle of a step
+        except Exception:  # the other rank has exited in the middle of a step
             return 2
         return 0
 

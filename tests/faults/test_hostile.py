@@ -48,7 +48,7 @@ def harmless(fork: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         def watched(_: Any) -> None:
             import huggingface_hub.constants
 
-            huggingface_hub.constants.HF_HUB_OFFLINE = False  # whoever wants the network may try
+            huggingface_hub.constants.HF_HUB_OFFLINE = False  # attempts to use the network must be seen
             sys.dont_write_bytecode = True
             signal.alarm(MOST_S)
             watch = Watch(home)

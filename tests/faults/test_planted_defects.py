@@ -135,7 +135,9 @@ def r8(suite: Suite, optimizer: str = "adamw") -> None:
         trainer.objective.loss = loss
         trainer.run()
     assert all(before.equal(seen[2][name]) for name, before in seen[0].items()), "a bad step changed something"
-    assert not all(before.equal(seen[3][name]) for name, before in seen[2].items()), "the step after goes on"
+    assert not all(before.equal(seen[3][name]) for name, before in seen[2].items()), (
+        "the next good step must change the weights"
+    )
 
 
 def r8_muon(suite: Suite) -> None:

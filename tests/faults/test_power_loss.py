@@ -258,7 +258,7 @@ def test_power_cuts_lose_nothing(tmp_path: Path, say: Callable[[str], None], sta
     assert promise.resumed > states // 100
 
 
-# --- the same, with an operation left out or moved
+# --- planted defects: an operation is left out or moved
 
 
 def unsynced(wanted: Callable[[Recording, Object], bool]) -> Callable[[Recording], list[Operation]]:

@@ -218,7 +218,7 @@ def test_ctrl_c_saves_before_it_evaluates(fork: Any, attempt: Any, tmp_path: Pat
         hook("objective.evaluate", 3)(trainer, lambda: send(signal.SIGINT))  # after those at 0 and 3
 
     assert fork(lambda _: attempt(run, *OPTIONS, prepare=prepare).outcome.exit_code).wait() == EXIT_INTERRUPTED
-    assert stop_reasons(run) == [], "it left while it looked"
+    assert stop_reasons(run) == [], "it exited during the evaluation"
     assert newest_valid(run / "checkpoints") == run / "checkpoints" / step_name(4)
 
 

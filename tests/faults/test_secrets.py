@@ -134,7 +134,7 @@ def refusing_hub() -> None:
 def test_a_run_leaks_no_secret(home: Home, say: Any) -> None:
     run = ("--run", "runs/toy")
     assert home.redline("train", "toy.yaml", *run, "eval.prompt=one", before=crashing) == 1
-    assert "RuntimeError" in home.said(), "a crash is told in full"
+    assert "RuntimeError" in home.said(), "a crash is shown in full"
     assert "***" in home.said(), "but for these"
     assert home.redline("train", "--resume", "runs/toy") == 0
     for words in (

@@ -58,7 +58,7 @@ class Killer:
             return int(trainer.outcome.exit_code)
 
         child = self.fork(action)
-        if self.kills < self.most:  # a slow machine gets to the end only when it is left alone
+        if self.kills < self.most:  # a slow machine reaches the end only if it is not killed any more
             if self.chance.random() < 0.85:
                 child.await_ready()
             time.sleep(self.chance.uniform(0, 0.12))

@@ -77,7 +77,7 @@ def test_the_next_process_removes_folders_of_a_killed_one(fork: Any, make: Make,
     assert len(hidden(place)) == 1
     child.send(signal.SIGKILL)
     child.wait()
-    assert len(hidden(place)) == 1, "nobody was left to remove it"
+    assert len(hidden(place)) == 1, "no process was left to remove it"
     make(place / "out", lambda: None)
     assert hidden(place) == []
     assert (place / "out").is_dir()

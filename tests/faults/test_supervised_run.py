@@ -28,7 +28,7 @@ checkpoint: {every: EVERY, keep: 3, best: false}
 monitor: {log_every: 50}
 parallel: {timeout: 5}
 """
-LATEST = 0.8  # of the steps: what is finished is left in peace
+LATEST = 0.8  # fraction of the steps; later there are no faults
 
 
 class Disturbed:

@@ -61,7 +61,7 @@ def test_a_status_check_does_not_count_as_a_run(tmp_path: Path) -> None:
         leaves = threading.Timer(0.1, fcntl.flock, (onlooker, fcntl.LOCK_UN))
         leaves.start()
         with RunDirectory(tmp_path):
-            assert is_locked(tmp_path), "the run got it once the onlooker had left"
+            assert is_locked(tmp_path), "the run gets the lock after the check has ended"
         leaves.join()
 
 

@@ -23,7 +23,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-# a requeued job waits until the credentials of its first life have expired: 120 s if nothing is said, 5 at least
+# A requeued job waits until the credentials of its first start have expired: 120 s by default, at least 5 s.
 AuthInfo=socket={home}/munge,cred_expire=5
 StateSaveLocation={home}/state
 SlurmdSpoolDir={home}/spool

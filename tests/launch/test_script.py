@@ -126,7 +126,7 @@ def test_the_environment_of_every_rank(node: Any, job: Any) -> None:
     assert int(seen["REDLINE_DEADLINE"]) == 2_000_000_000 - 30, "squeue's end of the job"
     node.run(job(nodes=2).script(), {"code": 0}, SLURM_JOB_END_TIME="1900000000", NCCL_DEBUG="INFO")
     assert int(node.environment()["REDLINE_DEADLINE"]) == 1_900_000_000 - 30
-    assert node.environment()["NCCL_DEBUG"] == "INFO", "who set a variable keeps it"
+    assert node.environment()["NCCL_DEBUG"] == "INFO", "a variable that is already set stays"
 
 
 def test_one_task_for_each_rank(node: Any, job: Any) -> None:
@@ -191,7 +191,7 @@ def test_a_lost_rank_is_restarted_in_the_same_job(node: Any, job: Any) -> None:
 def test_the_notice_between_two_attempts_requeues(node: Any, job: Any) -> None:
     done = node.run(job().script(), {"code": 137, "woken": True}, {"code": 0})
     assert node.called("scontrol")[-1] == ["requeue", "7"]
-    assert len(node.called("srun")) == 1, "no step is begun that would have to be left at once"
+    assert len(node.called("srun")) == 1, "no further step is started"
     assert "requeueing the job" in done.stderr
 
 
@@ -218,7 +218,7 @@ def test_a_new_failure_record_counts_as_progress(node: Any, job: Any) -> None:
 def test_a_job_without_progress_is_not_requeued_for_ever(node: Any, job: Any) -> None:
     answers = [node.run(job().script(), {"code": 75}) for _ in range(3)]
     assert [bool("giving up" in done.stderr) for done in answers] == [False, False, True]
-    assert not (node.folder / "runs/toy-7/.ends").exists(), "who submits it anew is not counted from there"
+    assert not (node.folder / "runs/toy-7/.ends").exists(), "submitting the job again starts the count again"
     assert [words[0] for words in node.called("scontrol")] == ["show"]
 
 

@@ -28,7 +28,7 @@ eval: {{every: 1000, sequences: 4, samples: 0}}
 checkpoint: {{every: 1000}}
 monitor: {{log_every: 1}}
 """
-# In place of Python: a task that says when it is there, and leaves with 75 when it is told to.
+# A fake python: a task that reports when it runs, and exits with 75 on a signal.
 TASK = """#!/usr/bin/env bash
 trap 'echo "$SLURM_PROCID leaves" >>tasks; exit 75' TERM USR1
 echo "$REDLINE_DEADLINE $MASTER_ADDR" >deadline

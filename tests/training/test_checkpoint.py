@@ -149,7 +149,7 @@ def test_valid_checkpoints_are_verified_once(tmp_path: Path, monkeypatch: pytest
     for step in range(1, 9):
         commit(tmp_path, snapshot(step))
         apply_retention(tmp_path, 4, fresh=step)
-    assert max(read.count(name) for name in read) == 2, "looked for before it is written, and once while it is kept"
+    assert max(read.count(name) for name in read) == 2, "verified once before it is written, and once while it is kept"
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

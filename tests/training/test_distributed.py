@@ -56,7 +56,7 @@ def test_the_number_of_ranks_does_not_change_the_curve(
     alone = losses(several.run(tmp_path / "1", 1, *JOBS[job]))
     assert len(alone) == STEPS
     for size in (2, 4):
-        if job == "latents":  # the teachers read anew, all ranks at once
+        if job == "latents":  # all ranks run the teachers at the same time
             monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / f"cache-{size}"))
         run = several.run(tmp_path / str(size), size, *JOBS[job])
         assert losses(run) == pytest.approx(alone, abs=1e-5), size

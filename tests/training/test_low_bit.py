@@ -139,7 +139,9 @@ def test_a_bad_step_in_a_run_changes_no_bit(world: Any, tmp_path: Path, value: f
         trainer.run()
     assert any(name.endswith("exp_avg_8bit") for name in seen[2])
     assert all(torch.equal(t, seen[3][n]) for n, t in seen[2].items())
-    assert sum(not torch.equal(t, seen[4][n]) for n, t in seen[3].items()) > len(seen[3]) // 2, "the next goes on"
+    assert sum(not torch.equal(t, seen[4][n]) for n, t in seen[3].items()) > len(seen[3]) // 2, (
+        "the next good step must change the weights"
+    )
 
 
 def test_ten_steps_equal_five_a_resume_and_five_more(world: Any, tmp_path: Path, tensors_of: Any) -> None:
