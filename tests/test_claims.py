@@ -1,4 +1,4 @@
-"""The arithmetic in docs/claims.md, computed again; the guides' words in docs/seeds.md, all of them."""
+"""The arithmetic in docs/claims.md is right, and docs/seeds.md has every flag and key of the guides."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shape(d_ff: int = 2688) -> DecoderShape:
 
 
 def row(promised: str) -> str:
-    """The line of the table whose first cell holds these words."""
+    """Return the line of the table whose first cell contains `promised`."""
     (line,) = [line for line in CLAIMS.splitlines() if line.startswith("|") and promised in line.split(" | ")[0]]
     return line
 
@@ -134,7 +134,7 @@ def test_canonical_keys_in_the_guides_page_exist() -> None:
 
 
 def test_every_alias_of_a_guide_is_on_the_page() -> None:
-    """One spelling each; those that only differ by a prefix or a suffix stand for one another."""
+    """One spelling of each; spellings that differ only by a prefix or a suffix count as the same."""
     words = set(re.findall(r"[\w.]+", SEEDS))
     families = {alias.split(".")[-1].removesuffix("_steps") for alias in ALIASES}
     assert {f for f in families if not any(w.split(".")[-1].startswith(f) for w in words)} == {"learning_rate"} - words

@@ -1,4 +1,4 @@
-"""The Dockerfile copies what is there, and installs by the way that a checkout does."""
+"""The Dockerfile copies files that exist, and installs in the same way as a checkout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def copied() -> list[str]:
 
 
 def sent(path: str) -> bool:
-    """Whether .dockerignore lets it through: the last line that matches decides."""
+    """Return whether .dockerignore lets a path through; the last matching line decides."""
     allowed = True
     for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#") and fnmatch.fnmatch(path, line.removeprefix("!")):
@@ -60,7 +60,7 @@ def test_nothing_else_is_sent() -> None:
 
 
 def test_what_is_copied_is_enough_to_set_up(tmp_path: Path) -> None:
-    """As far as the script's first check: the rest fetches packages."""
+    """Run the script up to its first check; the rest downloads packages."""
     for source in copied():
         copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
         copy(ROOT / source, tmp_path / source)

@@ -1,4 +1,4 @@
-"""What the pages say can be typed, and what their tables say is so."""
+"""The commands and tables of the pages agree with the program."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def examples() -> list[Example]:
 
 
 def table(page: str, heading: str) -> list[list[str]]:
-    """The rows below the line that begins with `heading`, in cells."""
+    """Return the cells of each row of the table whose first line begins with `heading`."""
     lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(heading))
     rows = []
@@ -87,7 +87,7 @@ TYPED = [example for example in EXAMPLES if example not in (*HELP, *FAILING)]
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A directory as the pages assume it: notes, tokens, and the recipe files that they show."""
+    """Return a folder with what the pages assume: notes, tokens, and the recipe files that they show."""
     folder = tmp_path_factory.mktemp("docs")
     shutil.copytree(corpus, folder / "notes")
     (folder / "tokens").mkdir()
@@ -103,7 +103,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 def typed(
     notes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., tuple[int, str, str]]]:
-    """`redline …` within this process and that directory: exit code, stdout, stderr."""
+    """Return a function that runs `redline …` in that folder and returns exit code, stdout and stderr."""
     from redline.cli.main import main
 
     before = dict(os.environ)
@@ -213,7 +213,7 @@ def test_every_alias_is_listed() -> None:
 
 
 def test_every_auto_is_explained() -> None:
-    """What resolves by itself, `size` apart, is what has auto as its default."""
+    """The keys whose default is `auto` are those that the plan resolves, and `size`."""
     explained = set()
     for key, _ in table("recipes.md", "| key |"):
         section = code(key)[0].split(".")[0]

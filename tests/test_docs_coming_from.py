@@ -1,4 +1,4 @@
-"""The pages for people from other trainers name keys, options and commands that are there."""
+"""The pages for users of other trainers name keys, options and commands that exist."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THINGS = {"RUN@best", "RUN@STEP", "bf16-true", "owt-bd3lm", "model.lora"}  # wha
 
 
 def rows(page: str) -> list[tuple[str, str]]:
-    """Theirs and ours, of every table."""
+    """Return (other trainer's word, redline's word) of every row of the page's tables."""
     lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| ")]
     assert all(len(row) == 2 for row in cells), "two columns each"

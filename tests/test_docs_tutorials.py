@@ -1,4 +1,4 @@
-"""What tutorials and troubleshooting name is there: recipe keys, and the sentences that redline is said to print."""
+"""Tutorials and troubleshooting name recipe keys that exist, and messages that redline prints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def keys_in(text: str) -> list[str]:
 
 
 def printed() -> str:
-    """Every string of the source, one a line: implicitly joined ones are joined."""
+    """Return every string of the source, one per line; implicitly concatenated strings are joined."""
     found = []
     for path in [*(ROOT / "src").rglob("*.py"), ROOT / "scripts/setup.py"]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -40,7 +40,7 @@ def printed() -> str:
 
 
 def fragments(sentence: str) -> list[str]:
-    """The parts of a message that no run fills in."""
+    """Return the parts of a message that do not depend on the run."""
     sentence = sentence.removeprefix("warning  ")
     parts = re.split(r"\. |[\d.,]*\d[\d.,]*\w*|…|→|[(){}'\"]|\b(?:rtx4090|GiB|train\.lr)\b", sentence)
     return [part.strip(" :;,%=") for part in parts if len(part.strip(" :;,%=")) >= SHORTEST]

@@ -1,4 +1,4 @@
-"""The decisions of scripts/setup.py: which torch, when to do anything at all, and what to say about the driver."""
+"""The decisions of scripts/setup.py: which torch to use, when nothing is to do, and advice about the driver."""
 
 from __future__ import annotations
 

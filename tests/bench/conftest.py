@@ -1,4 +1,4 @@
-"""`python -m benchmarks …` within this process, and a toy recipe."""
+"""Fixtures: `python -m benchmarks …` within this process, and a tiny recipe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ monitor: {log_every: 1}
 
 @pytest.fixture(autouse=True)
 def _children_find_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contenders are `python -m benchmarks.peers.…` processes."""
+    """Let contenders, which are `python -m benchmarks.peers.…` processes, find this checkout."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
 
 
@@ -44,7 +44,7 @@ class Answer:
 def compare(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, no_pictures: None
 ) -> Iterator[Callable[..., Answer]]:
-    """`python -m benchmarks …` within this process, where torch is imported already."""
+    """Return a function that runs `python -m benchmarks …` within this process, where torch is imported already."""
     before = dict(os.environ)
 
     def run_words(*words: str) -> Answer:

@@ -1,4 +1,4 @@
-"""What is told of a process that failed."""
+"""The reason that is shown for a failed child process."""
 
 from __future__ import annotations
 

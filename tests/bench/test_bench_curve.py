@@ -1,4 +1,4 @@
-"""The clock of time to loss: training counts, looking does not."""
+"""The clock of time to loss counts training and not evaluations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fine-tuning beside the usual stack: that all do the same work, and that the figures are what they are called."""
+"""The fine-tuning comparison: all contenders do the same work, and the figures are what their names say."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ stack = pytest.mark.skipif(bool(missing), reason=f"the usual stack lacks {', '.j
 
 
 def request_for(*overrides: str, **more: Any) -> dict[str, Any]:
-    """As a row's process gets it."""
+    """Return the request that the process of a row gets."""
     setting = choose(None, [CPU, *overrides])
     facts = DataFacts(512, 10**9, 10**7, "", "base", "")
     recipe = resolve(setting.recipe, setting.machine, facts).recipe.model_dump(mode="json")
@@ -65,7 +65,7 @@ def request_for(*overrides: str, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[pytest.param("for real", marks=pytest.mark.soak)])
 def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of one real call."""
+    """Return the folder with the files of one real call."""
     folder = tmp_path_factory.mktemp("finetune")
     command = [sys.executable, "-m", "benchmarks", "finetune", CPU, "--out", str(folder / "f.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)

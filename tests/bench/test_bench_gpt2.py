@@ -1,4 +1,4 @@
-"""The baseline of time to loss: the model, its loop, and that it reads what the others read."""
+"""The baseline of time to loss: its model, its loop, and that it reads the same tokens as the other arms."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_only_matrices_decay() -> None:
 
 
 def test_every_arm_sees_the_same_tokens(words: list[str], corpus: Path) -> None:
-    """Whatever its batch: the global order is one, and so are the validation windows."""
+    """The global order of samples and the validation windows do not depend on the batch."""
     ours = [f"data.source={corpus}", "data.tokenizer=bytes", "train.device=cpu", "train.global_batch=6"]
     recipe = load("pretrain-350m", [*words_for("pretrain-350m", ours, "cpu"), "train.steps=4"]).recipe
     data = load_text(recipe)

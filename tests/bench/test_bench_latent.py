@@ -1,4 +1,4 @@
-"""A latent prefix beside the textbook loop: that both learn from the same terms, and what the figures are called."""
+"""The latent prefix comparison: both loops train on the same terms, and the figures are what their names say."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ FIGURES = {
 
 
 def request_for(*overrides: str, **more: Any) -> dict[str, Any]:
-    """As a row's process gets it."""
+    """Return the request that the process of a row gets."""
     setting = choose(None, [CPU, *overrides])
     recipe = resolve(setting.recipe, setting.machine, FACTS).recipe.model_dump(mode="json")
     return {"recipe": recipe, "facts": asdict(FACTS), "steps": 1, "micro_batch": 4, "one_pass": False, **more}
 
 
 @pytest.fixture
-def loud(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random models that say different things after different texts: otherwise teacher and student hardly differ."""
+def outputs_depend_on_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scale up random models so that their outputs depend on the text; otherwise teacher and student hardly differ."""
 
-    def louder(*what: Any, **how: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def scaled_tensors(*what: Any, **how: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in adapted.random_tensors(*what, **how):
             yield name, tensor if tensor.dim() == 1 else 8 * tensor
 
-    monkeypatch.setattr(latent_models, "random_tensors", louder)
-    monkeypatch.setattr(hf_qlora, "random_tensors", louder)
+    monkeypatch.setattr(latent_models, "random_tensors", scaled_tensors)
+    monkeypatch.setattr(hf_qlora, "random_tensors", scaled_tensors)
 
 
 # --- the same work
 
 
-@pytest.mark.usefixtures("loud")
+@pytest.mark.usefixtures("outputs_depend_on_text")
 @pytest.mark.parametrize("words", [(), ("train.micro_batch=2", "latent_prefix.private_slots=2", "model.tied=false")])
 def test_every_term_of_redlines_step_is_the_textbooks(words: tuple[str, ...]) -> None:
     ours = latent_steps.contend(request_for(*words))
@@ -80,7 +80,7 @@ def test_every_term_of_redlines_step_is_the_textbooks(words: tuple[str, ...]) ->
         assert ours["last_loss"] != pytest.approx(ours["first_loss"], abs=1e-3)
 
 
-@pytest.mark.usefixtures("loud")
+@pytest.mark.usefixtures("outputs_depend_on_text")
 def test_quantised_models_are_the_same_too() -> None:
     pytest.importorskip("bitsandbytes")
     request = request_for("model.quant=nf4")
@@ -95,7 +95,7 @@ def test_quantised_models_are_the_same_too() -> None:
 def test_the_textbook_runs_as_many_forward_passes_as_named(
     one_pass: bool, student: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every step: forwards of the student for each model, and one of its teacher."""
+    """Count, for each step and model, the student's forward passes and one of the teacher."""
     calls = {"after_prefix": 0, "after_text": 0}
     for name in calls:
         real = getattr(latent_textbook.Reader, name)

@@ -1,4 +1,4 @@
-"""Who passes the baseline's loss, when, and how that is shown."""
+"""Which arms pass the baseline's loss, when, and how that is shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ H200 = Machine("cuda", "NVIDIA H200", 150 << 30, 16, (9, 0), fast_bf16=True)
 
 
 def row(arm: str, *overrides: str, losses: list[float], seed: int = 1, budget: float = 120.0, **fields: Any) -> Any:
-    """Evaluated at equal distances; ends exactly at its budget."""
+    """Return a row that is evaluated at equal distances and ends exactly at its budget."""
     text, anchor = fields.pop("text", "abcdef"), fields.pop("anchor", 100.0)
     share = 1 / (len(losses) - 1)
     evaluations = [
@@ -217,7 +217,7 @@ def test_the_step_time_of_the_same_work_is_known_at_todays_speed() -> None:
 
 
 def test_a_row_that_a_busy_host_slowed_sets_no_step_time() -> None:
-    """Neither a whole row nor a stretch of one: the rows after it would get too few steps."""
+    """A slow row, or a slow part of one, must not set the step time: later rows would get too few steps."""
     same = Trial("nanogpt", ("data.source=./a", "train.lr=3e-3"), 480.0, 7)
     slow = row("nanogpt", "data.source=./a", losses=[10.0, 6.0, 5.2], budget=170.0)
     assert known_step_ms(same, [*ROWS, slow], 100.0) == pytest.approx(500)

@@ -1,4 +1,4 @@
-"""What a benchmark's figures are made of, and how they are shown."""
+"""How the figures of a benchmark are computed and shown."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_row_called_fp8_ran_in_fp8(used: str, value: str | None, said: str | N
 
 
 def a_run(precision: str, chosen: str) -> TrainedRun:
-    """What a training on a GPU leaves behind, as far as a row is made of it."""
+    """Return the parts of a GPU run's log and lock that a row is made of."""
     step = {"tokens_per_s": 1e5, "mfu": 0.5, "mfu_causal": 0.4, "step_ms": 600.0, "data_wait_ms": 0.3, "loss": 9.0}
     events: list[Any] = [
         {
@@ -279,7 +279,7 @@ def test_a_race_is_drawn_for_one_text_only(tmp_path: Path) -> None:
 
 
 def test_without_a_row_of_redline_there_are_no_ratios() -> None:
-    """`--only plain` begins with another row."""
+    """With `--only plain` the first row is not redline."""
     rows: list[Any] = [{"name": "plain", "tokens_per_s": 2.0}, {"name": "transformers", "tokens_per_s": 1.0}]
     assert throughput.add_ratios(rows) == rows
     ours = {"name": "redline", "tokens_per_s": 3.0}

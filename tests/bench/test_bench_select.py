@@ -1,4 +1,4 @@
-"""Some of a benchmark's contenders."""
+"""The selection of contenders by `--only`."""
 
 from __future__ import annotations
 

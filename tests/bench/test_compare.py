@@ -1,4 +1,4 @@
-"""`python -m benchmarks …` on a toy."""
+"""`python -m benchmarks …` with a tiny recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks time-to-loss`, on a toy."""
+"""`python -m benchmarks time-to-loss` with tiny models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIGURES = {"steps", "tokens", "tokens_per_s", "anchor_step_ms", "step_ms", "eval
 
 
 class Here:
-    """The children within this process, where torch is imported already."""
+    """Runs the benchmark's children within this process, where torch is imported already."""
 
     def __init__(self) -> None:
         self.trained: list[list[str]] = []

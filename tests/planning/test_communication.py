@@ -1,4 +1,4 @@
-"""Seconds between cards: arithmetic with properties, and worlds held against each other."""
+"""Communication time: its properties, and the comparison of world sizes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def scaled(gpu: str, *overrides: str, gpus: int, nodes: int = 1, **how: Any) -> 
 
 
 def test_the_350m_model_by_hand() -> None:
-    """1.4 GB of gradients, of which each of eight cards sends seven eighths twice."""
+    """1.4 GB of gradients, of which each of eight GPUs sends seven eighths twice."""
     ahead = forecast(planned("h100", gpus=8))
     assert ahead.volume.reduced == 4 * 350_405_632
     sent = 2 * 7 / 8 * 4 * 350_405_632
@@ -140,7 +140,7 @@ def test_a_world_size_that_does_not_divide_the_batch_is_listed_as_left_out() -> 
 
 
 def test_shards_are_gathered_for_every_micro_batch() -> None:
-    """What a copy of the model saves in memory, a share of it costs in messages."""
+    """FSDP saves memory and pays for it with gathers."""
     small = ("train.micro_batch=4", "train.global_batch=128")
     whole, shared = (forecast(planned("h100", *small, f"parallel.mode={mode}", gpus=8)) for mode in ("ddp", "fsdp"))
     assert (whole.mode, shared.mode) == ("ddp", "fsdp")

@@ -1,4 +1,4 @@
-"""Bytes that ranks really exchange in a step, counted, against what the plan predicts."""
+"""The bytes that ranks exchange in a real step equal the plan's prediction."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ KINDS = {
 
 
 class Counted(TorchDispatchMode):
-    """Bytes by collective, as it is called: a sum's own tensor, of a gather or a scatter the whole, of an exchange what
-    this rank sends."""
+    """Count bytes by collective: of an all-reduce its tensor, of a gather or scatter the whole tensor, of an exchange
+    the part that this rank sends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,13 +67,13 @@ def _sizes(value: Any) -> list[int]:
 
 
 def written() -> int:
-    """Bytes that this process has handed to the kernel, sockets included."""
+    """Return the bytes that this process has written, sockets included."""
     lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
     return int(dict(line.split(": ") for line in lines)["wchar"])
 
 
 def in_ranks(world: int, action: Callable[[int], Any], folder: Path) -> list[Any]:
-    """What `action` returns on each of so many gloo ranks, which are forks of this process."""
+    """Return what `action` returns on each gloo rank; ranks are forks of this process."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
     children = []
@@ -111,7 +111,7 @@ def built(resolved: Resolved) -> Any:
 
 
 def counted_step(resolved: Resolved) -> Callable[[int], dict[str, int]]:
-    """The second step as the trainer shares it: the first settles buffers."""
+    """Count the second step of the trainer's parallel strategy; the first allocates buffers."""
 
     def action(rank: int) -> dict[str, int]:
         objective = built(resolved)

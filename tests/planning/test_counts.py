@@ -1,4 +1,4 @@
-"""The plan's counts are the model's and torch's own."""
+"""The plan's counts equal those of the built model and of torch."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def test_the_350m_model() -> None:
 )
 @pytest.mark.parametrize("length", [32, 128])
 def test_palm_flops_are_what_torch_counts(shape: DecoderShape, length: int) -> None:
-    """With dense attention torch multiplies every query with every key, as the PaLM form says."""
+    """With dense attention torch multiplies every query with every key, as the PaLM form counts."""
     assert counted(shape, length, "none") == pytest.approx(decoder_flops(shape, length).useful, rel=0.01)
 
 
 def counted(shape: DecoderShape, length: int, checkpointing: str) -> float:
-    """FLOPs of a token, by torch."""
+    """Return the FLOPs of a token as torch counts them."""
     model = built(shape, "cpu", checkpointing)
     model.initialise(torch.Generator().manual_seed(0))
     tokens = torch.randint(0, shape.vocab, (2, length))
@@ -149,7 +149,7 @@ def test_memory_by_optimizer_and_checkpointing() -> None:
 
 
 def kept_casts(checkpointing: str) -> int:
-    """Bytes of bf16 copies of block weights that autograd keeps from the forward for the backward."""
+    """Return the bytes of bf16 copies of block weights that autograd keeps for the backward pass."""
     shape = DecoderShape(3, 64, 4, 2, 16, 192, 512)
     attention = Attention("flash", MaskSpec(), "cpu", grouped=True)
     model = Decoder(shape, attention=attention, dtype=torch.bfloat16, checkpointing=checkpointing)

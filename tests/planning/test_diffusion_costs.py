@@ -1,4 +1,4 @@
-"""What denoising costs, against the formula and the sums it stands for."""
+"""The costs of block diffusion, compared with the formula and with counts."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_the_head_is_counted_only_at_masked_positions() -> None:
 
 
 def test_positions_without_a_loss_are_not_counted() -> None:
-    """On GSM8K 54 % of the positions after the question are content, or the padding that ends it: a plan without data
-    says that it assumes all of them are."""
+    """On GSM8K 54 % of the positions after the question are content or the padding that ends it. A plan without data
+    states that it assumes all of them are."""
     recipe, facts = load("gsm8k-hdp").recipe, replace(FACTS, rows={"learnt": 0.54})
     blind, read = (resolve(recipe, named_gpu("h200"), known) for known in (FACTS, facts))
     assert blind.flops.assumed
@@ -81,7 +81,7 @@ def test_positions_without_a_loss_are_not_counted() -> None:
 
 
 def test_a_question_is_computed_once_and_has_no_logits() -> None:
-    """Of 512 positions 384 are noised, and their copies are read besides."""
+    """Of 512 positions 384 are noised, so 896 are computed."""
     plan = planned("gsm8k-hdp")
     layout = job("hierarchical_diffusion").layout(plan.recipe)
     assert (layout.length, layout.read, layout.denoised) == (512, 896, 384)
@@ -90,7 +90,7 @@ def test_a_question_is_computed_once_and_has_no_logits() -> None:
 
 
 def test_one_block_is_plain_masked_diffusion() -> None:
-    """The same matmuls as next-token prediction, and every query sees every key."""
+    """The same matmuls as next-token prediction, and every query attends to every key."""
     flops = planned("owt-bd3lm", "block_diffusion.block_size=1024").flops
     assert flops.useful == pytest.approx(decoder_flops(SMALL, 1024, scored=0.5005).useful)
 
@@ -179,7 +179,7 @@ def test_memory_grows_with_the_batch(name: str, sequences: int, more: int, check
 
 
 def test_both_copies_are_kept_and_one_is_scored() -> None:
-    """Against a decoder of the same shape: activations of twice the positions, no more logits."""
+    """Compared with a decoder of the same shape: activations of twice the positions, no more logits."""
     plan, plain = planned("owt-bd3lm"), planned("pretrain-125m", "model.kernels=torch", "train.ema=0.9999")
     how = {"bytes_per_value": 2, "optimizer": "adamw", "ema": True, "checkpointing": "none", "kernels": Kernels()}
     mine = costs(plan.recipe).memory(plan.shape, tokens=8 * 1024, **how)
@@ -213,7 +213,7 @@ def test_the_question_needs_no_logits() -> None:
     ids=["blocks", "one block", "segments"],
 )
 def test_flops_are_what_torch_counts(name: str, lengths: tuple[str, ...]) -> None:
-    """Where everything is hidden. Dense attention multiplies every query with every key that is read."""
+    """If every position is masked. Dense attention multiplies every query with every key."""
     small = ["model.layers=2", "model.d_model=64", "model.heads=4", "model.d_ff=192", "model.attention=dense"]
     more = ["train.precision=fp32", "train.compile=false", "train.micro_batch=auto", "train.global_batch=2"]
     facts = DataFacts(512, 10**6, 10**4, "", "bytes", "")

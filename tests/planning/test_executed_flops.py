@@ -1,4 +1,4 @@
-"""`flops_per_token.executed` against a counter of what torch dispatches, for every job, forward and backward."""
+"""`flops_per_token.executed` equals the FLOPs that torch dispatches, for every job, forward and backward."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def no_padding_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head's rows are rounded up to a few sizes. The loss leaves none of the rows that this adds: they are not
-    counted, so here they are not computed either."""
+    """Switch off the padding of the head's rows to a few sizes: rows without a loss are not counted as executed, so
+    they must not be computed here."""
     monkeypatch.setattr("redline.jobs.decoder_objective._round_to_quarters", lambda count, most: max(1, count))
     monkeypatch.setattr("redline.jobs.diffusion.objective._padded_size", lambda count, most: max(1, count))
 
 
 class Counter(TorchDispatchMode):
-    """FLOPs of matmuls by their sizes, and of attention by the pairs that its mask allows."""
+    """Count FLOPs of matmuls by their sizes, and of attention by the pairs that its mask allows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Counter(TorchDispatchMode):
 
 
 def _pairs(q: torch.Tensor, k: torch.Tensor, causal: Any, kwargs: dict[str, Any]) -> float:
-    """Over all rows and heads."""
+    """Return the allowed pairs over all rows and heads."""
     shape = (*q.shape[:3], k.shape[2])
     mask = kwargs.get("attn_mask")
     if mask is not None:
@@ -64,7 +64,7 @@ def _pairs(q: torch.Tensor, k: torch.Tensor, causal: Any, kwargs: dict[str, Any]
 
 
 def executed(objective: Any, samples: int) -> float:
-    """FLOPs of a token of data, over so many samples of training, and those that fill the last batch."""
+    """Return the FLOPs per token of data over `samples` training samples and those that complete the last batch."""
     micro, recipe = objective.resolved.batch.micro, objective.recipe
     samples = -(-samples // micro) * micro
     counter = Counter()
@@ -154,7 +154,7 @@ def second_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts and answers of very different lengths."""
+    """Return texts and answers of very different lengths."""
     chance, path = random.Random(3), tmp_path_factory.mktemp("rows") / "rows.jsonl"
     made = [
         {"source": "stone " * chance.randint(1, 40) + str(n), "answer": "red " * chance.choice((1, 12)) + "."}
@@ -186,7 +186,7 @@ def test_latent_prefix(world: Any, tiny_base: Path, second_base: Path, rows: Pat
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 3))
 def test_padding_to_the_longest_row_of_a_batch(counts: list[int], micro: int) -> None:
-    """Against all batches that can be drawn."""
+    """Compare with all possible batches."""
     rows = [bucket for bucket, count in enumerate(counts) for _ in range(count)]
     if micro > len(rows):
         return

@@ -1,4 +1,4 @@
-"""What fine-tuning costs, against what is built and what torch counts."""
+"""The costs of fine-tuning equal those of the built model and what torch counts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_flops_are_what_torch_counts(method: str) -> None:
 
 
 def test_the_published_count_for_eight_billion() -> None:
-    """Rank 16 on all seven matrices of Llama-3.1-8B has 41,943,040 weights."""
+    """Rank 16 on all seven matrices of Llama-3.1-8B has 41,943,040 parameters."""
     plan = resolve(load("qlora-8b").recipe, named_gpu("h200"), DataFacts(128_256, 10**7, 10**5, "", "base", ""))
     assert plan.shape.parameters == 8_030_261_248
     assert plan.parameters()["trainable"] == 41_943_040

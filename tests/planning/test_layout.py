@@ -1,4 +1,4 @@
-"""Segments and blocks: which positions are read, and how many pairs of them see each other."""
+"""Segments and blocks: which positions are computed, and how many pairs the mask allows."""
 
 from __future__ import annotations
 

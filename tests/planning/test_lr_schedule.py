@@ -1,4 +1,4 @@
-"""Learning-rate shapes and the horizon they are laid over."""
+"""Learning-rate schedules and the horizon."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_it_never_jumps(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_it_does_not_jump_when_the_horizon_moves(schedule: str) -> None:
-    """The run turns out half as fast as thought: progress goes on from where it is, in smaller steps."""
+    """The run is half as fast as planned: progress continues from where it is, in smaller steps."""
     moved = [s / STEPS if s < 400 else 0.4 + 0.6 * (s - 400) / (2 * STEPS) for s in range(2401)]
     factors = [lr_factor(schedule, step=s, warmup=WARMUP, progress=p, floor=0.1) for s, p in enumerate(moved)]
     assert max(abs(b - a) for a, b in itertools.pairwise(factors)) < 0.02
@@ -81,7 +81,7 @@ def test_it_stays_between_zero_and_one(
 
 
 def torch_cycle(steps: int, pct_start: float) -> list[tuple[float, float]]:
-    """The learning rate and beta1 that torch's OneCycleLR gives each step, for a peak of 1."""
+    """Return the learning rate and beta1 of each step by torch's OneCycleLR with a peak of 1."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=steps, pct_start=pct_start)
     found = []
@@ -130,7 +130,7 @@ def test_one_cycle_by_share_does_not_jump_when_the_horizon_moves() -> None:
 
 
 def test_cosine_cycle_is_the_former_one_cycle() -> None:
-    """A half cosine from 1/25 over the warm-up, then a cosine down to the floor: what older runs began with."""
+    """A half cosine from 1/25 over the warm-up, then a cosine down to the floor, as in older runs."""
     factors = curve("cosine_cycle")
     assert factors[0] == pytest.approx(0.04 + 0.96 * 0.5 * (1 - math.cos(math.pi / WARMUP)))
     assert factors[WARMUP // 2 - 1] == pytest.approx(0.52)
@@ -185,7 +185,7 @@ def test_wsd_with_a_warm_up_beyond_its_stable_phase_does_not_jump(warmup: int) -
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "one_cycle", "cosine_cycle", "wsd"])
 @pytest.mark.parametrize("warmup", [900, 1000, 20_000])
 def test_a_run_that_ends_during_warm_up_has_decayed(schedule: str, warmup: int) -> None:
-    """As where a clock leaves room for fewer steps than the warm-up has."""
+    """For example when train.hours allows fewer steps than the warm-up has."""
     factors = [lr_factor(schedule, step=step, warmup=warmup, progress=step / 788) for step in range(788)]
     assert factors[-1] < 0.01
     assert max(factors) > 0.6 * 400 / warmup, "and it has risen before"

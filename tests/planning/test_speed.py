@@ -1,4 +1,4 @@
-"""Ceilings and priors: arithmetic that physics must agree with, and measurements that hold it in place."""
+"""Ceilings and expected speeds: their properties, and their agreement with recorded measurements."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ MEASURED = [
 
 @pytest.mark.parametrize(("row", "more"), MEASURED)
 def test_the_plan_is_what_an_h200_measured(row: dict[str, object], more: tuple[str, ...]) -> None:
-    """The plan as it is computed today against the recorded steps."""
+    """Compare today's plan with the recorded steps."""
     name, *overrides = [*str(row["case"]).split(), *more]
     recipe = load(name, overrides).recipe
     vocabulary = 50257 if recipe.data.tokenizer == "gpt2" else 4096
@@ -183,8 +183,8 @@ def test_the_plan_is_what_an_h200_measured(row: dict[str, object], more: tuple[s
 
 @pytest.mark.parametrize(("row", "more"), measured_steps("plan-small-h200-20261118.json"))
 def test_fp8_saves_small_matmuls_less(row: dict[str, Any], more: tuple[str, ...]) -> None:
-    """Casts take a part of it, and what they would take all of stays in bf16: the plan sees that in the time, not in
-    the memory."""
+    """Casts cost a part of the saving; a matmul that they would slow down stays in bf16. The plan models this in the
+    time but not in the memory."""
     name, *overrides = str(row["case"]).split()
     machine = Machine("cuda", "NVIDIA H200", 150_109_880_320, 16, (9, 0), fast_bf16=True)
     plan = resolve(load(name, overrides).recipe, machine, FACTS).plan_event()

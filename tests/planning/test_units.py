@@ -1,4 +1,4 @@
-"""Numbers as people write them, there and back."""
+"""Parsing and formatting of counts, durations and prices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts as a user runs them: from anywhere, with the checkout's own code."""
+"""Run the scripts as a user does: from any folder, with the checkout's own code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """A script as a module, without running it."""
+    """Return a function that imports a script as a module without running it."""
 
     def load(name: str) -> ModuleType:
         monkeypatch.syspath_prepend(str(SCRIPTS))

@@ -1,4 +1,4 @@
-"""The generated pages are what the code says, and an editor's schema agrees with the recipe's own rules."""
+"""The generated pages are up to date, and the JSON schema accepts and refuses what recipes do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guides' launchers: their flags mean what the guides say, or say what they mean here."""
+"""The guides' Python launchers: each flag means what the guide says, or prints what it means here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GUIDE_FLAGS = (
 
 @pytest.fixture
 def told(module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """The words that a launcher hands to `redline`."""
+    """Return the arguments that a launcher passes to `redline`."""
     import sys
 
     def run(launcher: str, *words: str) -> list[str]:

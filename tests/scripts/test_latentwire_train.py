@@ -1,4 +1,4 @@
-"""LatentWire's launcher: the guide's flags, told to `redline train` in its own words."""
+"""LatentWire's launcher translates the guide's flags into arguments of `redline train`."""
 
 from __future__ import annotations
 

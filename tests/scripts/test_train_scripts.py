@@ -1,4 +1,4 @@
-"""The H200 guide's launchers: with bash or sbatch, its variables and overrides mean what the guide says."""
+"""The H200 guide's shell launchers: with bash or sbatch, variables and overrides mean what the guide says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Told = Callable[..., list[str]]
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The launchers beside a `redline` that says how it was called."""
+    """Return a copy of the launchers beside a `redline` that prints its arguments."""
     root = tmp_path / "a checkout"
     shutil.copytree(FOLDER, root / "scripts" / "train")
     command = root / ".venv" / "bin" / "redline"
@@ -45,7 +45,7 @@ def bash(script: Path, *words: str, cwd: Path, **variables: str) -> subprocess.C
 
 @pytest.fixture
 def told(checkout: Path, tmp_path: Path) -> Told:
-    """The words that a launcher hands to `redline`, called from anywhere."""
+    """Return the arguments that a launcher passes to `redline`, run from another folder."""
 
     def run(name: str, *words: str, **variables: str) -> list[str]:
         done = bash(checkout / "scripts" / "train" / name, *words, cwd=tmp_path, **variables)
@@ -120,7 +120,7 @@ def test_rate_and_warm_up(told: Told, name: str) -> None:
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_the_batch_size_line_can_be_edited(checkout: Path, told: Told, name: str) -> None:
-    """As the guide says: open the script, change BATCH_SIZE=128, run it."""
+    """As in the guide: open the script, change BATCH_SIZE=128, run it."""
     script = checkout / "scripts" / "train" / name
     text = script.read_text(encoding="utf-8")
     assert text.count("BATCH_SIZE=128\n") == 1
