@@ -93,7 +93,7 @@ def test_rotary(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_reaches_every_output(value: float) -> None:
+def test_nan_and_infinity_reach_every_output(value: float) -> None:
     x, delta, weight = randoms(64, 1024), randoms(64, 1024), torch.ones(1024, device="cuda")
     delta[3, 5] = value
     total, normed, rstd = add_rms_norm(x, delta, weight, 1e-5)
@@ -124,7 +124,7 @@ def scale_of(factor: float) -> Scale:
 
 
 def codes(x: Tensor | None) -> Tensor:
-    """In the order of the values they stand for; NaN is far from all."""
+    """Return codes as integers in the order of their values; NaN is far from all others."""
     assert x is not None
     raw = x.view(torch.uint8).to(torch.int32)
     size = torch.where(raw % 128 == 127, 10_000, raw % 128)
@@ -132,7 +132,7 @@ def codes(x: Tensor | None) -> Tensor:
 
 
 def assert_codes(got: Float8, wanted: Float8, seen: Scale, expected: Scale, share: float = 0.001) -> None:
-    """Both layouts; a value at the border between two codes may fall to either side."""
+    """Compare both layouts; a value between two codes may be rounded to either."""
     assert got.row is not None
     assert torch.equal(got.column.view(torch.uint8), got.row.view(torch.uint8).T)
     off = (codes(got.row) - codes(wanted.row)).abs()
@@ -212,7 +212,7 @@ def test_fp8_merge(batch: int, length: int, heads: int, kv_heads: int, head_dim:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_nan_in_fp8(value: float) -> None:
+def test_nan_and_infinity_are_nan_in_fp8(value: float) -> None:
     x, delta, weight = randoms(64, 1024), randoms(64, 1024), torch.ones(1024, device="cuda")
     delta[3, 5] = value
     scale = scale_of(16.0)

@@ -28,7 +28,7 @@ def randoms(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_rounded(found: Tensor, wanted: Tensor, terms: int) -> None:
-    """Of sums of so many terms of size one. The tensor cores cut sums off, where the reference rounds them."""
+    """Compare sums of `terms` terms of size one. The tensor cores truncate sums, the reference rounds them."""
     torch.testing.assert_close(found.float(), wanted, rtol=1.01 * ROUNDING[found.dtype], atol=1e-4 * terms**0.5)
 
 
@@ -92,7 +92,7 @@ def test_all_codes_of_fp8() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_seen_unless_it_is_dropped(value: float) -> None:
+def test_nan_and_infinity_show_unless_they_are_dropped(value: float) -> None:
     mask = keep_mask(200, 384, DROPPED, torch.device("cuda"))
     for passes in (True, False):
         row, column = (mask == passes).nonzero()[777].tolist()

@@ -85,7 +85,7 @@ def test_documents_never_see_each_other(device: str, backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_rows_of_one_document_need_no_borders(kv_heads: int) -> None:
+def test_rows_of_one_document_need_no_cu_seqlens(kv_heads: int) -> None:
     B, H, T, K = 2, 4, 256, 64
     attention = Attention("flash", MaskSpec(documents=True), "cuda", grouped=kv_heads != H)
     results = []

@@ -1,4 +1,4 @@
-"""Block diffusion's mask: its definition, every attention path that follows it, and that no block sees itself clean."""
+"""Block diffusion's mask: its definition, every attention back-end, and that no noisy block sees its clean copy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 def defined(layout: Layout) -> torch.Tensor:
-    """The mask pair by pair, as the paper writes it."""
+    """Return the mask pair by pair, as the paper defines it."""
     read = [(layout.block_of[i], True) for i in layout.noisy] + [(layout.block_of[i], False) for i in layout.clean]
     rows = []
     for block_q, noisy_q in read:
@@ -91,7 +91,7 @@ def test_it_is_a_key_and_never_a_long_name() -> None:
     assert str(MaskSpec()) == "MaskSpec(causal=True, documents=False)"
 
 
-def test_what_has_no_meaning_is_refused() -> None:
+def test_masks_without_a_meaning_are_refused() -> None:
     with pytest.raises(AssertionError, match="one document"):
         MaskSpec(documents=True, noisy=(0, 0), clean=(0, 0))
     with pytest.raises(AssertionError, match="must not decrease"):
@@ -152,7 +152,7 @@ def test_any_layout_splits(layout: Layout, kv_heads: int) -> None:
 
 
 def test_scores_far_apart_are_joined_without_overflow() -> None:
-    """exp of either part's scores alone would be infinite, or nothing."""
+    """The exponential of either part's scores alone would be infinite or zero."""
     layout = uniform(8, 4)
     spec = MaskSpec.of_layout(layout)
     for lift in (8.0, -8.0):
@@ -191,7 +191,7 @@ def test_the_mask_is_made_once(backend: str) -> None:
     assert attention.bind(32) is attention.bind(32)
 
 
-def test_who_can_run_and_who_cannot() -> None:
+def test_which_backends_can_run() -> None:
     spec = MaskSpec.of_layout(uniform(16, 4))
     on_gpu = candidates(spec, "cuda", torch.bfloat16, 64)
     assert on_gpu["flash"] == "takes no mask of blocks"
@@ -218,7 +218,7 @@ def decoder(layout: Layout, backend: str) -> Decoder:
 @given(layouts(), st.data())
 @pytest.mark.parametrize("backend", ["dense", "flash", "split"])
 def test_no_noisy_block_sees_itself_clean(backend: str, layout: Layout, data: st.DataObject) -> None:
-    """Nor a later one; those behind it see it."""
+    """Nor does it see a later one; the blocks after it do see it."""
     if not layout.clean:
         return
     block = data.draw(st.integers(0, len(layout.sizes) - 1))

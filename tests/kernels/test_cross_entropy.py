@@ -142,7 +142,7 @@ def test_never_more_than_2_31_logits_at_once() -> None:
 
 
 def test_a_gradient_in_the_logits_place_is_used_before_the_next_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: one buffer serves every chunk, first for logits and then for their gradient."""
+    """As on a GPU, one buffer serves every chunk, first for logits and then for their gradient."""
 
     def overwriting(logits: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         options.pop("fused")
@@ -162,7 +162,7 @@ def test_a_gradient_in_the_logits_place_is_used_before_the_next_chunk(monkeypatc
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_factor_is_not_rounded_to_half_precision(dtype: torch.dtype) -> None:
-    """Loss scales and 1/tokens are no numbers of bf16: rounded, they would move all gradients together."""
+    """bf16 cannot represent loss scales and 1/tokens exactly: rounded, they would change all gradients alike."""
     ones = torch.ones(8, 16, dtype=dtype)
     factor = torch.tensor(1.0 / 3.0)
     scaled = cross_entropy.scaled(3.0 * ones, factor, dtype)

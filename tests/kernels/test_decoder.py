@@ -1,4 +1,4 @@
-"""The one decoder: its parts, its cache, and what it samples."""
+"""The decoder: its layers, its cache, and sampling."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_cache_changes_nothing(changes: dict[str, Any]) -> None:
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_greedy_text_is_what_the_whole_model_would_write() -> None:
+def test_greedy_text_equals_that_without_a_cache() -> None:
     model = decoder()
     written = generate(model, [1, 2, 3], count=1, tokens=12, vocab=60, seed=0, temperature=0)[0]
     tokens = [1, 2, 3]
@@ -135,8 +135,8 @@ def test_the_softcap_bounds_the_logits() -> None:
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
-def test_block_by_block_is_what_the_two_copies_say(changes: dict[str, Any], layout: Layout, kernels: str) -> None:
-    """A noisy block after a cache of the clean ones before it: what it is beside them in one row."""
+def test_block_by_block_equals_the_two_copies(changes: dict[str, Any], layout: Layout, kernels: str) -> None:
+    """A noisy block after a cache of clean blocks computes what it computes in one row with them."""
     model = decoder(kernels=kernels, spec=MaskSpec.of_layout(layout), **changes)
     chance = torch.Generator().manual_seed(2)
     noisy, clean = (torch.randint(0, 64, (2, layout.length), generator=chance) for _ in range(2))
@@ -204,7 +204,7 @@ def test_fused_blocks_read_the_same_positions() -> None:
         assert ((got - expected).norm() / expected.norm()).item() < 1e-5
 
 
-def test_without_a_cache_there_is_nothing_to_keep_or_see_whole() -> None:
+def test_options_of_the_cache_need_a_cache() -> None:
     for how in ({"bidirectional": True}, {"update_cache": False}):
         with pytest.raises(AssertionError, match="without a cache"):
             decoder()(torch.zeros(1, 2, dtype=torch.long), Bound(), **how)

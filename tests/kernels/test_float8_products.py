@@ -1,4 +1,4 @@
-"""fp8 matmuls, and the bias that gives their mean row back what rounding the weight took."""
+"""fp8 matmuls, and the bias that corrects the mean row for the rounding of the weight."""
 
 from __future__ import annotations
 

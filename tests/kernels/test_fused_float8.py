@@ -1,4 +1,4 @@
-"""fp8 operands: their rounding to the last code, both layouts, and what each kernel stores."""
+"""fp8 operands: exact rounding, both layouts, and the operands of each fused kernel."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Shape = tuple[int, int, int, int, int]  # B, T, heads, kv_heads, head_dim
 
 
 def codes(values: Tensor) -> Tensor:
-    """Codes in the order of the values they stand for; NaN is far from all."""
+    """Return codes as integers in the order of their values; NaN is far from all others."""
     raw = values.view(torch.uint8).cpu().to(torch.int32)
     size = torch.where(raw % 128 == 127, 10_000, raw % 128)
     return torch.where(raw >= 128, -size, size).where(raw % 128 != 127, size)
 
 
 def rounded(value: Tensor, factor: float) -> Tensor:
-    """Codes of float64 values by the table: nearest, ties to the even one, the last for all beyond."""
+    """Return the codes of float64 values by the table: nearest, ties to even, saturating."""
     value = value.double().cpu() * factor
     place = torch.searchsorted(BORDERS, value.abs())  # of a tie, the lower
     tie = (place < len(BORDERS)) & (BORDERS[place.clamp_max(len(BORDERS) - 1)] == value.abs())
@@ -76,7 +76,7 @@ def test_the_error_is_half_a_unit_of_the_last_place(kernels: Any, device: str, d
 
 
 @pytest.mark.parametrize("value", [449.0, 464.0, 1e4, 1e30, 3e38])
-def test_what_is_too_large_is_cut_off(kernels: Any, device: str, value: float) -> None:
+def test_large_values_saturate(kernels: Any, device: str, value: float) -> None:
     x = torch.tensor([[value, -value, 1.0]], device=device)
     for factor in (1.0, 2.0**8):  # the product may itself pass float32
         scale = scale_of(factor, device)
@@ -87,7 +87,7 @@ def test_what_is_too_large_is_cut_off(kernels: Any, device: str, value: float) -
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_not_finite_is_nan_and_no_magnitude(
+def test_nan_and_infinity_become_nan_and_do_not_count_for_amax(
     kernels: Any, device: str, value: float, dtype: torch.dtype
 ) -> None:
     (x,) = randoms(1, (37, 21), device=device, dtype=dtype)
@@ -263,7 +263,7 @@ def test_merge_in_half_precision(kernels: Any, device: str, shape: Shape) -> Non
     check_merge(kernels, device, shape, False, torch.bfloat16)
 
 
-def test_merged_gradients_may_lie_in_memory_in_any_way(kernels: Any, device: str) -> None:
+def test_merged_gradients_may_have_any_strides(kernels: Any, device: str) -> None:
     shape = (2, 5, 4, 2, 8)
     (merged,) = randoms(3, (2, 5, 64), device=device)
     cos, sin = rotary_table(5, 8, 100.0, torch.device(device))
@@ -274,7 +274,7 @@ def test_merged_gradients_may_lie_in_memory_in_any_way(kernels: Any, device: str
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_seen_where_it_was(kernels: Any, device: str, value: float) -> None:
+def test_nan_and_infinity_stay_where_they_are(kernels: Any, device: str, value: float) -> None:
     x, delta, g = randoms(5, *[(7, 40)] * 3, device=device)
     delta[3, 5] = value
     weight, scale = torch.ones(40, device=device), scale_of(1.0, device)
@@ -295,8 +295,8 @@ def test_what_is_not_finite_is_seen_where_it_was(kernels: Any, device: str, valu
     assert float(scale.amax) < 100.0  # type: ignore[arg-type]
 
 
-def test_rows_alone_are_the_same_rows(kernels: Any, device: str) -> None:
-    """Where no weight learns nothing sums over tokens, and no columns are made."""
+def test_without_the_transpose_rows_are_the_same(kernels: Any, device: str) -> None:
+    """With frozen weights no matmul sums over tokens, and no transpose is made."""
     x, delta, g, past = randoms(3, *[(24, 32)] * 4, device=device)
     (h,), (s,) = randoms(4, (24, 64), device=device), randoms(5, (24, 32), device=device)
     weight, rstd = torch.ones(32, device=device), torch.ones(24, device=device)
@@ -317,7 +317,7 @@ def test_rows_alone_are_the_same_rows(kernels: Any, device: str) -> None:
         assert torch.equal(alone.row.view(torch.uint8), both.row.view(torch.uint8)), name
 
 
-def test_tiles_may_be_chosen_otherwise(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_other_tiles_give_the_same(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     pytest.importorskip("triton", reason="the kernels need triton")
     from redline.kernels.triton import activations, float8, rotary
 

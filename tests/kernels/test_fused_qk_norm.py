@@ -1,4 +1,4 @@
-"""Queries and keys normed, then turned, on merged projections: the layers' own arithmetic, there and back."""
+"""QK norm and rotation of merged projections, forward and backward, against the plain layers and float64."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Exact(NamedTuple):
 
 
 def exact(given: Problem, shape: Shape) -> Exact:
-    """In float64 by autograd."""
+    """Compute in float64, with gradients by autograd."""
     qkv, *weights = leaves = [x.double().requires_grad_() for x in (given.qkv, given.q_weight, given.k_weight)]
     q, k, v = split(qkv, shape)
     turned, rstds = [], []
@@ -158,7 +158,7 @@ def test_it_is_what_the_layers_do(kernels: Any, device: str, dtype: torch.dtype)
     assert dtype == torch.float32 or different <= 4
 
 
-def test_normed_heads_are_rounded_before_they_are_turned(kernels: Any, device: str) -> None:
+def test_normed_heads_are_rounded_before_they_are_rotated(kernels: Any, device: str) -> None:
     given = problem((1, 2, 1, 1, 2), device, torch.bfloat16)
     turn = torch.tensor([[1.0], [1.0]], device=device)  # adds what it turns: a - b and b + a
     given.qkv[...] = torch.tensor([1.0, 1.0078125, 1.0, 1.0, 0.0, 0.0])
@@ -168,7 +168,7 @@ def test_normed_heads_are_rounded_before_they_are_turned(kernels: Any, device: s
     assert rotated[0, 0, :2].tolist() == [-0.00390625, 2.0]
 
 
-def test_gradients_may_lie_in_memory_in_any_way(kernels: Any, device: str) -> None:
+def test_gradients_may_have_any_strides(kernels: Any, device: str) -> None:
     shape = (2, 5, 4, 2, 8)
     given = problem(shape, device)
     _, rstd = forward(kernels, given, shape)
@@ -185,7 +185,7 @@ def test_gradients_may_lie_in_memory_in_any_way(kernels: Any, device: str) -> No
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_the_projection_may_lie_in_memory_in_any_way(kernels: Any, device: str) -> None:
+def test_the_projection_may_have_any_strides(kernels: Any, device: str) -> None:
     shape = (2, 5, 4, 2, 8)
     given = problem(shape, device)
     expected = forward(kernels, given, shape)
@@ -214,9 +214,7 @@ def test_the_weights_gradients_are_the_same_every_time_however_many_programs(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_seen_in_its_head_alone(
-    kernels: Any, device: str, value: float, dtype: torch.dtype
-) -> None:
+def test_nan_and_infinity_stay_in_their_head(kernels: Any, device: str, value: float, dtype: torch.dtype) -> None:
     shape = (2, 5, 2, 1, 8)
     given = problem(shape, device, dtype)
     given.qkv[1, 3, [2, 17]] = value  # of the first query, of the key: partners are 6 and 21
@@ -233,7 +231,7 @@ def test_what_is_not_finite_is_seen_in_its_head_alone(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_is_seen_in_its_head_alone(kernels: Any, device: str, value: float) -> None:
+def test_a_gradient_of_nan_stays_in_its_head(kernels: Any, device: str, value: float) -> None:
     shape = (2, 5, 2, 1, 8)
     given = problem(shape, device)
     _, rstd = forward(kernels, given, shape)

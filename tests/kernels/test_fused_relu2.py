@@ -61,7 +61,7 @@ def test_half_precision(kernels: Any, device: str, n: int, width: int, dtype: to
     check(kernels, device, n, width, dtype)
 
 
-def test_operands_may_lie_in_memory_in_any_way(kernels: Any, device: str) -> None:
+def test_operands_may_have_any_strides(kernels: Any, device: str) -> None:
     h, grad_s = problem(9, 33, device)
     assert torch.equal(kernels.relu2(h.T.contiguous().T), kernels.relu2(h))
     across = kernels.relu2_backward_(grad_s.T.contiguous().T, h.clone())
@@ -69,7 +69,7 @@ def test_operands_may_lie_in_memory_in_any_way(kernels: Any, device: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_not_finite_is_seen_where_it_was(kernels: Any, device: str, dtype: torch.dtype) -> None:
+def test_nan_and_infinity_stay_where_they_are(kernels: Any, device: str, dtype: torch.dtype) -> None:
     h, grad_s = problem(6, 20, device, dtype)
     h[2, 4], h[3, 5], h[4, 6] = math.nan, math.inf, -math.inf
     s = kernels.relu2(h)
@@ -85,9 +85,7 @@ def test_what_is_not_finite_is_seen_where_it_was(kernels: Any, device: str, dtyp
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_gradient_that_is_not_finite_is_seen_even_where_nothing_passes(
-    kernels: Any, device: str, value: float
-) -> None:
+def test_a_gradient_of_nan_shows_even_where_the_activation_is_zero(kernels: Any, device: str, value: float) -> None:
     h, grad_s = torch.tensor([[2.0, -3.0, 1.0]], device=device), torch.tensor([[value, value, 1.0]], device=device)
     made = kernels.relu2_backward8(grad_s, h, scale_of(1.0, device)).row.float()
     grad = kernels.relu2_backward_(grad_s, h)
@@ -133,16 +131,16 @@ def check_eight(kernels: Any, device: str, n: int, width: int, dtype: torch.dtyp
 
 @sizes
 @given(n=st.integers(1, 150), width=st.integers(1, 150))
-def test_eight_bits_any_size(kernels: Any, device: str, n: int, width: int) -> None:
+def test_fp8_any_size(kernels: Any, device: str, n: int, width: int) -> None:
     check_eight(kernels, device, n, width)
 
 
 @pytest.mark.parametrize(("n", "width"), [(5, 1024), (132, 64), (131, 65), (0, 8)])
-def test_eight_bits_of_half_precision(kernels: Any, device: str, n: int, width: int) -> None:
+def test_fp8_of_half_precision(kernels: Any, device: str, n: int, width: int) -> None:
     check_eight(kernels, device, n, width, torch.bfloat16)
 
 
-def test_eight_bits_of_operands_that_lie_in_memory_in_any_way(kernels: Any, device: str) -> None:
+def test_fp8_of_operands_with_any_strides(kernels: Any, device: str) -> None:
     h, grad_s = problem(12, 33, device)
     across = [x.T.contiguous().T for x in (grad_s, h)]
     for got, plain in (
@@ -155,7 +153,7 @@ def test_eight_bits_of_operands_that_lie_in_memory_in_any_way(kernels: Any, devi
         assert torch.equal(got.row.view(torch.uint8), plain.row.view(torch.uint8))
 
 
-def test_they_are_the_codes_of_the_plain_square(kernels: Any, device: str) -> None:
+def test_fp8_codes_are_those_of_the_rounded_square(kernels: Any, device: str) -> None:
     h, grad_s = problem(40, 70, device)
     for got, plain in (
         (kernels.relu2_8(h, scale_of(4.0, device, None)), kernels.relu2(h)),
@@ -166,7 +164,7 @@ def test_they_are_the_codes_of_the_plain_square(kernels: Any, device: str) -> No
         assert torch.equal(got.row.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_what_is_too_large_is_cut_off_and_amax_only_rises(kernels: Any, device: str) -> None:
+def test_large_values_saturate_and_amax_only_rises(kernels: Any, device: str) -> None:
     h, grad_s = torch.tensor([[30.0, -30.0, 1.0]], device=device), torch.tensor([[20.0, 9.0, -900.0]], device=device)
     scale = scale_of(1.0, device, 1000.0)
     assert kernels.relu2_8(h, scale).row.float().tolist() == [[LARGEST, 0.0, 1.0]]
@@ -176,7 +174,7 @@ def test_what_is_too_large_is_cut_off_and_amax_only_rises(kernels: Any, device: 
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])  # the square of the last passes float32
-def test_in_eight_bits_what_is_not_finite_is_nan_and_no_magnitude(kernels: Any, device: str, value: float) -> None:
+def test_in_fp8_nan_and_infinity_become_nan_and_do_not_count_for_amax(kernels: Any, device: str, value: float) -> None:
     h, grad_s = problem(37, 21, device)
     h[5, 3] = h[36, 20] = value
     places = [] if value == -math.inf else [[5, 3], [36, 20]]
@@ -194,7 +192,7 @@ def test_in_eight_bits_what_is_not_finite_is_nan_and_no_magnitude(kernels: Any, 
             assert float(lost.amax) == 0.25  # type: ignore[arg-type]
 
 
-def test_the_tile_may_be_chosen_otherwise(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_other_tiles_give_the_same(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     pytest.importorskip("triton", reason="the kernels need triton")
     from redline.kernels.triton import activations as in_triton
 

@@ -1,4 +1,4 @@
-"""Rotary positions on merged projections: the layers' own rotation, there and back."""
+"""Rotary positions on merged projections, forward and backward, against the plain layers and float64."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def split(qkv: Tensor, shape: Shape) -> list[Tensor]:
 
 
 def exact(qkv: Tensor, cos: Tensor, sin: Tensor, shape: Shape, grads: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Turned queries and keys and the values, and the gradient of the merged projection, in float64 by autograd."""
+    """Return rotated queries and keys, values, and the gradient of the merged projection, in float64 by autograd."""
     wide = qkv.double().requires_grad_()
     q, k, v = split(wide, shape)
     turned = []
@@ -107,7 +107,7 @@ def test_merging_undoes_the_rotation(kernels: Any, device: str) -> None:
     torch.testing.assert_close(kernels.merge_rotated_gradients(*split(qkv, shape), cos, sin), before)
 
 
-def test_gradients_may_lie_in_memory_in_any_way(kernels: Any, device: str) -> None:
+def test_gradients_may_have_any_strides(kernels: Any, device: str) -> None:
     shape = (2, 5, 4, 2, 8)
     plain = [grad.contiguous() for grad in split(problem(shape, device)[0], shape)]
     _, cos, sin = problem(shape, device)
@@ -123,9 +123,7 @@ def test_gradients_may_lie_in_memory_in_any_way(kernels: Any, device: str) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_seen_in_its_pair_alone(
-    kernels: Any, device: str, value: float, dtype: torch.dtype
-) -> None:
+def test_nan_and_infinity_stay_in_their_pair(kernels: Any, device: str, value: float, dtype: torch.dtype) -> None:
     shape = (2, 5, 2, 1, 8)
     qkv, cos, sin = problem(shape, device, dtype)
     columns = [2, 17, 25]  # a query, a key, a value: partners are 6, 21 and none

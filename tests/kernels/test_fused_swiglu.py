@@ -75,7 +75,7 @@ def test_large_gates_neither_overflow_nor_vanish(kernels: Any, device: str, gate
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("column", [4, 24])  # in the gate, in the up
-def test_what_is_not_finite_is_seen_where_it_was(
+def test_nan_and_infinity_stay_where_they_are(
     kernels: Any, device: str, value: float, dtype: torch.dtype, column: int
 ) -> None:
     h, grad_s = problem(6, 20, device, dtype)
@@ -89,7 +89,7 @@ def test_what_is_not_finite_is_seen_where_it_was(
     assert torch.equal(grad.isfinite(), expected_grad.isfinite())
 
 
-def test_a_gradient_that_is_not_finite_is_seen(kernels: Any, device: str) -> None:
+def test_a_gradient_of_nan_shows(kernels: Any, device: str) -> None:
     h, grad_s = problem(3, 10, device)
     grad_s[1, 7] = float("nan")
     grad = kernels.swiglu_backward_(grad_s, h)

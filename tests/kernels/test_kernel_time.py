@@ -1,4 +1,4 @@
-"""What a choice of kernels is made by: their own time. The GPU's clock is made up here, and real in tests/gpu."""
+"""The measurement of kernel time, on a simulated GPU clock (tests/gpu has a real one)."""
 
 from __future__ import annotations
 

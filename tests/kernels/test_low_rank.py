@@ -1,4 +1,4 @@
-"""Narrow matmuls with dropout drawn on the way, against float64: the mask is fair, and everywhere the same."""
+"""The low-rank matmuls with dropout, against float64; the dropout mask is fair and the same on every device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fused() -> ModuleType:
 
 
 def problem(n: int, width: int, rank: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x, A and the gradient of the product; A and the gradient of fp8's x are in bf16."""
+    """Return x, A and the gradient of the product. If x is in fp8, the other two are in bf16."""
     chance = torch.Generator().manual_seed(n + 31 * width + 997 * rank)
     shapes = ((n, width), (rank, width), (n, rank))
     x, a, grad = (torch.randn(*shape, generator=chance).to(device) for shape in shapes)
@@ -42,7 +42,7 @@ def problem(n: int, width: int, rank: int, device: str, dtype: torch.dtype) -> t
 
 
 def check(kernels: Any, x: Tensor, a: Tensor, grad: Tensor, dropout: Dropout | None, unscale: Tensor | None) -> None:
-    """All three, within one rounding of the result; float32 sums need little more."""
+    """Compare the product and both gradients, within one rounding of the result plus the error of a float32 sum."""
     mask = torch.ones(x.shape, device=x.device) if dropout is None else keep_mask(*x.shape, dropout, x.device)
     factor = 1.0 if unscale is None else unscale.double()
     passed, wide_a, wide_grad = x.double() * mask * factor, a.double(), grad.double()
@@ -107,14 +107,14 @@ def test_sums_of_several_programs(
     assert torch.equal(*(fused.project_down_weight_gradient(grad, x, dropout) for _ in range(2)))
 
 
-def test_nothing_is_summed_over_nothing(kernels: Any, device: str) -> None:
+def test_empty_inputs(kernels: Any, device: str) -> None:
     x, a, grad = problem(0, 20, 4, device, torch.float32)
     assert kernels.project_down(x, a, Dropout(0.5, 1)).shape == (0, 4)
     assert kernels.project_down_weight_gradient(grad, x, Dropout(0.5, 1)).eq(0).all()
     assert kernels.project_down_input_gradient(grad, a, Dropout(0.5, 1)).shape == (0, 20)
 
 
-def test_nothing_is_written_beside_the_result(fused: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_write_out_of_bounds(fused: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Tensor, int]] = []
 
     def with_room(shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -136,7 +136,7 @@ def test_nothing_is_written_beside_the_result(fused: ModuleType, device: str, mo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, EIGHT])
-def test_rows_may_lie_apart(kernels: Any, device: str, dtype: torch.dtype) -> None:
+def test_operands_may_have_any_strides(kernels: Any, device: str, dtype: torch.dtype) -> None:
     x, a, grad = problem(80, 200, 20, device, dtype)
     dropout = Dropout(0.4, SEED)
     part_x, part_a, part_grad = x[3:70, 8:143], a[2:19, 8:143], grad[3:70, 2:19]
@@ -187,7 +187,7 @@ def test_all_codes_of_fp8(kernels: Any, device: str) -> None:
         (EIGHT, torch.nan),
     ],
 )
-def test_what_is_not_finite_is_seen_unless_it_is_dropped(
+def test_nan_and_infinity_show_unless_they_are_dropped(
     kernels: Any, device: str, dtype: torch.dtype, value: float
 ) -> None:
     dropout = Dropout(0.5, SEED)
@@ -208,7 +208,7 @@ def test_what_is_not_finite_is_seen_unless_it_is_dropped(
 
 @sizes
 @given(n=st.integers(1, 90), width=st.integers(1, 200), rank=st.integers(1, 20), dropout=drops)
-def test_the_three_belong_together(
+def test_product_and_gradients_are_consistent(
     kernels: Any, device: str, n: int, width: int, rank: int, dropout: Dropout | None
 ) -> None:
     """<project_down(x), g> = <x, input_gradient(g)> = <A, weight_gradient(g, x)>."""
@@ -234,13 +234,13 @@ def test_kernels_draw_the_reference_mask(kernels: Any, device: str, n: int, widt
 
 
 def test_the_mask_never_changes() -> None:
-    """A run that is resumed, on whatever device and version, drops what it would have dropout."""
+    """A run that is resumed, on whatever device and version, drops what it would have dropped."""
     rows = ["".join(str(int(one)) for one in row) for row in keep_mask(3, 24, Dropout(0.5, SEED), torch.device("cpu"))]
     assert rows == ["101101001101001100100110", "101010111110001101111011", "100001110000110111110111"]
 
 
 def correlation(one: Tensor, other: Tensor) -> float:
-    """In standard deviations of what independent values would have."""
+    """Return the correlation in standard deviations of that of independent values."""
     p, q = one.double().mean(), other.double().mean()
     spread = (p * (1 - p) * q * (1 - q) / one.numel()) ** 0.5
     return float(abs(((one.double() - p) * (other.double() - q)).mean()) / spread)
@@ -286,14 +286,14 @@ def test_rows_differ() -> None:
 
 
 @pytest.mark.parametrize(("p", "expected"), [(0.0, 1.0), (0.5, 0.5), (0.05, 1 - 3277 / 65536), (0.999999, 2**-16)])
-def test_what_is_kept_is_known_exactly(p: float, expected: float) -> None:
+def test_the_keep_probability_is_exact(p: float, expected: float) -> None:
     assert keep_probability(p) == expected
     mask = keep_mask(2048, 2048, Dropout(p, 9), torch.device("cpu"))
     assert abs(float(mask.double().mean()) - expected) < 1e-3
     assert bool(mask.any())
 
 
-def test_elsewhere_torch_multiplies() -> None:
+def test_on_a_cpu_the_reference_is_used() -> None:
     x, a, grad = problem(9, 20, 3, "cpu", torch.bfloat16)
     dropout = Dropout(0.5, 2)
     assert torch.equal(low_rank.project_down(x, a, dropout), low_rank.project_down.reference(x, a, dropout))

@@ -1,4 +1,4 @@
-"""The low-rank kernels compile for Hopper, here, without a GPU, into what they were written for."""
+"""The low-rank kernels compile for Hopper, without a GPU, to the instructions that they were designed for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from redline.kernels.low_rank import Dropout
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """In a process of its own: Triton interprets or compiles, not both."""
+    """Compile in a child process: Triton interprets or compiles, not both."""
     pytest.importorskip("triton", reason="the kernels need triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
@@ -45,7 +45,7 @@ def test_wide_operands_go_through_shared_memory_to_the_tensor_cores(compiled: li
 
 
 def test_registers_and_shared_memory_suffice(compiled: list[dict[str, Any]]) -> None:
-    """Two programs on a processor of Hopper, which has 227 KiB; one on a consumer card, which has 99."""
+    """Two programs fit on a Hopper SM, which has 227 KiB; one fits on that of a consumer card, which has 99."""
     for kernel in compiled:
         assert kernel["spilled"] == 0, kernel["name"]
         assert kernel["shared"] <= 99 * 1024, kernel["name"]

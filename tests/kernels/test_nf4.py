@@ -1,4 +1,4 @@
-"""NF4 is bitsandbytes' bit for bit, and the kernel's values are the reference's."""
+"""NF4 equals bitsandbytes bit for bit, and the kernel equals the reference."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def searched(x: float, table: list[float]) -> int:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("double", [False, True])
-def test_what_is_not_finite_is_refused(device: str, value: float, double: bool) -> None:
+def test_nan_and_infinity_are_refused(device: str, value: float, double: bool) -> None:
     w = weight(5, 70, device)
     w[4, 69] = value
     with pytest.raises(UserError, match="not finite"):
@@ -159,7 +159,7 @@ def test_other_types_are_refused(device: str) -> None:
 
 @sizes
 @given(rows=st.integers(1, 40), columns=st.integers(1, 300), dtype=dtypes, double=doubly)
-def test_the_kernel_writes_the_references_values(
+def test_the_kernel_writes_the_values_of_the_reference(
     device: str, kernels: Any, rows: int, columns: int, dtype: torch.dtype, double: bool
 ) -> None:
     matrix = quantise_nf4(weight(rows, columns, device), double=double)
@@ -192,7 +192,7 @@ def test_no_value_is_larger_than_said(device: str, double: bool) -> None:
 
 @pytest.mark.parametrize("double", [False, True])
 def test_a_compiler_sees_one_operation(device: str, double: bool) -> None:
-    """Followed into the kernel, it would take its tables for constants of the host."""
+    """If it traced into the kernel, it would make constants of the tables."""
     parts = [quantise_nf4(weight(rows, 96, device), double=double) for rows in (8, 24)]
     graphs = []
 
@@ -227,7 +227,7 @@ def block_by_block(matrix: NF4) -> Tensor:
 def test_written_into_a_slice(
     device: str, kernels: Any, rows: int, columns: int, dtype: torch.dtype, double: bool
 ) -> None:
-    """Rows of a merged matrix, or some of its columns; nothing beside them is touched."""
+    """Write to rows or columns of a larger matrix; the rest of it stays as it is."""
     matrix = quantise_nf4(weight(rows, columns, device), double=double)
     expected = block_by_block(matrix).to(dtype)
     for place in ((slice(2, 2 + rows), slice(None)), (slice(2, 2 + rows), slice(0, columns))):
@@ -261,7 +261,7 @@ def test_moved_without_loss(device: str) -> None:
 
 
 def test_the_kernels_compile_for_hopper(tmp_path: Any) -> None:
-    """In a process of its own: Triton interprets or compiles, not both."""
+    """Compile in a child process: Triton interprets or compiles, not both."""
     pytest.importorskip("triton", reason="the kernels need triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

@@ -1,4 +1,4 @@
-"""The stream with an earlier state added, and its gradients, against float64."""
+"""Weighted skip connections and their gradients, against float64."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_weight_that_is_part_of_a_vector(kernels: Any, device: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_so(kernels: Any, device: str, bad: float) -> None:
+def test_nan_and_infinity_stay(kernels: Any, device: str, bad: float) -> None:
     x, state = torch.ones(2, 8, device=device), torch.ones(2, 8, device=device)
     state[1, 3] = bad
     weight = torch.tensor(0.5, device=device)

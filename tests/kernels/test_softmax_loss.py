@@ -1,4 +1,4 @@
-"""The one-kernel loss against float64, by Triton's interpreter where there is no GPU."""
+"""The softmax loss and its gradient against float64, by Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_an_ignored_row_has_no_gradient_whatever_it_weighs(loss: Loss) -> None:
     assert not gradient[0].any()
 
 
-def test_what_is_no_class_is_no_target() -> None:
+def test_a_target_beyond_the_classes_gives_nan() -> None:
     logits, target = problem(3, 40)
     target[:] = torch.tensor([2, 30, 39])
     losses, _ = triton_loss(logits.clone(), target, classes=30)
@@ -224,7 +224,7 @@ def test_an_ignored_row_has_no_gradient_whatever_it_holds(loss: Loss) -> None:
 
 
 def test_entries_that_cannot_be_chosen_have_no_share(loss: Loss) -> None:
-    """−inf, even for all of the first block: its maximum is no number to subtract."""
+    """Logits of −inf, even in the whole first block, whose maximum must not be subtracted."""
     logits, target = problem(1, 9000)
     target[0] = 8999
     logits[0, :8500] = -math.inf

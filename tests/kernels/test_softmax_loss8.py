@@ -55,7 +55,7 @@ def test_any_size(kernels: Any, device: str, n: int, vocab: int, softcap: float 
 
 
 def test_what_many_rows_share_is_right_on_average(kernels: Any, device: str) -> None:
-    """Rounded to nearest, a probability would be up to an eighth off in each of them."""
+    """Rounded to nearest, a probability would be wrong by up to an eighth in each of them."""
     logits, _, scale = problem(1, 64, device)
     rows = logits.expand(1024, -1).contiguous()
     _, gradient = kernels.softmax_loss8(rows, torch.full((1024,), 3, device=device), scale)
@@ -65,7 +65,7 @@ def test_what_many_rows_share_is_right_on_average(kernels: Any, device: str) -> 
     assert (found.std(0) > 0.02 * expected[0].abs()).any()
 
 
-def test_kernel_and_reference_dither_alike(device: str) -> None:
+def test_kernel_and_reference_use_the_same_dither(device: str) -> None:
     pytest.importorskip("triton", reason="the kernel needs triton")
     logits, target, scale = problem(150, 200, device)
     one, other = (
@@ -77,7 +77,7 @@ def test_kernel_and_reference_dither_alike(device: str) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_makes_its_row_nan(kernels: Any, device: str, value: float) -> None:
+def test_nan_and_infinity_make_their_row_nan(kernels: Any, device: str, value: float) -> None:
     logits, target, scale = problem(6, 50, device)
     target[2], target[3] = 7, IGNORE
     logits[2, 4] = logits[3, 4] = value
@@ -109,7 +109,7 @@ def test_the_head_in_fp8_is_near_the_exact_one(device: str) -> None:
 
 
 def test_what_tokens_share_is_as_if_the_weight_were_exact(device: str) -> None:
-    """Early in training all rows predict much the same; what rounding does to that would reach every layer."""
+    """Early in training all rows predict much the same; an error that they share would reach every layer."""
     generator = torch.Generator().manual_seed(6)
     x = (0.05 * torch.randn(512, 64, generator=generator)).bfloat16().to(device).requires_grad_()
     weight = (0.02 * torch.randn(256, 64, generator=generator)).to(device)

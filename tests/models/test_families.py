@@ -1,4 +1,4 @@
-"""What a base's config means here, and the sentence for each that cannot be."""
+"""Published configs: what they become in a recipe, and the refusal of each that the decoder does not compute."""
 
 from __future__ import annotations
 
@@ -101,17 +101,17 @@ def test_what_the_decoder_does_not_compute_is_refused_by_name(folder: Path, name
     assert says in said
 
 
-def test_those_that_work_are_listed(folder: Path) -> None:
+def test_the_error_lists_the_supported_families(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["GPT2LMHeadModel"]}))
     assert all(name in message(folder) for name in FAMILIES)
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_all_unsupported_options_are_named_at_once() -> None:
     with pytest.raises(UserError, match=r"attention_bias .* mlp_bias .* hidden_act"):
         parse_config({**CONFIG, "attention_bias": True, "mlp_bias": True, "hidden_act": "relu"}, "here")
 
 
-def test_old_configs_and_new_ones_mean_the_same() -> None:
+def test_old_and_new_configs_are_read_alike() -> None:
     old = {**CONFIG, "rope_theta": 5e5, "rope_scaling": {**LLAMA3, "type": "llama3"}, "torch_dtype": "bfloat16"}
     new = {**CONFIG, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "dtype": "bfloat16"}
     assert parse_config(old, "") == parse_config(new, "")
@@ -204,13 +204,13 @@ def test_the_vocabulary_is_the_embeddings(folder: Path) -> None:
 # --- other places
 
 
-def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
+def test_missing_paths(tmp_path: Path) -> None:
     assert "no such file or folder" in message(tmp_path / "nothing")
     (tmp_path / "model.txt").write_text("")
     assert "model.txt: is not a model" in message(tmp_path / "model.txt")
 
 
-def test_offline_the_hub_has_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     said = message("owner/model")
@@ -219,7 +219,7 @@ def test_offline_the_hub_has_a_sentence(tmp_path: Path, monkeypatch: pytest.Monk
     assert "unset HF_HUB_OFFLINE" in said
 
 
-def test_errors_of_the_hub_become_sentences_without_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_errors_are_explained_without_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
     asked: list[Any] = []
 
@@ -281,7 +281,7 @@ def test_a_gguf_without_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyP
     span=st.floats(0.5, 8.0),
     context=st.integers(16, 1 << 17),
 )
-def test_long_waves_are_stretched_and_short_ones_stay(
+def test_low_frequencies_are_stretched_and_high_ones_stay(
     half: int, theta: float, factor: float, low: float, span: float, context: int
 ) -> None:
     """By its definition, one frequency at a time and in double precision."""

@@ -1,4 +1,4 @@
-"""Blocks that train in fp8: near the bf16 ones, with scales that follow their tensors."""
+"""Blocks that train in fp8: close to bf16, with scales that follow their tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def error(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dic
     return {name: float((found[name] - value).norm() / (value.norm() + 1e-12)) for name, value in truth.items()}
 
 
-def test_the_first_pass_only_looks() -> None:
+def test_the_first_pass_measures_in_bf16() -> None:
     plain, eight = decoder(), decoder(LINEARS)
     expected, found = gradients(plain), gradients(eight)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -84,7 +84,7 @@ def test_gradients_of_any_magnitude_are_scaled_into_range(scale: float) -> None:
     assert max(error(found, truth).values()) < NEAR
 
 
-def test_a_tensor_that_grows_is_caught_up_with() -> None:
+def test_the_scale_follows_a_growing_tensor() -> None:
     model, truth = decoder(LINEARS), gradients(decoder(), 1e4)
     for _ in range(2):
         gradients(model)

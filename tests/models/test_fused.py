@@ -1,4 +1,4 @@
-"""Blocks with their backward written out compute what the plain blocks do."""
+"""Fused blocks, whose backward is written by hand, compute what plain blocks compute."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_documents_are_kept_apart() -> None:
     assert torch.allclose(outputs(plain, tokens, documents)[0], outputs(fused, tokens, documents)[0], atol=1e-5)
 
 
-def test_in_bf16_it_is_no_further_from_the_truth_than_the_plain_one() -> None:
+def test_in_bf16_the_error_is_no_larger_than_that_of_plain_torch() -> None:
     tokens = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(2))
     truth = outputs(pair(SHAPE)[0], tokens)[1]
     plain, fused = (outputs(model, tokens)[1] for model in pair(SHAPE, torch.bfloat16))
@@ -122,7 +122,7 @@ def test_without_gradients_nothing_is_kept() -> None:
     torch.testing.assert_close(hidden, plain(tokens, plain.attention.bind(8)), rtol=1e-4, atol=1e-5)
 
 
-def test_what_it_cannot_do_is_named() -> None:
+def test_an_unsupported_backend_is_refused_with_the_reason() -> None:
     assert SHAPE.not_fused(dropout=0.0, checkpointing="none") == ""
     assert replace(SHAPE, qk_norm=True, mlp="relu2").not_fused(dropout=0.0, checkpointing="none") == ""
     assert "grad_checkpointing" in SHAPE.not_fused(dropout=0.0, checkpointing="full")

@@ -1,4 +1,4 @@
-"""Fused blocks on a frozen base compute what the plain ones do, dropout and all."""
+"""Fused blocks on a frozen base compute what plain blocks compute, with the same dropout."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_dropout_changes_something() -> None:
     assert not torch.allclose(with_it["hidden"], without["hidden"], atol=1e-3)
 
 
-def test_in_bf16_it_is_no_further_from_the_truth_than_the_plain_one() -> None:
+def test_in_bf16_the_error_is_no_larger_than_that_of_plain_torch() -> None:
     adapter, lora = Adapter(4, tuple(TARGETS), quantised=False), Lora(r=4, dropout=0.0)
     truth = outputs(decoder("torch", SHAPE, adapter, lora, torch.float32))
     plain, fused = (outputs(decoder(kernels, SHAPE, adapter, lora, torch.bfloat16)) for kernels in ("torch", "fused"))
@@ -111,7 +111,7 @@ def test_in_fp8_it_stays_near_bf16(
 
 
 def test_in_fp8_norms_of_any_size_are_scaled_into_range() -> None:
-    """What a base's norms are is known: no look at what they make, and no value cut off."""
+    """The norms of a frozen base bound their outputs: no magnitude is measured, and no value saturates."""
     adapter, lora = Adapter(4, tuple(TARGETS), quantised=False), Lora(r=4, dropout=0.0)
     models = [decoder("fused", SHAPE, adapter, lora, torch.bfloat16) for _ in range(2)]
     for model in models:

@@ -1,4 +1,4 @@
-"""R14: a config or an index made to do harm is refused, at once and in a sentence."""
+"""A hostile config or index is refused quickly and with an explanation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tiny_base: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("key", LIES)
-def test_configs_that_lie(folder: Path, key: str) -> None:
+def test_damaged_configs(folder: Path, key: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, key: LIES[key]}))
     with pytest.raises(UserError):
@@ -43,7 +43,7 @@ def test_a_config_of_many_levels(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("index", INDICES, ids=["levels", "a long name", "a way out"])
-def test_indices_that_lie(folder: Path, index: str) -> None:
+def test_damaged_indices(folder: Path, index: str) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError):

@@ -28,7 +28,7 @@ QKV = {"q": 40, "k": 24, "v": 24}
 def lora(
     parts: dict[str, int], inputs: int, adapted: Any = None, *, base: str = "nf4", bias: bool = False, **options: Any
 ) -> LoraLinear:
-    """One whose B is not zero, so that A has a gradient."""
+    """Return a layer whose B is not zero, so that A has a gradient."""
     generator = torch.Generator().manual_seed(inputs)
     weights = [torch.randn(rows, inputs, generator=generator) / inputs**0.5 for rows in parts.values()]
     matrix = FrozenMatrix(torch.cat(weights), tuple(parts.values()), quantise=base == "nf4")
@@ -42,7 +42,7 @@ def lora(
 
 
 def unfused(linear: LoraLinear, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """By plain operations and autograd: the output, and leaves for x, A and each B, in that order."""
+    """Return the output by plain operations, and the leaves x, A and each B, in that order, for autograd."""
     leaves = [x.to(dtype)] + [p.detach().to(dtype) for p in linear.parameters()]
     x, *matrices = (leaf.detach().clone().requires_grad_() for leaf in leaves)
     bias = None if linear.bias is None else linear.bias.to(dtype)
@@ -73,7 +73,7 @@ def check(linear: LoraLinear, x: Tensor, slack: float, seed: int = 5) -> None:
 
 
 def mask_of(linear: LoraLinear, x: Tensor, seed: int) -> Tensor:
-    """What passes, seen from outside: through one adapter that copies its input, on a base of zeros."""
+    """Return the dropout mask, observed through an adapter that copies its input, on a base of zeros."""
     inputs = x.shape[-1]
     probe = LoraLinear(FrozenMatrix(torch.zeros(inputs, inputs)), {"o": inputs}, ["o"], inputs, inputs, linear.dropout)
     for parameter in probe.parameters():
@@ -83,7 +83,7 @@ def mask_of(linear: LoraLinear, x: Tensor, seed: int) -> Tensor:
 
 
 def close(found: Tensor, expected: Tensor, slack: float) -> None:
-    """Relative to the tensor's size: single values may cancel."""
+    """Compare relative to the tensor's norm: single values may cancel."""
     error = (found.double() - expected.double()).norm()
     assert error <= slack * expected.double().norm() + 1e-30
 
@@ -288,7 +288,7 @@ def test_adapters_by_pefts_names() -> None:
         lora(QKV, 48, ["q"], r=4).load_adapter_tensors(prefix, tensors)
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_impossible_adapters_are_refused() -> None:
     with pytest.raises(UsageError, match="no o to adapt"):
         lora(QKV, 8, ["q", "o"])
     for options in ({"r": 0}, {"dropout": 1.0}, {"dropout": -0.1}):
@@ -349,8 +349,8 @@ def test_a_compiler_begins_once_for_all_passes(dropout: float) -> None:
     assert len(graphs) == first
 
 
-def test_learning_takes_no_compiler_to_import() -> None:
-    """Which takes a second."""
+def test_training_imports_no_compiler() -> None:
+    """The import takes a second."""
     code = "import sys, redline.models.adapters; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -371,7 +371,7 @@ def test_where_nothing_learns_a_compiler_sees_all_that_is_plain(base: str) -> No
 
 
 def test_muon_takes_merged_adapters_one_by_one() -> None:
-    """Else the update of one part would depend on which others are adapted beside it."""
+    """Otherwise the update of one part would depend on which others are adapted."""
     linear = LoraLinear(FrozenMatrix(torch.randn(24, 8)), {"q": 8, "k": 8, "v": 8}, ["q", "v"], 4, 4, 0.0)
     (group,) = role_groups(linear)
     assert group.splits == {"lora_A": (4, 4), "lora_B.q": (8,), "lora_B.v": (8,)}

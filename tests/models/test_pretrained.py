@@ -54,7 +54,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def published(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A random model of transformers' own, every part of which matters."""
+    """Return a random model of transformers in which every weight affects the output."""
     kind, options = FAMILIES[name]
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options, **changes})
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
@@ -122,7 +122,7 @@ def test_a_cache_of_keys_changes_nothing(tmp_path: Path, name: str) -> None:
 
 
 def test_scaling_and_bias_matter(tmp_path: Path) -> None:
-    """Else the tests above could pass without them."""
+    """Otherwise the tests above could pass without them."""
     tokens = some_tokens(96)
     published("llama 3.1").save_pretrained(tmp_path / "scaled")
     model = decoder(open_base(str(tmp_path / "scaled")))
@@ -255,7 +255,7 @@ def smollm2() -> Callable[[], Base]:
 
 
 def test_smollm2_from_its_package(smollm2: Callable[[], Base], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Offline, the hub id means the file in the package; unpacked once, equal to transformers, and it speaks."""
+    """Offline, the hub id means the file in the package: unpacked once, equal to transformers, and it writes text."""
     gguf = pytest.importorskip("gguf")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     base = smollm2()
@@ -309,10 +309,10 @@ def test_another_process_may_unpack_first(
     assert len(list((tmp_path / "cache" / "bases").iterdir())) == 1
 
 
-def test_unpacking_says_one_thing(
+def test_unpacking_logs_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The libraries' bars and notes would stand in a log for ever."""
+    """Progress bars and notes of the libraries would stay in log files."""
     from tqdm.auto import tqdm
 
     for name in ("gguf", "accelerate"):

@@ -1,4 +1,4 @@
-"""What a decoder may have besides blocks: tables of tokens for its values, and ways around its middle."""
+"""The optional parts of a decoder: value embeddings and long skip connections."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_which_layers() -> None:
 
 
 @pytest.mark.parametrize("skips", ["x0", "unet"])
-def test_they_begin_as_if_they_were_not_there(skips: str) -> None:
+def test_at_the_start_they_change_nothing(skips: str) -> None:
     plain, more = decoder(SHAPE), decoder(replace(SHAPE, value_embeddings=2, skips=skips))
     assert torch.equal(plain(TOKENS, Bound()), more(TOKENS, Bound()))
 
 
 def test_values_are_added_to_and_nothing_else() -> None:
-    """A token that is alone sees its own value."""
+    """A single token sees its own value."""
     attention = decoder(replace(SHAPE, value_embeddings=1)).blocks[0].attention
     x, cos = torch.randn(2, 1, 32), torch.zeros(1, 4)
     values = torch.randn(2, 1, 16)
@@ -91,7 +91,7 @@ def test_every_part_learns() -> None:
         assert set(rows.nonzero().flatten().tolist()) == set(TOKENS.unique().tolist())
 
 
-def test_the_scale_of_the_embedding_and_a_head_of_zeros() -> None:
+def test_the_standard_deviation_of_the_embedding_and_a_head_of_zeros() -> None:
     plain, wide = decoder(SHAPE), decoder(SHAPE, "zero", embedding_std=1.0)
     torch.testing.assert_close(wide.embedding.weight, 50 * plain.embedding.weight)
     assert not wide.head_weight.any()
@@ -123,7 +123,7 @@ def test_the_plan_counts_what_each_keeps_and_moves(part: dict[str, Any]) -> None
     assert after > before
 
 
-def test_muon_is_not_for_tables(world: Any, tmp_path: Path) -> None:
+def test_muon_does_not_train_embedding_tables(world: Any, tmp_path: Path) -> None:
     trainer = world.run(tmp_path / "run", *PARTS, "train.steps=1")
     roles = {name: group.role for group in trainer.objective.param_groups() for name in group.parameters}
     assert {role for name, role in roles.items() if "embedding" in name} == {"embedding"}
@@ -158,7 +158,7 @@ def test_a_run_learns_with_them(world: Any, tmp_path: Path) -> None:
         (["model.embedding_std=0"], "model.embedding_std"),
     ],
 )
-def test_what_cannot_be_is_refused(overrides: list[str], said: str) -> None:
+def test_impossible_values_are_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load("pretrain-350m", overrides)
     assert said in caught.value.message()

@@ -1,4 +1,4 @@
-"""Symmetric products against float64: of any size and layout, exactly symmetric, the same every time."""
+"""Muon's symmetric products against float64: any size and strides, exactly symmetric, deterministic."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def symmetric(count: int, size: int, device: str) -> Tensor:
 
 
 def check(result: Tensor, product: Tensor, diagonal: float) -> None:
-    """Within the rounding of the product, of the addend and of their sum; float32 sums need little more."""
+    """Compare within the rounding of the product, of the addend and of their sum."""
     exact = product.clone()
     exact.diagonal(dim1=-2, dim2=-1).add_(diagonal)
     assert result.dtype == torch.bfloat16
@@ -82,7 +82,7 @@ def test_the_depths_of_real_models(kernels: Any, device: str, rows: int, columns
 @pytest.mark.parametrize("span", [1, 2])
 @pytest.mark.parametrize("group", [1, 3, 4])
 @pytest.mark.parametrize("size", [145, 96, 16])
-def test_every_tile_is_made_and_mirrored(fused: Any, device: str, span: int, group: int, size: int) -> None:
+def test_every_tile_is_computed_and_mirrored(fused: Any, device: str, span: int, group: int, size: int) -> None:
     tile = fused.Tile(side=16, depth=32, warps=4, stages=2, span=span, group=group)
     result = check_gram(fused, matrices(1, size, 32, device), False, tile=tile)
     assert torch.equal(result, result.mT)
@@ -106,7 +106,7 @@ def test_results_are_exactly_symmetric_and_always_the_same(fused: Any, device: s
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_matrix(kernels: Any, device: str, value: float) -> None:
+def test_nan_and_infinity_stay_in_their_matrix(kernels: Any, device: str, value: float) -> None:
     x = matrices(3, 40, 70, device)
     x[1, 2, 3] = value
     for tall in (False, True):
@@ -123,7 +123,7 @@ def test_the_addend_joins_before_rounding(fused: Any, device: str) -> None:
     assert fused.square(x[..., :1], factor=1 + 2**-10, diagonal=-1.0).item() == 2**-10
 
 
-def test_operands_in_other_layouts(kernels: Any, device: str) -> None:
+def test_operands_may_have_any_strides(kernels: Any, device: str) -> None:
     whole = matrices(4, 50, 72, device)
     part = whole[1:3, 3:40, 8:61]
     for tall in (False, True):
@@ -145,7 +145,7 @@ def test_orthogonalised_matrices_are_orthogonal(
     assert torch.nn.functional.cosine_similarity(found.double().flatten(1), (u @ v).flatten(1)).min() > 0.98
 
 
-def test_elsewhere_torch_multiplies() -> None:
+def test_on_a_cpu_the_reference_is_used() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         x = matrices(2, 20, 30, "cpu").to(dtype)
         found = gram(x, tall=False, diagonal=2.0)
@@ -155,7 +155,7 @@ def test_elsewhere_torch_multiplies() -> None:
         assert squares.dtype == dtype
 
 
-def test_the_plan_counts_the_tiles_that_are_made(fused: Any) -> None:
+def test_the_plan_counts_the_computed_tiles(fused: Any) -> None:
     assert (fused.TILE.side, fused.TILE.span) == (SYMMETRIC_TILE, 1)
     shape = DecoderShape(1, 1024, 16, 16, 64, 2560, 64, mlp="relu2")  # four square matrices and two of 1024×2560
     how: dict[str, Any] = {"checkpointing": "none", "bytes_per_value": 2, "optimizer": "muon", "ema": False}

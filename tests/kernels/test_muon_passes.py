@@ -1,4 +1,4 @@
-"""Muon's two passes against float64: gradients and weights scattered, what lies between as one batch."""
+"""Muon's passes before and after the orthogonalisation, against float64, for matrices anywhere in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sizes = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCh
 
 
 def scattered(count: int, rows: int, columns: int, device: str, chance: torch.Generator) -> list[Tensor]:
-    """Each a part of a larger tensor, as of a merged parameter; addresses need not be multiples of 16 bytes."""
+    """Return matrices that are parts of larger tensors, at addresses that need not be multiples of 16 bytes."""
     whole = [torch.randn(rows + i + 2, columns, generator=chance).to(device) for i in range(count)]
     return [tensor.narrow(0, i + 1, rows) for i, tensor in enumerate(whole)]
 
@@ -104,7 +104,7 @@ def test_a_closed_gate_changes_nothing(kernels: Any, device: str, value: float) 
     assert torch.equal(torch.stack(weights), before)
 
 
-def test_what_is_not_finite_stays_in_its_matrix(kernels: Any, device: str) -> None:
+def test_nan_and_infinity_stay_in_their_matrix(kernels: Any, device: str) -> None:
     gradients = scattered(3, 8, 12, device, chance_for(5))
     gradients[1][2, 3] = float("nan")
     total, squares = kernels.nesterov_(gradients, torch.zeros(3, 8, 12, device=device), *gate(device), BETA)
@@ -112,7 +112,7 @@ def test_what_is_not_finite_stays_in_its_matrix(kernels: Any, device: str) -> No
     assert squares.isnan().tolist() == [False, True, False]
 
 
-def test_gradients_in_another_layout(kernels: Any, device: str) -> None:
+def test_gradients_may_have_any_strides(kernels: Any, device: str) -> None:
     plain = [torch.randn(6, 9, generator=chance_for(7)).to(device) for _ in range(2)]
     turned = [gradient.mT.contiguous().mT for gradient in plain]
     results = [kernels.nesterov_(g, torch.zeros(2, 6, 9, device=device), *gate(device), BETA) for g in (plain, turned)]
@@ -124,7 +124,7 @@ def test_gradients_in_another_layout(kernels: Any, device: str) -> None:
 def test_they_train_as_the_references_do(
     kernels: Any, device: str, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
-    """A merged parameter over several steps, one of them bad; all orthogonalised in bf16."""
+    """Train a merged parameter for several steps, one of them bad, all orthogonalised in bf16."""
     chance = chance_for(8)
     start, grads = torch.randn(20, 60, generator=chance), torch.randn(4, 20, 60, generator=chance)
     train = Train(lr=1e-3, optimizer=optimizer, cautious=True, weight_decay=0.5)
