@@ -53,7 +53,7 @@ def test_what_is_next_depends_on_the_newest_run(
     os.utime(old / "lock.json", (1, 1))
     make(tmp_path, "one", *reason)
     out = inside().out
-    assert f"2 in ./runs; the newest: one, {status}" in out
+    assert f"2 in ./runs, newest: one ({status})" in out
     assert next(line for line in out.splitlines() if line.startswith("  redline")).strip().startswith(first)
 
 
@@ -64,7 +64,7 @@ def test_a_running_run_can_be_watched(inside: Any, tmp_path: Path) -> None:
     with open(run / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         out = inside().out
-    assert "the newest: one, running" in out
+    assert "one (running)" in out
     assert "redline watch one" in out
 
 
@@ -86,7 +86,7 @@ def test_nothing_heavy_is_imported_for_a_greeting(tmp_path: Path) -> None:
         "print(*{'torch', 'numpy', 'matplotlib', 'jinja2'} & sys.modules.keys(), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "the newest: one, finished" in done.stdout
+    assert "one (finished)" in done.stdout
     assert done.stderr.split() == []
 
 

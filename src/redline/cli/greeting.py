@@ -1,4 +1,4 @@
-"""`redline` alone: what this is, what is here, and what to do next."""
+"""`redline` without a verb: print what it is, what is on this machine, and which commands come next."""
 
 from __future__ import annotations
 
@@ -18,61 +18,70 @@ _ENDED_EARLY = (Status.CRASHED, Status.PREEMPTED, Status.STOPPED, Status.FAILED)
 
 @dataclass(frozen=True)
 class Newest:
-    name: str  # as one types it
+    """The newest run, and how many runs there are."""
+
+    name: str  # quoted for a shell
     status: Status
     count: int
 
 
 def greet() -> None:
-    """A few lines. Neither torch nor a whole log is read for them."""
+    """Print the greeting. It imports no torch and reads only the end of a log, so that it takes no time."""
     newest = newest_run(RUNS)
     typer.echo(f"redline {__version__} trains language models at the limit of the hardware.\n")
-    typer.echo(f"  here   {_machine()}")
-    typer.echo(f"  runs   {_runs(newest)}\n")
-    steps = _steps(newest)
-    width = max(len(command) for command, _ in steps)
-    for command, why in steps:
-        typer.echo(f"  {command:{width}}  {why}")
-    typer.echo("\nredline recipes lists what can be trained, redline --help every verb.")
+    typer.echo(f"  here   {_describe_machine()}")
+    typer.echo(f"  runs   {_describe_runs(newest)}\n")
+    commands = _next_commands(newest)
+    width = max(len(command) for command, _ in commands)
+    for command, purpose in commands:
+        typer.echo(f"  {command:{width}}  {purpose}")
+    typer.echo("\n`redline recipes` lists the recipes, `redline --help` all verbs.")
 
 
-def _machine() -> str:
+def _describe_machine() -> str:
     from redline.hardware.nvml import first_gpu
     from redline.units import GIB
 
     card = first_gpu()
     if card is not None:
         return f"{card.name}, {card.memory_bytes / GIB:.0f} GiB"
-    return f"no NVIDIA GPU, {os.cpu_count()} CPU cores: the small recipes train here"
+    return f"no NVIDIA GPU, {os.cpu_count()} CPU cores: enough for the small recipes"
 
 
-def _runs(newest: Newest | None) -> str:
+def _describe_runs(newest: Newest | None) -> str:
     if newest is None:
         return "none in ./runs yet"
-    return f"{newest.count} in ./runs; the newest: {newest.name}, {newest.status}"
+    return f"{newest.count} in ./runs, newest: {newest.name} ({newest.status})"
 
 
-def _steps(newest: Newest | None) -> list[tuple[str, str]]:
-    """The way of a run, from the machine to the page about it; what is next for the run that is here comes first."""
-    ways = [
-        ("redline doctor", "what this machine can do, and what to mend"),
-        ("redline plan pretrain-350m", "memory, time and money, before anything runs"),
-        ("redline train", "two minutes of quickstart, on any machine"),
-        ("redline watch", "a live page, while it trains"),
-        ("redline report latest", "one page about it, afterwards"),
+def _next_commands(newest: Newest | None) -> list[tuple[str, str]]:
+    """Return commands and their purposes: what suits the newest run, or the first steps if there is none."""
+    first_steps = [
+        ("redline doctor", "check this machine"),
+        ("redline plan pretrain-350m", "memory, time and cost of a run before it starts"),
+        ("redline train", "train quickstart: two minutes on any machine"),
+        ("redline watch", "a live page of the runs"),
+        ("redline report latest", "a page about the newest run"),
     ]
     if newest is None:
-        return ways
+        return first_steps
     if newest.status is Status.RUNNING:
-        return [(f"redline watch {newest.name}", "look at it"), (f"redline stop {newest.name}", "save and end it")]
-    first = []
+        return [
+            (f"redline watch {newest.name}", "a live page of the run"),
+            (f"redline stop {newest.name}", "save and stop the run"),
+        ]
+    resume = []
     if newest.status in _ENDED_EARLY:
-        first = [(f"redline train --resume {newest.name}", "go on where it ended")]
-    after = [(f"redline report {newest.name}", "one page about it"), (f"redline sample {newest.name}", "let it write")]
-    return [*first, *after, *ways[1:3]]
+        resume = [(f"redline train --resume {newest.name}", "resume the run")]
+    after = [
+        (f"redline report {newest.name}", "a page about the run"),
+        (f"redline sample {newest.name}", "generate text with it"),
+    ]
+    return [*resume, *after, *first_steps[1:3]]
 
 
 def newest_run(root: Path) -> Newest | None:
+    """Return the newest run under `root`, or None if there is none."""
     from redline.runs.events import one_line, read_last_events
     from redline.runs.summary import run_paths, run_status
 

@@ -63,29 +63,28 @@ def prepare(
     """
     if verify and out is None:
         if preview is not None:
-            raise UsageError(
-                "a preview has nothing to verify.", where="--verify", fix="Add --out DIR, or leave it out."
-            )
+            what = "--preview writes no tokens that --verify could check."
+            raise UsageError(what, where="--verify", fix="Add --out DIR, or leave out --verify.")
         _report_verified(Path(source).expanduser(), tokenizer, json_)
         return
     if out is None and preview is None:
-        raise UsageError("where shall the tokens go?", fix="Give --out DIR, or --preview N to look only.")
+        raise UsageError("no folder is given for the tokens.", where="--out", fix="Add --out DIR, or --preview N.")
     from redline.cli.progress import PreparationBar
     from redline.data.prepare import prepare_source, refuse_content, tokenizer_for
     from redline.data.sources import Reading, holds_tokens, source_bytes
     from redline.data.text import EMBEDDED
 
     if source != EMBEDDED and holds_tokens(Path(source).expanduser()):
-        raise UsageError("these are tokens already.", where=source, fix="Train on them: data.source takes them as is.")
-    source_bytes(source)  # a slip in the name is answered before a tokenizer is looked for
+        raise UsageError("the source holds tokens, not text.", where=source, fix=f"Train on it: data.source={source}.")
+    source_bytes(source)  # report a mistyped name before a tokenizer is loaded or trained
     if out is not None:
         refuse_content(out)
     reading = Reading(val_fraction, text_key, dedup)
-    with _terminable(), PreparationBar() as bar:
-        made_with = tokenizer_for([source], tokenizer, reading, bar)
-        shown = _preview(source, made_with, reading, preview, ids=ids, quiet=json_) if preview else []
+    with _exit_on_preemption(), PreparationBar() as bar:
+        encoder = tokenizer_for([source], tokenizer, reading, bar)
+        shown = _preview(source, encoder, reading, preview, ids=ids, quiet=json_) if preview else []
         if out is not None:
-            prepare_source(source, made_with, out, reading, workers=workers, progress=bar)
+            prepare_source(source, encoder, out, reading, workers=workers, progress=bar)
             if verify:
                 _verify(out, None)
     summary = {**({"preview": shown} if preview else {}), **(_summary(source, out, bar.seconds) if out else {})}
@@ -94,10 +93,11 @@ def prepare(
 
         typer.echo(json.dumps(summary))
     elif out is not None:
-        _print(summary, dedup, val_fraction)
+        _show_summary(summary, dedup, val_fraction)
 
 
 def _verify(folder: Path, tokenizer: str | None) -> dict[str, int]:
+    """Compare all tokens with their digests, and return how many files and tokens there are."""
     from redline.data.tokens import open_tokens
 
     data = open_tokens(folder, tokenizer)
@@ -109,20 +109,22 @@ def _report_verified(folder: Path, tokenizer: str, json_: bool) -> None:
     from redline.data.sources import holds_tokens
 
     if not holds_tokens(folder):
-        fix = "Give a prepared folder, or --out DIR to verify what is prepared now."
-        raise UsageError("these are no tokens.", where=str(folder), fix=fix)
-    found = _verify(folder, None if (folder / "meta.json").is_file() else tokenizer)
+        fix = "Name a prepared folder, or add --out DIR to prepare the text and verify the result."
+        raise UsageError("the source holds no tokens.", where=str(folder), fix=fix)
+    counts = _verify(folder, None if (folder / "meta.json").is_file() else tokenizer)
     if json_:
         import json
 
-        typer.echo(json.dumps({"source": str(folder), "verified": found}))
+        typer.echo(json.dumps({"source": str(folder), "verified": counts}))
     else:
-        typer.echo(f"{folder}\n  verified     {found['tokens']:,} tokens in {found['files']:,} files, as recorded")
+        typer.echo(
+            f"{folder}\n  verified     {counts['tokens']:,} tokens in {counts['files']:,} files match their digests"
+        )
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
-    """Who asks for room unwinds it like any failure, so that no half-written folder stays."""
+def _exit_on_preemption() -> Iterator[None]:
+    """Turn preemption signals into SystemExit, so that a half-written folder is removed as after any failure."""
     from redline.training.signals import preemption_signals
 
     previous = {
@@ -138,13 +140,13 @@ def _terminable() -> Iterator[None]:
 def _preview(
     source: str, tokenizer: Tokenizer, reading: Reading, count: int, *, ids: bool, quiet: bool
 ) -> list[dict[str, Any]]:
-    from redline.cli.preview import draw
+    from redline.cli.preview import show_document
     from redline.data.prepare import preview
 
     rows = []
     for number, document in enumerate(preview(source, tokenizer, reading, count), start=1):
         if not quiet:
-            draw(document, number, ids=ids)
+            show_document(document, number, ids=ids)
         rows.append(
             {
                 "tokens": document.tokens,
@@ -157,7 +159,7 @@ def _preview(
 
 
 def _summary(source: str, out: Path, seconds: float) -> dict[str, Any]:
-    """What meta.json says, without the list of shards."""
+    """Return what meta.json says, without the list of shards, and the speed."""
     import json
 
     from redline.cache import read_text
@@ -178,7 +180,7 @@ def _summary(source: str, out: Path, seconds: float) -> dict[str, Any]:
     }
 
 
-def _print(summary: dict[str, Any], dedup: bool, val_fraction: float) -> None:
+def _show_summary(summary: dict[str, Any], dedup: bool, val_fraction: float) -> None:
     counts = summary["counts"]
     rows = [("tokenizer", f"{summary['tokenizer']}, {summary['vocab_size']:,} entries")]
     for split in ("train", "val"):
@@ -195,12 +197,12 @@ def _print(summary: dict[str, Any], dedup: bool, val_fraction: float) -> None:
         rows.append(("binary files", f"{binary:,} left out; the first is {counts['first_binary_file']}"))
     if not summary["val"]["tokens"] and val_fraction:
         rows.append(
-            ("held out", "nothing: no validation loss will be known. Give more text, or a larger --val-fraction")
+            ("held out", "nothing, so there will be no validation loss. Use more text, or a larger --val-fraction")
         )
     kept = "dropped" if dedup else "counted and kept"
     rows.append(("duplicates", f"{counts['duplicates']:,} {kept}" if counts["duplicates"] else "none"))
     rows.append(("fingerprint", summary["fingerprint"]))
-    rows.append(("took", f"{format_seconds(summary['seconds'])}, {summary['mb_per_s']:.1f} MB of text a second"))
+    rows.append(("took", f"{format_seconds(summary['seconds'])}, {summary['mb_per_s']:.1f} MB of text per second"))
     typer.echo(summary["out"])
     for name, value in rows:
         typer.echo(f"  {name:12s} {value}")

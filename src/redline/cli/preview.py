@@ -1,5 +1,8 @@
-"""A look at what a model will learn from: texts with the borders of their tokens, by colour on a terminal and by bars
-elsewhere; or questions with the answers that are learnt."""
+"""Show training samples: `redline train --preview` and `redline prepare --preview`.
+
+Texts are shown with the boundaries of their tokens, in colour on a terminal and with bars elsewhere. Samples of jobs
+that learn from rows are shown with the tokens that have a loss marked.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,12 @@ if TYPE_CHECKING:
 _SHADES = ("black on bright_cyan", "black on bright_yellow")
 _MARK = "bold white on red"
 _IDS_SHOWN = 40
+# Styles of tokens with a loss, without one, and of special tokens.
 _LEARNT, _READ, _SPECIAL, _SPECIAL_LEARNT = "bold green", "dim", "magenta", "bold black on green"
 
 
-def draw(document: Preview, number: int, *, ids: bool) -> None:
+def show_document(document: Preview, number: int, *, ids: bool) -> None:
+    """Print the beginning of a document, token by token; `ids` adds the ids of the first tokens."""
     from rich.console import Console
     from rich.text import Text
 
@@ -37,8 +42,8 @@ def draw(document: Preview, number: int, *, ids: bool) -> None:
         if not colour:
             text.append("│")
     shown = "" if document.whole else f", the first {len(document.ids):,} shown"
-    least = "more than " if document.more else ""
-    typer.secho(f"document {number}: {least}{document.tokens:,} tokens{shown}", bold=True)
+    at_least = "more than " if document.more else ""
+    typer.secho(f"document {number}: {at_least}{document.tokens:,} tokens{shown}", bold=True)
     Console(highlight=False, soft_wrap=not colour).print(text)
     if ids:
         typer.echo("  ".join(_labelled(span) for span in document.spans[:_IDS_SHOWN]))
@@ -46,7 +51,7 @@ def draw(document: Preview, number: int, *, ids: bool) -> None:
 
 
 def _visible(text: str) -> str:
-    """A newline is shown, and still breaks the line; what would move the cursor does not."""
+    """Show newlines and tabs as symbols, and replace other characters that would move the cursor."""
     return "".join("↵\n" if c == "\n" else "→" if c == "\t" else c if c.isprintable() else "·" for c in text)
 
 
@@ -55,14 +60,14 @@ def _labelled(span: Span) -> str:
 
 
 def preview_recipe(recipe: Recipe, count: int) -> None:
-    """`redline train … --preview N`: show what would be learnt, and train nothing."""
+    """Show the first `count` training samples of a recipe."""
     from redline.cli.progress import PreparationBar
     from redline.jobs.objective import job_runtime
 
     with PreparationBar() as bar:
         preview = job_runtime(recipe.objective).preview(recipe, count, bar, lambda text: typer.echo(text, err=True))
     if preview is None:
-        _texts(recipe, count)
+        _preview_texts(recipe, count)
         return
     show_samples(preview.samples)
     for line in preview.lines:
@@ -70,7 +75,7 @@ def preview_recipe(recipe: Recipe, count: int) -> None:
 
 
 def show_samples(samples: Sequence[SampleView], console: Console | None = None) -> None:
-    """Print samples: with what is learnt in colour on a terminal, and in [[ ]] elsewhere."""
+    """Print samples. Tokens with a loss are coloured on a terminal, and in [[ ]] elsewhere."""
     from rich.console import Console
     from rich.text import Text
 
@@ -94,12 +99,12 @@ def _style(run: TokenRun) -> str:
 
 
 def _printable(text: str) -> str:
-    """Replace what would move the cursor or set colours by a dot."""
+    """Replace characters that would move the cursor or set colours."""
     return "".join(c if c.isprintable() or c == "\n" else "→" if c == "\t" else "·" for c in text)
 
 
-def _texts(recipe: Recipe, count: int) -> None:
-    """The first documents of each source, as `redline prepare --preview` shows them."""
+def _preview_texts(recipe: Recipe, count: int) -> None:
+    """Show the first documents of each source, as `redline prepare --preview` does."""
     from redline.cli.progress import PreparationBar
     from redline.data.prepare import preview, tokenizer_for
     from redline.data.sources import Reading, holds_tokens, source_bytes
@@ -109,9 +114,9 @@ def _texts(recipe: Recipe, count: int) -> None:
     sources = [part.source for part in data.parts]
     for source in sources:
         if source != EMBEDDED and holds_tokens(Path(source).expanduser()):
-            fix = "Look at the text that they were made of: redline prepare TEXT --preview N."
-            raise UsageError("these are tokens already.", where=source, fix=fix)
-        source_bytes(source)  # a slip in a name is answered before a tokenizer is trained
+            fix = "Preview the text that they were made from: redline prepare TEXT --preview N."
+            raise UsageError("the source holds tokens, not text.", where=source, fix=fix)
+        source_bytes(source)  # report a mistyped name before a tokenizer is trained
     reading = Reading(data.val_fraction, data.text_key, data.dedup)
     with PreparationBar() as bar:
         tokenizer = tokenizer_for(sources, data.tokenizer, reading, bar)
@@ -119,4 +124,4 @@ def _texts(recipe: Recipe, count: int) -> None:
         if len(sources) > 1:
             typer.secho(source, bold=True)
         for number, document in enumerate(preview(source, tokenizer, reading, count), start=1):
-            draw(document, number, ids=False)
+            show_document(document, number, ids=False)

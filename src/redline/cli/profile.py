@@ -68,23 +68,23 @@ def profile(
     loaded = load(name or "quickstart", overrides)
     folder = out or RUNS / "profiles" / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError("is there already.", where=str(folder), fix="Choose another --out.")
-    with _made(folder):
+        raise UsageError("the folder is not empty.", where=str(folder), fix="Choose another --out.")
+    with _new_folder(folder):
         recording = {"active": steps, "wait": wait, "warmup": warmup, "record_shapes": record_shapes}
         recording |= {"profile_memory": profile_memory, "with_stack": with_stack}
-        found = _profile(loaded, recording, folder)
-    typer.echo(json.dumps(found.record) if json_ else "\n".join(found.lines()))
+        result = _profile(loaded, recording, folder)
+    typer.echo(json.dumps(result.record) if json_ else "\n".join(result.lines()))
 
 
 @contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Before the work, which would be in vain where nothing can be written; what stays empty is taken away again."""
+def _new_folder(folder: Path) -> Iterator[None]:
+    """Create the folder and check that it can be written before anything is measured; remove it if it stays empty."""
     from redline.cache import explain_write_errors
 
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # one that was there may be read-only
+        tempfile.TemporaryFile(dir=folder).close()  # an existing folder may be read-only
     try:
         yield
     finally:
@@ -93,7 +93,9 @@ def _made(folder: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-class _Found:
+class _Result:
+    """What was measured, as JSON and as lines of text."""
+
     def __init__(
         self, name: str, parts: Breakdown, memory: MemoryHistory | None, peak: float | None, files: list[Path]
     ):
@@ -106,38 +108,41 @@ class _Found:
 
     def lines(self) -> list[str]:
         parts = self.parts
-        said = [
-            f"{self.name}: {parts.step_ms:,.1f} ms a step over {parts.steps} steps, "
-            f"{parts.data_wait_ms:.2f} ms of it waiting for data",
+        lines = [
+            f"{self.name}: {parts.step_ms:,.1f} ms per step over {parts.steps} steps, "
+            f"of which {parts.data_wait_ms:.2f} ms waiting for data",
             "",
             f"  {'':14}{'ms':>9}  {'share':>6}  {'':{_BAR}}  of the best known",
         ]
         for part in parts.parts:
             bar = "━" * max(1, round(_BAR * part.share)) if part.share >= 0.005 else ""
             near = f"{part.of_best:>5.0%}  " if part.of_best else " " * 7
-            said.append(f"  {part.kind:14}{part.ms:>9,.1f}  {part.share:>6.1%}  {bar:{_BAR}}  {near}{part.advice}")
-        said += ["", "  longest"]
-        said += [f"  {one.ms:>9,.2f} ms  {one.calls:>6.0f}×  {one.kind:13} {_short(one.name)}" for one in parts.longest]
+            lines.append(f"  {part.kind:14}{part.ms:>9,.1f}  {part.share:>6.1%}  {bar:{_BAR}}  {near}{part.advice}")
+        lines += ["", "  longest kernels"]
+        lines += [
+            f"  {one.ms:>9,.2f} ms  {one.calls:>6.0f}×  {one.kind:13} {_shortened(one.name)}" for one in parts.longest
+        ]
         if self.memory is not None:
-            said += ["", f"  {self.memory.peak_bytes / 2**30:.1f} GiB at the peak, by who asked for it"]
-            said += [f"  {one.bytes / 2**30:>9.2f} GiB {one.tensors:>6}×  {one.where}" for one in self.memory.holders]
-        said += [
+            lines += ["", f"  {self.memory.peak_bytes / 2**30:.1f} GiB at the peak, by the code that allocated it"]
+            lines += [f"  {one.bytes / 2**30:>9.2f} GiB {one.tensors:>6}×  {one.where}" for one in self.memory.holders]
+        lines += [
             "",
             *(f"  {path}" for path in self.files),
             "  A trace opens in Perfetto (ui.perfetto.dev) or TensorBoard.",
         ]
-        return said
+        return lines
 
 
-def _short(name: str, most: int = 90) -> str:
+def _shortened(name: str, most: int = 90) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
-def _profile(loaded: Loaded, options: dict[str, Any], folder: Path) -> _Found:
+def _profile(loaded: Loaded, options: dict[str, Any], folder: Path) -> _Result:
+    """Train a few steps under the profiler, and write profile.json and the trace into the folder."""
     from redline.launch.start import set_environment
 
     set_environment(loaded.recipe)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notes of starting and stopping
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence the profiler's messages about starting and stopping
     from redline.cache import write_atomically
     from redline.cli.progress import PreparationBar
     from redline.hardware.probe import detect_machine
@@ -150,42 +155,44 @@ def _profile(loaded: Loaded, options: dict[str, Any], folder: Path) -> _Found:
 
     recording = Recording(**options)
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         typer.echo(text, err=True)
 
     runtime = job_runtime(loaded.recipe.objective)
-    recipe = runtime.complete(loaded.recipe, say)
+    recipe = runtime.complete(loaded.recipe, log)
     with PreparationBar() as bar:
         data = runtime.load_data(recipe, progress=bar)
     resolved = resolve(recipe, detect_machine(recipe.train.device), data.facts)
-    resolved = replace(resolved, horizon_steps=recording.steps)  # no teacher reads for more
+    resolved = replace(
+        resolved, horizon_steps=recording.steps
+    )  # data that a teacher model generates are made for these steps only
     objective = runtime.create(resolved, data)
     trace = folder / f"{loaded.name}.pt.trace.json.gz"
     with trainer_without_run(resolved, objective, SilentView()) as trainer:
         with memory_recorded(trainer.device) as recorded:
-            say("building and warming up")
+            log("building and warming up")
             trainer.build()
             trainer.warm_up()
-            told = profiled(trainer, recording, trace, lambda done: _tell(done, recording.steps))
+            measured = profiled(trainer, recording, trace, lambda done: _show_progress(done, recording.steps))
             memory = recorded()
         peak = peak_memory_gib(trainer.device)
     parts = breakdown(
-        told.spans,
+        measured.spans,
         steps=recording.active,
-        seconds=told.seconds,
-        busy=told.busy,
-        data_wait=told.data_wait,
+        seconds=measured.seconds,
+        busy=measured.busy,
+        data_wait=measured.data_wait,
         best=_best(resolved),
         gpu=trainer.device.type == "cuda",
     )
     files = [folder / "profile.json", trace]
-    found = _Found(loaded.name, parts, memory, peak, files)
-    write_atomically(files[0], json.dumps(found.record, indent=1) + "\n")
-    return found
+    result = _Result(loaded.name, parts, memory, peak, files)
+    write_atomically(files[0], json.dumps(result.record, indent=1) + "\n")
+    return result
 
 
 def _best(resolved: Resolved) -> dict[str, float]:
-    """By the plan; of a CPU its matmul rate alone is known."""
+    """Return the planned milliseconds per kind of work at the best known rates; on a CPU only those of matmuls."""
     from redline.recipe.forecast import step_work
     from redline.runs.breakdown import MATMUL
     from redline.runs.roofline import limits_ms
@@ -196,6 +203,6 @@ def _best(resolved: Resolved) -> dict[str, float]:
     return best
 
 
-def _tell(done: int, of: int) -> None:
+def _show_progress(done: int, of: int) -> None:
     if sys.stderr.isatty():
         typer.echo(f"\rstep {done} of {of}" + ("\n" if done == of else ""), nl=False, err=True)

@@ -1,4 +1,4 @@
-"""The process of one SLURM task: `python -m redline.cli.rank train …`, as the script of `redline launch` starts it."""
+"""Run the command line as one SLURM task: `python -m redline.cli.rank train …`, as `redline launch` writes it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from collections.abc import Mapping
 
 from redline.errors import EXIT_DONE, EXIT_PREEMPTED
 
-# ----------------------------------------------------------------------------------------------------
-# SLURM's tasks as torchrun's ranks.
-
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would set, from what srun sets; nothing where there is one task, which needs no others."""
+    """Return the variables that torchrun would set, from those of srun; none for a job of one task."""
     world = int(environment.get("SLURM_NTASKS", "1"))
     if world == 1:
         return {}
@@ -27,10 +24,13 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def exit_code(code: int, environment: Mapping[str, str]) -> int:
-    """srun ends the other ranks when one leaves with an error, and "preempted" is none: rank 0, which commits the
-    checkpoint and leaves last, says it for all. Else the first to leave would cut short a save of rank 0."""
-    others = environment.get("RANK", "0") != "0"
-    return EXIT_DONE if code == EXIT_PREEMPTED and others else code
+    """Return the exit code for srun: ranks other than 0 report a preempted run as done.
+
+    srun kills the remaining ranks as soon as one exits with an error. Rank 0 commits the checkpoint and exits last, so
+    it alone reports the preemption; otherwise the first rank to exit would cut its save short.
+    """
+    is_rank_0 = environment.get("RANK", "0") == "0"
+    return EXIT_DONE if code == EXIT_PREEMPTED and not is_rank_0 else code
 
 
 def main() -> None:
