@@ -1,4 +1,4 @@
-"""Answers are compared as what they mean, and by nothing else."""
+"""How answers are compared with their references: numbers, texts, and words."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_f1_is_symmetric_and_never_below_exact_match(one: str, other: str) -> No
 
 @pytest.mark.parametrize("answer", ["1/2", "16 m2", "5 of 9", "2:30", "3 hours 20 minutes", "12 km", "-4", "$1,250.50"])
 def test_an_answer_behind_its_mark_is_right(answer: str) -> None:
-    """Also with several numbers: both sides are read by one rule."""
+    """Texts with several numbers are compared too: both sides are read by the same rule."""
     said = f"So it is 7 + 5.<|answer|>{answer}<|pad|>"
     assert gsm8k_exact_match([said], [answer]) == 1.0
     assert number_match([said], [["99", answer]]) == 1.0

@@ -192,7 +192,7 @@ def test_the_loss_is_of_the_rows_that_are_asked(tuning: Tuning) -> None:
 
 @pytest.fixture(scope="module")
 def rows(answers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The questions, and one that is longer than any sequence here."""
+    """Write the questions, and one that is longer than the sequences of the run."""
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     long = {"prompt": "Which of the stones is it? " * 9, "completion": "It is red."}
     path.write_text("".join([json.dumps(long) + "\n", *answers.read_text().splitlines(keepends=True)[:9]]))
@@ -226,7 +226,7 @@ def test_a_base_answers_as_transformers_does(tiny_base: Path, rows: Path, fp32: 
 
 @pytest.fixture
 def fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this CPU multiplies fastest."""
+    """Evaluate in fp32, whichever precision is fastest on this CPU."""
     from redline.hardware.machine import Machine
 
     monkeypatch.setattr("redline.evaluate.opened_run.detect_machine", lambda *_: Machine("cpu", "a CPU", 8 << 30, 2))
@@ -234,7 +234,7 @@ def fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def foreign(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter that PEFT wrote: on some matrices, named by an expression, and far from zero."""
+    """Write an adapter with PEFT: on some matrices, named by a regular expression, with large weights."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Any text is scored with the run's own tokenizer: every token of it, once."""
+"""`redline eval --data` scores every token of a text once, with the run's own tokenizer."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_tokens_that_another_tokenizer_made(trained: Callable[..., Path], tmp_pa
 def test_tokenizer_files_that_are_missing(
     trained: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is proposed can be done for a run that is trained."""
+    """The fix that an error proposes works for a trained run."""
     np.arange(500, dtype="<u2").tofile(tmp_path / "train.bin")
     run = trained(f"data.source={tmp_path / 'train.bin'}", "data.tokenizer=gpt2")
     (tmp_path / "other.txt").write_text("a river")
@@ -144,7 +144,7 @@ def test_a_setting_without_a_value(trained: Callable[..., Path], word: str) -> N
 
 @pytest.mark.parametrize("spec", ["bytes", "train:300"])
 def test_writing_needs_no_data(world: Any, tmp_path: Path, corpus: Path, spec: str) -> None:
-    """A run that came from another machine still writes what it would have written there."""
+    """A run that was copied from another machine generates the same text."""
     import shutil
 
     from redline.jobs.objective import Sampling
@@ -164,7 +164,7 @@ def test_writing_needs_no_data(world: Any, tmp_path: Path, corpus: Path, spec: s
 
 @pytest.mark.parametrize("form", ["shards", "raw"])
 def test_all_of_prepared_tokens(trained: Callable[..., Path], tmp_path: Path, form: str) -> None:
-    """What was held out when they were prepared is text like the rest."""
+    """The validation split of a prepared folder is evaluated with the rest of it."""
     import numpy as np
 
     from redline.data.prepare import prepare

@@ -1,4 +1,4 @@
-"""What one run writes, read by another."""
+"""`redline eval --under`: the perplexity of one run's texts under another run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from redline.evaluate.questions import generative_perplexity
 
 @pytest.fixture
 def runs(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A diffusion run and a causal one, trained a little on the same text."""
+    """Train a diffusion run and a causal_lm run for a few steps on the same text."""
     monkeypatch.chdir(tmp_path)
     found = {}
     for name, job in (("diffusion", ("objective=block_diffusion", "block_diffusion.block_size=8")), ("causal", ())):
@@ -54,7 +54,7 @@ def test_what_does_not_go_together(runs: dict[str, str]) -> None:
 
 
 class Writes:
-    """An objective that writes these texts, one after another."""
+    """An objective that returns these texts in order."""
 
     def __init__(self, *texts: str) -> None:
         self.texts = list(texts)

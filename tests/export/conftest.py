@@ -1,4 +1,4 @@
-"""Tiny runs as `redline train` leaves them, and what transformers makes of their export."""
+"""Tiny runs as `redline train` leaves them, and helpers that load their exports with transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = {
 
 @pytest.fixture
 def trained(world: Any, tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
-    """A run of two steps: its directory, and the trainer with the model in it."""
+    """Return a function that trains for two steps, and gives the run's directory and the trainer."""
     from redline.recipe.lock import make_lock, write_lock
 
     def train(*overrides: str, name: str = "run") -> tuple[Path, Any]:
@@ -47,7 +47,7 @@ def trained(world: Any, tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
 
 @pytest.fixture
 def base_of(tiny_base: Path, tmp_path: Path) -> Callable[..., Path]:
-    """A random base of a family, with a tokenizer."""
+    """Write a random base of a model family, with a tokenizer."""
 
     def make(family: str, name: str = "base", dtype: torch.dtype = torch.float32, seed: int = 1) -> Path:
         import transformers
@@ -71,7 +71,7 @@ def base_of(tiny_base: Path, tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def tuned(world: Any, answers: Path, tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
-    """A run of a few steps on a base: its directory, and the trainer with the model in it."""
+    """Return a function that fine-tunes a base for a few steps, and gives the directory and the trainer."""
     from finetuning import Tuning
     from redline.recipe.lock import make_lock, write_lock
 
@@ -85,7 +85,7 @@ def tuned(world: Any, answers: Path, tmp_path: Path) -> Callable[..., tuple[Path
 
 @pytest.fixture
 def logits() -> Callable[..., torch.Tensor]:
-    """Of a trainer's model, or of transformers', for the same tokens."""
+    """Return the logits of a trainer's model or of a transformers model for the same tokens."""
     from redline.kernels.attention import Bound
 
     def compute(model: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What was tuned on a base: peft and transformers compute from its folders what was trained."""
+"""Exports of fine-tuned models: peft and transformers compute from them what the run trained."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plain(folder: Path) -> Any:
 
 
 def dequantised(folder: Path, *, double: bool = True) -> Any:
-    """The base as the adapters of a QLoRA run know it."""
+    """Return the base as the adapters of a QLoRA run were trained beside it."""
     model = plain(folder)
     for name, parameter in model.named_parameters():
         if name.split(".")[-2] in TARGETS and name.endswith(".weight"):
@@ -132,7 +132,7 @@ def test_what_was_merged_is_a_base_again(
 
 
 def test_a_base_in_half_precision(base_of: Callable[..., Path], tuned: Any, logits: Any, tmp_path: Path) -> None:
-    """Merged in fp32, for a bf16 weight would swallow most of what was learnt; or in what is asked for."""
+    """The merge is computed in fp32: in bf16, rounding would drop most of the adapter's update."""
     run, trainer = tuned(base_of("llama", dtype=torch.bfloat16))
     export_run(run, None, tmp_path / "out", merged=True)
     assert_alike(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(trainer))
@@ -215,7 +215,7 @@ def test_the_card(
 
 
 def test_it_stops_where_answers_end(tiny_base: Path, tuned: Any, tmp_path: Path) -> None:
-    """With a template whose mark is not the base's end of text, both end an answer."""
+    """If the template's end mark is not the base's end of text, both end an answer."""
     shutil.copytree(tiny_base, tmp_path / "base")
     (tmp_path / "base/generation_config.json").write_text('{"eos_token_id": [9, 1], "temperature": 0.6}')
     run, _ = tuned(tmp_path / "base")
@@ -226,7 +226,7 @@ def test_it_stops_where_answers_end(tiny_base: Path, tuned: Any, tmp_path: Path)
 
 @pytest.fixture
 def other_end(base_of: Callable[..., Path]) -> Path:
-    """A base whose end of text, `<|endoftext|>`, is not the end mark of its chat template, `<|im_end|>`."""
+    """Return a base whose end of text, `<|endoftext|>`, is not its template's end mark, `<|im_end|>`."""
     base = base_of("llama")
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})

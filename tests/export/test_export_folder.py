@@ -1,4 +1,4 @@
-"""The folder: whole or not at all, with a tokenizer that gives the same ids and a card that says what it is."""
+"""The exported folder appears whole or not at all, with the same tokenizer and a model card."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_definition_keeps_the_runs_fingerprint(tmp_path: Path) -> None:
 
 
 def test_it_writes_only_real_tokens(trained: Callable[..., Any], tmp_path: Path) -> None:
-    """Entries that pad the vocabulary are never chosen, and generation begins and ends with the end of text."""
+    """Padding entries of the vocabulary are never sampled; generation starts and stops at end of text."""
     run, _ = trained()
     export_run(run, None, tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -125,7 +125,7 @@ def test_the_card(trained: Callable[..., Any], tmp_path: Path, world: Any, capsy
 
 
 def test_without_the_tokenizers_files(trained: Callable[..., Any], tmp_path: Path, monkeypatch: Any) -> None:
-    """Token files of GPT-2 can be trained on, and exported, where its vocabulary is not."""
+    """Token files of GPT-2 can be trained on, and exported, on a machine without its vocabulary."""
     run, _ = trained()
     monkeypatch.setenv("REDLINE_GPT2", str(tmp_path / "nowhere"))
     lock = json.loads((run / "lock.json").read_text())

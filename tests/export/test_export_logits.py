@@ -1,4 +1,4 @@
-"""What transformers computes from an exported folder is what was trained."""
+"""transformers computes from an exported folder what the run's own model computes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHAPES = {
 
 
 def stir(trainer: Any) -> None:
-    """Two steps leave the norms at one, where a forgotten one would not be seen."""
+    """Perturb all weights: norms are still one after two steps, and a missing norm would not show."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in trainer.objective.model.parameters():

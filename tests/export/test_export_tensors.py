@@ -1,4 +1,4 @@
-"""Weights are written one at a time, and what stands in the way leaves nothing behind."""
+"""Weights are written one tensor at a time, and an export that fails leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_in_several_files(
 
 
 class Disk:
-    """A file on a disk that is full after so many writes."""
+    """A file on a disk that is full after some writes."""
 
     def __init__(self, path: Path, mode: str, room: int) -> None:
         self.path, self.mode, self.room = path, mode, room
@@ -144,7 +144,7 @@ def test_an_interruption_leaves_nothing(
 def test_a_disk_that_lies_is_found_out(
     tiny_base: Path, tuned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One bit, in a file that still reads as safetensors."""
+    """One flipped bit, in a file that is still valid safetensors."""
     run, _ = tuned(tiny_base)
     before = sorted(tmp_path.iterdir())
     plain = tensors._write
