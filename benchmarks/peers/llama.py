@@ -25,10 +25,9 @@ from redline.models.families import export_problems, to_config
 from redline.planning.batch import BatchPlan
 from redline.recipe.load import load
 from redline.recipe.resolve import Resolved, resolve
-from redline.runs.throughput import Rates, Throughput
 from redline.training.profiling import kernel_time
 from redline.training.step import BatchLoader, to_device
-from redline.training.step_log import peak_memory_gib
+from redline.training.step_log import Rates, Throughput, peak_memory_gib
 
 MOST_LOGITS = 1 << 31  # compiled kernels index in 32 bits
 PROFILED_STEPS = 3

@@ -15,8 +15,7 @@ import pytest
 from redline.errors import RecipeError
 from redline.recipe.schema import MonitorSection
 from redline.runs.events import EventLog, read_events
-from redline.runs.monitor import Monitor
-from redline.runs.trackers import STEP, TensorBoard, require_packages, scalars, sinks_for
+from redline.runs.monitor import STEP, Monitor, TensorBoard, require_packages, scalars, sinks_for
 
 GUIDES = {"train/loss", "train/throughput", "train/grad_norm", "system/gpu_memory_allocated"}
 
@@ -193,7 +192,7 @@ def test_trackers_import_nothing_heavy(tmp_path: Path) -> None:
     """TensorBoard is imported at the first event, and without TensorFlow and torch."""
     program = f"""
 import sys, pathlib
-from redline.runs.trackers import sinks_for
+from redline.runs.monitor import sinks_for
 from redline.recipe.schema import MonitorSection
 (sink,) = sinks_for(MonitorSection(), pathlib.Path({str(tmp_path)!r}), {{}})
 assert "tensorboard" not in sys.modules
@@ -322,7 +321,7 @@ def test_without_a_login_the_run_is_recorded_offline(monkeypatch: pytest.MonkeyP
 
 
 def test_a_missing_package_is_reported_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("redline.runs.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("redline.runs.monitor.find_spec", lambda name: None)
     require_packages(MonitorSection())
     with pytest.raises(RecipeError, match=r"monitor.wandb: needs the package wandb. .*`make setup EXTRAS=wandb`"):
         require_packages(MonitorSection(wandb="mine"))

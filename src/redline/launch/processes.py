@@ -22,7 +22,7 @@ from redline.hardware.nvml import open_nvml, visible_handles
 from redline.launch.session import CONSOLE
 from redline.planning.batch import indivisible_batch
 from redline.recipe.schema import Recipe
-from redline.runs.trackers import require_packages
+from redline.runs.monitor import require_packages
 from redline.training.heartbeat import FOLDER_VARIABLE, PARENT_VARIABLE
 from redline.training.run_directory import NOT_WRITABLE_FIX, open_no_follow
 from redline.training.supervisor import RECOVERY, SUPERVISED, supervise

@@ -37,9 +37,8 @@ from redline.recipe.lock import make_lock, read_lock, write_lock
 from redline.recipe.resolve import Choice, DataFacts, Resolved, adapt_to_world, resolve
 from redline.recipe.schema import Recipe
 from redline.runs.events import SCHEMA, Event, EventLog, NullEventLog, number, read_events
-from redline.runs.monitor import Monitor, View, paid_until, price_of
+from redline.runs.monitor import Monitor, View, paid_until, price_of, sinks_for
 from redline.runs.summary import RUNS
-from redline.runs.trackers import sinks_for
 from redline.training import recovery
 from redline.training.heartbeat import FOLDER_VARIABLE, HEARTBEAT
 from redline.training.run_directory import RunDirectory

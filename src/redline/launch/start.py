@@ -29,9 +29,8 @@ from redline.recipe.resolve import Resolved, adapt_to_world, resolve
 from redline.recipe.schema import RESUMABLE, Recipe
 from redline.runs.console import Console
 from redline.runs.events import Event, number, read_events
-from redline.runs.monitor import View, price_notes, price_of
+from redline.runs.monitor import View, price_notes, price_of, require_packages
 from redline.runs.summary import RUNS, refuse_links, refuse_too_long, refuse_unreadable, resolve_run
-from redline.runs.trackers import require_packages
 from redline.training.heartbeat import HEARTBEAT, PREPARING, STARTING
 from redline.training.signals import preemption_signals
 from redline.units import format_count

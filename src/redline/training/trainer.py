@@ -21,7 +21,6 @@ from redline.recipe.lock import check_model_identity, model_identity
 from redline.recipe.resolve import Resolved
 from redline.recipe.schema import Eval
 from redline.runs.monitor import Monitor
-from redline.runs.throughput import Throughput
 from redline.training import recovery
 from redline.training.checkpoint import CheckpointManager, Tensors, committed_steps, copy_weights, read_state
 from redline.training.distributed import SINGLE_PROCESS, Ranks
@@ -33,7 +32,7 @@ from redline.training.schedule import Horizon, StepTimer, TrainState
 from redline.training.sharded_checkpoint import SharedCommit, read_rows
 from redline.training.signals import Deadline, Signals, StopRequested
 from redline.training.step import BatchLoader, LossScale, Step, data_step, step_batch, to_device
-from redline.training.step_log import StepLog
+from redline.training.step_log import StepLog, Throughput
 from redline.training.warmup import SmallestBatchTooLargeError, graph_if_possible, resumed_batch_plan, warm_up
 from redline.vocabulary import Status, StopReason
 
