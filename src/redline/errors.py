@@ -1,4 +1,4 @@
-"""Errors for people: what is wrong, where, and how to fix it."""
+"""Errors that users can act on (what is wrong, where, and how to fix it), exit codes, and the redaction of secrets."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SECRET = frozenset(
 # Ends of names that are written without a separator: PGPASSWORD, SSHPASS, GITHUBTOKEN.
 _SECRET_ENDS = ("PASSWORD", "PASSWD", "PASSPHRASE", "APIKEY", "SECRET", "TOKEN", "SSHPASS")
 _SECRET_END = "_PWD"  # noqa: S105  # DB_PWD, MYSQL_PWD; PWD and OLDPWD are working directories
-_SHORTEST_SECRET = 8  # characters; what is shorter would be found in innocent words
+_SHORTEST_SECRET = 8  # characters; a shorter value would also match ordinary words
 _LOGIN = re.compile(r"(?<=:/)(/?)[^\s/@]+:[^\s/@]*@")  # https://user:password@
 
 
 class UserError(Exception):
-    """A mistake or a circumstance that the user can mend. Printed without a traceback."""
+    """An error that the user can fix. It is printed without a traceback."""
 
     exit_code = EXIT_FAILED
 
@@ -56,7 +56,7 @@ class Problem:
 
 
 class RecipeError(UserError):
-    """Everything that is wrong with a recipe, at once."""
+    """All problems of a recipe."""
 
     exit_code = EXIT_USAGE
 
@@ -72,10 +72,12 @@ class RecipeError(UserError):
 
 
 class UsageError(UserError):
+    """A mistake on the command line."""
+
     exit_code = EXIT_USAGE
 
 
-@cache  # every text of every event asks for all variables
+@cache  # redact() checks every variable for every text
 def is_secret_name(variable: str) -> bool:
     """Return whether an environment variable of this name holds a token, a key or a password."""
     words = [word.rstrip("0123456789") for word in re.split(r"[^A-Z0-9]+", variable.upper())]
@@ -85,8 +87,10 @@ def is_secret_name(variable: str) -> bool:
 
 def secret_variables() -> dict[str, str]:
     """Return the environment's secrets by name, the longest value first: one may contain another."""
-    named = {name: it for name, it in os.environ.items() if len(it) >= _SHORTEST_SECRET and is_secret_name(name)}
-    return dict(sorted(named.items(), key=lambda item: -len(item[1])))
+    secrets = {
+        name: value for name, value in os.environ.items() if len(value) >= _SHORTEST_SECRET and is_secret_name(name)
+    }
+    return dict(sorted(secrets.items(), key=lambda item: -len(item[1])))
 
 
 def redact(text: str) -> str:
@@ -101,7 +105,7 @@ def redact(text: str) -> str:
 
 
 def redact_all(value: Any) -> Any:
-    """Return plain data with every text in it passed through `without_secrets`."""
+    """Return plain data with every text in it passed through `redact`."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
@@ -112,7 +116,7 @@ def redact_all(value: Any) -> Any:
 
 
 def install_hint(extra: str) -> str:
-    """How to get an extra here: by the checkout's own set-up, for a venv may have no pip, or with pip."""
+    """Return the command that installs an extra: `make setup` in a checkout (it may have no pip), else pip."""
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "Makefile").is_file() and (checkout / "scripts" / "setup.py").is_file():
         return f"`make setup EXTRAS={extra}`"
@@ -120,5 +124,6 @@ def install_hint(extra: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """Return a suggestion of the most similar known word, or "" if none is similar."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"Did you mean {prefix + close[0]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""Recipe field types, each of which says in one sentence what is wrong with a value."""
+"""Types of recipe fields. Each validates a value, and says in one sentence what is wrong with an invalid one."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from redline.errors import did_you_mean
 from redline.units import MOST_WORKERS, parse_count, parse_hours
 
 AUTO = "auto"
-MOST = (1 << 63) - 1  # counts and seeds are 64-bit integers further down
-MOST_HOURS = 1e6  # a century: what is meant by more is no duration
-MOST_REPEATS = 1_000_000  # of one source's rows in an epoch: the length of an epoch stays a 64-bit integer
-MOST_SEQUENCES = 1 << 31  # no batch is larger, and its divisors are still listed at once
+MOST = (1 << 63) - 1  # counts and seeds become 64-bit integers
+MOST_HOURS = 1e6  # about a century; a larger number is a mistake
+MOST_REPEATS = 1_000_000  # of a source in an epoch, so that the length of an epoch fits a 64-bit integer
+MOST_SEQUENCES = 1 << 31  # no batch is larger, and its divisors can still be listed in no time
 
 
 class Section(BaseModel):
-    """A part of a recipe: frozen, and an unknown key is an error."""
+    """A section of a recipe. It is immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 @dataclass(frozen=True)
 class Rule(BeforeValidator):
-    """A check, and in the words of JSON schema what passes it: the editor's half of the same rule."""
+    """A check of a value, and the JSON schema of the values that pass it, which editors use."""
 
-    accepts: dict[str, Any] = field(default_factory=dict, compare=False)  # the check alone is its identity
+    accepts: dict[str, Any] = field(default_factory=dict, compare=False)  # two rules with the same check are equal
 
     def __get_pydantic_json_schema__(self, core_schema: Any, handler: Any) -> dict[str, Any]:
         return dict(self.accepts)
@@ -40,7 +40,7 @@ def _number(value: Any) -> float:
         raise ValueError(f"{value!r} is not a number.")
     try:
         number = float(value)
-    except OverflowError:  # an integer may lie beyond the range of floats
+    except OverflowError:  # an integer may exceed the range of floats
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{number!r} is not a finite number.")
@@ -122,6 +122,8 @@ WORDS = Rule(_words, accepts={"type": "string"})
 
 
 def one_of(*names: str) -> Rule:
+    """Return a rule that accepts one of a few names, and suggests the most similar one for any other."""
+
     def check(value: Any) -> str:
         if isinstance(value, bool) or value not in names:
             hint = did_you_mean(str(value), names)
@@ -132,6 +134,7 @@ def one_of(*names: str) -> Rule:
 
 
 def auto_or(rule: Rule) -> Rule:
+    """Return a rule that also accepts `auto`."""
     check = _function(rule)
 
     def either(value: Any) -> Any:
@@ -146,6 +149,7 @@ def auto_or(rule: Rule) -> Rule:
 
 
 def none_or(rule: Rule) -> Rule:
+    """Return a rule that also accepts null."""
     check = _function(rule)
     return Rule(
         lambda value: None if value is None else check(value), accepts={"anyOf": [*_forms(rule), {"type": "null"}]}
@@ -153,7 +157,7 @@ def none_or(rule: Rule) -> Rule:
 
 
 def _function(rule: Rule) -> Callable[[Any], Any]:
-    return cast(Callable[[Any], Any], rule.func)  # pydantic also knows checks that ask for a context
+    return cast(Callable[[Any], Any], rule.func)  # pydantic also allows checks with a second parameter
 
 
 def _forms(rule: Rule) -> list[dict[str, Any]]:
@@ -169,7 +173,7 @@ Sequences = Annotated[int, _count(1, MOST_SEQUENCES)]
 Positive = Annotated[float, _real(0.0, above=True)]
 NonNegative = Annotated[float, _real(0.0)]
 Fraction = Annotated[float, _real(0.0, 1.0)]
-Share = Annotated[float, _real(0.0, 1.0, above=True)]  # of something: never nothing of it
+Share = Annotated[float, _real(0.0, 1.0, above=True)]  # above 0
 Probability = Annotated[float, _real(0.0, 0.999)]
 Flag = Annotated[bool, FLAG]
 Text = Annotated[str, TEXT]
@@ -183,7 +187,7 @@ MaybeHours = Annotated[float | None, none_or(HOURS)]
 MaybePositive = Annotated[float | None, none_or(_real(0.0, above=True))]
 MaybeRepeat = Annotated[float | None, none_or(_real(0.0, MOST_REPEATS, above=True))]
 MaybeProbability = Annotated[float | None, none_or(_real(0.0, 0.999999))]
-# After resolution an auto field holds its value; before, the word. Readers see the resolved type.
+# Before resolution these fields may hold "auto"; afterwards they hold a value.
 AutoCount = Annotated[Any, auto_or(_count())]
 AutoSequences = Annotated[Any, auto_or(_count(1, MOST_SEQUENCES))]
 AutoWhole = Annotated[Any, auto_or(_count(0))]
@@ -192,5 +196,5 @@ AutoFlag = Annotated[Any, auto_or(FLAG)]
 
 
 def none_if_auto(value: Any) -> Any:
-    """The value, or None while it is still auto."""
+    """Return the value, or None if it is still `auto`."""
     return None if value == AUTO else value

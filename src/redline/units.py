@@ -1,4 +1,4 @@
-"""Numbers as people write them: "512k", "1.5h", "$20" — parsed and printed."""
+"""Parse and format numbers as people write them: 512k, 1.5h, $20."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _plain(digits: str) -> float:
 
 
 def parse_count(value: str | int | float) -> int:
-    """512k → 512000, 1.5B → 1500000000."""
+    """Parse a count: 512k → 512000, 1.5B → 1500000000."""
     if isinstance(value, bool):
         raise ValueError(f"{value!r} is not a count")
     if isinstance(value, int):
@@ -38,7 +38,7 @@ def parse_count(value: str | int | float) -> int:
 
 
 def parse_hours(value: str | int | float) -> float:
-    """90m → 1.5, 2 → 2.0 (a bare number is hours)."""
+    """Parse a duration into hours: 90m → 1.5; a bare number is hours."""
     if isinstance(value, bool):
         raise ValueError(f"{value!r} is not a duration")
     if isinstance(value, str):
@@ -48,7 +48,7 @@ def parse_hours(value: str | int | float) -> float:
 
 
 def format_count(number: float) -> str:
-    """350444544 → 350.4M"""
+    """Format a count with four digits: 350444544 → 350.4M."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= limit:
             return f"{number / limit:.4g}{unit}"
@@ -56,7 +56,7 @@ def format_count(number: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """4210 → 1h10m"""
+    """Format a duration: 4210 → 1h10m."""
     seconds = max(0.0, seconds)
     if seconds < 59.5:
         return f"{seconds:.1f}s" if seconds < 10 else f"{seconds:.0f}s"
@@ -78,12 +78,12 @@ def format_bytes(number: float) -> str:
 
 def format_usd(dollars: float) -> str:
     if 0 < dollars < 0.005:
-        return "<$0.01"  # what costs a little is not free
+        return "<$0.01"  # $0.00 would look as if the run were free
     return f"${dollars:.2f}" if dollars < 100 else f"${dollars:,.0f}"
 
 
 def price_problem(value: str) -> str:
-    """Why it is no price; nothing, where it is one."""
+    """Return why a text is not a valid price, or "" if it is one."""
     try:
         price = float(value)
     except ValueError:

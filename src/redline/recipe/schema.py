@@ -1,4 +1,4 @@
-"""The recipe: everything a user can ask for. Frozen, and an unknown key is an error."""
+"""The schema of a recipe: sections, keys, types and defaults. Recipes are immutable, and unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CHECKPOINTING = (AUTO, "none", "selective", "full")
 
 
 def _checkpointing(value: Any) -> Any:
-    """The guides write true and false."""
+    """Convert true and false, which the guides write, to the names of the levels."""
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
@@ -98,7 +98,7 @@ def _targets(value: Any) -> tuple[str, ...]:
 
 
 class Lora(Section):
-    """Low-rank adapters: what they are added to, and how wide they are."""
+    """Low-rank adapters: their rank, scale and target matrices."""
 
     r: Count = 16
     alpha: Positive = 16.0
@@ -119,7 +119,7 @@ _ROPE = Rule(
 
 
 class Model(Section):
-    """The decoder's shape."""
+    """The model: the shape of the decoder, and the base or run that it starts from."""
 
     size: Annotated[str | None, one_of(AUTO, *SIZES)] | None = None  # fills what is auto below
     layers: AutoCount = AUTO
@@ -152,7 +152,7 @@ class Model(Section):
 
 
 class Part(Section):
-    """One source of a mixture: with a share of the samples, or read a number of times an epoch."""
+    """One source of a mixture, with a share of the samples or a number of repeats per epoch."""
 
     source: Text
     weight: MaybePositive = None  # share of the samples, relative to the other weights
@@ -160,12 +160,12 @@ class Part(Section):
 
     @property
     def reads_per_epoch(self) -> float:
-        """How often an epoch reads the source, where no weights are stated."""
+        """Return how often an epoch reads the source, if no weights are stated."""
         return 1.0 if self.repeat is None else self.repeat
 
 
 def _source(value: Any) -> Any:
-    """One source, or a list of them: names, {source, weight} or {source, repeat}."""
+    """Validate a source or a list of sources: names, {source, weight} or {source, repeat}."""
     if value == "":
         raise ValueError("is empty.")
     if isinstance(value, str):
@@ -215,7 +215,7 @@ class Data(Section):
 
 class Train(Section):
     device: Annotated[str, one_of(AUTO, "cuda", "cpu")] = AUTO
-    # what is reached first stops; the LR horizon is the earliest of the first four
+    # The run stops at the first of these that is reached; the LR schedule ends at the earliest of the first four.
     steps: MaybeCount = None
     tokens: MaybeCount = None
     epochs: MaybePositive = None
@@ -253,7 +253,7 @@ class Train(Section):
     compile: AutoFlag = AUTO
     compile_mode: Annotated[str, one_of(*COMPILE_MODES)] = "default"  # torch.compile(mode=…)
     graph: Flag = False  # a step's launches as one, unless that is slower
-    # of two validators the right one runs first
+    # pydantic runs the last validator of the annotation first
     grad_checkpointing: Annotated[str, one_of(*CHECKPOINTING), CHECKPOINTING_RULE] = AUTO
     preset: Annotated[str | None, one_of(*PRESETS)] | None = None  # sets memory_fraction, scales global_batch
     memory_fraction: Share = 0.9
@@ -290,7 +290,7 @@ class MonitorSection(Section):
 
 
 class Parallel(Section):
-    """How several GPUs, or processes on a CPU, share a step."""
+    """How several GPUs, or processes on a CPU, share the work of a step."""
 
     mode: Annotated[str, one_of(AUTO, "ddp", "fsdp")] = AUTO  # a copy of the model in each, or a share of it
     timeout: Positive = 600.0  # seconds in which nothing moves: then a rank counts as hung
@@ -298,7 +298,7 @@ class Parallel(Section):
 
 
 def _mode_alone(value: Any) -> Any:
-    """`parallel: fsdp` says its mode."""
+    """Read `parallel: fsdp` as `parallel: {mode: fsdp}`."""
     return {"mode": value} if isinstance(value, str) else value
 
 
