@@ -68,10 +68,10 @@ def test_what_is_not_text_is_refused_alone_and_left_out_among_others(tmp_path: P
     with pytest.raises(UserError, match=r"all of its 1 files are binary|1 of 1 files are not UTF-8; the first is odd"):
         read(tmp_path)
     (tmp_path / "good.txt").write_text("fine")
-    tally = ReadStats("")
-    assert [document.name for document in source_documents(str(tmp_path), tally)] == ["good.txt"]
-    assert tally.binary_files == 1
-    assert (tally.first_binary_file or tally.first_not_utf8_file or "").startswith("odd.dat")
+    stats = ReadStats("")
+    assert [document.name for document in source_documents(str(tmp_path), stats)] == ["good.txt"]
+    assert stats.binary_files == 1
+    assert (stats.first_binary_file or stats.first_not_utf8_file or "").startswith("odd.dat")
 
 
 def test_nothing_to_read_is_refused(tmp_path: Path) -> None:

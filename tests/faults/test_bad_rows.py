@@ -228,14 +228,14 @@ def test_bad_parquet(kinds: dict[str, Kind], tmp_path: Path, name: str, damage: 
 
 def test_reasons_for_bad_rows_are_few_and_short() -> None:
     """Rows that each fail with another message must not fill the memory or the terminal."""
-    tally = read_stats.ReadStats("rows")
+    stats = read_stats.ReadStats("rows")
     for number in range(900):
-        tally.rows += 2
-        tally.bad_row("here", f"a turn of {number}{'x' * 9000}\ud800", "\udfff" * 9000)
-    assert tally.bad_rows.total() == 900
-    assert len(tally.bad_rows) <= 101
-    assert len(json.dumps(tally.counts()).encode()) < 100_000
-    assert all(len(reason) < 300 and reason.encode() for reason in [*tally.bad_rows, *tally.examples, tally.fix])
+        stats.rows += 2
+        stats.bad_row("here", f"a turn of {number}{'x' * 9000}\ud800", "\udfff" * 9000)
+    assert stats.bad_rows.total() == 900
+    assert len(stats.bad_rows) <= 101
+    assert len(json.dumps(stats.counts()).encode()) < 100_000
+    assert all(len(reason) < 300 and reason.encode() for reason in [*stats.bad_rows, *stats.examples, stats.fix])
 
 
 RAW: dict[str, Callable[[np.ndarray], bytes]] = {
