@@ -21,8 +21,7 @@ from benchmarks.finetune_steps import Figures, document_tokens, installed, rando
 from benchmarks.reply import has_room, reply
 from redline.errors import UserError
 from redline.fields import none_if_auto
-from redline.kernels.attention import Attention
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import Attention, MaskSpec
 from redline.kernels.matmul import DTYPES
 from redline.models.decoder import Decoder
 from redline.models.families import export_problems, shape_of, tensor_names, to_config

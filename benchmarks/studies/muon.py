@@ -23,8 +23,7 @@ from torch import Tensor
 from benchmarks.studies.rates import seconds
 from redline.jobs.decoder_objective import role_groups
 from redline.kernels import muon as kernels
-from redline.kernels.attention import Attention
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import Attention, MaskSpec
 from redline.kernels.muon import descend_, gram, nesterov_, square
 from redline.models.decoder import Decoder
 from redline.planning.shapes import DecoderShape

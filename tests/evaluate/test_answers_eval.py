@@ -16,8 +16,7 @@ from redline.errors import UsageError, UserError
 from redline.evaluate.opened_run import open_pretrained, open_run
 from redline.evaluate.questions import AnswerResults, score_answers
 from redline.jobs.objective import Answer, Question
-from redline.kernels.attention import Attention, Bound
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import Attention, Bound, MaskSpec
 from redline.models import generate as generation
 from redline.models.decoder import Decoder
 from redline.models.generate import generate, greedy_answers

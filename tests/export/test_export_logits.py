@@ -74,8 +74,7 @@ def test_logits_are_equal(
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_there_and_back(data: Any) -> None:
-    from redline.kernels.attention import Attention
-    from redline.kernels.masks import MaskSpec
+    from redline.kernels.attention import Attention, MaskSpec
     from redline.models.decoder import Decoder
     from redline.recipe.schema import Model
 

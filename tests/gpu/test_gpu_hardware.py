@@ -124,7 +124,7 @@ def test_a_hidden_gpu_is_a_failure_with_a_fix(cache: Path) -> None:
 
 def test_attention_backends_are_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from redline.kernels import attention
-    from redline.kernels.masks import MaskSpec
+    from redline.kernels.attention import MaskSpec
 
     def ask() -> attention.Selection:
         return attention.select("auto", MaskSpec(), device="cuda", dtype=torch.bfloat16, shape=(4, 8, 512, 64))

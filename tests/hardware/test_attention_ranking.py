@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from redline.kernels import attention
-from redline.kernels.attention import Selection, select
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import MaskSpec, Selection, select
 
 MS = {"flash": 2.0, "efficient": 3.0, "flex": 1.25}
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redline.jobs.diffusion.denoise import SamplerOptions, Vocabulary, denoise, sample_tokens
-from redline.kernels.attention import Attention
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import Attention, MaskSpec
 from redline.models.decoder import Decoder
 from redline.models.generate import sample_token
 from redline.planning.layout import Layout, Segment, uniform

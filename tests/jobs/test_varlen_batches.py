@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from redline.data.packing import cu_seqlens
 from redline.jobs.causal_lm.objective import CausalLM
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import MaskSpec
 from redline.training.step import to_device
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from redline.errors import UserError
-from redline.kernels.attention import Attention, candidates, select
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import Attention, MaskSpec, candidates, select
 
 CUDA = torch.cuda.is_available()
 PATHS = [("cpu", "dense"), ("cpu", "flash")] + [

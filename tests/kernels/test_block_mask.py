@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from redline.errors import UserError
 from redline.kernels import attention as module
-from redline.kernels.attention import Attention, Bound, candidates, select
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import Attention, Bound, MaskSpec, candidates, select
 from redline.models.decoder import Decoder
 from redline.planning.layout import Layout, Segment, uniform
 from redline.planning.shapes import DecoderShape

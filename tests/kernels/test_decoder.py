@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from redline.kernels.attention import Attention, Bound
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import Attention, Bound, MaskSpec
 from redline.models.decoder import Decoder
 from redline.models.generate import generate, sample_token
 from redline.models.layers import RMSNorm, rotary_table, rotate

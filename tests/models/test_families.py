@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from redline.errors import RecipeError, UserError
-from redline.kernels.attention import Attention
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import Attention, MaskSpec
 from redline.models import pretrained as packed
 from redline.models.decoder import Decoder
 from redline.models.families import (

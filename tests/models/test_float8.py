@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from redline.kernels.attention import Attention
+from redline.kernels.attention import Attention, MaskSpec
 from redline.kernels.float8 import LARGEST, Scale
-from redline.kernels.masks import MaskSpec
 from redline.models.decoder import Decoder
 from redline.models.float8 import HEADROOM, LINEARS, AmaxProbe, Scales
 from redline.planning.shapes import DecoderShape

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from redline.errors import RecipeError
 from redline.hardware.machine import named_gpu
-from redline.kernels.attention import Attention
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import Attention, MaskSpec
 from redline.models.decoder import Decoder
 from redline.planning.shapes import DecoderShape
 from redline.recipe.load import load

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from redline.kernels.attention import Attention
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import Attention, MaskSpec
 from redline.models.decoder import Decoder
 from redline.models.float8 import LINEARS
 from redline.models.pretrained import adapted_linears, fill_frozen, random_tensors

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from redline.errors import UserError
-from redline.kernels.attention import Attention, Bound
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import Attention, Bound, MaskSpec
 from redline.models import pretrained
 from redline.models import pretrained as packed
 from redline.models.decoder import Decoder

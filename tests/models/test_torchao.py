@@ -7,8 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from redline.kernels.attention import Attention
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import Attention, MaskSpec
 from redline.models.decoder import Decoder
 from redline.models.float8 import LINEARS
 from redline.planning.shapes import DecoderShape

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from redline.errors import RecipeError
-from redline.kernels.attention import Attention, Bound
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import Attention, Bound, MaskSpec
 from redline.models.decoder import Decoder
 from redline.planning.memory import training_memory
 from redline.planning.shapes import DecoderShape

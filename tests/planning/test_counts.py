@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from redline.hardware.machine import Machine, named_gpu
-from redline.kernels.attention import Attention
+from redline.kernels.attention import Attention, MaskSpec
 from redline.kernels.cross_entropy import linear_cross_entropy
-from redline.kernels.masks import MaskSpec
 from redline.models.decoder import Decoder
 from redline.planning.flops import decoder_flops, mfu
 from redline.planning.memory import fsdp_rank_memory, training_memory

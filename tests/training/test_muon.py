@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from redline.jobs.decoder_objective import role_groups
 from redline.jobs.objective import ParamGroup
-from redline.kernels.attention import Attention
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import Attention, MaskSpec
 from redline.models.decoder import Decoder
 from redline.planning.memory import moment_bytes
 from redline.planning.shapes import DecoderShape

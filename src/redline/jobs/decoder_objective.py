@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from redline.data.packing import cu_seqlens
 from redline.errors import UserError
 from redline.jobs.objective import Batch, Objective, ParamGroup, Term
-from redline.kernels.attention import Attention, Bound, Selection, select
+from redline.kernels.attention import Attention, Bound, MaskSpec, Selection, select
 from redline.kernels.cross_entropy import IGNORE, compile_loss, linear_cross_entropy
 from redline.kernels.float8_choice import Float8Choice, Shapes, choose
-from redline.kernels.masks import MaskSpec
 from redline.kernels.matmul import DTYPES
 from redline.models.adapters import LoraLinear
 from redline.models.decoder import Decoder

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from redline.cache import atomic_dir, cache_dir, check_regular, explain_write_errors, open_regular, read_text
 from redline.errors import UsageError, UserError
-from redline.kernels.attention import Attention
-from redline.kernels.masks import MaskSpec
+from redline.kernels.attention import Attention, MaskSpec
 from redline.models.adapters import FrozenMatrix, LoraLinear
 from redline.models.decoder import Decoder
 from redline.models.families import BaseConfig, parse_config, read_config, tensor_names

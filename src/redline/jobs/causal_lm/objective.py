@@ -20,10 +20,9 @@ from redline.errors import UserError
 from redline.jobs.decoder_objective import Float8Objective
 from redline.jobs.objective import Batch, JobRuntime, Sample, Sampling, TransformersModel
 from redline.jobs.text_data import TextData, load_text, random_text, text_tokenizer, training_index
-from redline.kernels.attention import Attention
+from redline.kernels.attention import Attention, MaskSpec
 from redline.kernels.cross_entropy import IGNORE, chunk_tokens, linear_cross_entropy8
 from redline.kernels.float8_choice import Shapes
-from redline.kernels.masks import MaskSpec
 from redline.kernels.matmul import DTYPES
 from redline.metrics import bits_per_byte, perplexity
 from redline.models.decoder import Decoder

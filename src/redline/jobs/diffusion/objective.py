@@ -53,9 +53,8 @@ from redline.jobs.diffusion.noise import (
 )
 from redline.jobs.objective import Answer, Batch, JobRuntime, Log, Question, Sample, Sampling, Term
 from redline.jobs.preview import SamplePreview
-from redline.kernels.attention import Bound, Selection
+from redline.kernels.attention import Bound, MaskSpec, Selection
 from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy
-from redline.kernels.masks import MaskSpec
 from redline.metrics import bits_per_byte, perplexity
 from redline.planning.layout import uniform
 from redline.recipe.resolve import DataFacts, Resolved

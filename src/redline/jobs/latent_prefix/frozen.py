@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.jobs.latent_prefix.data import PromptTokenizer
-from redline.kernels.attention import Attention, select
+from redline.kernels.attention import Attention, MaskSpec, select
 from redline.kernels.cross_entropy import IGNORE
-from redline.kernels.masks import MaskSpec
 from redline.models.decoder import Decoder
 from redline.models.pretrained import Base, fill_frozen, random_tensors
 from redline.planning.shapes import Adapter, DecoderShape
