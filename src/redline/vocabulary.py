@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USAGE
+
+RUNS = Path("runs")  # the folder of all runs, in the working directory
 
 # Files and folders in a run directory.
 EVENTS_FILE = "events.jsonl"

@@ -72,7 +72,8 @@ def complete_recipes(ctx: Any, incomplete: str) -> list[str]:
 
 
 def complete_runs(incomplete: str) -> list[str]:
-    from redline.runs.summary import RUNS, run_paths
+    from redline.runs.summary import run_paths
+    from redline.vocabulary import RUNS
 
     names = [path.relative_to(RUNS).as_posix() for path in run_paths(RUNS)]
     return _starting(incomplete, ["latest", *names] if names else [])

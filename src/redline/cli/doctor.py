@@ -8,7 +8,7 @@ import typer
 
 from redline.cli.options import JsonOption
 from redline.errors import EXIT_FAILED
-from redline.runs.summary import RUNS
+from redline.vocabulary import RUNS
 
 if TYPE_CHECKING:
     from redline.hardware.doctor import Check

@@ -20,7 +20,7 @@ from redline.cli.options import (
 )
 from redline.errors import UsageError
 from redline.metrics import METRICS
-from redline.runs.summary import RUNS
+from redline.vocabulary import RUNS
 
 if TYPE_CHECKING:
     from redline.evaluate.opened_run import OpenedModel

@@ -9,7 +9,7 @@ import typer
 
 from redline.cli.completion import complete_words
 from redline.cli.options import BaseOption, CheckpointArgument, JsonOption, WeightsOption, one_of
-from redline.runs.summary import RUNS
+from redline.vocabulary import RUNS
 
 
 def export(

@@ -10,8 +10,7 @@ from pathlib import Path
 import typer
 
 from redline import __version__
-from redline.runs.summary import RUNS
-from redline.vocabulary import EVENTS_FILE, Status
+from redline.vocabulary import EVENTS_FILE, RUNS, Status
 
 _ENDED_EARLY = (Status.CRASHED, Status.PREEMPTED, Status.STOPPED, Status.FAILED)
 

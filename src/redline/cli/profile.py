@@ -17,7 +17,7 @@ import typer
 
 from redline.cli.options import JsonOption, RecipeArgument, split_words
 from redline.errors import UsageError
-from redline.runs.summary import RUNS
+from redline.vocabulary import RUNS
 
 if TYPE_CHECKING:
     from redline.recipe.load import Loaded

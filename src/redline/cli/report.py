@@ -9,7 +9,6 @@ import typer
 
 from redline.cli.options import JsonOption, RunsArgument
 from redline.errors import UsageError
-from redline.runs.summary import run_without_checkpoint
 
 
 def report(
@@ -34,6 +33,8 @@ def report(
     """
     if json_ and out is not None:
         raise UsageError("--json writes no page.", where="--out", fix="Leave out --out or --json.")
+    from redline.runs.summary import run_without_checkpoint
+
     paths = list(dict.fromkeys(run_without_checkpoint(run) for run in runs or ["latest"]))
     if len(paths) < len(runs or []):
         typer.echo("warning  a run is named more than once; it is shown once", err=True)

@@ -12,12 +12,11 @@ from redline.cli.completion import complete_words
 from redline.cli.help import VerbCommand, VerbGroup
 from redline.cli.options import JsonOption
 from redline.errors import UsageError
-from redline.runs.console import print_table
-from redline.runs.events import one_line
-from redline.runs.summary import RUNS, RunSummary, find_runs
 from redline.units import format_bytes, format_seconds, format_usd
+from redline.vocabulary import RUNS
 
 if TYPE_CHECKING:
+    from redline.runs.summary import RunSummary
     from redline.training.checkpoint import PruneResult
 
 app = typer.Typer(cls=VerbGroup, rich_markup_mode=None, add_completion=False)
@@ -37,26 +36,30 @@ def runs(context: typer.Context, json_: JsonOption = False) -> None:
 
 
 def _list(json_: bool) -> None:
-    found = find_runs(RUNS)
+    from redline.runs.summary import find_runs
+
+    summaries = find_runs(RUNS)
     if json_:
         import json
 
-        typer.echo(json.dumps([summary.as_dict() for summary in found]))
+        typer.echo(json.dumps([summary.as_dict() for summary in summaries]))
         return
-    if not found:
+    if not summaries:
         typer.echo("No runs in ./runs yet; `redline train` makes one.")
         return
     from rich.table import Table
     from rich.text import Text
 
-    columns = {name: show for name, show in _COLUMNS.items() if any(show(run) != MISSING for run in found)}
+    from redline.runs.console import print_table
+    from redline.runs.events import one_line
+
+    columns = {name: show for name, show in _COLUMNS.items() if any(show(run) != MISSING for run in summaries)}
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
     for name in columns:
         table.add_column(name, justify="left" if name in ("run", "status") else "right", no_wrap=True)
-    for run in found:
-        table.add_row(
-            *(Text(one_line(show(run))) for show in columns.values())
-        )  # as Text, or rich would interpret brackets in a name as markup
+    for run in summaries:
+        # As Text, or rich would interpret brackets in a name as markup.
+        table.add_row(*(Text(one_line(show(run))) for show in columns.values()))
     print_table(table)
 
 
@@ -145,11 +148,11 @@ def _is_interactive() -> bool:
 
 
 def _show(results: list[PruneResult], verb: str) -> None:
-    for one in results:
-        if one.bytes:
-            steps = ", ".join(map(str, sorted(one.removed))) or "only files of interrupted saves"
-            kept = ", ".join(map(str, one.kept))
-            typer.echo(f"{one.run}  {verb} {format_bytes(one.bytes)}: {steps}; keeps: {kept}")
-        if one.reason:
-            typer.echo(f"{one.run}  skipped: it {one.reason}")
-    typer.echo(f"{verb} {format_bytes(sum(one.bytes for one in results))}")
+    for result in results:
+        if result.bytes:
+            steps = ", ".join(map(str, sorted(result.removed))) or "only files of interrupted saves"
+            kept = ", ".join(map(str, result.kept))
+            typer.echo(f"{result.run}  {verb} {format_bytes(result.bytes)}: {steps}; keeps: {kept}")
+        if result.reason:
+            typer.echo(f"{result.run}  skipped: it {result.reason}")
+    typer.echo(f"{verb} {format_bytes(sum(result.bytes for result in results))}")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from redline.cli.help import VerbGroup
 from redline.errors import UsageError, UserError
-from redline.runs.summary import RUNS
+from redline.vocabulary import RUNS
 
 Kind = Literal["run", "data", "conversations", "model"]
 

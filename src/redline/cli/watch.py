@@ -8,7 +8,7 @@ import typer
 
 from redline.cli.options import JsonOption, RunsArgument
 from redline.errors import EXIT_INTERRUPTED, UsageError
-from redline.runs.summary import RUNS, run_without_checkpoint
+from redline.vocabulary import RUNS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,6 +46,8 @@ def watch(
     """
     if json_ and not once:
         raise UsageError("--json prints a snapshot and needs --once.", where="--json", fix="Add --once.")
+    from redline.runs.summary import run_without_checkpoint
+
     named = list(dict.fromkeys(run_without_checkpoint(run) for run in runs or (["latest"] if once else [])))
     if once:
         _snapshots(named, json_)

@@ -18,8 +18,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
-from pathlib import Path, PurePosixPath
+from fnmatch import fnmatch, fnmatchcase
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from redline.errors import UserError, install_hint
@@ -100,27 +100,47 @@ def _walk(
 
 def embedded_files() -> list[SourceFile]:
     """Return the library's source files by path, then as many of its tests by path as fit into EMBEDDED_BYTES."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    sources = [
-        file
-        for file in sorted(_walk(root, _SKIPPED_FOLDERS), key=lambda file: file.name)
-        if file.name.endswith(".py")
-        and file.size
-        and not file.path.is_symlink()
-        and not any(fnmatch(file.name, pattern) for pattern in _GENERATED)
-    ]
-    chosen = [file for file in sources if not _is_test(file)]
+    root = sysconfig.get_paths()["stdlib"]
+    # Every plan of a shipped recipe calls this. Most of the library's files are tests that are not chosen, so names are
+    # listed first, and only the files that are chosen are opened for their size.
+    names = sorted(_library_sources(root, ""))
+    tests = [name for name in names if _is_test(name)]
+    chosen = [file for name in names if not _is_test(name) and (file := _source_file(root, name)).size]
     total = sum(file.size for file in chosen) + sum(len(text) for text in _topics().values())
-    for file in filter(_is_test, sources):
+    for name in tests:
         if total >= EMBEDDED_BYTES:
             break
-        chosen.append(file)
-        total += file.size
+        if (file := _source_file(root, name)).size:
+            chosen.append(file)
+            total += file.size
     return chosen
 
 
-def _is_test(file: SourceFile) -> bool:
-    return not _TEST_FOLDERS.isdisjoint(PurePosixPath(file.name).parts[:-1])
+def _library_sources(folder: str, inside: str) -> Iterator[str]:
+    """Yield the paths of the Python files below a folder of the library, relative to the library."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = inside + entry.name
+            if entry.is_dir(follow_symlinks=False):
+                if not any(fnmatchcase(entry.name, pattern) for pattern in _SKIPPED_FOLDERS):
+                    yield from _library_sources(entry.path, f"{name}/")
+            elif (
+                name.endswith(".py")
+                and not entry.name.startswith(".")
+                and entry.is_file(follow_symlinks=False)
+                and not any(fnmatchcase(name, pattern) for pattern in _GENERATED)
+            ):
+                yield name
+
+
+def _source_file(root: str, name: str) -> SourceFile:
+    path = Path(root, name)
+    stat = path.stat()
+    return SourceFile(name, path, stat.st_size, stat.st_mtime_ns)
+
+
+def _is_test(name: str) -> bool:
+    return not _TEST_FOLDERS.isdisjoint(name.split("/")[:-1])
 
 
 def embedded_documents() -> Iterator[Document]:

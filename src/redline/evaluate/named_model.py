@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.errors import UsageError
-from redline.runs.summary import RUNS, is_sweep, resolve_run
+from redline.runs.summary import is_sweep, resolve_run
+from redline.vocabulary import RUNS
 
 if TYPE_CHECKING:
     from redline.evaluate.opened_run import OpenedModel

@@ -14,7 +14,6 @@ from redline.jobs.base import job
 from redline.recipe.forecast import ProbeResult, check_target, forecast
 from redline.recipe.load import Loaded
 from redline.recipe.resolve import DataFacts, Resolved, resolve
-from redline.recipe.scaling import scaling
 from redline.runs.monitor import price_notes, price_of
 
 if TYPE_CHECKING:
@@ -66,6 +65,8 @@ def plan_recipe(
     event["measured"] = vars(measured) if measured else None
     event["scaling"] = None
     if gpus * nodes > 1:
+        from redline.recipe.scaling import scaling
+
         event["scaling"] = scaling(resolve_for, gpus, nodes, price=price, measured=measured).event()
     refusal: UserError | None = None
     if target is not None:

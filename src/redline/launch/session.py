@@ -38,7 +38,6 @@ from redline.recipe.resolve import Choice, DataFacts, Resolved, adapt_to_world, 
 from redline.recipe.schema import Recipe
 from redline.runs.events import SCHEMA, Event, EventLog, NullEventLog, number, read_events
 from redline.runs.monitor import Monitor, View, paid_until, price_of, sinks_for
-from redline.runs.summary import RUNS
 from redline.training import recovery
 from redline.training.heartbeat import FOLDER_VARIABLE, HEARTBEAT
 from redline.training.run_directory import RunDirectory
@@ -49,6 +48,7 @@ from redline.vocabulary import (
     LATEST_LINK,
     PROCESS_LOCK_FILE,
     RECIPE_LOCK_FILE,
+    RUNS,
     SWEEP_FILE,
     TOKENIZER_FILE,
     StopReason,

@@ -30,11 +30,19 @@ from redline.recipe.schema import RESUMABLE, Recipe
 from redline.runs.console import Console
 from redline.runs.events import Event, number, read_events
 from redline.runs.monitor import View, price_notes, price_of, require_packages
-from redline.runs.summary import RUNS, refuse_links, refuse_too_long, refuse_unreadable, resolve_run
+from redline.runs.summary import refuse_links, refuse_too_long, refuse_unreadable, resolve_run
 from redline.training.heartbeat import HEARTBEAT, PREPARING, STARTING
 from redline.training.signals import preemption_signals
 from redline.units import format_count
-from redline.vocabulary import CHECKPOINTS_FOLDER, EVENTS_FILE, RECIPE_LOCK_FILE, Status, StopReason, parse_stop_reason
+from redline.vocabulary import (
+    CHECKPOINTS_FOLDER,
+    EVENTS_FILE,
+    RECIPE_LOCK_FILE,
+    RUNS,
+    Status,
+    StopReason,
+    parse_stop_reason,
+)
 
 if TYPE_CHECKING:
     from redline.data.read_stats import Progress

@@ -17,12 +17,11 @@ from redline.vocabulary import (
     LATEST_LINK,
     PROCESS_LOCK_FILE,
     RECIPE_LOCK_FILE,
+    RUNS,
     SWEEP_FILE,
     Status,
     status_of_stop,
 )
-
-RUNS = Path("runs")  # where runs are written and looked for
 
 Selector = int | Literal["best"]
 
