@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.reply import reply
 from redline.bench.throughput import why_not_fp8
-from redline.data.packing import cu_seqlens
+from redline.data.index import cu_seqlens
 from redline.errors import UserError
 from redline.recipe.resolve import DataFacts
 from redline.training.step import step_batch, to_device

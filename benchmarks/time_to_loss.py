@@ -465,7 +465,7 @@ def check_rows(rows: Sequence[Row], out: Path | None, overrides: Sequence[str], 
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError):
         raise UsageError("is there already, and its rows are not whole.", where=str(out), fix=other) from None
     if fingerprints:
-        from redline.jobs.text_data import load_text
+        from redline.data.corpus import load_text
 
         words = words_for("pretrain-350m", [word for word in overrides if key_of(word) in OF_THE_TEXT], machine.device)
         now = load_text(load("pretrain-350m", words).recipe).facts.fingerprint

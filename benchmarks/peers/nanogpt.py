@@ -18,11 +18,11 @@ from benchmarks.peers.gpt2 import Gpt2Job, adamw
 from benchmarks.reply import reply
 from benchmarks.time_to_loss import EvaluationPlan, Point, figures, fitted_steps, point
 from redline.bench.setting import with_defaults
+from redline.data.corpus import load_text
 from redline.errors import UserError
 from redline.fields import none_if_auto
 from redline.hardware.probe import detect_machine
 from redline.jobs.objective import Batch
-from redline.jobs.text_data import load_text
 from redline.planning.schedule import lr_factor
 from redline.recipe.aliases import canonical_keys
 from redline.recipe.load import nest, parse_overrides, validate

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from benchmarks.studies.runs import said
 from redline.bench.setting import TINY
+from redline.data.corpus import TextData, load_text
 from redline.hardware.probe import detect_machine
 from redline.jobs.causal_lm.objective import CausalLM
-from redline.jobs.text_data import TextData, load_text
 from redline.recipe.load import load
 from redline.recipe.lock import git_state, versions
 from redline.recipe.resolve import resolve

@@ -19,8 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from redline.data.encode import default_workers
-from redline.data.prepare import prepare_source, tokenizer_for
+from redline.data.prepare import default_workers, prepare_source, tokenizer_for
 from redline.data.sources import Reading
 from redline.data.text import embedded_documents
 from redline.recipe.lock import git_state, versions

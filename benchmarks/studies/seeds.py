@@ -21,7 +21,7 @@ import torch
 from benchmarks.studies.gradients import BATCH, ON_A_CPU, WARMUP, WAYS, batches, objective
 from benchmarks.studies.runs import said
 from redline.bench.setting import TINY
-from redline.jobs.text_data import load_text
+from redline.data.corpus import load_text
 from redline.recipe.load import load
 from redline.recipe.lock import git_state, versions
 from redline.training.step import step_batch

@@ -16,10 +16,10 @@ from benchmarks.peers.anchor import time_anchor
 from benchmarks.peers.gpt2 import MEDIUM, STD, Gpt2, Gpt2Job, Gpt2Shape, adamw
 from benchmarks.peers.nanogpt import Baseline, contend, recipe_of
 from benchmarks.time_to_loss import words_for
+from redline.data.corpus import load_text
 from redline.errors import RecipeError, UserError
 from redline.hardware.machine import Machine
 from redline.jobs.causal_lm.objective import CausalLM
-from redline.jobs.text_data import load_text
 from redline.kernels.cross_entropy import IGNORE
 from redline.recipe.load import load
 from redline.recipe.resolve import resolve

@@ -48,7 +48,7 @@ def test_data_that_cannot_be_trained_on(
 
 def test_prepared_shards_of_another_tokenizer(recipe: str, inside: Any, corpus: Path, tmp_path: Path) -> None:
     from redline.data.prepare import prepare
-    from redline.data.read_stats import ReadStats
+    from redline.data.rows import ReadStats
     from redline.data.sources import source_documents
     from redline.data.tokenizer import load_tokenizer
 

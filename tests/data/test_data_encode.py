@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.data import encode
-from redline.data.encode import Piece, encode_pieces
-from redline.data.prepare import prepare_source
+from redline.data import prepare as encode
+from redline.data.prepare import Piece, encode_pieces, prepare_source
 from redline.data.sources import Reading
 from redline.data.splits import TRAIN
 from redline.data.text import Document

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redline.data import corpus as corpus_module
-from redline.data.corpus import Corpus, open_corpus
+from redline.data.corpus import Corpus, MixtureIndex, open_corpus, turns, whole_shares
 from redline.data.index import WindowIndex
-from redline.data.mixture import MixtureIndex, turns, whole_shares
 from redline.data.prepare import prepare_cached
 from redline.errors import RecipeError, UserError
 from redline.recipe.load import load

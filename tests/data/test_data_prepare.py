@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data import encode, sources
+from redline.data import prepare as encode
 from redline.data import prepare as module
+from redline.data import sources
 from redline.data.prepare import prepare, prepare_cached
-from redline.data.read_stats import Progress
+from redline.data.rows import Progress
 from redline.data.sources import Reading
 from redline.data.splits import is_held_out
 from redline.data.text import Document, cut_tail

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data import encode, read_stats, rows, sources
+from redline.data import prepare as encode
+from redline.data import rows, sources
+from redline.data import rows as read_stats
 from redline.data import text as filetext
-from redline.data.encode import cut_pieces
-from redline.data.prepare import prepare_source, training_texts
-from redline.data.read_stats import DigestSet, ReadStats, omission_messages
-from redline.data.rows import DatasetId, dataset_id
+from redline.data.prepare import cut_pieces, prepare_source, training_texts
+from redline.data.rows import DatasetId, DigestSet, ReadStats, dataset_id, omission_messages
 from redline.data.sources import Reading, source_bytes, source_documents
 from redline.data.splits import REST, TRAIN, VAL, split_documents
 from redline.data.text import Document, LongDocument

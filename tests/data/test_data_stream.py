@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data import encode, stream
+from redline.data import prepare as encode
+from redline.data import stream
 from redline.data.corpus import open_corpus
 from redline.data.index import WindowIndex
 from redline.data.sources import Reading, prepared_folder

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from redline.data.read_stats import ReadStats
+from redline.data.rows import ReadStats
 from redline.data.sources import source_documents
 from redline.data.splits import is_held_out, split_documents
 from redline.data.text import Document, embedded_documents, embedded_files

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.data.corpus import Corpus, open_corpus
+from redline.data.corpus import Corpus, open_corpus, row_index, shares_of, window_index
 from redline.data.estimate import expected_facts
-from redline.data.mixture import row_index, shares_of, window_index
 from redline.errors import RecipeError
 from redline.hardware.machine import Machine
 from redline.jobs.diffusion.data import RecordData, load_records

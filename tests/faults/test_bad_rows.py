@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redline.data import read_stats, rows, shards
+from redline.data import rows, shards
+from redline.data import rows as read_stats
 from redline.data.chat_template import load_chat_tokenizer
 from redline.data.prepare import prepare_source
 from redline.data.sources import Reading

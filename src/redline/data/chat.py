@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from redline.data.read_stats import ReadStats
-from redline.data.rows import Fields, UnusableRowError, parse_rows, source_rows, text_field
+from redline.data.rows import Fields, ReadStats, UnusableRowError, parse_rows, source_rows, text_field
 from redline.data.splits import key_of
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"

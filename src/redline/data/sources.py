@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.cache import cache_dir, read_bytes, read_text
-from redline.data.read_stats import ReadStats
-from redline.data.rows import dataset_id, documents_in_dataset, documents_in_rows, row_format
+from redline.data.rows import ReadStats, dataset_id, documents_in_dataset, documents_in_rows, row_format
 from redline.data.text import (
     BINARY,
     EMBEDDED,

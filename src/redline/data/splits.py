@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from redline.data.read_stats import DigestSet, ReadStats
+from redline.data.rows import DigestSet, ReadStats
 from redline.data.sources import AnyDocument
 from redline.data.text import Document, LongDocument, cut_tail
 from redline.errors import UserError

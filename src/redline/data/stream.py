@@ -26,10 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from redline.cache import explain_write_errors, open_regular, read_text, write_atomically
-from redline.data.encode import Piece, cut_pieces, encode_pieces
 from redline.data.index import order_keys, permute
-from redline.data.prepare import count_piece, description, training_texts
-from redline.data.read_stats import ReadStats, nothing_to_train_on
+from redline.data.prepare import Piece, count_piece, cut_pieces, description, encode_pieces, training_texts
+from redline.data.rows import ReadStats, nothing_to_train_on
 from redline.data.shards import ShardWriter, TokenFile, check_shard
 from redline.data.sources import Reading, source_documents
 from redline.data.splits import REST, TRAIN, VAL, split_documents, without_duplicates

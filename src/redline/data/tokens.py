@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from redline.cache import cache_dir, open_regular, read_bytes, read_text, write_atomically
-from redline.data.read_stats import omission_messages
+from redline.data.rows import omission_messages
 from redline.data.shards import (
     HEADER_BYTES,
     MAGIC,

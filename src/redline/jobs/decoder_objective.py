@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from redline.data.packing import cu_seqlens
+from redline.data.index import cu_seqlens
 from redline.errors import UserError
 from redline.jobs.objective import Batch, Objective, ParamGroup, Term
 from redline.kernels.attention import Attention, Bound, MaskSpec, Selection, select

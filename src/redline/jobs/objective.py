@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from redline.data.read_stats import ProgressCallback
+from redline.data.rows import ProgressCallback
 from redline.data.shards import TokenFile
 from redline.jobs.base import job, load_attribute
 from redline.jobs.preview import SamplePreview

@@ -45,7 +45,7 @@ from redline.vocabulary import (
 )
 
 if TYPE_CHECKING:
-    from redline.data.read_stats import Progress
+    from redline.data.rows import Progress
     from redline.evaluate.init_from import Initial
     from redline.training.distributed import Ranks
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from redline.data.packing import inputs_and_targets
+from redline.data.corpus import TextData, load_text, random_text, text_tokenizer, training_index
+from redline.data.index import inputs_and_targets
 from redline.jobs.decoder_objective import DecoderObjective
 from redline.jobs.objective import Batch, JobRuntime, Sample, Sampling
-from redline.jobs.text_data import TextData, load_text, random_text, text_tokenizer, training_index
 from redline.metrics import perplexity
 from redline.models.generate import generate
 

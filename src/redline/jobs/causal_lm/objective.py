@@ -10,16 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redline.data.index import Index
-from redline.data.packing import document_ids, inputs_and_targets
-from redline.data.read_stats import ProgressCallback
+from redline.data.corpus import TextData, load_text, random_text, text_tokenizer, training_index
+from redline.data.index import Index, document_ids, inputs_and_targets
+from redline.data.rows import ProgressCallback
 from redline.data.shards import TokenFile
 from redline.data.tokenizer import LibraryTokenizer
 from redline.data.tokens import TokenSplit
 from redline.errors import UserError
 from redline.jobs.decoder_objective import Float8Objective
 from redline.jobs.objective import Batch, JobRuntime, Sample, Sampling, TransformersModel
-from redline.jobs.text_data import TextData, load_text, random_text, text_tokenizer, training_index
 from redline.kernels.attention import Attention, MaskSpec
 from redline.kernels.cross_entropy import IGNORE, chunk_tokens, linear_cross_entropy8
 from redline.kernels.float8_choice import Shapes

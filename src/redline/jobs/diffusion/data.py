@@ -20,12 +20,29 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from redline.data.corpus import Corpus
+from redline.data.corpus import (
+    Corpus,
+    RowIndex,
+    TextData,
+    epoch_sample,
+    load_text,
+    row_index,
+    row_mixture_key,
+    text_tokenizer,
+    training_index,
+)
 from redline.data.index import Index
-from redline.data.mixture import RowIndex, epoch_sample, row_index, row_mixture_key
 from redline.data.problems import PREFIX, Record, is_problems, problems
-from redline.data.read_stats import Progress, ProgressCallback, ReadStats
-from redline.data.rows import RowReport, UnusableRowError, parse_rows, source_rows, text_field
+from redline.data.rows import (
+    Progress,
+    ProgressCallback,
+    ReadStats,
+    RowReport,
+    UnusableRowError,
+    parse_rows,
+    source_rows,
+    text_field,
+)
 from redline.data.splits import split_rows
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer, load_tokenizer
 from redline.data.tokens import TokenSplit, digest_of
@@ -33,7 +50,6 @@ from redline.errors import UserError
 from redline.jobs.base import job
 from redline.jobs.diffusion.denoise import Vocabulary
 from redline.jobs.preview import SampleView, token_runs
-from redline.jobs.text_data import TextData, load_text, text_tokenizer, training_index
 from redline.planning.layout import Layout, Segment
 from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Data, Recipe

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.data.read_stats import ProgressCallback
+from redline.data.rows import ProgressCallback
 from redline.data.shards import TokenFile
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.errors import UserError

@@ -35,10 +35,9 @@ from redline.data.chat_template import (
     TemplateRefusalError,
     load_chat_tokenizer,
 )
-from redline.data.index import order_keys, permute
-from redline.data.mixture import RowIndex, epoch_sample, row_index, row_mixture_key, shares_of
-from redline.data.packing import IGNORE, best_fit
-from redline.data.read_stats import EMPTY, Progress, ProgressCallback, ReadStats
+from redline.data.corpus import RowIndex, epoch_sample, row_index, row_mixture_key, shares_of
+from redline.data.index import IGNORE, best_fit, order_keys, permute
+from redline.data.rows import EMPTY, Progress, ProgressCallback, ReadStats
 from redline.data.sources import source_bytes, source_identity
 from redline.data.splits import split_rows
 from redline.data.tokens import digest_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from redline.data.chat_template import ANSWERS, ChatTokenizer, load_chat_tokenizer
-from redline.data.read_stats import ProgressCallback
+from redline.data.rows import ProgressCallback
 from redline.errors import Problem, RecipeError, UserError
 from redline.fields import AUTO
 from redline.jobs.decoder_objective import Float8Objective, with_scored_positions

@@ -19,11 +19,20 @@ import numpy as np
 import numpy.typing as npt
 
 from redline.data.chat_template import load_chat_tokenizer
-from redline.data.mixture import RowIndex, epoch_sample, row_index, row_mixture_key
-from redline.data.packing import IGNORE
+from redline.data.corpus import RowIndex, epoch_sample, row_index, row_mixture_key
+from redline.data.index import IGNORE
 from redline.data.problems import PREFIX, is_problems, problems
-from redline.data.read_stats import Progress, ProgressCallback, ReadStats
-from redline.data.rows import RowReport, UnusableRowError, parse_rows, source_rows, squad_rows, text_field
+from redline.data.rows import (
+    Progress,
+    ProgressCallback,
+    ReadStats,
+    RowReport,
+    UnusableRowError,
+    parse_rows,
+    source_rows,
+    squad_rows,
+    text_field,
+)
 from redline.data.splits import split_groups
 from redline.data.tokenizer import ByteTokenizer
 from redline.data.tokens import digest_of

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.data.read_stats import ProgressCallback
+from redline.data.rows import ProgressCallback
 from redline.fields import AUTO
 from redline.jobs.decoder_objective import CHOSEN_AT_START, role_groups
 from redline.jobs.latent_prefix.costs import WORDS, PrefixShape, needs_teacher, prefix_length
