@@ -132,7 +132,7 @@ def request_for(contender: Contender, setting: Setting) -> tuple[Resolved, dict[
 def _figures(contender: Contender, setting: Setting) -> Row:
     resolved, request = request_for(contender, setting)
     if "train.precision=fp8" in contender.forced and resolved.recipe.train.precision != "fp8":
-        why = why_not_fp8(str(resolved.recipe.train.precision), (), resolved.warnings)
+        why = why_not_fp8(str(resolved.recipe.train.precision), [asdict(choice) for choice in resolved.choices])
         raise UserError(str(why))  # before the process starts
     if contender.peer is None:
         measured = ask("benchmarks.finetune_steps", request)

@@ -108,7 +108,7 @@ def contend(request: dict[str, Any]) -> Figures:
     with warm_trainer(request["recipe"], DataFacts(**request["facts"]), where="bench") as own:
         if own.resolved.recipe.train.precision == "fp8":  # a row called fp8 must compute in fp8
             choices = [{"key": key, "value": value, "reason": why} for key, value, why in own.objective.choices()]
-            if why_not := why_not_fp8("fp8", choices, ()):
+            if why_not := why_not_fp8("fp8", choices):
                 raise UserError(why_not)
         batch, documents = step_of(own, request["sample_tokens"])
         figures = time_steps(

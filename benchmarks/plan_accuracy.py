@@ -100,9 +100,9 @@ def _compared(name: str, overrides: list[str], machine: Machine) -> Row:
             "tokens_per_s": plan["throughput"]["tokens_per_s"],
             "micro": plan["batch"]["micro"],
         }
-        _require_precision(recipe, used, [], plan["warnings"])
+        _require_precision(recipe, used, plan["choices"])
         measured = ask_trial(resolved, facts, least_steps=LEAST_STEPS[machine.device])
-        _require_precision(recipe, used, measured["choices"], [])
+        _require_precision(recipe, used, measured["choices"])
     except UserError as error:
         # The trial's errors name `plan --probe`, which the user did not type here.
         return {"planned": planned, "error": error.what if error.where == "--probe" else error.message()}
@@ -110,9 +110,9 @@ def _compared(name: str, overrides: list[str], machine: Machine) -> Row:
     return {"planned": planned, "measured": measured, **errors}
 
 
-def _require_precision(recipe: Recipe, used: str, choices: list[Row], warnings: list[str]) -> None:
+def _require_precision(recipe: Recipe, used: str, choices: list[Row]) -> None:
     """Raise a UserError if a case that asked for fp8 does not compute in it: its figure would have the wrong name."""
-    if recipe.train.precision == "fp8" and (why := why_not_fp8(used, choices, warnings)):
+    if recipe.train.precision == "fp8" and (why := why_not_fp8(used, choices)):
         raise UserError(why)
 
 

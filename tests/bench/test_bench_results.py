@@ -110,18 +110,17 @@ def test_a_cpu_has_no_kernels_to_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("used", "value", "said"),
+    ("precision", "choice", "reason"),
     [
-        ("fp8", "native: qkv, up", None),
-        ("fp8", None, None),
-        ("fp8", "none", "none of its matmuls runs in fp8: all are slower."),
-        ("bf16", None, "this run computes in bf16, not in fp8 (fp8 is off: no units)."),
+        ("fp8", ("train.fp8", "native: qkv, up", "measured"), None),
+        ("fp8", ("model.kernels", "fused", ""), None),
+        ("fp8", ("train.fp8", "none", "all are slower"), "all are slower"),
+        ("bf16", ("train.precision", "bf16", "no fp8 units"), "no fp8 units"),
     ],
 )
-def test_a_row_called_fp8_ran_in_fp8(used: str, value: str | None, said: str | None) -> None:
-    choices = [{"key": "model.kernels", "value": "fused", "reason": ""}]
-    choices += [{"key": "train.fp8", "value": value, "reason": "all are slower"}] if value else []
-    assert why_not_fp8(used, choices, ["little data", "fp8 is off: no units"]) == said
+def test_a_row_named_fp8_computed_in_fp8(precision: str, choice: tuple[str, str, str], reason: str | None) -> None:
+    message = why_not_fp8(precision, [dict(zip(("key", "value", "reason"), choice, strict=True))])
+    assert reason in message if reason and message else message is None and reason is None
 
 
 def a_run(precision: str, chosen: str) -> TrainedRun:

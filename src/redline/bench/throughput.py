@@ -113,17 +113,21 @@ def add_ratios(rows: list[Row]) -> list[Row]:
     return [row | {"redline_is": ours / row["tokens_per_s"]} if ours and "tokens_per_s" in row else row for row in rows]
 
 
-def why_not_fp8(precision: str, choices: Sequence[Mapping[str, Any]], warnings: Sequence[str]) -> str | None:
+def why_not_fp8(precision: str, choices: Sequence[Mapping[str, Any]]) -> str | None:
     """Return why a run that asked for fp8 did not compute in it, or None if it did.
 
-    A figure under the name fp8 must be one: a card without fp8 units, or a loss that needs bf16, falls back.
+    `precision` is the resolved `train.precision`, and `choices` has the automatic choices of the plan and of the model.
+    A row named fp8 must show an fp8 figure, but a card without fp8 units falls back to another precision, and
+    `train.fp8` is "none" if no matmul of the model is faster in fp8.
     """
+    chosen = {choice["key"]: choice for choice in choices}
     if precision != "fp8":
-        reason = next((text for text in warnings if "fp8" in text), "")
-        return f"this run computes in {precision}, not in fp8{f' ({reason})' if reason else ''}."
-    chosen = next((choice for choice in choices if choice.get("key") == "train.fp8"), None)
-    if chosen is not None and chosen.get("value") == "none":
-        return f"none of its matmuls runs in fp8: {chosen.get('reason')}."
+        fallback = chosen.get("train.precision")
+        reason = f" ({fallback['reason']})" if fallback else ""
+        return f"this run computes in {precision}, not in fp8{reason}."
+    backend = chosen.get("train.fp8")
+    if backend is not None and backend["value"] == "none":
+        return f"none of its matmuls runs in fp8: {backend['reason']}."
     return None
 
 
@@ -176,7 +180,7 @@ def _measure(contender: Contender, run: TrainedRun) -> dict[str, Any]:
     figures = _figures(run)
     if "train.precision=fp8" in contender.forced:
         choices = [choice for event in run.of_type("plan") for choice in event["choices"]]
-        if reason := why_not_fp8(figures["precision"], choices, figures["warnings"]):
+        if reason := why_not_fp8(figures["precision"], choices):
             raise ChildError(reason)
     return figures | _kernel_time(run)
 

@@ -355,16 +355,18 @@ class _Resolver:
 
     def precision(self) -> str:
         precision, machine = self.recipe.train.precision, self.machine
+        why_not_fp8 = ""  # part of the choice's reason, where benchmarks read why a row cannot be called fp8
         if precision == "fp8" and not machine.fp8:
             self.warnings.append(f"fp8 is off: {machine.name} has no fp8 units")
-            precision = AUTO
+            precision, why_not_fp8 = AUTO, f"{machine.name} has no fp8 units; "
         if precision == AUTO:
             if machine.fast_bf16:
                 native = "the tensor cores compute in bf16" if machine.device == "cuda" else "this CPU computes in bf16"
-                return str(self.choose("train.precision", "bf16", native))
+                return str(self.choose("train.precision", "bf16", why_not_fp8 + native))
             if machine.device == "cuda":
-                return str(self.choose("train.precision", "fp16", "the card is older than Ampere: no bf16 units"))
-            return str(self.choose("train.precision", "fp32", "this CPU has no fast bf16"))
+                older = "the card is older than Ampere: no bf16 units"
+                return str(self.choose("train.precision", "fp16", why_not_fp8 + older))
+            return str(self.choose("train.precision", "fp32", f"{why_not_fp8}this CPU has no fast bf16"))
         if precision == "fp16" and machine.device == "cpu":
             raise _problem("train.precision", "fp16 is for GPUs; CPUs only emulate it.", "Use bf16 or fp32.")
         return precision
