@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from redline.jobs.objective import Objective, ParamGroup
 from redline.models.layers import ShardedBlock
@@ -24,6 +21,12 @@ from redline.recipe.schema import Train
 from redline.training.distributed import Ranks
 from redline.training.heartbeat import HEARTBEAT
 from redline.training.muon import Muon, ShardedMuon, first_row
+
+if TYPE_CHECKING:
+    # Only FSDP imports these: they bring in 640 modules (sympy among them), 0.05 GiB that `redline plan` does not count
+    # for a run on a CPU.
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass
@@ -242,23 +245,28 @@ class FSDP(ParallelStrategy):
         super().__init__(ranks, objective)
         for parameter in self.model.parameters():
             dist.broadcast(parameter.data, 0)  # shards of one model, even if a node has other files
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
         mesh = init_device_mesh(next(self.model.parameters()).device.type, (ranks.size,))
         for block in blocks(self.model):
             fully_shard(block, mesh=mesh)
             for method in block.entry_points if isinstance(block, ShardedBlock) else ():
                 register_fsdp_forward_method(block, method)
         fully_shard(self.model, mesh=mesh)
-        self.root = cast(FSDPModule, self.model)
+        self.root = cast("FSDPModule", self.model)
         for unit in self._units():
             unit.set_gradient_divide_factor(1.0)  # gradients are parts of one sum, not of a mean
             unit.set_custom_all_gather(cast(Any, _CountedAllGather(self.traffic)))
             unit.set_custom_reduce_scatter(cast(Any, _CountedReduceScatter(self.traffic)))
-        self.dtensors = {n: cast(DTensor, p) for n, p in self.model.named_parameters() if p.requires_grad}
-        rows = {name: cast(DTensor, p.detach()).to_local() for name, p in self.dtensors.items()}
+        self.dtensors = {n: cast("DTensor", p) for n, p in self.model.named_parameters() if p.requires_grad}
+        rows = {name: cast("DTensor", p.detach()).to_local() for name, p in self.dtensors.items()}
         # A tensor with fewer rows than ranks leaves some ranks without any.
         self._rows = {name: nn.Parameter(local) for name, local in rows.items() if local.numel()}
 
     def _units(self) -> Iterator[FSDPModule]:
+        from torch.distributed.fsdp import FSDPModule
+
         return (module for module in self.model.modules() if isinstance(module, FSDPModule))
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -284,7 +292,7 @@ class FSDP(ParallelStrategy):
         for name, parameter in self.dtensors.items():
             if name in self._rows:
                 gradient = parameter.grad
-                self._rows[name].grad = None if gradient is None else cast(DTensor, gradient).to_local()
+                self._rows[name].grad = None if gradient is None else cast("DTensor", gradient).to_local()
 
     def all_reduce(self, values: Tensor) -> Tensor:
         dist.all_reduce(values)
