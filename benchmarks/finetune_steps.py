@@ -104,7 +104,7 @@ def installed(*packages: str) -> dict[str, str]:
     return versions
 
 
-def contend(request: dict[str, Any]) -> Figures:
+def measure(request: dict[str, Any]) -> Figures:
     with warm_trainer(request["recipe"], DataFacts(**request["facts"]), where="bench") as own:
         if own.resolved.recipe.train.precision == "fp8":  # a row called fp8 must compute in fp8
             choices = [{"key": key, "value": value, "reason": why} for key, value, why in own.objective.choices()]
@@ -136,4 +136,4 @@ def step_of(own: WarmTrainer, sample_tokens: int | None) -> tuple[Any, np.ndarra
 
 
 if __name__ == "__main__":
-    reply(contend)
+    reply(measure)

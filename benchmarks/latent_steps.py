@@ -83,7 +83,7 @@ def _text(chance: np.random.Generator, size: int) -> str:
     return letters.tobytes().decode()
 
 
-def contend(request: dict[str, Any]) -> Figures:
+def measure(request: dict[str, Any]) -> Figures:
     with warm_trainer(request["recipe"], DataFacts(**request["facts"]), where="bench") as own:
         trainer, objective = own.trainer, own.objective
         vocabularies = {name: one.decoder.shape.vocab for name, one in objective.frozen.items()}
@@ -137,4 +137,4 @@ def _teacher_states(objective: Any, rows: TimedRows) -> tuple[dict[str, Tensor],
 
 
 if __name__ == "__main__":
-    reply(contend)
+    reply(measure)

@@ -15,11 +15,11 @@ import torch
 from redline.errors import UserError
 
 
-def reply(contend: Callable[[dict[str, Any]], dict[str, Any]], too_large: str = "it does not fit into memory.") -> None:
-    """Answer the request on stdin by `contend`, or by its error."""
+def reply(measure: Callable[[dict[str, Any]], dict[str, Any]], too_large: str = "it does not fit into memory.") -> None:
+    """Answer the request on stdin by `measure`, or by its error."""
     request = json.load(sys.stdin)
     try:
-        answer = contend(request)
+        answer = measure(request)
     except UserError as error:
         answer = {"error": error.message()}
     except torch.OutOfMemoryError:

@@ -1,9 +1,9 @@
-"""One fixed step, timed in every call: it shows how fast the GPU is today, independently of redline's code.
+"""Time one fixed step in every benchmark, to show how fast the GPU is today, independently of redline's code.
 
     python -m benchmarks.peers.anchor < request.json
 
-GPT-2 medium in plain PyTorch on random tokens: bf16 autocast, fused AdamW, not compiled, so that it costs seconds and
-neither redline's kernels nor its recipes can move it. On a CPU it is tiny.
+The step is GPT-2 medium in plain PyTorch on random tokens: bf16 autocast, fused AdamW, not compiled. It takes seconds,
+and changes of redline's kernels and recipes do not affect it. On a CPU the model is tiny.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from benchmarks.peers.gpt2 import MEDIUM, Gpt2, Gpt2Shape, adamw
 from benchmarks.reply import reply
 
-SHAPES = {"cuda": (MEDIUM, 16), "cpu": (Gpt2Shape(2, 2, 64, 320, 64), 4)}  # and sequences a step
-STEPS = {"cuda": (5, 30), "cpu": (1, 5)}  # that settle, that are timed
+SHAPES = {"cuda": (MEDIUM, 16), "cpu": (Gpt2Shape(2, 2, 64, 320, 64), 4)}  # model and sequences per step
+STEPS = {"cuda": (5, 30), "cpu": (1, 5)}  # warm-up steps, timed steps
 
 
 def time_anchor(device: str) -> dict[str, Any]:
@@ -41,8 +41,8 @@ def time_anchor(device: str) -> dict[str, Any]:
             torch.cuda.synchronize()
         return time.perf_counter() - begin
 
-    settling, timed = STEPS[device]
-    steps(settling)
+    warmup, timed = STEPS[device]
+    steps(warmup)
     return {"step_ms": 1e3 * steps(timed) / timed}
 
 

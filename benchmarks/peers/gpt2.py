@@ -1,7 +1,7 @@
 """GPT-2 as nanoGPT trains it: the model of the baseline that `python -m benchmarks time-to-loss` runs against.
 
-Learned positions, LayerNorm and matrices without bias, GELU, a head that is the embedding, no dropout. It reads
-redline's own batches and validation windows, so that every arm sees the same tokens.
+It has learned positions, LayerNorm and matrices without bias, GELU, a tied head and no dropout. It reads redline's own
+batches and validation windows, so that every arm sees the same tokens.
 """
 
 from __future__ import annotations

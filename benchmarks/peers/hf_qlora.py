@@ -1,11 +1,12 @@
-"""QLoRA by the usual stack: transformers' model, PEFT's adapters and bitsandbytes' NF4 and optimizer, as one puts them
-together; with Liger's kernels where they are asked for. The peer of `python -m benchmarks finetune`.
+"""QLoRA with the usual stack, a peer of `python -m benchmarks finetune`.
+
+The model is transformers', the adapters PEFT's, NF4 and the optimizer bitsandbytes'; with Liger's kernels on request.
 
     python -m benchmarks.peers.hf_qlora < request.json
 
 The request is that of `finetune_steps` with `liger`, `recompute` and `micro_batch`; the answer is one JSON line. The
-base is the random one that redline's rows have, value for value, so that the first losses agree; it is quantised matrix
-by matrix. Adapters are float32 under bf16 autocast, as transformers' own trainer has them for `bf16=True`.
+base has the same random values as in redline's rows, so that the first losses agree; it is quantised matrix by matrix.
+Adapters are float32 under bf16 autocast, as in transformers' own trainer with `bf16=True`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from redline.recipe.load import validate
 from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Model, Recipe, Train
 
-LOW_BIT = {"paged_adamw_8bit": "PagedAdamW8bit", "adamw_8bit": "AdamW8bit"}  # as bitsandbytes calls them
+LOW_BIT = {"paged_adamw_8bit": "PagedAdamW8bit", "adamw_8bit": "AdamW8bit"}  # the names of bitsandbytes' classes
 PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "bitsandbytes")
 
 Micro = tuple[Tensor, Tensor]  # inputs and targets
@@ -41,7 +42,7 @@ def frozen_base(recipe: Recipe, device: torch.device) -> Any:
     """Return transformers' model with its blocks in NF4; at most one matrix exists unquantised at a time."""
     dtype, length = DTYPES[recipe.train.precision], recipe.data.seq_len
     model = random_model(recipe.model, length, dtype, device, quantised=True)
-    model.is_loaded_in_4bit = True  # how PEFT knows
+    model.is_loaded_in_4bit = True  # PEFT checks this attribute
     return model
 
 
@@ -54,15 +55,17 @@ def random_model(description: Model, length: int, dtype: torch.dtype, device: to
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
-        ours = Decoder(shape, attention=Attention("dense", MaskSpec()), dtype=dtype)
-    places = {name: (theirs, rows) for name, theirs, rows in tensor_names(shape)}
-    for name, tensor in random_tensors(ours, device):
-        theirs, rows = places[name]
-        for place, part in zip(theirs, tensor.split(rows) if rows else (tensor,), strict=True):
-            _put(model, place, part, dtype, quantised=quantised, double=description.quant_double)
+        decoder = Decoder(shape, attention=Attention("dense", MaskSpec()), dtype=dtype)
+    hf_names = {name: (theirs, rows) for name, theirs, rows in tensor_names(shape)}
+    for name, tensor in random_tensors(decoder, device):
+        theirs, rows = hf_names[name]
+        for hf_name, part in zip(theirs, tensor.split(rows) if rows else (tensor,), strict=True):
+            _put(model, hf_name, part, dtype, quantised=quantised, double=description.quant_double)
     model.tie_weights()
     with device:
-        model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no parameters
+        model.model.rotary_emb = type(model.model.rotary_emb)(
+            config
+        )  # its frequencies are not parameters, so `meta` left them empty
     assert not [name for name, p in model.named_parameters() if p.is_meta]
     model.config.use_cache = False
     return model
@@ -82,10 +85,10 @@ def _in_nf4(linear: nn.Linear, weight: Tensor, dtype: torch.dtype, *, double: bo
 
     how: dict[str, Any] = {"compress_statistics": double, "quant_type": "nf4"}
     sizes = (linear.in_features, linear.out_features, linear.bias is not None)
-    found = Linear4bit(*sizes, compute_dtype=dtype, device="meta", **how)
-    frozen: Any = Params4bit(weight, requires_grad=False, module=found, **how)
-    found.weight = frozen.to(weight.device)  # which quantises it
-    return found
+    layer = Linear4bit(*sizes, compute_dtype=dtype, device="meta", **how)
+    frozen: Any = Params4bit(weight, requires_grad=False, module=layer, **how)
+    layer.weight = frozen.to(weight.device)  # this call quantises it
+    return layer
 
 
 class Peer:
@@ -125,7 +128,7 @@ class Peer:
         total = torch.zeros((), device=self.device)
         for inputs, targets in micros:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.train.precision == "bf16"):
-                # the targets are the next tokens already: nothing is left for transformers to shift
+                # The targets are the next tokens already; `shift_labels` keeps transformers from shifting them again.
                 answer = self.model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
             loss = answer.loss / len(micros)
             loss.backward()
@@ -143,8 +146,8 @@ def _optimizer(parameters: list[nn.Parameter], train: Train) -> torch.optim.Opti
         return torch.optim.AdamW(parameters, fused=True, **how)
     import bitsandbytes
 
-    found: torch.optim.Optimizer = getattr(bitsandbytes.optim, LOW_BIT[train.optimizer])(parameters, **how)
-    return found
+    optimizer: torch.optim.Optimizer = getattr(bitsandbytes.optim, LOW_BIT[train.optimizer])(parameters, **how)
+    return optimizer
 
 
 def _use_liger(model: Any) -> None:
@@ -153,9 +156,9 @@ def _use_liger(model: Any) -> None:
     _apply_liger_kernel_to_instance(model=model)
 
 
-def contend(request: dict[str, Any]) -> Figures:
+def measure(request: dict[str, Any]) -> Figures:
     recipe, facts = validate(request["recipe"], where="bench"), DataFacts(**request["facts"])
-    refuse_what_it_cannot(recipe, liger=request["liger"], sample_tokens=request["sample_tokens"])
+    check_supported(recipe, liger=request["liger"], sample_tokens=request["sample_tokens"])
     length, batch = recipe.data.seq_len, none_if_auto(recipe.train.global_batch) or 1
     rows = random_rows(facts.vocab_size, int(batch), length, None)
     begin = time.perf_counter()
@@ -168,7 +171,7 @@ def contend(request: dict[str, Any]) -> Figures:
             break
         plan = plan.halved()
     if plan is None:
-        raise UserError("not even the smallest micro-batch fits into memory.")
+        raise UserError("The smallest micro-batch does not fit into memory.")
     warmup = time.perf_counter() - begin
     figures = time_steps(
         lambda _: peer.step(micros), steps=request["steps"], tokens=int(batch) * length, device=peer.device
@@ -185,20 +188,20 @@ def contend(request: dict[str, Any]) -> Figures:
     }
 
 
-def refuse_what_it_cannot(recipe: Recipe, *, liger: bool, sample_tokens: int | None) -> None:
+def check_supported(recipe: Recipe, *, liger: bool, sample_tokens: int | None) -> None:
     if problems := export_problems(recipe.model):
         raise UserError(problems[0].line())
     if sample_tokens is not None:
-        raise UserError("it does not keep the samples of a row apart.")
+        raise UserError("This peer does not mask attention between the samples of a row.")
     if recipe.train.precision not in ("bf16", "fp32"):
-        raise UserError(f"its loop is written for bf16 and fp32, not {recipe.train.precision}.")
+        raise UserError(f"This peer supports bf16 and fp32, not {recipe.train.precision}.")
     if recipe.train.optimizer not in ("adamw", *LOW_BIT):
-        raise UserError(f"its loop knows no {recipe.train.optimizer}.")
+        raise UserError(f"This peer does not support the optimizer {recipe.train.optimizer}.")
     if liger and find_spec("liger_kernel") is None:
-        raise UserError("the package liger_kernel is not installed.")
+        raise UserError("The package liger_kernel is not installed.")
     if liger and recipe.train.device == "cpu":
         raise UserError("Liger's kernels need a GPU.")
 
 
 if __name__ == "__main__":
-    reply(contend)
+    reply(measure)

@@ -1,12 +1,12 @@
-"""A latent prefix by a straightforward loop: the peer of `python -m benchmarks latent`.
+"""A latent prefix trained with a straightforward loop: the peer of `python -m benchmarks latent`.
 
     python -m benchmarks.peers.latent_textbook < request.json
 
 The request is that of `latent_steps` with `one_pass` and `micro_batch`; the answer is one JSON line. The frozen models
-are transformers' with the random weights of redline's rows, value for value; what learns is the same module; nothing is
-compiled, nothing is kept between steps. The answer's loss, its first token's and each of its first K tokens' have
-a forward of their own, and the teacher reads every text in every step, to the last K places in one forward. With
-`one_pass` all of the student's terms come from one forward, and logits are made only where they are needed.
+are transformers' with the same random values as in redline's rows; the trained module is the same; nothing is compiled
+or cached between steps. The loss of the answer, of its first token and of each of its first K tokens have separate
+forward passes, and the teacher reads every text in every step, in one forward pass up to its last K positions. With
+`one_pass` all terms of the student come from one forward pass, and logits are computed only where they are needed.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Reader:
         self.embed = model.get_input_embeddings()
         self.begin, self.anchor = (self.embed(torch.tensor(ids, device=device)) for ids in (BEGIN, ANCHOR))
 
-    def after_prefix(self, prefix_BMD: Tensor, said_BT: Tensor) -> Tensor:
+    def after_prefix(self, prefix_BMD: Tensor, answer_BT: Tensor) -> Tensor:
         """Return logits [B, T + 1, V] from the anchor's last position on."""
-        before, behind = (part.expand(len(prefix_BMD), -1, -1) for part in (self.begin, self.anchor))
-        read = torch.cat((before, prefix_BMD.to(before.dtype), behind, self.embed(said_BT)), 1)
-        wanted = said_BT.shape[1] + 1
-        answer = self.model(inputs_embeds=read, use_cache=False, logits_to_keep=0 if self.keep_all else wanted)
-        logits: Tensor = answer.logits[:, -wanted:].float()
+        begin, anchor = (part.expand(len(prefix_BMD), -1, -1) for part in (self.begin, self.anchor))
+        read = torch.cat((begin, prefix_BMD.to(begin.dtype), anchor, self.embed(answer_BT)), 1)
+        wanted = answer_BT.shape[1] + 1
+        output = self.model(inputs_embeds=read, use_cache=False, logits_to_keep=0 if self.keep_all else wanted)
+        logits: Tensor = output.logits[:, -wanted:].float()
         return logits
 
     @torch.no_grad()
@@ -60,8 +60,8 @@ class Reader:
         """Return logits [B, K, V] of the K positions after each text; zeros where an answer is shorter."""
         rows = [[*prompt, *answer[: k - 1]] for prompt, answer in zip(prompts, answers, strict=True)]
         tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-        for place, row in enumerate(rows):
-            tokens[place, : len(row)] = torch.tensor(row)
+        for index, row in enumerate(rows):
+            tokens[index, : len(row)] = torch.tensor(row)
         states = self.model.model(input_ids=tokens.to(self.device), use_cache=False).last_hidden_state
         first_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=self.device)
         places_BK = (first_B1 + torch.arange(k, device=self.device)).clamp_max(tokens.shape[1] - 1)
@@ -79,7 +79,7 @@ class Textbook:
         self.models = descriptions(recipe)
         self.readers = {name: self._reader(model) for name, model in self.models.items()}
         widths = {name: int(model.d_model) for name, model in self.models.items()}
-        rms = {name: float(one.embed.weight.float().square().mean().sqrt()) for name, one in self.readers.items()}
+        rms = {name: float(r.embed.weight.float().square().mean().sqrt()) for name, r in self.readers.items()}
         self.model = PrefixModel(PrefixShape.of(self.options, len(widths)), widths, rms, dtype=self.dtype).to(
             self.device
         )
@@ -96,9 +96,9 @@ class Textbook:
 
     def _reader(self, model: Model) -> Reader:
         length = self.recipe.data.seq_len + self.options.bytes
-        made = random_model(model, length, self.dtype, self.device, quantised=model.quant == "nf4")
-        # not `eval`: bitsandbytes then takes kernels that have no backward, and there is no dropout to switch off
-        return Reader(made.train(), self.device, keep_all=not self.one_pass)
+        frozen = random_model(model, length, self.dtype, self.device, quantised=model.quant == "nf4")
+        # Not `eval`: bitsandbytes would then use kernels without a backward. There is no dropout to switch off.
+        return Reader(frozen.train(), self.device, keep_all=not self.one_pass)
 
     def step(self, micros: list[TimedRows]) -> Terms:
         terms = self._backward(micros)
@@ -121,37 +121,39 @@ class Textbook:
 
     def _weights(self, micros: list[TimedRows]) -> dict[str, float]:
         """Return the weights of the terms, summed over the whole batch."""
-        k, found = self.options.first_tokens, {"scale": float(len(micros))}
+        k, weights = self.options.first_tokens, {"scale": float(len(micros))}
         for name in self.readers:
             lengths = [len(answer) for micro in micros for answer in micro.answers[name]]
-            places = float(sum(min(k, length) for length in lengths))
-            found |= {f"ce_{name}": float(sum(lengths)), f"k_{name}": places, f"kd_{name}": places}
-            found |= {f"first_{name}": float(len(lengths)), f"words_{name}": float(len(lengths))}
-        return found
+            positions = float(sum(min(k, length) for length in lengths))
+            weights |= {f"ce_{name}": float(sum(lengths)), f"k_{name}": positions, f"kd_{name}": positions}
+            weights |= {f"first_{name}": float(len(lengths)), f"words_{name}": float(len(lengths))}
+        return weights
 
     def _coefficient(self, name: str) -> float:
         return float(getattr(self.options, f"{name.partition('_')[0]}_weight", 1.0)) / len(self.readers)
 
     def _sums(self, rows: TimedRows) -> Terms:
-        options, found = self.options, {}
+        options, sums = self.options, {}
         latents = self.model.latents(rows.batch["bytes"])
         for name, reader in self.readers.items():
             prefix, targets = self.model.prefix(name, latents[name]), rows.batch[f"targets.{name}"]
             students = one_pass if self.one_pass else separate_passes
             losses, first, early = students(reader, prefix, targets, options.first_tokens)
             ratio = first / (losses.sum(1) / (targets != IGNORE).sum(1))
-            found[f"ce_{name}"] = losses.sum()
-            found[f"first_{name}"] = (first * ratio.detach().clamp(1.0, options.first_clamp)).sum()
-            some = targets[:, : early.shape[1]]
-            found[f"k_{name}"] = _losses(early, some).sum()
+            sums[f"ce_{name}"] = losses.sum()
+            sums[f"first_{name}"] = (first * ratio.detach().clamp(1.0, options.first_clamp)).sum()
+            early_targets = targets[:, : early.shape[1]]
+            sums[f"k_{name}"] = _losses(early, early_targets).sum()
             if options.kd_weight:
-                aim = reader.after_text(rows.prompts[name], rows.answers[name], options.first_tokens)
-                found[f"kd_{name}"] = _distance(early, aim[:, : early.shape[1]], options.tau, some != IGNORE)
+                teacher = reader.after_text(rows.prompts[name], rows.answers[name], options.first_tokens)[
+                    :, : early.shape[1]
+                ]
+                sums[f"kd_{name}"] = _distance(early, teacher, options.tau, early_targets != IGNORE)
             if self.model.words is not None:
-                found[f"words_{name}"] = word_loss(self.model.words, latents[name], rows.batch["words"]).sum()
+                sums[f"words_{name}"] = word_loss(self.model.words, latents[name], rows.batch["words"]).sum()
         if options.scale_weight:
-            found["scale"] = self.model.scale_terms()
-        return found
+            sums["scale"] = self.model.scale_terms()
+        return sums
 
     def fits(self, micros: list[TimedRows]) -> bool:
         """Return whether a micro-batch fits. Nothing is updated."""
@@ -160,10 +162,10 @@ class Textbook:
 
 def separate_passes(reader: Reader, prefix: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return −log p of the answer [B, A] and of its first token [B], and logits [B, K, V], by 2 + K forward passes."""
-    said = targets.clamp_min(0)
-    losses = _losses(reader.after_prefix(prefix, said[:, :-1]), targets)
-    first = _losses(reader.after_prefix(prefix, said[:, :0]), targets[:, :1])[:, 0]
-    early = [reader.after_prefix(prefix, said[:, :t])[:, -1] for t in range(min(k, targets.shape[1]))]
+    answer = targets.clamp_min(0)
+    losses = _losses(reader.after_prefix(prefix, answer[:, :-1]), targets)
+    first = _losses(reader.after_prefix(prefix, answer[:, :0]), targets[:, :1])[:, 0]
+    early = [reader.after_prefix(prefix, answer[:, :t])[:, -1] for t in range(min(k, targets.shape[1]))]
     return losses, first, torch.stack(early, 1)
 
 
@@ -179,49 +181,50 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
     return flat.view(targets.shape)
 
 
-def _distance(student: Tensor, teacher: Tensor, tau: float, there: Tensor) -> Tensor:
+def _distance(student: Tensor, teacher: Tensor, tau: float, exists: Tensor) -> Tensor:
     """Return τ²·KL(teacher ‖ student), summed over the positions that exist."""
     p, log_q = (teacher / tau).softmax(-1), (student / tau).log_softmax(-1)
-    return tau**2 * (F.kl_div(log_q, p, reduction="none").sum(-1) * there).sum()
+    return tau**2 * (F.kl_div(log_q, p, reduction="none").sum(-1) * exists).sum()
 
 
 def descriptions(recipe: Recipe) -> dict[str, Model]:
     """Return each frozen model as the `model` section of a recipe."""
-    found = {"0": recipe.model}
-    for place, other in enumerate(options_of(recipe).others, 1):
+    models = {"0": recipe.model}
+    for number, other in enumerate(options_of(recipe).others, 1):
         assert other.shape is not None
         how = {**vars(DecoderShape(**other.shape)), "quant": other.quant, "quant_double": other.quant_double}
-        found[str(place)] = recipe.model.model_copy(update=how)
-    return found
+        models[str(number)] = recipe.model.model_copy(update=how)
+    return models
 
 
-def refuse_what_it_cannot(recipe: Recipe) -> None:
+def check_supported(recipe: Recipe) -> None:
     options = options_of(recipe)
     for model in descriptions(recipe).values():
         if problems := export_problems(model):
             raise UserError(problems[0].line())
     for key in ("match_weight", "fade_steps"):
         if getattr(options, key):
-            raise UserError(f"its loop knows no latent_prefix.{key}.")
+            raise UserError(f"This peer does not support latent_prefix.{key}.")
     if recipe.train.precision not in ("bf16", "fp32"):
-        raise UserError(f"its loop is written for bf16 and fp32, not {recipe.train.precision}.")
+        raise UserError(f"This peer supports bf16 and fp32, not {recipe.train.precision}.")
     if recipe.train.optimizer != "adamw":
-        raise UserError(f"its loop knows no {recipe.train.optimizer}.")
+        raise UserError(f"This peer does not support the optimizer {recipe.train.optimizer}.")
 
 
-def contend(request: dict[str, Any]) -> Figures:
+def measure(request: dict[str, Any]) -> Figures:
     recipe = validate(request["recipe"], where="bench")
-    refuse_what_it_cannot(recipe)
+    check_supported(recipe)
     begin = time.perf_counter()
     textbook = Textbook(recipe, one_pass=request["one_pass"])
     total = int(recipe.train.global_batch)
     rows = timed_rows(recipe, {name: int(model.vocab) for name, model in textbook.models.items()}, total)
-    here = TimedRows({key: one.to(textbook.device) for key, one in rows.batch.items()}, rows.prompts, rows.answers)
+    batch = {key: tensor.to(textbook.device) for key, tensor in rows.batch.items()}
+    rows_on_device = TimedRows(batch, rows.prompts, rows.answers)
     plan: BatchPlan | None = BatchPlan(request["micro_batch"], total // request["micro_batch"])
-    while plan is not None and not textbook.fits(micros := here.micros(plan.micro)):
+    while plan is not None and not textbook.fits(micros := rows_on_device.micros(plan.micro)):
         plan = plan.halved()
     if plan is None:
-        raise UserError("not even the smallest micro-batch fits into memory.")
+        raise UserError("The smallest micro-batch does not fit into memory.")
     warmup, terms = time.perf_counter() - begin, []
 
     def step(number: int) -> Tensor:
@@ -242,4 +245,4 @@ def contend(request: dict[str, Any]) -> Figures:
 
 
 if __name__ == "__main__":
-    reply(contend)
+    reply(measure)

@@ -29,7 +29,7 @@ from redline.training.profiling import kernel_time
 from redline.training.step import BatchLoader, to_device
 from redline.training.step_log import Rates, Throughput, peak_memory_gib
 
-MOST_LOGITS = 1 << 31  # compiled kernels index in 32 bits
+MAX_LOGITS = 1 << 31  # compiled kernels index in 32 bits
 PROFILED_STEPS = 3
 
 
@@ -65,15 +65,15 @@ class Peer:
         self.optimizer.zero_grad(set_to_none=True)
         return total
 
-    def rehearse(self) -> BatchPlan:
+    def warm_up(self) -> BatchPlan:
         """Halve the recipe's micro-batch until it fits, and compile on the way."""
         plan: BatchPlan | None = self.resolved.batch
         per_sequence = self.resolved.recipe.data.seq_len * self.resolved.shape.vocab
         while plan is not None:
-            if plan.micro * per_sequence < MOST_LOGITS and self._fits(plan):
+            if plan.micro * per_sequence < MAX_LOGITS and self._fits(plan):
                 return plan
             plan = plan.halved()
-        raise UserError("not even the smallest micro-batch fits into memory.")
+        raise UserError("The smallest micro-batch does not fit into memory.")
 
     def _fits(self, plan: BatchPlan) -> bool:
         worst = to_device(self.objective.worst_batch(plan.micro), self.device)
@@ -94,16 +94,16 @@ def _model(resolved: Resolved) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().train()
 
 
-def contend(name: str, overrides: list[str]) -> dict[str, Any]:
+def measure(name: str, overrides: list[str]) -> dict[str, Any]:
     recipe = load(name, overrides).recipe
     runtime = job_runtime(recipe.objective)
     data = runtime.load_data(recipe)
     resolved = resolve(recipe, detect_machine(recipe.train.device), data.facts)
-    _refuse_what_it_cannot(resolved)
+    _check_supported(resolved)
     objective = runtime.create(resolved, data)
     peer = Peer(resolved, objective)
     begin = time.perf_counter()
-    plan = peer.rehearse()
+    plan = peer.warm_up()
     peer.synchronise()
     warmup = time.perf_counter() - begin
     if peer.device.type == "cuda":
@@ -133,10 +133,10 @@ def _timed(peer: Peer, objective: Objective, plan: BatchPlan) -> tuple[list[Rate
     card = Nvml() if peer.device.type == "cuda" else None
     rates, losses, readings = [], [], []
     steps = resolved.horizon_steps or 1
-    with BatchLoader(objective, plan, peer.device, resolved.recipe.data.workers, 0) as feed:
+    with BatchLoader(objective, plan, peer.device, resolved.recipe.data.workers, 0) as loader:
         throughput.begin()
         for step in range(steps):
-            batch = feed.next(step)
+            batch = loader.next(step)
             loss = peer.step(batch.micros)
             throughput.add(resolved.tokens_per_step, batch.wait_seconds)
             if (step + 1) % every == 0 or step + 1 == steps:
@@ -159,18 +159,18 @@ def _kernels(peer: Peer, objective: Objective, plan: BatchPlan) -> dict[str, flo
     return {} if busy is None else {"kernel_ms": 1e3 * busy.kernels / PROFILED_STEPS, "kernel_share": busy.share}
 
 
-def _refuse_what_it_cannot(resolved: Resolved) -> None:
+def _check_supported(resolved: Resolved) -> None:
     recipe = resolved.recipe
     if problems := export_problems(recipe.model):
         raise UserError(problems[0].line())
     if recipe.data.pack:
-        raise UserError("it does not keep the documents of a sequence apart, as data.pack does.")
+        raise UserError("This peer does not support data.pack: it has no attention mask between documents.")
     if recipe.train.precision not in ("bf16", "fp32"):
-        raise UserError(f"its loop is written for bf16 and fp32, not {recipe.train.precision}.")
+        raise UserError(f"This peer supports bf16 and fp32, not {recipe.train.precision}.")
 
 
 if __name__ == "__main__":
     reply(
-        lambda request: contend(request["recipe"], request["overrides"]),
-        too_large="its weights and optimizer do not fit into memory.",
+        lambda request: measure(request["recipe"], request["overrides"]),
+        too_large="The weights and the optimizer do not fit into memory.",
     )

@@ -34,12 +34,12 @@ from redline.training.step_log import peak_memory_gib
 
 NAME = "nanogpt"
 MICRO = 32  # sequences
-LEAST_MICRO = 8  # a smaller one that nobody asked for would be unfair
+MIN_MICRO = 8  # choosing a smaller one by itself would make the baseline unfairly slow
 WARMUP_SHARE = 0.05
 CLIP = 1.0
-SETTLE_STEPS = 4
+UNTIMED_STEPS = 4
 ANCHOR_STEPS = {"cuda": 20, "cpu": 5}
-MOST_LOGITS = 1 << 31  # compiled kernels index in 32 bits
+MAX_LOGITS = 1 << 31  # compiled kernels index in 32 bits
 DEFAULTS = (
     "model.layers=24",
     "model.d_model=1024",
@@ -62,9 +62,11 @@ def recipe_of(words: list[str]) -> Recipe:
     batch = flat["train.global_batch"]
     if isinstance(batch, int) and batch > 0 and "train.micro_batch" not in flat:
         flat["train.micro_batch"] = micro = max(n for n in range(1, MICRO + 1) if batch % n == 0)
-        if micro < LEAST_MICRO <= batch:
-            what = f"{batch} has no divisor from {LEAST_MICRO} to {MICRO}: its micro-batch would be {micro}, and slow."
-            raise UserError(what, where="train.global_batch", fix="Use a power of two, or say train.micro_batch, too.")
+        if micro < MIN_MICRO <= batch:
+            what = (
+                f"{batch} has no divisor from {MIN_MICRO} to {MICRO}; its micro-batch would be {micro}, which is slow."
+            )
+            raise UserError(what, where="train.global_batch", fix="Use a power of two, or set train.micro_batch too.")
     tree, clashes = nest(flat)
     return validate(tree, where=NAME, problems=[*problems, *clashes])
 
@@ -74,7 +76,7 @@ class Baseline:
 
     def __init__(self, resolved: Resolved, job: Gpt2Job, warmup_steps: int | None) -> None:
         self.resolved, self.job, self.options = resolved, job, resolved.recipe.train
-        self.warmup_steps = warmup_steps  # None: a share of all
+        self.warmup_steps = warmup_steps  # None: WARMUP_SHARE of the steps
         self.device = torch.device(self.options.device)
         torch.set_float32_matmul_precision("high")
         job.build(self.device)
@@ -85,7 +87,7 @@ class Baseline:
     def _optimizer(self) -> torch.optim.AdamW:
         return adamw(self.job.model, lr=float(self.options.lr), weight_decay=self.options.weight_decay)
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Compile and allocate without changing a weight."""
         micro: Batch = to_device(self.job.worst_batch(self.resolved.batch.micro), self.device)
         self.step(step_batch(self.job, [micro]), 0.0)
@@ -103,13 +105,13 @@ class Baseline:
 
     def step_ms(self, steps: int) -> float:
         """Time a few steps on real data at a learning rate of zero, and restore the optimizer."""
-        with self._loader() as feed:
-            for step in range(SETTLE_STEPS):
-                self.step(feed.next(step), 0.0)
+        with self._loader() as loader:
+            for step in range(UNTIMED_STEPS):
+                self.step(loader.next(step), 0.0)
             self.synchronise()
             begin = time.perf_counter()
-            for step in range(SETTLE_STEPS, SETTLE_STEPS + steps):
-                self.step(feed.next(step), 0.0)
+            for step in range(UNTIMED_STEPS, UNTIMED_STEPS + steps):
+                self.step(loader.next(step), 0.0)
             self.synchronise()
             seconds = time.perf_counter() - begin
         self.optimizer = self._optimizer()
@@ -148,14 +150,14 @@ class Baseline:
             torch.cuda.synchronize()
 
 
-def contend(words: list[str], budget_s: float, known_step_ms: float | None = None) -> dict[str, Any]:
+def measure(words: list[str], budget_s: float, known_step_ms: float | None = None) -> dict[str, Any]:
     recipe = recipe_of(words)
     data = load_text(recipe)
     resolved = resolve(recipe, detect_machine(recipe.train.device), data.facts)
-    _refuse_what_it_cannot(resolved)
+    _check_supported(resolved)
     baseline = Baseline(resolved, Gpt2Job(resolved, data), none_if_auto(recipe.train.warmup_steps))
     begin = time.perf_counter()
-    baseline.rehearse()
+    baseline.warm_up()
     warmup_s = time.perf_counter() - begin
     step_ms = known_step_ms or baseline.step_ms(ANCHOR_STEPS[baseline.device.type])
     if baseline.device.type == "cuda":
@@ -174,8 +176,8 @@ def contend(words: list[str], budget_s: float, known_step_ms: float | None = Non
 def _lock(baseline: Baseline, facts: DataFacts, steps: int) -> dict[str, Any]:
     """Return the lock of a run: the part of the recipe that this loop reads, and the machine."""
     resolved = baseline.resolved
-    decided = {"steps": steps, "warmup_steps": baseline.warmup(steps)}
-    recipe = resolved.recipe.model_copy(update={"train": resolved.recipe.train.model_copy(update=decided)})
+    chosen = {"steps": steps, "warmup_steps": baseline.warmup(steps)}
+    recipe = resolved.recipe.model_copy(update={"train": resolved.recipe.train.model_copy(update=chosen)})
     return {
         "recipe": recipe.model_dump(mode="json"),
         "parameters": baseline.job.model.counts(),
@@ -187,17 +189,17 @@ def _lock(baseline: Baseline, facts: DataFacts, steps: int) -> dict[str, Any]:
     }
 
 
-def _refuse_what_it_cannot(resolved: Resolved) -> None:
+def _check_supported(resolved: Resolved) -> None:
     recipe = resolved.recipe
-    if resolved.batch.micro * recipe.data.seq_len * resolved.shape.vocab >= MOST_LOGITS:
+    if resolved.batch.micro * recipe.data.seq_len * resolved.shape.vocab >= MAX_LOGITS:
         fix = f"Use train.micro_batch={MICRO} or less."
-        raise UserError("makes more logits than compiled kernels can count.", where="train.micro_batch", fix=fix)
+        raise UserError("makes more logits than compiled kernels can index.", where="train.micro_batch", fix=fix)
     if recipe.train.precision not in ("bf16", "fp32"):
-        raise UserError(f"its loop is written for bf16 and fp32, not {recipe.train.precision}.", where=NAME)
+        raise UserError(f"supports bf16 and fp32, not {recipe.train.precision}.", where=NAME)
 
 
 if __name__ == "__main__":
     reply(
-        lambda request: contend(request["words"], request["budget_s"], request.get("step_ms")),
-        too_large=f"{NAME}: its micro-batch does not fit into memory. Use a smaller train.micro_batch.",
+        lambda request: measure(request["words"], request["budget_s"], request.get("step_ms")),
+        too_large=f"{NAME}: the micro-batch does not fit into memory. Use a smaller train.micro_batch.",
     )

@@ -1,11 +1,12 @@
-"""Bounds of −log p on real text: autoregressive, block diffusion with several block sizes, plain masked diffusion.
+"""Bounds of −log p on real text for autoregressive, block-diffusion (several block sizes) and masked-diffusion models.
 
     python -m benchmarks.studies.bounds OUT.json TOKENS_DIR [--arms ar,4,8,16,mdlm] [--seeds 1,2,3] [--at-once 3]
         [key=value …]
 
-One shape, the same tokens in the same number of steps for all. A row is a run; those in OUT.json already are not
-trained again, so that a long table can be made in several calls. At the end each arm's mean over its seeds with a 95 %
-interval (Student's t), and what was to be shown: AR below blocks of four, these below masked diffusion, for each seed.
+All arms have the same shape and see the same tokens in the same number of steps. A row is one run. Rows that OUT.json
+already holds are not trained again, so that a long table can be made in several calls. At the end the script prints the
+mean of each arm over its seeds with a 95 % interval (Student's t), and in how many seeds the expected order holds: AR
+below blocks of four, blocks of four below masked diffusion.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from benchmarks.studies.runs import kept, looks, trained
+from benchmarks.studies.runs import evaluations, read_existing, run_training
 from redline.bench.child import ChildError
 
 LENGTH = 512
-# A small decoder, so that fifteen runs take minutes; EMA over the last hundred steps or so.
+# A small decoder, so that fifteen runs take minutes. The EMA averages about the last hundred steps.
 COMMON = (
     *("model.layers=6", "model.d_model=384", "model.heads=6", "model.d_ff=1024"),
     *(f"data.seq_len={LENGTH}", "data.tokenizer=gpt2"),
@@ -40,7 +41,7 @@ COMMON = (
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # by number of seeds
 
 
-def words_of(arm: str, overrides: list[str]) -> list[str]:
+def recipe_words(arm: str, overrides: list[str]) -> list[str]:
     if arm == "ar":
         return ["pretrain-125m", *COMMON, *overrides]
     length = next((word.split("=")[1] for word in reversed(overrides) if word.startswith("data.seq_len=")), LENGTH)
@@ -48,28 +49,29 @@ def words_of(arm: str, overrides: list[str]) -> list[str]:
 
 
 def train(arm: str, seed: int, source: str, overrides: list[str]) -> dict[str, Any]:
-    words = [*words_of(arm, overrides), f"data.source={source}", f"train.seed={seed}"]
+    words = [*recipe_words(arm, overrides), f"data.source={source}", f"train.seed={seed}"]
     try:
-        run = trained(words)
+        run = run_training(words)
     except ChildError as error:
         return {"arm": arm, "seed": seed, "error": str(error)}
-    found = looks(run)
+    curve = evaluations(run)
     return {
         "arm": arm,
         "seed": seed,
-        "bound": found[-1]["loss"],
-        "evaluations": found,
+        "bound": curve[-1]["loss"],
+        "evaluations": curve,
         "words": words,
         "lock": run.lock,
     }
 
 
-def told(rows: list[dict[str, Any]]) -> list[str]:
+def summary_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the mean of each arm, the comparisons of arms, and the errors."""
     bounds: dict[str, dict[int, float]] = {}
     for row in rows:
         if "bound" in row:
             bounds.setdefault(row["arm"], {})[row["seed"]] = row["bound"]
-    lines = [_line(arm, list(found.values())) for arm, found in bounds.items()]
+    lines = [_line(arm, list(by_seed.values())) for arm, by_seed in bounds.items()]
     for low, high in (("ar", "4"), ("4", "mdlm")):
         seeds = sorted(bounds.get(low, {}).keys() & bounds.get(high, {}).keys())
         if seeds:
@@ -80,8 +82,8 @@ def told(rows: list[dict[str, Any]]) -> list[str]:
 
 def _line(arm: str, bounds: list[float]) -> str:
     mean = statistics.fmean(bounds)
-    apart = T_95.get(len(bounds), 2.5) * statistics.stdev(bounds) / math.sqrt(len(bounds)) if len(bounds) > 1 else 0.0
-    return f"{arm:5} {mean:.4f} ± {apart:.4f} nats a token, perplexity {math.exp(mean):.1f}, {len(bounds)} seeds"
+    margin = T_95.get(len(bounds), 2.5) * statistics.stdev(bounds) / math.sqrt(len(bounds)) if len(bounds) > 1 else 0.0
+    return f"{arm:5} {mean:.4f} ± {margin:.4f} nats a token, perplexity {math.exp(mean):.1f}, {len(bounds)} seeds"
 
 
 def main() -> None:
@@ -93,21 +95,21 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=3)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_intermixed_args()
-    rows = kept(options.out, [])
-    there = {(row["arm"], row["seed"]) for row in rows if "bound" in row}
+    rows = read_existing(options.out, [])
+    finished = {(row["arm"], row["seed"]) for row in rows if "bound" in row}
     wanted = [(arm, int(seed)) for seed in options.seeds.split(",") for arm in options.arms.split(",")]
-    keeping = Lock()
+    rows_lock = Lock()
 
-    def one(asked: tuple[str, int]) -> None:
-        row = train(*asked, options.source, options.overrides)
-        with keeping:
+    def run_arm(arm_and_seed: tuple[str, int]) -> None:
+        row = train(*arm_and_seed, options.source, options.overrides)
+        with rows_lock:
             rows.append(row)
             options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-            print(asked, row.get("bound", row.get("error")), flush=True)
+            print(arm_and_seed, row.get("bound", row.get("error")), flush=True)
 
     with ThreadPoolExecutor(options.at_once) as pool:
-        list(pool.map(one, [asked for asked in wanted if asked not in there]))
-    print("\n".join(told(rows)))
+        list(pool.map(run_arm, [pair for pair in wanted if pair not in finished]))
+    print("\n".join(summary_lines(rows)))
 
 
 if __name__ == "__main__":

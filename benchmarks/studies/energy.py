@@ -1,8 +1,9 @@
-"""Milliseconds, watts and clock of the step's kernels, each run long enough for the power limit to bite.
+"""Time, power and clock of the kernels of a step, each run long enough to reach the power limit.
 
     python -m benchmarks.studies.energy OUT.json [SECONDS]
 
-A step at the limit draws all the power the card may draw; then a kernel costs its joules, not its milliseconds.
+At the power limit the clock falls, so the time of a step follows from the energy of its kernels: a kernel that needs
+fewer joules makes the step faster even if it alone is not.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CARD = pynvml.nvmlDeviceGetHandleByIndex(0)
 
 
 def sustained(work: Callable[[], Any], budget: float) -> dict[str, float]:
-    """Time, power and clock of one call after a third of the budget, over the rest."""
+    """Return time, power and clock of one call: warm up for a third of `budget` seconds, then measure for the rest."""
     for _ in range(3):
         work()
     torch.cuda.synchronize()
@@ -123,8 +124,8 @@ def main() -> None:
         for name, (work, flops) in group().items():
             row = rows[name] = sustained(work, budget)
             row["tflops"] = flops / row["ms"] / 1e9
-            told = f"{row['ms']:7.3f} ms {row['watts']:5.0f} W {row['mhz']:5.0f} MHz {row['tflops']:6.0f} TFLOP/s"
-            print(f"{name:26s} {told}", flush=True)
+            figures = f"{row['ms']:7.3f} ms {row['watts']:5.0f} W {row['mhz']:5.0f} MHz {row['tflops']:6.0f} TFLOP/s"
+            print(f"{name:26s} {figures}", flush=True)
     facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": N}
     Path(sys.argv[1]).write_text(json.dumps(facts | {"kernels": rows}, indent=1) + "\n", encoding="utf-8")
 

@@ -1,10 +1,10 @@
-"""How far a model's gradients lie from float32's, by the way its blocks are computed.
+"""Error of a model's gradients relative to float32, for each way of computing its blocks.
 
     python -m benchmarks.studies.gradients OUT.json TOKENS_DIR [key=value …]
 
-One `pretrain-350m` is trained; at some of its steps every way gets its weights and the same batch. Of each kind of
-weight: the length of the error beside the gradient's, and how much of the gradient's own length is missing or too much
-(`along`, signed: what a way does wrong always the same way would show here). Without a GPU the model is tiny.
+Train one `pretrain-350m`; at some of its steps compute the gradients of its weights on the same batch in every way. For
+each kind of weight, report `error`, the norm of the error divided by the norm of the gradient, and `along`, the signed
+part of the error along the gradient, where a systematic error shows. Without a GPU the model is tiny.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.studies.runs import said
+from benchmarks.studies.runs import run_main
 from redline.bench.setting import TINY
 from redline.data.corpus import TextData, load_text
 from redline.hardware.probe import detect_machine
@@ -33,7 +33,7 @@ from redline.training.step import step_batch, to_device
 from redline.training.trial import SilentView, trainer_without_run
 
 BATCH, WARMUP = 16, 50  # sequences a step; steps
-LOOKS = (0, 45, 150)  # steps before which the ways are compared
+COMPARE_AT = (0, 45, 150)  # steps before which the ways are compared
 COMPILED = ("model.kernels=torch", "train.compile=true")
 WAYS = {
     "float32": ("train.precision=fp32", "model.kernels=torch", "train.compile=false"),
@@ -74,42 +74,46 @@ def gradients(words: tuple[str, ...], data: TextData, weights: Gradients, step: 
     return total, {name: p.grad.cpu() for name, p in job.model.named_parameters() if p.grad is not None}
 
 
-def apart(found: Gradients, exact: Gradients) -> dict[str, dict[str, float]]:
-    """By kind of weight: a layer's number is not part of it."""
+def relative_errors(gradients: Gradients, exact: Gradients) -> dict[str, dict[str, float]]:
+    """Return the errors by kind of weight: its name without the number of the layer."""
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
     for name, gradient in exact.items():
-        one, other = gradient.double(), found[name].double()
-        figures = torch.stack([(other - one).square().sum(), ((other - one) * one).sum(), one.square().sum()])
+        expected = gradient.double()
+        error = gradients[name].double() - expected
+        figures = torch.stack([error.square().sum(), (error * expected).sum(), expected.square().sum()])
         for kind in (re.sub(r"\d+", "*", name), "all"):
             sums[kind] += figures
     return {
-        kind: {"error": (error / square).sqrt().item(), "along": (along / square).item()}
-        for kind, (error, along, square) in sums.items()
+        kind: {"error": (squared_error / square).sqrt().item(), "along": (along / square).item()}
+        for kind, (squared_error, along, square) in sums.items()
     }
 
 
-def compared(ways: Ways, common: tuple[str, ...], data: TextData, weights: Gradients, step: int) -> list[Row]:
-    """Every way's gradients on these weights beside float32's."""
-    found = {way: gradients((*common, *words), data, weights, step) for way, words in ways.items()}
-    exact = found["float32"][1]
-    rows = [{"step": step, "way": way, "loss": loss, "kinds": apart(of, exact)} for way, (loss, of) in found.items()]
+def compare(ways: Ways, common: tuple[str, ...], data: TextData, weights: Gradients, step: int) -> list[Row]:
+    """Compare the gradients of every way on these weights with float32."""
+    results = {way: gradients((*common, *words), data, weights, step) for way, words in ways.items()}
+    exact = results["float32"][1]
+    rows = [
+        {"step": step, "way": way, "loss": loss, "kinds": relative_errors(of_way, exact)}
+        for way, (loss, of_way) in results.items()
+    ]
     for row in rows:
-        off = "  ".join(f"{name} {figure:+.5f}" for name, figure in row["kinds"]["all"].items())
-        print(f"step {step:4d}  {row['way']:16s} loss {row['loss']:.5f}  {off}", flush=True)
+        errors = "  ".join(f"{name} {figure:+.5f}" for name, figure in row["kinds"]["all"].items())
+        print(f"step {step:4d}  {row['way']:16s} loss {row['loss']:.5f}  {errors}", flush=True)
     return rows
 
 
-def trained(ways: Ways, looks: tuple[int, ...], common: tuple[str, ...]) -> Iterator[list[Row]]:
-    """The rows so far, after every look."""
+def compare_while_training(ways: Ways, steps: tuple[int, ...], common: tuple[str, ...]) -> Iterator[list[Row]]:
+    """Train, compare the ways before each of these steps, and yield all rows so far."""
     data = load_text(load("pretrain-350m", list(common)).recipe)
     job = objective(common, data)
     rows: list[Row] = []
     with trainer_without_run(job.resolved, job, SilentView()) as trainer:
         trainer.build()
-        for step in range(max(looks) + 1):
-            if step in looks:
+        for step in range(max(steps) + 1):
+            if step in steps:
                 weights = {name: p.detach().clone() for name, p in job.model.named_parameters()}
-                rows += compared(ways, common, data, weights, step)
+                rows += compare(ways, common, data, weights, step)
                 yield rows
             batch = step_batch(job, batches(job, step, job.resolved.batch.micro))
             trainer.train_step(step, batch, min(1.0, (step + 1) / WARMUP))
@@ -118,14 +122,16 @@ def trained(ways: Ways, looks: tuple[int, ...], common: tuple[str, ...]) -> Iter
 def main() -> None:
     if len(sys.argv) < 3:
         sys.exit("usage: python -m benchmarks.studies.gradients OUT.json TOKENS_DIR [key=value …]")
-    out, source, *given = sys.argv[1:]
+    out, source, *overrides = sys.argv[1:]
     gpu = torch.cuda.is_available()
-    common = (*(() if gpu else (*TINY, f"train.global_batch={BATCH}")), f"data.source={source}", *given)
+    common = (*(() if gpu else (*TINY, f"train.global_batch={BATCH}")), f"data.source={source}", *overrides)
     device = torch.cuda.get_device_name() if gpu else "cpu"
-    found: Row = {"words": list(common), "device": device, "versions": versions(), "git": git_state()}
-    for rows in trained(WAYS, LOOKS, common) if gpu else trained(ON_A_CPU, (0, 4), common):
-        Path(out).write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+    record: Row = {"words": list(common), "device": device, "versions": versions(), "git": git_state()}
+    for rows in (
+        compare_while_training(WAYS, COMPARE_AT, common) if gpu else compare_while_training(ON_A_CPU, (0, 4), common)
+    ):
+        Path(out).write_text(json.dumps(record | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    said(main)
+    run_main(main)

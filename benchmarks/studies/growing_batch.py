@@ -1,9 +1,10 @@
-"""What a batch that grows while a run goes on would be worth, at the same tokens: emulated, for redline's does not.
+"""Effect of a batch that grows during a run, at the same number of tokens. redline has no such schedule: emulate it.
 
     OMP_NUM_THREADS=1 python -m benchmarks.studies.growing_batch SOURCE STEPSxMICROS [STEPSxMICROS …]
 
-Each phase is so many steps of so many micro-batches: `300x1 150x2` is 300 steps of 8 sequences, then 150 of 16, on the
-data in their order. `parts.py` has the model; BATCH=4 in the environment makes micro-batches of 4.
+Each phase is a number of steps and of micro-batches per step: `300x1 150x2` is 300 steps of 8 sequences, then 150 of
+16, with the data in their usual order. The model is that of `parts.py`; BATCH=4 in the environment makes micro-batches
+of 4.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ import numpy as np
 
 from benchmarks.studies.parts import ARMS, COMMON
 from redline.cli.main import main as redline
-from redline.training import step as feed
+from redline.training import step as training_step
 from redline.training.step import StepBatch
 
 ARM = "race, betas 0.7, 0.998, no decay"
-Phases = list[tuple[int, int]]  # steps, and micro-batches of each
+Phases = list[tuple[int, int]]  # steps, and micro-batches per step
 
 
-def phases_of(words: list[str]) -> Phases:
+def parse_phases(words: list[str]) -> Phases:
     try:
         return [(int(steps), int(micros)) for steps, _, micros in (word.partition("x") for word in words)]
     except ValueError:
-        sys.exit("a phase is written STEPSxMICROS, as in 300x1")
+        sys.exit("A phase is written STEPSxMICROS, for example 300x1.")
 
 
-def place(step: int, phases: Phases) -> tuple[int, int]:
-    """The first micro-batch of a step, counted from the run's first, and how many it has."""
+def micro_batches_of(step: int, phases: Phases) -> tuple[int, int]:
+    """Return the index in the run of a step's first micro-batch, and the step's number of micro-batches."""
     first = 0
     for steps, micros in phases[:-1]:
         if step < steps:
@@ -44,15 +45,15 @@ def place(step: int, phases: Phases) -> tuple[int, int]:
 def main() -> None:
     if len(sys.argv) < 3:
         sys.exit("usage: python -m benchmarks.studies.growing_batch SOURCE STEPSxMICROS [STEPSxMICROS …]")
-    source, phases = sys.argv[1], phases_of(sys.argv[2:])
+    source, phases = sys.argv[1], parse_phases(sys.argv[2:])
     steps, batch = sum(count for count, _ in phases), os.environ.get("BATCH", "8")
 
-    def make(self: feed.BatchLoader, step: int) -> StepBatch:
-        (first, micros), micro = place(step, phases), self.plan.micro
+    def make(self: training_step.BatchLoader, step: int) -> StepBatch:
+        (first, micros), micro = micro_batches_of(step, phases), self.plan.micro
         starts = range(first * micro, (first + micros) * micro, micro)
-        return feed.step_batch(self.objective, [self.objective.batch(np.arange(s, s + micro)) for s in starts])
+        return training_step.step_batch(self.objective, [self.objective.batch(np.arange(s, s + micro)) for s in starts])
 
-    feed.BatchLoader._make = make  # type: ignore[method-assign]
+    training_step.BatchLoader._make = make  # type: ignore[method-assign]
     last = [f"data.source={source}", f"train.steps={steps}", f"eval.every={steps}", f"train.global_batch={batch}"]
     with tempfile.TemporaryDirectory() as folder:
         run = str(Path(folder) / "run")

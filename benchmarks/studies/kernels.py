@@ -1,9 +1,9 @@
-"""The parts of one 350M block on this GPU, each against its floor: bytes over bandwidth, FLOPs over the dense peak.
+"""Time of each part of a 350M block on this GPU, against its lower bound: bytes / bandwidth or FLOPs / dense peak.
 
     python -m benchmarks.studies.kernels OUT.json [TOKENS]
 
-Also matmuls in every orientation and with either output precision, and weight gradients beside memory-bound kernels
-on a second stream: what could still be gained.
+It also times matmuls in every orientation and with both output precisions, and a weight gradient concurrent with a
+memory-bound kernel on a second stream, to show what could still be gained.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def memory_bound(tokens: int, bandwidth: float) -> dict[str, Any]:
 
 
 def matmuls(tokens: int) -> dict[str, Any]:
-    """Forward y = x·Wᵀ, dgrad g·W, wgrad gᵀ·x; the weight stored either way round; wgrad in bf16 and float32."""
+    """Time forward y = x·Wᵀ, dgrad g·W and wgrad gᵀ·x, with W stored in both layouts and wgrad in bf16 and float32."""
     rows = {}
     for name, (inner, outer) in {"qkv": (D, 3 * D), "out": (D, D), "up": (D, 2 * F), "down": (F, D)}.items():
         x, g, w = bf16(tokens, inner), bf16(tokens, outer), bf16(outer, inner)
@@ -79,24 +79,24 @@ def matmuls(tokens: int) -> dict[str, Any]:
 
 
 def overlap(tokens: int) -> dict[str, float]:
-    """A weight gradient beside the SwiGLU backward: one after the other, and on two streams."""
+    """Time a weight gradient and the SwiGLU backward, in sequence and on two streams."""
     g, s, h, grad_s = bf16(tokens, D), bf16(tokens, F), bf16(tokens, 2 * F), bf16(tokens, F)
-    side = torch.cuda.Stream()
+    second_stream = torch.cuda.Stream()
 
-    def in_turn() -> None:
+    def sequential() -> None:
         g.T @ s
         swiglu_backward_(grad_s, h)
 
-    def beside() -> None:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+    def concurrent() -> None:
+        second_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(second_stream):
             g.T @ s
         swiglu_backward_(grad_s, h)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(second_stream)
 
-    found = {"in_turn_ms": 1e3 * seconds(in_turn, 0.2), "beside_ms": 1e3 * seconds(beside, 0.2)}
-    print("wgrad and SwiGLU backward:", {name: round(ms, 3) for name, ms in found.items()})
-    return found
+    times = {"in_turn_ms": 1e3 * seconds(sequential, 0.2), "beside_ms": 1e3 * seconds(concurrent, 0.2)}
+    print("wgrad and SwiGLU backward:", {name: round(ms, 3) for name, ms in times.items()})
+    return times
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Draws a latent prefix's run: the loss with a text's own latents and with another's, and how alike latents are.
+"""Plot a `latent_prefix` run: the loss with a text's own and with another text's latents, and their cosine similarity.
 
 usage: python -m benchmarks.studies.latent_picture OUT.svg RESULT.json
 
-The result holds a run's evaluation events and its lock, as `latent_squad.py` writes them.
+RESULT.json holds the evaluation events and the lock of a run, as `latent_squad.py` writes them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ def draw(result: dict[str, Any], out: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    looks = [event for event in result["events"] if event["type"] == "eval"]
-    steps, lock = [event["step"] for event in looks], result["lock"]
+    evaluations = [event for event in result["events"] if event["type"] == "eval"]
+    steps, lock = [event["step"] for event in evaluations], result["lock"]
     with mpl.rc_context(RC):
         canvas = Figure(figsize=(9.0, 3.6), layout="constrained")
-        losses, alike = canvas.subplots(1, 2)
-        losses.plot(steps, [e["other_nll_0"] for e in looks], "-o", color=SECOND, markersize=3, label="another text's")
+        losses, cosines = canvas.subplots(1, 2)
         losses.plot(
-            steps, [e["nll_0"] for e in looks], "-o", color=ACCENT, markersize=3, label="the text's own latents"
+            steps, [e["other_nll_0"] for e in evaluations], "-o", color=SECOND, markersize=3, label="another text's"
+        )
+        losses.plot(
+            steps, [e["nll_0"] for e in evaluations], "-o", color=ACCENT, markersize=3, label="the text's own latents"
         )
         losses.set_title("−log p per token of the answer, held out", loc="left", size=10.5, weight="bold")
         losses.legend(frameon=False, fontsize=9)
-        alike.plot(steps, [e["latent_cosine"] for e in looks], "-o", color=INK, markersize=3)
-        alike.axhline(1.0, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
+        cosines.plot(steps, [e["latent_cosine"] for e in evaluations], "-o", color=INK, markersize=3)
+        cosines.axhline(1.0, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
         below = {"xytext": (0, -12), "textcoords": "offset points", "ha": "right"}
-        alike.annotate("1: collapse", (steps[-1], 1.0), color=FAINT, **below)
-        alike.set_title("cosine between latents of different texts", loc="left", size=10.5, weight="bold")
-        for ax, top in ((losses, None), (alike, 1.05)):
+        cosines.annotate("1: collapse", (steps[-1], 1.0), color=FAINT, **below)
+        cosines.set_title("cosine between latents of different texts", loc="left", size=10.5, weight="bold")
+        for ax, top in ((losses, None), (cosines, 1.05)):
             ax.grid(visible=True)
             ax.set_ylim(0, top)
             ax.set_xlabel("steps")
@@ -52,7 +54,9 @@ def main() -> None:
     try:
         draw(json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")), Path(sys.argv[1]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(f"{sys.argv[2]} is no result that can be drawn ({type(error).__name__}). Name one of a latent prefix.")
+        sys.exit(
+            f"Cannot plot {sys.argv[2]} ({type(error).__name__}). RESULT.json is a file that latent_squad.py wrote."
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What keeps the latents of different texts apart: a latent prefix trained in several ways on a toy, with `redline`.
+"""Which losses keep the latents of different texts distinct: a latent prefix trained in several ways on toy data.
 
-    python -m benchmarks.studies.latent_toy OUT.json [NAME …]     trains these arms, or all; adds them to OUT.json
+    python -m benchmarks.studies.latent_toy OUT.json [NAME …]     trains these arms, or all, and adds them to OUT.json
 
-A text names three things with their colours and asks for one of them. A decoder of half a million weights learns such
-texts (`redline train`, `redline export`) and is then frozen; each arm trains a prefix of 8 latents through it, and
-`redline eval` asks 100 questions about texts that were held out.
+A text names three things with their colours and asks for the colour of one. A decoder of half a million weights is
+trained on such texts (`redline train`, `redline export`) and then frozen. Each arm trains a prefix of 8 latents through
+it, and `redline eval` asks 100 questions about held-out texts.
 """
 
 from __future__ import annotations
@@ -50,33 +50,33 @@ ARMS = {
 SMALL = ("train.device=cpu", "train.precision=fp32", "train.compile=false", "eval.samples=0", "monitor.log_every=10")
 
 
-def row(chance: random.Random) -> dict[str, str]:
-    things, colours = chance.sample(THINGS, NAMED), chance.sample(COLOURS, NAMED)
-    asked = chance.randrange(NAMED)
+def make_row(rng: random.Random) -> dict[str, str]:
+    things, colours = rng.sample(THINGS, NAMED), rng.sample(COLOURS, NAMED)
+    asked = rng.randrange(NAMED)
     context = " ".join(f"The {thing} is {colour}." for thing, colour in zip(things, colours, strict=True))
     return {"question": f"Which colour has the {things[asked]}?", "context": context, "answer": colours[asked]}
 
 
 def write_data(folder: Path) -> None:
-    chance = random.Random(7)
-    told = "Question: {question}\nContext: {context}\nAnswer: {answer}"
-    write(folder / "texts.jsonl", [{"text": told.format(**row(chance))} for _ in range(20000)])
-    drawn = [row(chance) for _ in range(6000)]
-    write(folder / "rows.jsonl", list({json.dumps(one): one for one in drawn}.values()))
+    rng = random.Random(7)
+    template = "Question: {question}\nContext: {context}\nAnswer: {answer}"
+    write(folder / "texts.jsonl", [{"text": template.format(**make_row(rng))} for _ in range(20000)])
+    rows = [make_row(rng) for _ in range(6000)]
+    write(folder / "rows.jsonl", list({json.dumps(row): row for row in rows}.values()))
 
 
 def write(path: Path, rows: list[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def make_base(folder: Path) -> dict[str, Any]:
-    begun = time.monotonic()
+    start = time.monotonic()
     redline("train", *BASE, *SMALL, f"data.source={folder / 'texts.jsonl'}", "--run", str(folder / "base-run"))
     redline("export", str(folder / "base-run"), "--out", str(folder / "base"))
     recipe = {**PREFIX, "model": {"base": str(folder / "base")}}
     recipe["data"] = {**PREFIX["data"], "source": str(folder / "rows.jsonl")}
     (folder / "prefix.yaml").write_text(json.dumps(recipe), encoding="utf-8")
-    return {"words": [*BASE, *SMALL], "seconds": time.monotonic() - begun, **last_loss(folder / "base-run")}
+    return {"words": [*BASE, *SMALL], "seconds": time.monotonic() - start, **last_loss(folder / "base-run")}
 
 
 def last_loss(run: Path) -> dict[str, Any]:
@@ -88,32 +88,30 @@ def events(run: Path) -> list[dict[str, Any]]:
 
 
 def train(name: str, folder: Path) -> dict[str, Any]:
-    begun, run = time.monotonic(), folder / f"run-{list(ARMS).index(name)}"
+    start, run = time.monotonic(), folder / f"run-{list(ARMS).index(name)}"
     redline("train", str(folder / "prefix.yaml"), *SMALL, *ARMS[name], "--run", str(run))
-    said = redline("eval", str(run), "--answers", "f1", "--questions", "100", "--json")
-    kept = ("step", "loss", "other_nll_0", "latent_cosine", "first_top1_0")
-    curve = [{key: event[key] for key in kept} for event in events(run) if event["type"] == "eval"]
+    output = redline("eval", str(run), "--answers", "f1", "--questions", "100", "--json")
+    keys = ("step", "loss", "other_nll_0", "latent_cosine", "first_top1_0")
+    curve = [{key: event[key] for key in keys} for event in events(run) if event["type"] == "eval"]
     lock = json.loads((run / "lock.json").read_text(encoding="utf-8"))
-    found = {"overrides": ARMS[name], "seconds": time.monotonic() - begun, "curve": curve, "lock": lock}
-    return {**found, "answers": json.loads(said.splitlines()[-1])}
+    result = {"overrides": ARMS[name], "seconds": time.monotonic() - start, "curve": curve, "lock": lock}
+    return {**result, "answers": json.loads(output.splitlines()[-1])}
 
 
 def main() -> None:
     _, *words = sys.argv
     if not words or (unknown := [name for name in words[1:] if name not in ARMS]):
-        told = f"there is no arm {unknown[0]!r}; " if words else ""
-        sys.exit(
-            f"{told}usage: python -m benchmarks.studies.latent_toy OUT.json [NAME …], of {', '.join(map(repr, ARMS))}"
-        )
+        reason = f"There is no arm {unknown[0]!r}. " if words else ""
+        sys.exit(f"{reason}usage: python -m benchmarks.studies.latent_toy OUT.json [NAME …]; arms: {', '.join(ARMS)}")
     out = Path(words[0])
-    found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"arms": {}}
+    record = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"arms": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_data(folder)
-        found["base"] = make_base(folder)
+        record["base"] = make_base(folder)
         for arm in words[1:] or ARMS:
-            found["arms"][arm] = train(arm, folder)
-            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            record["arms"][arm] = train(arm, folder)
+            out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A second text out of the same tokens, to see whether what was tuned on one validation split holds on another.
+"""Make a second training and validation split from the same tokens, to check settings tuned on the first split.
 
     python -m benchmarks.studies.other_text SOURCE OUT
 
-SOURCE/train.bin holds GPT-2 tokens, each document after its 50256. Its first third is left away, its last documents
-(some 700,000 tokens) become OUT/val.bin, and what is between OUT/train.bin.
+SOURCE/train.bin holds GPT-2 tokens, with 50256 before each document. The first third is dropped, the last documents
+(about 700,000 tokens) become OUT/val.bin, and the rest becomes OUT/train.bin.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.studies.runs import said
+from benchmarks.studies.runs import run_main
 
 END = 50256
 HELD_OUT = 700_000  # tokens, at least
 
 
 def document_before(tokens: np.ndarray, position: int) -> int:
-    """Where the document begins that `position` is in."""
-    found = np.flatnonzero(tokens[: position + 1] == END)
-    if not found.size:
-        sys.exit("No document begins there: is this a train.bin of GPT-2 tokens?")
-    return int(found[-1])
+    """Return the start of the document that contains `position`."""
+    starts = np.flatnonzero(tokens[: position + 1] == END)
+    if not starts.size:
+        sys.exit(f"There is no token {END} before position {position}. SOURCE/train.bin must hold GPT-2 tokens.")
+    return int(starts[-1])
 
 
 def split(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Training and validation tokens."""
+    """Return the training and the validation tokens."""
     if len(tokens) < 3 * HELD_OUT:
         sys.exit(f"{len(tokens):,} tokens are too few to hold {HELD_OUT:,} out.")
     last = document_before(tokens, len(tokens) - HELD_OUT)
@@ -40,9 +40,9 @@ def main() -> None:
         sys.exit("usage: python -m benchmarks.studies.other_text SOURCE OUT")
     source, out = Path(sys.argv[1]) / "train.bin", Path(sys.argv[2])
     if not source.is_file():
-        sys.exit(f"{source} is not there.")
+        sys.exit(f"{source} does not exist.")
     if out.exists():
-        sys.exit(f"{out} is there already. Choose another folder.")
+        sys.exit(f"{out} already exists. Choose another folder.")
     train, val = split(np.fromfile(source, dtype=np.uint16))
     out.mkdir(parents=True)
     train.tofile(out / "train.bin")
@@ -51,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    said(main)
+    run_main(main)

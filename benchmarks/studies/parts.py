@@ -1,9 +1,10 @@
-"""What each part of a model or its optimizer is worth to a small one on a CPU: a first look, before a GPU is asked.
+"""Effect of each part of a model or optimizer on the loss of a small model on a CPU: a first test before using a GPU.
 
     OMP_NUM_THREADS=1 python -m benchmarks.studies.parts OUT.json SOURCE [NAME …]
 
-SOURCE is text or prepared tokens (`redline prepare TEXT --out SOURCE --tokenizer train:4096`). Each arm learns 614,400
-tokens, 300 steps of 16 × 128, in about three minutes of one core; those in OUT.json already are not trained again.
+SOURCE is text or prepared tokens (`redline prepare TEXT --out SOURCE --tokenizer train:4096`). Each arm trains on
+614,400 tokens, 300 steps of 16 × 128, in about three minutes of one core. Arms that OUT.json already holds are not
+trained again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.studies.runs import looks, trained
+from benchmarks.studies.runs import evaluations, run_training
 from redline.bench.child import ChildError
 
 COMMON = (
@@ -26,7 +27,8 @@ COMMON = (
 NORMUON = ("train.optimizer=normuon", "train.muon_lr=0.02", "train.lr=6e-3")
 BASE = (*NORMUON, "model.qk_norm=true", "model.init=zero")
 MANY = (*BASE, "model.mlp=relu2", "model.d_ff=768", "model.heads=2", "model.value_embeddings=1")
-# The guides' architecture (SwiGLU, a tied head, no QK norm) in many small steps, as `pretrain-350m` runs the race.
+# The guides' architecture (SwiGLU, a tied head, no QK norm) in many small steps, as `pretrain-350m` runs in
+# `python -m benchmarks time-to-loss`.
 GUIDES = (
     *("train.steps=600", "train.global_batch=8", "train.warmup_steps=30", "train.decay_fraction=0.6", "eval.every=300"),
     *("train.optimizer=normuon", "train.muon_lr=0.02", "train.lr=3e-3", "model.init=zero", "model.embedding_std=0.005"),
@@ -55,7 +57,7 @@ AROUND_THE_GUIDES: dict[str, tuple[str, ...]] = {
     "rate 1.2e-2, scalars 3e-3": ("train.lr=1.2e-2", "train.scalar_lr=3e-3"),
     "rate 1.2e-2, no clipping": ("train.lr=1.2e-2", "train.clip=null"),
 }
-# What the race of 350M parameters was then run with, and what lies around that.
+# The settings of the 350M run of `time-to-loss` that followed from these, and variations of them.
 RACE = (*GUIDES, "train.lr=1.2e-2", "train.muon_lr=0.01", "train.muon_momentum=0.9")
 AROUND_THE_RACE: dict[str, tuple[str, ...]] = {
     "": (),
@@ -103,7 +105,7 @@ AROUND_THE_RACE: dict[str, tuple[str, ...]] = {
         for seed in (0, 1)
     },
 }
-# `speedrun-350m` as it ships, and whether its projections and those of the race gain by beginning at zero.
+# `speedrun-350m` as shipped, and whether its projections and those of RACE gain from zero initialisation.
 SPEEDRUN = (
     *(*GUIDES, "train.lr=6e-3", "train.betas=[0.7,0.998]", "train.weight_decay=0"),
     *("model.qk_norm=true", "model.heads=2"),
@@ -154,7 +156,7 @@ ARMS: dict[str, tuple[str, ...]] = {
 
 def train(source: str, words: tuple[str, ...]) -> dict[str, Any]:
     try:
-        last = looks(trained(["pretrain-350m", *COMMON, *words, f"data.source={source}"]))[-1]
+        last = evaluations(run_training(["pretrain-350m", *COMMON, *words, f"data.source={source}"]))[-1]
     except ChildError as error:
         sys.exit(str(error))
     return {"words": list(words), "source": source, "loss": round(last["loss"], 4), "tokens": last["tokens"]}
@@ -162,27 +164,27 @@ def train(source: str, words: tuple[str, ...]) -> dict[str, Any]:
 
 def read(out: Path) -> dict[str, Any]:
     try:
-        found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"arms": {}}
+        record = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"arms": {}}
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("arms"), dict):
-        sys.exit(f"{out} holds no arms. Choose another OUT.json, or remove it.")
-    return found
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("arms"), dict):
+        sys.exit(f"{out} is not a result of this study. Choose another OUT.json, or remove the file.")
+    return record
 
 
 def main() -> None:
     if len(sys.argv) < 3:
         sys.exit("usage: python -m benchmarks.studies.parts OUT.json SOURCE [NAME …]")
     out, source, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:] or list(ARMS)
-    if strange := [name for name in names if name not in ARMS]:
-        sys.exit(f"{strange[0]!r} is none of: {'; '.join(ARMS)}")
-    found = read(out)
+    if unknown := [name for name in names if name not in ARMS]:
+        sys.exit(f"There is no arm {unknown[0]!r}. Choose from: {'; '.join(ARMS)}")
+    record = read(out)
     for name in names:
-        known = found["arms"].get(name, {})
+        known = record["arms"].get(name, {})
         if (known.get("words"), known.get("source")) != (list(ARMS[name]), source):
-            found["arms"][name] = train(source, ARMS[name])
-            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        print(f"{found['arms'][name]['loss']:.4f}  {name}", flush=True)
+            record["arms"][name] = train(source, ARMS[name])
+            out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"{record['arms'][name]['loss']:.4f}  {name}", flush=True)
 
 
 if __name__ == "__main__":

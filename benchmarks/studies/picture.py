@@ -1,9 +1,9 @@
-"""Draws committed results as one picture of tokens per second, or a race as curves of its loss.
+"""Plot committed results: tokens per second as bars, or the loss curves of `time-to-loss`.
 
 usage: python -m benchmarks.studies.picture OUT.svg RESULT.json [RESULT.json …]
 
-A result is one of `redline bench throughput --out`, or of pretrain_350m.py beside it; or a single one of `redline bench
-time-to-loss --out`, of which the text with the most budgets is shown.
+RESULT.json is a file of `redline bench throughput --out` or of pretrain_350m.py in this folder, or a single file of
+`python -m benchmarks time-to-loss --out`, from which the text with the most budgets is plotted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from redline.hardware.specs import spec_of
 
 
 def rows_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(result["rows"]) if "rows" in result else [_two_minutes(result)]
+    return list(result["rows"]) if "rows" in result else [_row_of_pretrain_350m(result)]
 
 
-def _two_minutes(result: dict[str, Any]) -> dict[str, Any]:
-    """The row of a run of pretrain_350m.py; its limit follows from its lock."""
+def _row_of_pretrain_350m(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a run of pretrain_350m.py; its upper limit follows from its lock."""
     lock = result["lock"]
     precision, card = lock["recipe"]["train"]["precision"], spec_of(lock["machine"]["name"])
     peak = card.bf16 if card and precision == "bf16" else None
@@ -36,7 +36,7 @@ def _two_minutes(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def about(result: dict[str, Any]) -> dict[str, Any]:
-    """What the first result says of the machine and the code."""
+    """Return the date, machine, versions and commit of a result."""
     lock = result.get("lock") or {}
     if "created" in lock:
         lock = {"date": time.strftime("%Y-%m-%d", time.gmtime(lock["created"])), **lock}
@@ -45,19 +45,20 @@ def about(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_one_text(race: dict[str, Any]) -> dict[str, Any]:
-    """Its budgets side by side; another text would be a panel that looks like one more budget."""
+    """Keep the tables of one text: a table of another text would look like one more budget."""
     texts = [table["data"]["fingerprint"] for table in race["comparison"]]
     most = max(texts, key=texts.count, default=None)
     return {**race, "comparison": [table for table in race["comparison"] if table["data"]["fingerprint"] == most]}
 
 
-def drawn(results: list[dict[str, Any]]) -> str | None:
+def plot_results(results: list[dict[str, Any]]) -> str | None:
+    """Return the SVG, or None if the results hold nothing to plot."""
     names = {about(result)["machine"]["name"] for result in results}
     if len(names) > 1:
-        sys.exit(f"one machine a picture, not {' and '.join(sorted(names))}")
+        sys.exit(f"The results are of several machines ({', '.join(sorted(names))}). Use one machine per picture.")
     races = [result for result in results if result.get("benchmark") == "time-to-loss"]
     if races and len(results) > 1:
-        sys.exit("a race is drawn alone: it has curves, and the others have bars")
+        sys.exit("A time-to-loss result has curves, other results have bars. Plot it on its own.")
     if races:
         return draw(on_one_text(races[0]))
     return draw({**about(results[0]), "rows": [row for result in results for row in rows_of(result)]})
@@ -69,13 +70,15 @@ def main() -> None:
     try:
         results = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[2:]]
     except (OSError, ValueError) as error:
-        sys.exit(f"a result cannot be read: {error}. Name files that `redline bench throughput --out` wrote.")
+        sys.exit(f"Cannot read a result: {error}. RESULT.json is a file that `redline bench throughput --out` wrote.")
     try:
-        svg = drawn(results)
+        svg = plot_results(results)
     except (KeyError, TypeError, AttributeError):
-        sys.exit("a result is not whole. Name what `redline bench throughput` or `time-to-loss` wrote with --out.")
+        sys.exit(
+            "A result lacks some keys. RESULT.json is a file that `redline bench throughput` or `time-to-loss` wrote."
+        )
     if svg is None:
-        sys.exit("there is no figure to draw in these results")
+        sys.exit("These results hold no figures to plot.")
     Path(sys.argv[1]).write_text(svg, encoding="utf-8")
 
 

@@ -1,8 +1,9 @@
-"""Measured steps against the plan as it is computed today: a table on stdout, and a picture.
+"""Compare measured steps with today's plan: a table on stdout, and a picture.
 
     python -m benchmarks.studies.plan_table OUT.svg RESULT.json[:key=value] …
 
-A result is one of `python -m benchmarks plan-accuracy --out` on an H200; `:key=value` names a choice it did not record.
+RESULT.json is a file of `python -m benchmarks plan-accuracy --out` on an H200; `:key=value` adds a choice that the file
+does not record.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from redline.recipe.resolve import DataFacts, resolve
 H200 = Machine("cuda", "NVIDIA H200", 150_109_880_320, 16, (9, 0), fast_bf16=True)
 
 
-def planned_again(row: dict[str, Any], more: list[str]) -> dict[str, Any]:
+def with_new_plan(row: dict[str, Any], more: list[str]) -> dict[str, Any]:
+    """Return the row with today's plan and its errors."""
     name, *overrides = str(row["case"]).split()
     recipe = load(name, [*overrides, *more]).recipe
     facts = DataFacts(50257 if recipe.data.tokenizer == "gpt2" else 4096, 3_700_000, 190_000, "", "", "")
@@ -31,7 +33,7 @@ def planned_again(row: dict[str, Any], more: list[str]) -> dict[str, Any]:
     return {**row, **compiled, "planned": planned, **errors}
 
 
-def line(row: dict[str, Any]) -> str:
+def table_line(row: dict[str, Any]) -> str:
     planned, measured = row["planned"], row["measured"]
     memory = f"{planned['memory_gib']:.1f} → {measured['memory_gib']:.1f} GiB ({row['memory_gib_error']:+.1%})"
     speed = f"{planned['tokens_per_s'] / 1e3:.0f}k → {measured['tokens_per_s'] / 1e3:.0f}k"
@@ -45,10 +47,10 @@ def main() -> None:
     for word in sys.argv[2:]:
         name, _, more = word.partition(":")
         last = json.loads(Path(name).read_text(encoding="utf-8"))
-        rows += [planned_again(row, more.split() if more else []) for row in last["rows"] if "measured" in row]
-    print("\n".join(map(line, rows)))
+        rows += [with_new_plan(row, more.split() if more else []) for row in last["rows"] if "measured" in row]
+    print("\n".join(map(table_line, rows)))
     picture = draw({**last, "benchmark": "plan-accuracy", "rows": rows})
-    assert picture is not None, "no row was measured"
+    assert picture is not None, "none of the rows was measured"
     Path(sys.argv[1]).write_text(picture, encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Trains pretrain-350m for two minutes of the real loop and keeps its figures with its lock.
+"""Train pretrain-350m for two minutes and write its figures together with its lock.
 
 usage: python -m benchmarks.studies.pretrain_350m TOKENS_DIR OUT.json [key=value …]
 """

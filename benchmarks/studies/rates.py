@@ -1,9 +1,9 @@
-"""What one GPU's kernels reach at the shapes of real models: the rates that `redline plan` stands on.
+"""Rates of one GPU's kernels at the shapes of real models. The speed estimates of `redline plan` use them.
 
     python -m benchmarks.studies.rates OUT.json
 
-Matmuls forward and both backward, by model width; causal attention forward and backward, by length and head size;
-copy bandwidth. Medians of CUDA-event times, random data.
+Matmuls (forward, dgrad, wgrad) by model width; causal attention (forward and backward) by length and head size; copy
+bandwidth. Medians of CUDA-event times on random data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WIDTHS = {256: 704, 384: 1024, 512: 1408, 768: 2048, 1024: 2688, 1536: 4096, 204
 
 
 def seconds(work: Callable[[], Any], budget: float = 0.06) -> float:
-    """Median time of one call; about `budget` seconds are spent."""
+    """Return the median time of one call, measured for about `budget` seconds."""
     for _ in range(3):
         work()
     torch.cuda.synchronize()
@@ -46,7 +46,7 @@ def seconds(work: Callable[[], Any], budget: float = 0.06) -> float:
 
 
 def matmul_rates(width: int, hidden: int) -> dict[str, Any]:
-    """FLOP/s of each matrix of a layer, forward, dgrad and wgrad; and of all together, weighted by their work."""
+    """Return the TFLOP/s of each matrix of a layer (forward, dgrad, wgrad) and of the layer and head as a whole."""
     shapes = {
         "qkv": (width, 3 * width),
         "out": (width, width),
@@ -77,7 +77,7 @@ def matmul_rates(width: int, hidden: int) -> dict[str, Any]:
 
 
 def fp8_rates(width: int, hidden: int) -> dict[str, Any]:
-    """Tensorwise e4m3 × e4m3 with fast accumulation, forward shapes; the casts are not in the time."""
+    """Return the TFLOP/s of tensorwise e4m3 × e4m3 with fast accumulation, at forward shapes and without the casts."""
     result = {}
     one = torch.ones((), device="cuda")
     shapes = {"qkv": (width, 3 * width), "gate_up": (width, 2 * hidden), "down": (hidden, width)}
@@ -93,7 +93,10 @@ def fp8_rates(width: int, hidden: int) -> dict[str, Any]:
 
 
 def attention_rate(length: int, head_dim: int) -> dict[str, float]:
-    """cuDNN, causal, 65,536 tokens of 1,024 channels: milliseconds, and FLOP/s of the causal half, 3 × forward."""
+    """Return milliseconds and TFLOP/s of causal attention, forward and backward, on 65,536 tokens of 1,024 channels.
+
+    FLOPs are those of the causal half, counted as three times the forward pass.
+    """
     heads, batch = 1024 // head_dim, TOKENS // length
     q, k, v, g = (
         torch.randn(batch, heads, length, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=i < 3)
@@ -117,7 +120,7 @@ def attention_rate(length: int, head_dim: int) -> dict[str, float]:
 
 
 def copy_rate() -> float:
-    """Bytes read and written per second."""
+    """Return the bytes read and written per second by a copy."""
     source = torch.randn(1 << 28, device="cuda")
     target = torch.empty_like(source)
     return 2.0 * source.numel() * 4 / seconds(lambda: target.copy_(source))

@@ -1,4 +1,4 @@
-"""For the scripts beside it: a training in a process and a folder of its own, read and then gone."""
+"""What the studies share: run redline in a child process, read its events, and reuse an earlier result file."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from redline.bench.child import LIMIT_S, TrainedRun, train
 from redline.errors import UserError
 
 
-def trained(words: list[str], limit_s: float = LIMIT_S) -> TrainedRun:
-    """`redline train WORDS`; ChildError says why it failed."""
+def run_training(words: list[str], limit_s: float = LIMIT_S) -> TrainedRun:
+    """Run `redline train WORDS` in a temporary folder. Raise ChildError with the reason if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         return train(words, Path(folder) / "run", limit_s=limit_s)
 
 
-def kept(out: Path, empty: Any) -> Any:
-    """What an earlier call has written there, if it is of this kind."""
+def read_existing(out: Path, empty: Any) -> Any:
+    """Return the content of `out` from an earlier call, or `empty` if the file does not exist."""
     try:
-        found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else empty
+        content = json.loads(out.read_text(encoding="utf-8")) if out.exists() else empty
     except (OSError, ValueError):
-        found = None
-    if type(found) is not type(empty):
-        sys.exit(f"{out} holds nothing to go on from. Choose another OUT.json, or remove it.")
-    return found
+        content = None
+    if type(content) is not type(empty):
+        sys.exit(f"{out} is not a result of this study. Choose another OUT.json, or remove the file.")
+    return content
 
 
-def said(main: Callable[[], None]) -> None:
-    """Runs a script's main: a mistake of who calls it is a sentence."""
+def run_main(main: Callable[[], None]) -> None:
+    """Run the main function of a script; print a UserError as a message instead of a traceback."""
     try:
         main()
     except UserError as error:
@@ -40,7 +40,7 @@ def said(main: Callable[[], None]) -> None:
 
 
 def redline(*words: str) -> str:
-    """What it wrote on stdout; where it failed it has said itself why."""
+    """Run `redline WORDS` and return its stdout. Exit with its status if it fails; its stderr has said why."""
     done = subprocess.run([sys.executable, "-m", "redline", *words], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         sys.stderr.write(done.stdout)
@@ -48,6 +48,6 @@ def redline(*words: str) -> str:
     return done.stdout
 
 
-def looks(run: TrainedRun) -> list[dict[str, Any]]:
-    """What its evaluations found."""
+def evaluations(run: TrainedRun) -> list[dict[str, Any]]:
+    """Return step, tokens and loss of every evaluation of the run."""
     return [{key: event[key] for key in ("step", "tokens", "loss")} for event in run.of_type("eval")]

@@ -1,11 +1,12 @@
-"""Learning rates and batches for `python -m benchmarks time-to-loss`: each trial trains on its budget's tokens.
+"""Tune learning rates and batch sizes for `python -m benchmarks time-to-loss`, with a fixed number of tokens per trial.
 
     python -m benchmarks.studies.tune_race OUT.json TOKENS_DIR [--at-once 3] [--share 1] [NAME …]
     python -m benchmarks.studies.tune_race OUT.json TOKENS_DIR --parts
 
-Several share the card, so that compiling hides behind training: seconds mean nothing here, losses do. The tokens of a
-trial are its arm's seconds times what `redline bench throughput`, the plan or the race itself give for it. Trials in
-OUT.json are not made again. Without a GPU the models are tiny: a look at the script.
+Several trials share the card, so that one compiles while another trains: the losses are valid, the times are not. The
+tokens of a trial are its budget in seconds times the throughput measured by `redline bench throughput` or an earlier
+time-to-loss run, or estimated by the plan. Trials that OUT.json already holds are not repeated. Without a GPU the
+models are tiny, which only tests the script.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.studies.runs import kept, looks, trained
+from benchmarks.studies.runs import evaluations, read_existing, run_training
 from benchmarks.time_to_loss import BASELINE, EVALUATIONS, words_for
 from redline.bench.child import ChildError, ask
 from redline.bench.setting import UNDISTURBED, with_defaults
@@ -36,7 +37,7 @@ NORMUON = ("train.optimizer=normuon", "train.precision=fp8", "model.init=zero", 
 @dataclass(frozen=True)
 class Trial:
     arm: str
-    tokens: int  # that fit into its budget
+    tokens: int  # processed within its time budget
     batch: int
     words: tuple[str, ...]
 
@@ -45,28 +46,28 @@ class Trial:
 
 
 def pretrain(muon_lr: str, lr: str, batch: int, *more: str, thousands: int = 280, seconds: int = 40) -> Trial:
-    """A third of two minutes, or other seconds, at so many thousand tokens each."""
+    """Return a trial of `seconds` (a third of two minutes by default) at `thousands` × 1000 tokens per second."""
     words = (*NORMUON, f"train.muon_lr={muon_lr}", f"train.lr={lr}", *more)
     return Trial("pretrain-350m", 1000 * thousands * seconds, batch, words)
 
 
-# What `speedrun-350m` was when its first trials were made.
-AT_FIRST = (
+# The settings of `speedrun-350m` at the time of its first trials.
+FIRST_SPEEDRUN = (
     *("model.mlp=relu2", "model.tied=false", "model.embedding_std=0.02", "model.value_embeddings=1"),
     *("train.betas=[0.9,0.95]", "train.weight_decay=0.1"),
 )
 
 
 def speedrun(muon_lr: str, lr: str, batch: int, layers: int, d_model: int, *more: str, thousands: int) -> Trial:
-    """A fifth of it, at so many thousand tokens a second, by the first of its shapes. Heads are 128 wide."""
+    """Return a trial of a fifth of two minutes at `thousands` × 1000 tokens per second, with heads of 128 channels."""
     shape = (f"model.layers={layers}", f"model.d_model={d_model}")
     heads = (f"model.heads={d_model // 128}", f"model.d_ff={4 * d_model}")
-    words = (f"train.muon_lr={muon_lr}", f"train.lr={lr}", *shape, *heads, *AT_FIRST, *more)
+    words = (f"train.muon_lr={muon_lr}", f"train.lr={lr}", *shape, *heads, *FIRST_SPEEDRUN, *more)
     return Trial("speedrun-350m", 24_000 * thousands, batch, words)
 
 
 def baseline(lr: str, batch: int, *more: str, thousands: int) -> Trial:
-    """Two minutes of GPT-2 medium in nanoGPT's style."""
+    """Return a trial of two minutes of GPT-2 medium in nanoGPT's style."""
     return Trial(BASELINE, 120_000 * thousands, batch, (f"train.lr={lr}", *more))
 
 
@@ -85,7 +86,7 @@ TRIALS: dict[str, Trial] = {
         )
         for seconds in (24, 96)
     },
-    # a rate that is too high for the first hundred steps: lower ones, and longer warm-ups
+    # The rate of 1.2e-2 is too high for the first hundred steps: try lower rates and longer warm-ups.
     **{
         f"pretrain 0.01 {lr} 16, momentum 0.9, betas 0.7 0.998, no decay, 25 s, {warmup} steps of warm-up": pretrain(
             *("0.01", lr, 16, "model.embedding_std=0.005", "train.graph=true", "train.muon_momentum=0.9"),
@@ -125,7 +126,7 @@ TRIALS: dict[str, Trial] = {
 }
 
 
-# What each part is worth to `speedrun-350m` in a tenth of two minutes. A trial differs from the first in this alone.
+# The effect of each part on `speedrun-350m` in a tenth of two minutes. Each trial differs from the first in this alone.
 PARTS: dict[str, tuple[str, ...]] = {
     "all": (),
     "all, seed 1338": ("train.seed=1338",),
@@ -154,65 +155,70 @@ PARTS: dict[str, tuple[str, ...]] = {
 TRIALS |= {f"part: {name}": Trial("speedrun-350m", 14_400_000, 32, words) for name, words in PARTS.items()}
 
 
-def asked_for(trial: Trial, source: str, share: float) -> dict[str, Any]:
-    """What a row is known by: a name may have meant something else."""
+def settings_of(trial: Trial, source: str, share: float) -> dict[str, Any]:
+    """Return the settings that identify a row. Its name does not: an earlier version may have used it differently."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     words = words_for(trial.arm, [*trial.words, f"train.global_batch={trial.batch}", f"data.source={source}"], device)
     return {"words": words, "steps": trial.steps(share)}
 
 
-Found = tuple[list[dict[str, Any]], dict[str, Any]]  # its evaluations, and the lock of its run
+CurveAndLock = tuple[list[dict[str, Any]], dict[str, Any]]
 
 
-def by_the_baseline(words: list[str], steps: int) -> Found:
-    """Its steps are those that fit into a budget: as many seconds as steps, of a second each."""
-    found = ask("benchmarks.peers.nanogpt", {"words": words, "budget_s": steps, "step_ms": 1e3}, LIMIT_S)
-    return [{key: point[key] for key in ("step", "tokens", "loss")} for point in found["evaluations"]], found["lock"]
+def train_baseline(words: list[str], steps: int) -> CurveAndLock:
+    """Train nanoGPT's baseline. It takes a time budget, so ask for `steps` seconds at one second per step."""
+    answer = ask("benchmarks.peers.nanogpt", {"words": words, "budget_s": steps, "step_ms": 1e3}, LIMIT_S)
+    return [{key: point[key] for key in ("step", "tokens", "loss")} for point in answer["evaluations"]], answer["lock"]
 
 
-def by_redline(arm: str, words: list[str], steps: int) -> Found:
-    last = (f"train.steps={steps}", f"eval.every={max(1, steps // EVALUATIONS)}")
+def train_redline(arm: str, words: list[str], steps: int) -> CurveAndLock:
+    stop = (f"train.steps={steps}", f"eval.every={max(1, steps // EVALUATIONS)}")
     usual = with_defaults([f"train.warmup_steps={max(1, steps // 20)}"], words)
-    run = trained([arm, *UNDISTURBED, *usual, *NO_OTHER_STOP, *last], LIMIT_S)
-    return looks(run), run.lock
+    run = run_training([arm, *UNDISTURBED, *usual, *NO_OTHER_STOP, *stop], LIMIT_S)
+    return evaluations(run), run.lock
 
 
-def tried(trial: Trial, words: list[str], steps: int) -> dict[str, Any]:
+def run_trial(trial: Trial, words: list[str], steps: int) -> dict[str, Any]:
     try:
-        curve, lock = by_the_baseline(words, steps) if trial.arm == BASELINE else by_redline(trial.arm, words, steps)
+        if trial.arm == BASELINE:
+            curve, lock = train_baseline(words, steps)
+        else:
+            curve, lock = train_redline(trial.arm, words, steps)
     except ChildError as error:
-        return {"error": str(error)}  # to be tried again
+        return {"error": str(error)}  # has no settings, so the next call repeats the trial
     return {"loss": curve[-1]["loss"], "evaluations": curve, "words": words, "steps": steps, "lock": lock}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tuning trials of the race to a loss.")
+    parser = argparse.ArgumentParser(description="Tuning trials for time-to-loss.")
     parser.add_argument("out", type=Path)
     parser.add_argument("source")
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--parts", action="store_true", help="those that leave one part away, or add one")
+    parser.add_argument("--parts", action="store_true", help="run the trials that remove or add one part")
     parser.add_argument("--at-once", type=int, default=3)
-    parser.add_argument("--share", type=float, default=1.0, help="of each trial's tokens, for a look at the script")
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="train on this share of each trial's tokens, to test the script"
+    )
     options = parser.parse_intermixed_args()
-    if strange := [name for name in options.names if name not in TRIALS]:
-        sys.exit(f"{strange[0]!r} is none of: {'; '.join(TRIALS)}")
-    rows = kept(options.out, {})
+    if unknown := [name for name in options.names if name not in TRIALS]:
+        sys.exit(f"There is no trial {unknown[0]!r}. Choose from: {'; '.join(TRIALS)}")
+    rows = read_existing(options.out, {})
     chosen = options.names or [name for name in TRIALS if name.startswith("part: ") == options.parts]
-    asked = {name: asked_for(TRIALS[name], options.source, options.share) for name in chosen}
-    known = [name for name, row in rows.items() if name in asked and asked[name].items() <= row.items()]
-    keeping = Lock()
+    settings = {name: settings_of(TRIALS[name], options.source, options.share) for name in chosen}
+    finished = [name for name, row in rows.items() if name in settings and settings[name].items() <= row.items()]
+    rows_lock = Lock()
 
-    def one(name: str) -> None:
-        row = tried(TRIALS[name], **asked[name])
-        with keeping:
+    def run_and_store(name: str) -> None:
+        row = run_trial(TRIALS[name], **settings[name])
+        with rows_lock:
             rows[name] = row
             options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
             print(f"{name}: {row.get('loss', row.get('error'))}", flush=True)
 
     with ThreadPoolExecutor(max(1, options.at_once)) as pool:
-        list(pool.map(one, [name for name in asked if name not in known]))
-    if any("error" in rows[name] for name in asked):
-        sys.exit(1)  # each has said why
+        list(pool.map(run_and_store, [name for name in settings if name not in finished]))
+    if any("error" in rows[name] for name in settings):
+        sys.exit(1)  # each error is printed above
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Which matmuls of small steps to run in fp8: what two ways of timing them choose, and what a real step then takes.
+"""Which matmuls of small steps to run in fp8: the choices of two ways of timing, and the step time with each choice.
 
     python -m benchmarks.studies.which_fp8 OUT.json TOKENS_DIR
 
-The shapes are those of the race: `race-350m` at 16 × 1024 tokens, `speedrun-350m` at 32 × 1024. One way waits for each
-call and so times launches where kernels are small; the other queues all calls first. Then the real loop trains with
-each choice, and with every matmul in fp8, alone on the card.
+The shapes are those of `time-to-loss`: `race-350m` at 16 × 1024 tokens, `speedrun-350m` at 32 × 1024. One way waits for
+each call, so that it times the launch where the kernel is small; the other queues all calls first. Then the real loop
+trains with each choice, and with every matmul in fp8, alone on the card.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.studies.runs import trained
+from benchmarks.studies.runs import run_training
 from benchmarks.time_to_loss import median_step_ms
 from redline.bench.setting import UNDISTURBED
 from redline.hardware.measurements import FLOAT8, store_measurement
@@ -36,7 +36,7 @@ STOP = ("train.hours=null", f"train.steps={STEPS}", f"monitor.log_every={WINDOW}
 
 
 def shapes(tokens: int, width: int, inner: int) -> Shapes:
-    """A gated block's, and the head's, as a run asks for them."""
+    """Return the matmul shapes of a gated block and of the head, as a run measures them."""
     return {
         "qkv": (tokens, width, 3 * width),
         "out": (tokens, width, width),
@@ -50,7 +50,7 @@ MODELS = {"race-350m": shapes(16 * 1024, 1024, 2688), "speedrun-350m": shapes(32
 
 
 def waiting_ms(work: Callable[[], Any]) -> float:
-    """Each call is waited for: as the choice was timed before."""
+    """Return the median time of a call, waiting for each: the way redline timed this choice before."""
     for _ in range(2):
         work()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -67,28 +67,32 @@ def waiting_ms(work: Callable[[], Any]) -> float:
 Times = dict[str, tuple[float, float]]
 
 
-def timed(model: Shapes) -> Times:
+def time_matmuls(model: Shapes) -> Times:
+    """Return the milliseconds of each matmul in bf16 and in fp8."""
     return {name: float8_choice.measure("native", *shape, cast=name in CAST) for name, shape in model.items()}
 
 
-def faster(times: Times) -> tuple[str, ...]:
+def faster_in_fp8(times: Times) -> tuple[str, ...]:
     return tuple(name for name, (bf16, fp8) in times.items() if fp8 < bf16)
 
 
 def real_step(recipe: str, model: Shapes, linears: Iterable[str], source: str) -> dict[str, Any]:
-    """The real loop's step with just these in fp8: it recalls what is put into the cache, and measures nothing."""
-    made_up = {name: (2.0, 1.0) if name in linears else (1.0, 2.0) for name in model}
-    store_measurement(FLOAT8, float8_choice._key("native", model, True), {"ms": made_up})
-    run = trained([recipe, *UNDISTURBED, *STOP, f"data.source={source}"])
+    """Train with only these linears in fp8 and return the figures of a step.
+
+    The choice is put into the measurement cache as invented times, so that the run reads it and measures nothing.
+    """
+    invented = {name: (2.0, 1.0) if name in linears else (1.0, 2.0) for name in model}
+    store_measurement(FLOAT8, float8_choice._key("native", model, True), {"ms": invented})
+    run = run_training([recipe, *UNDISTURBED, *STOP, f"data.source={source}"])
     chosen = [choice["value"] for choice in run.lock["choices"] if choice["key"] == "train.fp8"]
     memory = [event["memory_gib"] for event in run.of_type("step")]
-    said = [event["message"] for event in run.of_type("warmup") if "launch" in event.get("message", "")]
+    graph_messages = [event["message"] for event in run.of_type("warmup") if "launch" in event.get("message", "")]
     return {
         "chosen": chosen,
         "step_ms": median_step_ms(run.events),
         "power_w": run.of_type("step")[-1].get("power_w"),
         "memory_gib": max(memory),
-        "graph": said,
+        "graph": graph_messages,
     }
 
 
@@ -96,29 +100,29 @@ def main() -> None:
     if len(sys.argv) != 3:
         sys.exit("usage: python -m benchmarks.studies.which_fp8 OUT.json TOKENS_DIR")
     if not torch.cuda.is_available():
-        sys.exit("It needs a GPU that has fp8.")
+        sys.exit("This study needs a GPU with fp8.")
     out, source = Path(sys.argv[1]), sys.argv[2]
     if not Path(source).is_dir():
-        sys.exit(f"{source} is no folder of tokens.")
-    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "versions": versions(), "git": git_state()}
+        sys.exit(f"{source} is not a folder. TOKENS_DIR is a folder that `redline prepare` wrote.")
+    record: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "versions": versions(), "git": git_state()}
     for recipe, model in MODELS.items():
-        queued = timed(model)
+        queued = time_matmuls(model)
         with mock.patch.object(float8_choice, "kernel_ms", waiting_ms):
-            waiting = timed(model)
+            waiting = time_matmuls(model)
         torch.cuda.empty_cache()
-        ways = {"queued": faster(queued), "waiting": faster(waiting), "all": tuple(model)}
-        found[recipe] = {"ms in bf16 and fp8": {"queued": queued, "waiting": waiting}, "chosen": ways, "steps": {}}
+        ways = {"queued": faster_in_fp8(queued), "waiting": faster_in_fp8(waiting), "all": tuple(model)}
+        record[recipe] = {"ms in bf16 and fp8": {"queued": queued, "waiting": waiting}, "chosen": ways, "steps": {}}
         for linear in model:
-            told = [" → ".join(f"{ms:.3f}" for ms in way[linear]) for way in (waiting, queued)]
-            print(f"{recipe:14} {linear:5} {told[0]:16} queued {told[1]}", flush=True)
+            figures = [" → ".join(f"{ms:.3f}" for ms in way[linear]) for way in (waiting, queued)]
+            print(f"{recipe:14} {linear:5} {figures[0]:16} queued {figures[1]}", flush=True)
         for linears in dict.fromkeys(ways.values()):
             name = " ".join(linears) or "none"
-            row = found[recipe]["steps"][name] = real_step(recipe, model, linears, source)
+            row = record[recipe]["steps"][name] = real_step(recipe, model, linears, source)
             print(f"{recipe:14} {name:26} {row['step_ms']:.2f} ms", flush=True)
-            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["REDLINE_CACHE"] = cache  # what is put there is made up
+        os.environ["REDLINE_CACHE"] = cache  # the invented times must not reach the real cache
         main()

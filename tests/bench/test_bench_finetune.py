@@ -232,37 +232,37 @@ def test_the_peer_recomputes_its_blocks_only_if_asked(recompute: bool, passes: i
 
 @stack
 def test_a_batch_without_room_is_split_and_is_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = hf_qlora.contend(request_for("model.lora.dropout=0"))
+    whole = hf_qlora.measure(request_for("model.lora.dropout=0"))
     monkeypatch.setattr(hf_qlora.Peer, "fits", lambda _, micros: len(micros[0][0]) == 1)
-    split = hf_qlora.contend(request_for("model.lora.dropout=0"))
+    split = hf_qlora.measure(request_for("model.lora.dropout=0"))
     assert (whole["micro_batch"], split["micro_batch"]) == (4, 1)
     for key in ("first_loss", "last_loss", "tokens_per_step"):
         assert split[key] == pytest.approx(whole[key], abs=1e-4)
     monkeypatch.setattr(hf_qlora.Peer, "fits", lambda *_: False)
     with pytest.raises(UserError, match="smallest micro-batch"):
-        hf_qlora.contend(request_for())
+        hf_qlora.measure(request_for())
 
 
 @stack
 @pytest.mark.parametrize("words", [("train.precision=bf16",), ("model.tied=true", "model.qkv_bias=true")])
 def test_it_agrees_with_ours_in_other_models_too(words: tuple[str, ...]) -> None:
     request = request_for(*words)
-    ours, theirs = finetune_steps.contend(request), hf_qlora.contend(request)
+    ours, theirs = finetune_steps.measure(request), hf_qlora.measure(request)
     assert ours["first_loss"] == pytest.approx(theirs["first_loss"], abs=1e-3 if "bf16" in words[0] else 1e-5)
 
 
 @pytest.mark.parametrize(
-    ("words", "more", "said"),
+    ("words", "more", "message"),
     [
-        (("train.optimizer=muon",), {}, "no muon"),
+        (("train.optimizer=muon",), {}, "muon"),
         (("model.softcap=30",), {}, "softcap"),
-        ((), {"sample_tokens": 16}, "apart"),
+        ((), {"sample_tokens": 16}, "samples of a row"),
         ((), {"liger": True}, "liger_kernel is not installed|need a GPU"),
     ],
 )
-def test_the_peer_refuses_what_it_cannot_do(words: tuple[str, ...], more: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        hf_qlora.contend(request_for(*words, **more))
+def test_the_peer_refuses_unsupported_settings(words: tuple[str, ...], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        hf_qlora.measure(request_for(*words, **more))
 
 
 # --- the clock, the ratios, the errors

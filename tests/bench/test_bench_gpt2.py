@@ -14,7 +14,7 @@ import torch
 from benchmarks.peers import nanogpt
 from benchmarks.peers.anchor import time_anchor
 from benchmarks.peers.gpt2 import MEDIUM, STD, Gpt2, Gpt2Job, Gpt2Shape, adamw
-from benchmarks.peers.nanogpt import Baseline, contend, recipe_of
+from benchmarks.peers.nanogpt import Baseline, measure, recipe_of
 from benchmarks.time_to_loss import words_for
 from redline.data.corpus import load_text
 from redline.errors import RecipeError, UserError
@@ -139,7 +139,7 @@ def _looked_at(job: CausalLM, micro: int) -> np.ndarray:
 
 def test_timing_a_step_changes_nothing(words: list[str]) -> None:
     plain, timed = baseline(words), baseline(words)
-    timed.rehearse()
+    timed.warm_up()
     before = {name: weight.clone() for name, weight in timed.job.model.named_parameters()}
     assert timed.step_ms(3) > 0
     assert all((weight == before[name]).all() for name, weight in timed.job.model.named_parameters())
@@ -178,7 +178,7 @@ def test_the_learning_rate_fits_the_budget(words: list[str]) -> None:
 
 
 def test_a_row_says_what_was_run(words: list[str]) -> None:
-    row = contend(words, 0.3, 30.0)
+    row = measure(words, 0.3, 30.0)
     assert (row["steps"], row["anchor_step_ms"]) == (10, 30.0)
     assert row["tokens"] == 10 * 8 * 64
     lock = row["lock"]
@@ -197,7 +197,7 @@ def test_micro_batches_have_at_most_32_sequences(batch: int, micro: int) -> None
 def test_unsupported_options_are_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nanogpt, "MOST_LOGITS", 1000)
     with pytest.raises(UserError, match="more logits"):
-        contend(words, 0.3, 30.0)
+        measure(words, 0.3, 30.0)
     with pytest.raises(RecipeError, match="divisor"):
         recipe_of(["train.global_batch=8", "train.micro_batch=3"])
 

@@ -67,12 +67,12 @@ def outputs_depend_on_text(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("outputs_depend_on_text")
 @pytest.mark.parametrize("words", [(), ("train.micro_batch=2", "latent_prefix.private_slots=2", "model.tied=false")])
 def test_every_term_of_redlines_step_is_the_textbooks(words: tuple[str, ...]) -> None:
-    ours = latent_steps.contend(request_for(*words))
+    ours = latent_steps.measure(request_for(*words))
     names = {*(f"{term}_{model}" for term in TERMS for model in "01"), "scale"}
     assert ours["first_terms"].keys() == names
     assert ours["first_terms"]["kd_0"] > 0.1, "what the teacher says matters"
     for one_pass, micro in ((False, 4), (True, 1)):
-        theirs = latent_textbook.contend(request_for(*words, one_pass=one_pass, micro_batch=micro))
+        theirs = latent_textbook.measure(request_for(*words, one_pass=one_pass, micro_batch=micro))
         assert theirs["first_terms"].keys() == names
         for name, value in theirs["first_terms"].items():
             assert ours["first_terms"][name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
@@ -84,10 +84,10 @@ def test_every_term_of_redlines_step_is_the_textbooks(words: tuple[str, ...]) ->
 def test_quantised_models_are_the_same_too() -> None:
     pytest.importorskip("bitsandbytes")
     request = request_for("model.quant=nf4")
-    ours, theirs = latent_steps.contend(request), latent_textbook.contend(request)
+    ours, theirs = latent_steps.measure(request), latent_textbook.measure(request)
     for name, value in theirs["first_terms"].items():
         assert ours["first_terms"][name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
-    plain = latent_textbook.contend(request_for())
+    plain = latent_textbook.measure(request_for())
     assert abs(plain["first_terms"]["ce_0"] - theirs["first_terms"]["ce_0"]) > 2e-4
 
 
@@ -105,7 +105,7 @@ def test_the_textbook_runs_as_many_forward_passes_as_named(
             return real(self, *what)
 
         monkeypatch.setattr(latent_textbook.Reader, name, counted)
-    found = latent_textbook.contend(request_for(one_pass=one_pass))
+    found = latent_textbook.measure(request_for(one_pass=one_pass))
     looks = 1 + 3 + found["steps"]  # one shows that it fits, three are not timed
     assert calls == {"after_prefix": 2 * student * looks, "after_text": 2 * looks}
 
@@ -130,7 +130,7 @@ def test_rows_are_those_of_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("latent_prefix.match_weight=1", "match_weight"),
         ("latent_prefix.fade_steps=9", "fade_steps"),
@@ -138,9 +138,9 @@ def test_rows_are_those_of_training() -> None:
         ("model.softcap=30", "softcap"),
     ],
 )
-def test_the_textbook_refuses_what_it_cannot_do(word: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        latent_textbook.contend(request_for(word))
+def test_the_textbook_refuses_unsupported_settings(word: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        latent_textbook.measure(request_for(word))
 
 
 # --- the command

@@ -259,7 +259,7 @@ def test_committed_results_become_one_picture(tmp_path: Path) -> None:
     (tmp_path / "cpu.json").write_text(json.dumps(result(machine=cpu)))
     done = picture(str(tmp_path / "no.svg"), str(tmp_path / "cpu.json"), committed)
     assert done.returncode == 1
-    assert "one machine a picture" in done.stderr
+    assert "one machine per picture" in done.stderr
     assert not (tmp_path / "no.svg").exists()
 
 
@@ -271,7 +271,7 @@ def test_a_race_is_drawn_for_one_text_only(tmp_path: Path) -> None:
     ends = sorted(re.findall(r"(\d+) s: nanogpt ends at", drawn))
     assert ends == ["120", "480"], "the second text's 120 s are another race"
     refused = picture(str(tmp_path / "no.svg"), str(committed), str(committed))
-    assert (refused.returncode, "a race is drawn alone" in refused.stderr) == (1, True)
+    assert (refused.returncode, "time-to-loss" in refused.stderr) == (1, True)
     (tmp_path / "list.json").write_text("[]")
     unlike = picture(str(tmp_path / "no.svg"), str(tmp_path / "list.json"))
     assert unlike.stderr.startswith("a result is not whole.")

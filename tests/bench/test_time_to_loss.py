@@ -38,7 +38,7 @@ class Here:
         self.asked.append((module, request))
         if module == "benchmarks.peers.anchor":
             return time_anchor(request["device"])
-        return nanogpt.contend(request["words"], request["budget_s"], request["step_ms"])
+        return nanogpt.measure(request["words"], request["budget_s"], request["step_ms"])
 
     def train(self, words: list[str], run: Path, environment: Any = None, limit_s: float = 0) -> child.TrainedRun:
         from redline.cli.main import main
@@ -196,8 +196,8 @@ def test_a_batch_that_would_make_the_baseline_slow_is_refused(corpus: Path) -> N
     words = [*arms.words_for("nanogpt", [f"data.source={corpus}", "data.tokenizer=bytes"], "cpu"), "train.device=cpu"]
     odd = [word for word in words if not word.startswith("train.global_batch")] + ["train.global_batch=37"]
     with pytest.raises(UserError, match="37 has no divisor from 8 to 32"):
-        nanogpt.contend(odd, 0.01, 10.0)
-    assert nanogpt.contend([*odd, "train.micro_batch=1"], 0.01, 10.0)["steps"] == 1
+        nanogpt.measure(odd, 0.01, 10.0)
+    assert nanogpt.measure([*odd, "train.micro_batch=1"], 0.01, 10.0)["steps"] == 1
 
 
 @pytest.mark.parametrize("reason", ["nonfinite", "interrupted"])
