@@ -263,7 +263,7 @@ def test_committed_results_become_one_picture(tmp_path: Path) -> None:
     assert not (tmp_path / "no.svg").exists()
 
 
-def test_a_race_is_drawn_for_one_text_only(tmp_path: Path) -> None:
+def test_time_to_loss_is_plotted_for_one_text_only(tmp_path: Path) -> None:
     committed = ROOT / "benchmarks/results/race-h200-20261118.json"
     done = picture(str(tmp_path / "out.svg"), str(committed))
     assert done.returncode == 0, done.stderr
@@ -274,7 +274,7 @@ def test_a_race_is_drawn_for_one_text_only(tmp_path: Path) -> None:
     assert (refused.returncode, "time-to-loss" in refused.stderr) == (1, True)
     (tmp_path / "list.json").write_text("[]")
     unlike = picture(str(tmp_path / "no.svg"), str(tmp_path / "list.json"))
-    assert unlike.stderr.startswith("a result is not whole.")
+    assert (unlike.returncode, unlike.stderr.startswith("A result lacks")) == (1, True)
 
 
 def test_without_a_row_of_redline_there_are_no_ratios() -> None:
