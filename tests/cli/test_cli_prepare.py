@@ -135,7 +135,7 @@ def test_who_is_asked_to_leave_leaves_nothing_behind(tmp_path: Path, number: sig
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_terminal_sees_the_borders_in_colour(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_terminal_shows_token_boundaries_in_colour(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from redline.cli.preview import show_document
     from redline.data.prepare import Preview, Span
 

@@ -118,10 +118,10 @@ def test_what_does_not_fit_is_a_sentence(first: Path, tune: str, inside: Any, tm
     assert "model.quant was nf4 when" in answer.err
 
 
-def test_merging_what_is_no_adapter(home: Path, inside: Any) -> None:
+def test_merging_a_run_without_adapters_is_a_usage_error(home: Path, inside: Any) -> None:
     answer = inside("export", "latest", "--out", "out", "--merged", cwd=home)
     assert answer.code == 2
-    assert "this run trained a model of its own: it has no base, and nothing to merge." in answer.said
+    assert "no adapters" in answer.said
     answer = inside("export", "latest", "--out", "out", "--onto", "mars", cwd=home)
     assert "--onto: 'mars' is not trained or original." in answer.said
     assert not (home / "out").exists()

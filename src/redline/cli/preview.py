@@ -26,7 +26,7 @@ _SHADES = ("black on bright_cyan", "black on bright_yellow")
 _MARK = "bold white on red"
 _IDS_SHOWN = 40
 # Styles of tokens with a loss, without one, and of special tokens.
-_LEARNT, _READ, _SPECIAL, _SPECIAL_LEARNT = "bold green", "dim", "magenta", "bold black on green"
+_IN_LOSS, _READ, _SPECIAL, _SPECIAL_IN_LOSS = "bold green", "dim", "magenta", "bold black on green"
 
 
 def show_document(document: Preview, number: int, *, ids: bool) -> None:
@@ -41,7 +41,7 @@ def show_document(document: Preview, number: int, *, ids: bool) -> None:
         text.append(_visible(span.text), style=style if colour else "")
         if not colour:
             text.append("│")
-    shown = "" if document.whole else f", the first {len(document.ids):,} shown"
+    shown = "" if document.complete else f", the first {len(document.ids):,} shown"
     at_least = "more than " if document.more else ""
     typer.secho(f"document {number}: {at_least}{document.tokens:,} tokens{shown}", bold=True)
     Console(highlight=False, soft_wrap=not colour).print(text)
@@ -94,8 +94,8 @@ def show_samples(samples: Sequence[SampleView], console: Console | None = None) 
 
 def _style(run: TokenRun) -> str:
     if run.special:
-        return _SPECIAL_LEARNT if run.learnt else _SPECIAL
-    return _LEARNT if run.learnt else _READ
+        return _SPECIAL_IN_LOSS if run.in_loss else _SPECIAL
+    return _IN_LOSS if run.in_loss else _READ
 
 
 def _printable(text: str) -> str:

@@ -477,7 +477,7 @@ class Span:
 class Preview:
     spans: list[Span]
     tokens: int  # of the document, or of its first piece if it is long
-    whole: bool  # whether the spans are the complete document
+    complete: bool  # whether the spans are all tokens of the document
     more: bool = False  # whether the document is so long that `tokens` counts only its first piece
 
     @property

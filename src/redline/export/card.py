@@ -108,7 +108,7 @@ def _limits(lock: Mapping[str, Any]) -> str:
         f"It was trained on sequences of {length} tokens; longer ones were not tested.",
         "It continues text. It was not trained to follow instructions or to refuse anything, and it can be wrong, "
         "offensive, or repeat its training text word for word.",
-        "It knows only what is in the data above, and has the biases of these data. Their licence may apply to it.",
+        "It knows only what is in the data above. The licence of these data applies to it, and it has their biases.",
     ]
     return "\n".join(f"- {limit}" for limit in limits)
 

@@ -96,7 +96,7 @@ class Contents:
 def model_contents(source: Source, options: ExportOptions, log: Log) -> Contents:
     run = source.run
     if options.merged or options.onto or options.base:
-        what = "this run trained a model of its own: it has no base, and nothing to merge."
+        what = f"a run of objective={run.recipe.objective} has no adapters that can be merged into a base."
         raise UsageError(what, where=source.where, fix="Leave out --merged, --onto and --base.")
     recipe, data = run.recipe, run.lock["data"]
     if not job(recipe.objective).exports:

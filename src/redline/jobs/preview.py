@@ -1,4 +1,4 @@
-"""Samples as a model will learn from them, for `--preview`: which tokens are learnt, and which are only read."""
+"""Training samples for `--preview`: which tokens are in the loss, and which the model only reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TokenRun:
     """Neighbouring tokens of one kind, as text."""
 
     text: str
-    learnt: bool
+    in_loss: bool
     special: bool
 
 
@@ -33,10 +33,10 @@ class SampleView:
     runs: list[TokenRun]
 
     def plain(self) -> str:
-        """Return the text with what is learnt in [[ ]]; special tokens are written by their names."""
-        by_learnt = itertools.groupby(self.runs, key=lambda run: run.learnt)
-        pieces = ((learnt, "".join(run.text for run in runs)) for learnt, runs in by_learnt)
-        return "".join(f"[[{text}]]" if learnt else text for learnt, text in pieces)
+        """Return the text with the tokens in the loss in [[ ]]; special tokens are written by their names."""
+        by_loss = itertools.groupby(self.runs, key=lambda run: run.in_loss)
+        pieces = ((in_loss, "".join(run.text for run in runs)) for in_loss, runs in by_loss)
+        return "".join(f"[[{text}]]" if in_loss else text for in_loss, text in pieces)
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class SamplePreview:
 
 
 def token_runs(
-    tokenizer: Decodes, tokens: npt.NDArray[np.integer], learnt: npt.NDArray[np.bool_]
+    tokenizer: Decodes, tokens: npt.NDArray[np.integer], loss_mask: npt.NDArray[np.bool_]
 ) -> Iterator[TokenRun]:
-    """Decode a sample, grouped by whether its tokens are learnt and whether they are special."""
+    """Decode a sample, grouped by whether its tokens are in the loss and whether they are special."""
     special = (token in tokenizer.special_ids for token in tokens.tolist())
-    kinds = zip(learnt.tolist(), special, tokens.tolist(), strict=True)
-    for (is_learnt, is_special), group in itertools.groupby(kinds, key=lambda kind: kind[:2]):
-        yield TokenRun(tokenizer.decode([token for _, _, token in group]), is_learnt, is_special)
+    kinds = zip(loss_mask.tolist(), special, tokens.tolist(), strict=True)
+    for (in_loss, is_special), group in itertools.groupby(kinds, key=lambda kind: kind[:2]):
+        yield TokenRun(tokenizer.decode([token for _, _, token in group]), in_loss, is_special)

@@ -741,6 +741,8 @@ def preview_records(records: RecordData, count: int) -> list[SampleView]:
             replace(run, text=_PADDING.sub(lambda match: f"{PAD} × {len(match[0]) // len(PAD)}", run.text))
             for run in token_runs(records.tokenizer, tokens, loss_mask)
         ]
-        title = f"sequence {int(sequence[0])}, sample 1 of 1: {len(tokens):,} tokens, {int(loss_mask.sum()):,} learnt"
+        title = (
+            f"sequence {int(sequence[0])}, sample 1 of 1: {len(tokens):,} tokens, {int(loss_mask.sum()):,} in the loss"
+        )
         views.append(SampleView(title, runs))
     return views

@@ -408,7 +408,7 @@ class SourceReport:
             "rows": f"{self.rows:,}, {self.bad:,} of them bad" + (f" ({reasons})" if reasons else ""),
             "samples": f"{self.train_samples:,} to train on, {self.val_samples:,} held out; {overlong}"
             + (f"; {self.duplicates:,} duplicates left out" if self.duplicates else ""),
-            "tokens": f"{self.tokens:,}, {self.learnt:,} of them learnt ({self.learnt / max(1, self.tokens):.1%})",
+            "tokens": f"{self.tokens:,}, {self.learnt:,} of them in the loss ({self.learnt / max(1, self.tokens):.1%})",
             "sequences": f"{self.sequences:,}, filled to {self.fill:.1%}",
         }
         return [
@@ -611,6 +611,6 @@ def _previews(data: AnswerData, most: int) -> Iterator[SampleView]:
             cut = ", the beginning" if len(tokens) > most else ""
             title = (
                 f"sequence {sequence}, sample {place - first + 1} of {end - first}: "
-                f"{len(tokens):,} tokens, {int(loss_mask.sum()):,} learnt{cut}"
+                f"{len(tokens):,} tokens, {int(loss_mask.sum()):,} in the loss{cut}"
             )
             yield SampleView(title, list(token_runs(data.tokenizer, tokens[:most], loss_mask[:most])))

@@ -505,7 +505,7 @@ class LatentPrefixRuntime(JobRuntime[LatentData]):
             pair = rows.pairs[row]
             read, size = cut_bytes(pair.text, rows.lengths.bytes), len(pair.text.encode("utf-8", "replace"))
             cut = "" if len(read) == size else f", of which the first {len(read):,} are read"
-            text = TokenRun(read.decode("utf-8", "replace").rstrip() + "\n→ ", learnt=False, special=False)
-            answer = TokenRun(pair.answers[0], learnt=True, special=False)
+            text = TokenRun(read.decode("utf-8", "replace").rstrip() + "\n→ ", in_loss=False, special=False)
+            answer = TokenRun(pair.answers[0], in_loss=True, special=False)
             views.append(SampleView(f"text {number}: {size:,} bytes{cut}", [text, answer]))
         return SamplePreview(views, data.messages)
