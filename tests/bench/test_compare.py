@@ -180,6 +180,6 @@ def test_a_mistake_is_one_sentence(words: tuple[str, ...], said: str, compare: A
     (tmp_path / "other.json").write_text(json.dumps(other))
     answer = compare(*words)
     assert answer.code == 2
-    assert said in answer.said
+    assert said in answer.message
     assert (tmp_path / "there.json").read_text() == (tmp_path / "page.md").read_text() == "mine"
     assert json.loads((tmp_path / "other.json").read_text()) == other

@@ -158,11 +158,11 @@ def test_only_complete_rows_of_the_same_text_are_continued(
         spoil(torn["rows"][0])
         (tmp_path / "loss.json").write_text(json.dumps(torn))
         answer = compare(*words, "--arm", "nanogpt", "--seed", "7")
-        assert (answer.code, "its rows are not whole" in answer.said) == (2, True), answer.said
+        assert (answer.code, "its rows are not whole" in answer.message) == (2, True), answer.message
     (tmp_path / "loss.json").write_text(kept)
     text.write_text(text.read_text()[::-1])
     answer = compare(*words, "--arm", "nanogpt", "--seed", "7")
-    assert (answer.code, "has runs on another text" in answer.said) == (2, True), answer.said
+    assert (answer.code, "has runs on another text" in answer.message) == (2, True), answer.message
     assert json.loads((tmp_path / "loss.json").read_text()) == json.loads(kept)
 
 
@@ -278,7 +278,7 @@ def test_a_mistake_is_one_sentence(words: tuple[str, ...], said: str, compare: A
     (tmp_path / "damaged.json").write_text(json.dumps(damaged))
     answer = compare("time-to-loss", "train.device=cpu", *words)
     assert answer.code == 2
-    assert said in answer.said
+    assert said in answer.message
 
 
 def test_an_arm_without_a_recipe_is_left_out(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_an_arm_without_a_recipe_is_left_out(compare: Any, monkeypatch: pytest.M
     assert arms.choose_arms(None) == ["nanogpt", "pretrain-350m"]
     answer = compare("time-to-loss", "--arm", "speedrun-350m")
     assert answer.code == 2
-    assert "'speedrun-350m' has no recipe in this version. There are nanogpt, pretrain-350m." in answer.said
+    assert "'speedrun-350m' has no recipe in this version. There are nanogpt, pretrain-350m." in answer.message
 
 
 def test_a_gpu_needs_a_text_of_the_users() -> None:

@@ -30,8 +30,8 @@ class Answer:
     err: str
 
     @property
-    def said(self) -> str:
-        """What the error says, in one line; a traceback is never right."""
+    def message(self) -> str:
+        """Return the error message in one line. Fail if there is a traceback: users never see one."""
         assert "Traceback" not in self.err, self.err
         return " ".join(line for line in self.err.splitlines() if "preparing" not in line and "looking at" not in line)
 

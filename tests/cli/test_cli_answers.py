@@ -77,15 +77,15 @@ def test_a_preview_of_running_text(inside: Redline, recipe: str, corpus: Path, t
     (tmp_path / "train.bin").write_bytes(bytes(4000))
     refused = inside("train", recipe, "data.source=train.bin", "--preview", "3")
     assert refused.code == 2
-    assert "redline prepare" in refused.said
-    assert "redline prepare" in refused.said
+    assert "redline prepare" in refused.message
+    assert "redline prepare" in refused.message
 
 
 @pytest.mark.parametrize("other", [("--resume", "latest"), ("--sweep", "train.lr=1,2")])
 def test_a_preview_is_of_one_recipe(inside: Redline, other: tuple[str, str]) -> None:
     refused = inside("train", "--preview", "3", *other)
     assert refused.code == 2
-    assert "--preview" in refused.said
+    assert "--preview" in refused.message
 
 
 # --- what was learnt
@@ -167,16 +167,16 @@ def models(tmp_path: Path) -> Path:
 def test_mistakes(inside: Redline, models: Path, words: tuple[str, ...], sentence: str) -> None:
     answer = inside(*words, cwd=models)
     assert answer.code in (1, 2)
-    assert sentence in " ".join(answer.said.replace("│", " ").split())
+    assert sentence in " ".join(answer.message.replace("│", " ").split())
 
 
 def test_a_model_needs_rows_and_a_question(inside: Redline, folder: Path, tiny_base: Path) -> None:
     alone = inside("eval", str(tiny_base), cwd=folder)
-    assert (alone.code, "--data" in alone.said) == (2, True)
+    assert (alone.code, "--data" in alone.message) == (2, True)
     silent = inside("sample", str(tiny_base), cwd=folder)
-    assert (silent.code, "--prompt" in silent.said) == (2, True)
+    assert (silent.code, "--prompt" in silent.message) == (2, True)
     numbers = inside("eval", "tuned", "--answers", "gsm8k", cwd=folder)
-    assert (numbers.code, "reference answers has a number" in numbers.said) == (1, True)
+    assert (numbers.code, "reference answers has a number" in numbers.message) == (1, True)
 
 
 def test_a_base_that_was_moved_is_named(inside: Redline, folder: Path, tiny_base: Path, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_rows_that_are_asked_are_not_said_to_be_dropped(inside: Redline, folder:
 def test_a_run_that_continues_texts(inside: Redline, home: Path) -> None:
     answer = inside("eval", "latest", "--answers", "match", cwd=home)
     assert answer.code == 2
-    assert "is a causal_lm run: it continues texts, and answers no questions. Leave out --answers" in answer.said
+    assert "is a causal_lm run: it continues texts, and answers no questions. Leave out --answers" in answer.message
 
 
 # --- what a score was measured on

@@ -77,7 +77,7 @@ def test_a_mistake_is_one_sentence(words: tuple[str, ...], part: str, inside: An
     (tmp_path / "there.json").write_text("mine")
     answer = inside("bench", *words)
     assert answer.code == 2
-    assert part in answer.said
+    assert part in answer.message
     assert (tmp_path / "there.json").read_text() == "mine"
 
 

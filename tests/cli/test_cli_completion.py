@@ -153,4 +153,4 @@ def test_the_script_can_be_installed(
 def test_an_unknown_shell_is_refused(inside: Any) -> None:
     answer = inside("completion", "powershell")
     assert answer.code == 2
-    assert "powershell" in answer.said
+    assert "powershell" in answer.message

@@ -38,7 +38,7 @@ def test_it_starts_resumes_and_says_that_it_has_finished(inside: Any, recipe: st
     before = (run / "events.jsonl").read_bytes()
     again = inside(*words)
     assert (again.code, (run / "events.jsonl").read_bytes()) == (EXIT_DONE, before)
-    assert "finished" in again.said
+    assert "finished" in again.message
     assert inside(*words, "train.steps=8").code == EXIT_DONE
     assert [start["resumed_from"] for start in starts(run)] == [None, 6]
     assert inside("train", "--resume", str(run), "train.steps=9").code == EXIT_DONE
@@ -57,7 +57,7 @@ def test_what_a_resume_may_not_change_is_refused(inside: Any, recipe: str, tmp_p
     for other in ((recipe, *words, "model.layers=3"), ("pretrain-350m", *words)):
         refused = inside("train", *other)
         assert refused.code == EXIT_USAGE
-        assert str(run) in refused.said
+        assert str(run) in refused.message
     assert len(starts(run)) == 1
 
 

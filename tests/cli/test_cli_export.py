@@ -45,7 +45,7 @@ def test_mistakes(home: Path, inside: Any, words: tuple[str, ...], code: int, sa
     before = sorted(home.rglob("*"))
     answer = inside("export", *words, cwd=home)
     assert answer.code == code
-    assert says in answer.said
+    assert says in answer.message
     assert sorted(home.rglob("*")) == before
 
 

@@ -88,8 +88,8 @@ def test_a_bad_recipe_is_answered_at_once(redline: Any, tmp_path: Path) -> None:
     words = ("train", "pretrain-350m", "train.stepz=3", "train.lr=abc", "--run", "out")
     answer = redline(*words, cwd=tmp_path)
     assert answer.code == 2
-    assert "Did you mean 'train.steps'?" in answer.said
-    assert "train.lr" in answer.said
+    assert "Did you mean 'train.steps'?" in answer.message
+    assert "train.lr" in answer.message
     assert list(tmp_path.iterdir()) == []
     assert best_of(3, lambda: redline(*words, cwd=tmp_path)) <= 0.6 * slowness()
 

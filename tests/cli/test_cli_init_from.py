@@ -71,7 +71,7 @@ def test_a_run_that_was_never_saved_begins_with_the_same_weights(
     shutil.rmtree(source)
     answer = inside("train", "--resume", "new")
     assert answer.code == 2
-    assert "There is no such run." in answer.said
+    assert "There is no such run." in answer.message
 
 
 def test_the_average_is_taken_if_there_is_one(source: Path, recipe: str, inside: Any, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_an_exported_folder_will_do(source: Path, recipe: str, inside: Any, tmp_
     (tmp_path / "model/model.safetensors").write_bytes(b"no")
     answer = inside("train", recipe, "model.init_from=model", "--run", "other")
     assert answer.code == 1
-    assert "Export the model again." in answer.said
+    assert "Export the model again." in answer.message
     assert not (tmp_path / "other").exists()
 
 
@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_a_sentence(
 ) -> None:
     answer = inside("train", recipe, *words, "--run", "new")
     assert answer.code == code, answer.err
-    assert says in answer.said
+    assert says in answer.message
     assert not (tmp_path / "new").exists()
 
 

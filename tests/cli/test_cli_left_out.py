@@ -58,8 +58,8 @@ def test_a_template_that_changed_is_noticed(tune: str, inside: Any, tmp_path: Pa
     for words in (("eval", "run"), ("sample", "run", "--prompt", "What?"), ("export", "run", "--out", "out")):
         refused = inside(*words)
         assert refused.code == 1, refused.err
-        assert "template" in refused.said
-        assert "Put the old one back" in refused.said
+        assert "template" in refused.message
+        assert "Put the old one back" in refused.message
     assert not (tmp_path / "out").exists()
     template.write_text(before)
     assert inside("eval", "run").code == 0
@@ -92,8 +92,8 @@ def test_a_tokenizer_of_another_model_is_refused(tune: str, inside: Any, tmp_pat
     config.write_text(json.dumps(found))
     refused = inside("train", tune, "--run", "run")
     assert refused.code != 0
-    assert "tokenizer" in refused.said
-    assert "belongs to the base" in refused.said
+    assert "tokenizer" in refused.message
+    assert "belongs to the base" in refused.message
     assert not (tmp_path / "run").exists()
 
 

@@ -37,7 +37,7 @@ def place(tmp_path: Path) -> Path:
 def command_of(answer: Any) -> list[str]:
     """The command that the error names, as a shell would read it."""
     assert answer.code == 2
-    (line,) = [line for line in answer.said.split("`") if line.startswith("redline ")][:1]
+    (line,) = [line for line in answer.message.split("`") if line.startswith("redline ")][:1]
     return shlex.split(line)[1:]
 
 
@@ -121,15 +121,15 @@ def test_what_is_answered_is_a_verb() -> None:
 def test_a_recipe_may_have_any_name(inside: Any, place: Path, name: str) -> None:
     (place / name).write_text('{"objective": "causal_lm", "model": {"size": "1m"}, "train": {"steps": 50}}')
     planned = inside("plan", name, "--json", cwd=place)
-    assert planned.code == 0, planned.said
+    assert planned.code == 0, planned.message
 
 
 def test_slips_are_still_slips(inside: Any, place: Path) -> None:
-    assert "Did you mean" in inside("trian", cwd=place).said
+    assert "Did you mean" in inside("trian", cwd=place).message
     assert inside("nonsense", cwd=place).code == 2
-    assert "there is no recipe file './nots'" in inside("train", "./nots", cwd=place).said
-    assert "Did you mean 'quickstart'?" in inside("train", "quickstrat", cwd=place).said
-    assert "expected one recipe" in inside("train", "quickstart", "qlora-8b", cwd=place).said
+    assert "there is no recipe file './nots'" in inside("train", "./nots", cwd=place).message
+    assert "Did you mean 'quickstart'?" in inside("train", "quickstrat", cwd=place).message
+    assert "expected one recipe" in inside("train", "quickstart", "qlora-8b", cwd=place).message
 
 
 def test_a_base_of_ones_own_brings_its_own_shape() -> None:

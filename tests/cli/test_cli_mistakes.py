@@ -42,7 +42,7 @@ def test_data_that_cannot_be_trained_on(
         (tmp_path / source).write_bytes(content)
     answer = inside("train", recipe, f"data.source={source}", "--run", "run")
     assert answer.code == 1
-    assert says in answer.said
+    assert says in answer.message
     assert not (tmp_path / "run" / RECIPE_LOCK_FILE).exists(), "what never began is no run"
 
 
@@ -55,8 +55,8 @@ def test_prepared_shards_of_another_tokenizer(recipe: str, inside: Any, corpus: 
     prepare(source_documents(str(corpus), ReadStats("")), load_tokenizer("bytes"), tmp_path / "shards")
     answer = inside("train", recipe, "data.source=shards", "data.tokenizer=gpt2")
     assert answer.code == 1
-    assert "wrong tokenizer: the tokens were made with bytes" in answer.said
-    assert "data.tokenizer=bytes" in answer.said
+    assert "wrong tokenizer: the tokens were made with bytes" in answer.message
+    assert "data.tokenizer=bytes" in answer.message
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_prepared_shards_of_another_tokenizer(recipe: str, inside: Any, corpus: 
 def test_usage(inside: Any, tmp_path: Path, words: tuple[str, ...], code: int, says: str) -> None:
     answer = inside(*words)
     assert answer.code == code
-    assert says in answer.said
+    assert says in answer.message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -116,7 +116,7 @@ def test_usage(inside: Any, tmp_path: Path, words: tuple[str, ...], code: int, s
 def test_a_run_that_cannot_do_that(home: Path, inside: Any, words: tuple[str, ...], code: int, says: str) -> None:
     answer = inside(*words, cwd=home)
     assert answer.code == code
-    assert says in answer.said
+    assert says in answer.message
 
 
 def test_a_sweep_in_a_runs_place(inside: Any, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_sweep_in_a_runs_place(inside: Any, tmp_path: Path) -> None:
     for words in (("report", "lr"), ("train", "--resume", "lr"), ("eval", "runs/lr")):
         answer = inside(*words)
         assert answer.code == 2
-        assert "lr: this is a sweep, not a run. Name one of its runs: runs/lr/RUN, once" in answer.said
+        assert "lr: this is a sweep, not a run. Name one of its runs: runs/lr/RUN, once" in answer.message
 
 
 def test_a_run_without_a_checkpoint(home: Path, inside: Any, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_run_without_a_checkpoint(home: Path, inside: Any, tmp_path: Path) -> 
     shutil.rmtree(tmp_path / "runs/bare/checkpoints")
     answer = inside("sample", "bare")
     assert answer.code == 1
-    assert "runs/bare: the run has no valid checkpoint. Train it first." in answer.said
+    assert "runs/bare: the run has no valid checkpoint. Train it first." in answer.message
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["resumed", "new"])
@@ -147,8 +147,8 @@ def test_a_directory_in_use(home: Path, inside: Any, recipe: str, tmp_path: Path
         fcntl.flock(held, fcntl.LOCK_EX)
         answer = inside("train", *(("--resume", "run", "train.steps=9") if begun else (recipe, "--run", "run")))
     assert answer.code == 1
-    assert "run: a run is using this directory" in answer.said
-    assert "redline stop run" in answer.said
+    assert "run: a run is using this directory" in answer.message
+    assert "redline stop run" in answer.message
 
 
 def test_a_run_that_began_meanwhile_is_not_overwritten(
@@ -167,7 +167,7 @@ def test_a_run_that_began_meanwhile_is_not_overwritten(
     monkeypatch.setattr(causal_lm, "load_text", slow)
     answer = inside("train", recipe, "--run", "run")
     assert answer.code == 2
-    assert "holds a run" in answer.said
+    assert "holds a run" in answer.message
     assert (tmp_path / "run" / RECIPE_LOCK_FILE).read_text() == "the other's"
 
 
@@ -178,7 +178,7 @@ def test_an_end_that_lies_behind_is_told_of(home: Path, inside: Any, tmp_path: P
     log.write_text("\n".join(kept) + "\n")  # as of one that was killed
     answer = inside("train", "--resume", "run", "train.steps=4")
     assert answer.code == 0
-    assert answer.said.count("the run is at step 6 already: its end, step 4, lies behind it") == 1
+    assert answer.message.count("the run is at step 6 already: its end, step 4, lies behind it") == 1
 
 
 def test_a_run_that_can_no_longer_be_written(home: Path, inside: Any, tmp_path: Path) -> None:
@@ -188,13 +188,13 @@ def test_a_run_that_can_no_longer_be_written(home: Path, inside: Any, tmp_path: 
     (tmp_path / "run/.lock").mkdir()
     answer = inside("train", "--resume", "run", "train.steps=9")
     assert answer.code == 1
-    assert "run: cannot be written (Is a directory). Make it writable, or start a new run elsewhere" in answer.said
+    assert "run: cannot be written (Is a directory). Make it writable, or start a new run elsewhere" in answer.message
 
 
 def test_what_cannot_be_built_leaves_no_run(recipe: str, inside: Any, tmp_path: Path) -> None:
     answer = inside("train", recipe, "model.attention=cudnn", "--run", "run")
     assert answer.code == 1
-    assert "model.attention" in answer.said
+    assert "model.attention" in answer.message
     assert not (tmp_path / "run" / RECIPE_LOCK_FILE).exists()
     assert inside("train", recipe, "train.steps=1", "--run", "run").code == 0, "the same directory can be used again"
 
@@ -203,7 +203,7 @@ def test_a_run_directory_that_is_a_file(recipe: str, inside: Any, tmp_path: Path
     (tmp_path / "run").write_text("mine")
     answer = inside("train", recipe, "--run", "run")
     assert answer.code == 2
-    assert "run: is a file, not a directory. Choose another --run." in answer.said
+    assert "run: is a file, not a directory. Choose another --run." in answer.message
     assert (tmp_path / "run").read_text() == "mine"
 
 
@@ -231,7 +231,7 @@ def test_signals_before_training(
 )
 def test_an_option_of_an_evaluation_that_nothing_would_read(home: Path, inside: Any, words: Any, says: str) -> None:
     refused = inside("eval", *words, cwd=home)
-    assert (refused.code, says in refused.said) == (2, True), refused.err
+    assert (refused.code, says in refused.message) == (2, True), refused.err
 
 
 def test_an_interrupt_while_torch_is_imported_is_heard(recipe: str, tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_missing_home_or_working_directory_is_one_sentence(
     assert len(done.stderr.splitlines()) == 1
     assert "Traceback" not in done.stderr
     if words[0] == "plan":
-        assert "without ~" in inside(*words, cwd=tmp_path).said
+        assert "without ~" in inside(*words, cwd=tmp_path).message
 
 
 def test_a_kernel_that_cannot_run_here_leaves_no_directory(inside: Any, tmp_path: Path) -> None:

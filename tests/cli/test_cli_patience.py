@@ -40,5 +40,5 @@ def test_other_validation_windows_start_the_count_again(inside: Any, recipe: str
 
 
 def test_nothing_held_out_is_warned_of(inside: Any, recipe: str) -> None:
-    said = inside("train", recipe, "eval.patience=2", "data.val_fraction=0", "train.steps=1", "--dry-run").said
+    said = inside("train", recipe, "eval.patience=2", "data.val_fraction=0", "train.steps=1", "--dry-run").message
     assert "eval.patience" in said

@@ -40,8 +40,8 @@ def no_cache(request: Any, tmp_path_factory: pytest.TempPathFactory, monkeypatch
 def test_a_cache_that_cannot_be(inside: Any, recipe: str, corpus: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     answer = inside(*(word.replace("RECIPE", recipe).replace("CORPUS", str(corpus)) for word in words))
     assert answer.code == 1
-    assert "the cache cannot be written (No" in answer.said
-    assert "name another folder with REDLINE_CACHE." in answer.said
+    assert "the cache cannot be written (No" in answer.message
+    assert "name another folder with REDLINE_CACHE." in answer.message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -49,7 +49,7 @@ def test_a_cache_that_cannot_be(inside: Any, recipe: str, corpus: Path, tmp_path
 def test_other_text_without_a_cache(inside: Any, home: Path, corpus: Path) -> None:
     answer = inside("eval", "latest", "--data", str(corpus), cwd=home)
     assert answer.code == 1
-    assert "the cache cannot be written" in answer.said
+    assert "the cache cannot be written" in answer.message
 
 
 @pytest.mark.usefixtures("no_cache")
@@ -75,7 +75,7 @@ def test_teachers_cannot_be_kept_without_a_cache() -> None:
 def test_tokens_that_cannot_be_put_there(inside: Any, corpus: Path) -> None:
     answer = inside("prepare", str(corpus), "--tokenizer", "bytes", "--out", "/proc/x")
     assert answer.code == 1
-    assert "/proc/x: cannot be written (No such file or directory). Name another folder with --out." in answer.said
+    assert "/proc/x: cannot be written (No such file or directory). Name another folder with --out." in answer.message
 
 
 @pytest.mark.parametrize("kind", [errno.EROFS, errno.EACCES, errno.EPERM])
@@ -86,7 +86,7 @@ def test_what_the_disk_refuses_elsewhere(inside: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr("redline.cli.greeting.greet", refused)
     answer = inside()
     assert answer.code == 1
-    assert answer.said.startswith(f"redline: /some/file: {os.strerror(kind)}. ")
+    assert answer.message.startswith(f"redline: /some/file: {os.strerror(kind)}. ")
 
 
 @pytest.mark.parametrize("kind", [errno.ENOENT, errno.ENOTDIR])
@@ -105,7 +105,7 @@ def test_a_path_that_no_checkpoint_could_be_read_from(
 ) -> None:
     answer = inside("train", recipe, *sweep, "--run", os.fsdecode(b"r\xe9") + below)
     assert answer.code == 2
-    assert "the path is not UTF-8" in answer.said
+    assert "the path is not UTF-8" in answer.message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -115,7 +115,7 @@ def test_a_run_that_was_moved_to_such_a_path(inside: Any, home: Path, tmp_path: 
     shutil.copytree((home / "runs/latest").resolve(), tmp_path / name)
     answer = inside("train", "--resume", name, "train.steps=9")
     assert answer.code == 2
-    assert "rename the folder." in answer.said
+    assert "rename the folder." in answer.message
 
 
 def test_in_a_folder_of_such_a_path_a_run_is_read_again(inside: Any, recipe: str, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_run_is_read_and_resumed_from_any_folder(inside: Any, recipe: str, cor
 )
 def test_a_run_has_a_folder_of_its_own(inside: Any, recipe: str, tmp_path: Path, place: str, why: str) -> None:
     refused = inside("train", recipe, "--run", place)
-    assert (refused.code, why in refused.said) == (2, True)
+    assert (refused.code, why in refused.message) == (2, True)
     assert not (tmp_path / "lock.json").exists()
 
 
@@ -161,7 +161,7 @@ def test_two_that_begin_in_the_same_second(tmp_path: Path, monkeypatch: Any) -> 
 def test_a_report_is_a_file(inside: Any, home: Path, out: str) -> None:
     answer = inside("report", "latest", "--out", out, cwd=home)
     assert answer.code == 1
-    assert "The report cannot be written: this is a folder. Name a file with --out." in answer.said
+    assert "The report cannot be written: this is a folder. Name a file with --out." in answer.message
 
 
 def test_a_report_in_a_read_only_place(inside: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,14 +172,14 @@ def test_a_report_in_a_read_only_place(inside: Any, home: Path, monkeypatch: pyt
     monkeypatch.setattr(Path, "unlink", refused)
     answer = inside("report", "latest", cwd=home)
     assert answer.code == 1
-    assert "The report cannot be written (Read-only file system). Choose a place with --out" in answer.said
+    assert "The report cannot be written (Read-only file system). Choose a place with --out" in answer.message
 
 
 def test_a_profile_asks_first(inside: Any, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("redline.cli.profile._profile", lambda *_: pytest.fail("worked in vain"))
     answer = inside("profile", recipe, "--out", "/proc/x")
     assert answer.code == 1
-    assert "/proc/x: cannot be written (No such file or directory). Name another folder with --out." in answer.said
+    assert "/proc/x: cannot be written (No such file or directory). Name another folder with --out." in answer.message
 
 
 def test_a_profile_in_a_folder_that_is_read_only(
@@ -192,7 +192,7 @@ def test_a_profile_in_a_folder_that_is_read_only(
     monkeypatch.setattr("tempfile.TemporaryFile", refused)
     answer = inside("profile", recipe, "--out", "mine")
     assert answer.code == 1
-    assert "mine: cannot be written (Read-only file system)." in answer.said
+    assert "mine: cannot be written (Read-only file system)." in answer.message
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError("no.")], ids=str)
@@ -215,7 +215,7 @@ def test_what_cannot_begin_leaves_no_folder(inside: Any, world: Any, tmp_path: P
     monkeypatch.setenv("REDLINE_DEADLINE", "soon")
     refused = inside("train", *words, "--run", str(tmp_path / "runs/never"))
     assert refused.code == 1
-    assert "'soon' is not a time" in refused.said
+    assert "'soon' is not a time" in refused.message
     assert not (tmp_path / "runs/never").exists()
     own = tmp_path / "runs/own/tokenizer.json"
     own.parent.mkdir(parents=True)
@@ -227,5 +227,5 @@ def test_what_cannot_begin_leaves_no_folder(inside: Any, world: Any, tmp_path: P
     monkeypatch.setattr("redline.launch.session.write_lock", Mock(side_effect=full))
     refused = inside("train", *words, "--run", str(tmp_path / "runs/never"))
     assert refused.code == 1
-    assert "No space left on device. Free some" in refused.said
+    assert "No space left on device. Free some" in refused.message
     assert not (tmp_path / "runs/never").exists()

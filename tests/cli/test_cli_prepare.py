@@ -88,9 +88,9 @@ def test_a_warning_if_no_text_is_held_out(inside: Any, tmp_path: Path) -> None:
     none = inside("prepare", "same.jsonl", "--out", "b", "--tokenizer", "bytes", "--val-fraction", "0")
     assert "held out" not in none.out
     small = ("quickstart", "data.tokenizer=bytes", "data.seq_len=16", "train.device=cpu", "--dry-run")
-    assert "--val-fraction" in inside("train", *small, "data.source=a").said
-    assert "data.val_fraction" in inside("train", *small, "data.source=same.jsonl").said
-    assert "train.target_loss" in inside("train", *small, "data.source=a", "train.target_loss=3").said
+    assert "--val-fraction" in inside("train", *small, "data.source=a").message
+    assert "data.val_fraction" in inside("train", *small, "data.source=same.jsonl").message
+    assert "train.target_loss" in inside("train", *small, "data.source=a", "train.target_loss=3").message
 
 
 def test_a_warning_for_keys_that_have_no_effect_on_tokens(inside: Any, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_warning_for_keys_that_have_no_effect_on_tokens(inside: Any, tmp_path:
     asked = ("data.dedup=true", "data.val_fraction=0.2")
     for command in (("train", *small, "--dry-run"), ("plan", *small)):
         answers = [inside(*command, f"data.source={source}", *asked) for source in ("a", "a.txt")]
-        tokens, text = (answer.out + answer.said for answer in answers)
+        tokens, text = (answer.out + answer.message for answer in answers)
         assert "data.dedup has no effect" in tokens
         assert "data.val_fraction has no effect" in tokens
         assert "data.text_key" not in tokens
@@ -220,21 +220,21 @@ def test_mistakes(inside: Any, mistakes: Path, words: list[str], code: int, sent
     tokenizer = [] if "--tokenizer" in words else ["--tokenizer", "bytes"]
     answer = inside("prepare", *words, *options, *tokenizer)
     assert answer.code == code
-    assert sentence in answer.said
+    assert sentence in answer.message
     assert len(answer.err.splitlines()) == 1 or code == 2
 
 
 def test_a_folder_or_a_preview_is_required(inside: Any, corpus: Path) -> None:
     answer = inside("prepare", str(corpus))
     assert answer.code == 2
-    assert "--out" in answer.said
+    assert "--out" in answer.message
 
 
 def test_tokens_are_refused_as_a_source(inside: Any, corpus: Path, tmp_path: Path) -> None:
     inside("prepare", str(corpus), "--out", "tokens", "--tokenizer", "bytes")
     answer = inside("prepare", "tokens", "--out", "again", "--tokenizer", "bytes")
     assert answer.code == 2
-    assert "data.source=tokens" in answer.said
+    assert "data.source=tokens" in answer.message
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_datasets_that_cannot_be_had(
     monkeypatch.setitem(sys.modules, "datasets", module)
     answer = inside("prepare", "a/b", "--out", "out", "--tokenizer", "bytes")
     assert answer.code == 1
-    assert f"a/b: {sentence}" in answer.said.replace("no such file or folder, and ", "")
+    assert f"a/b: {sentence}" in answer.message.replace("no such file or folder, and ", "")
 
 
 def test_train_takes_every_kind_of_source(inside: Any, recipe: str, rows: Path, corpus: Path) -> None:

@@ -81,5 +81,5 @@ def test_a_folder_that_is_there_is_kept(redline: Any, tmp_path: Path) -> None:
     (tmp_path / "kept/mine").write_text("x", encoding="utf-8")
     answer = redline("profile", "--out", "kept", cwd=tmp_path)
     assert answer.code == 2
-    assert "Choose another --out" in answer.said
+    assert "Choose another --out" in answer.message
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["mine"]

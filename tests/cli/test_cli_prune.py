@@ -155,7 +155,7 @@ def test_nothing_goes_where_nobody_can_answer(run: Path, inside: Any, words: tup
     answer = inside("runs", "prune", *words)
     assert answer.code == 2
     assert steps(run) == [1, 2, 3, 6]
-    assert "--yes" in answer.said
+    assert "--yes" in answer.message
     if words:
         shown = json.loads(answer.out)
         assert shown["dry_run"]
@@ -174,7 +174,7 @@ def test_json_asks_for_yes_on_a_terminal_too(run: Path, inside: Any, monkeypatch
 def test_mistakes(run: Path, inside: Any) -> None:
     answer = inside("runs", "prune", "--keep", "some")
     assert answer.code == 2
-    assert "--keep: 'some' is not best, last or a number of checkpoints." in answer.said
+    assert "--keep: 'some' is not best, last or a number of checkpoints." in answer.message
     assert inside("runs", "prune", "--keep", "0").code == 2
     assert inside("runs", "prone").code == 2
     assert steps(run) == [1, 2, 3, 6]

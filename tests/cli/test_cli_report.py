@@ -47,13 +47,13 @@ def test_several_runs_are_compared(home: Path, inside: Any, tmp_path: Path) -> N
     assert inside("report", "one", "one").out == "runs/one/report.html\n", "a run is not compared with itself"
     answer = inside("report", "one", "thre")
     assert answer.code == 2
-    assert "There is no such run" in answer.said
+    assert "There is no such run" in answer.message
 
 
 def test_what_does_not_go_together_and_what_is_one(home: Path, inside: Any, tmp_path: Path) -> None:
     refused = inside("report", "latest", "--json", "--out", "page.html", cwd=home)
     assert refused.code == 2
-    assert "--json writes no page" in refused.said
+    assert "--json writes no page" in refused.message
     twice = inside("report", "latest", "latest", "--out", str(tmp_path / "page.html"), cwd=home)
     assert twice.code == 0
     assert "more than once" in twice.err

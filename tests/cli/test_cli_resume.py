@@ -35,7 +35,7 @@ def test_a_step_of_a_run_is_refused_where_the_run_is_meant(inside: Any, world: A
     for command in (["report"], ["watch", "--once"], ["stop"]):
         refused = inside(*command, f"{run}@best")
         assert refused.code == 2
-        assert "Leave out @best" in refused.said
+        assert "Leave out @best" in refused.message
 
 
 def test_losses_of_other_windows_are_no_measure(inside: Any, recipe: str, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_the_whole_model_of_a_first_phase(tune: str, inside: Any, tmp_path: Path
     assert losses(tmp_path / "third")[0] == losses(tmp_path / "first")[-1]
     answer = inside("train", tune, "model.init_from=first", "--run", "no")
     assert answer.code == 2
-    assert "first@4 is a whole model, and this run trains adapters. Use it as the base" in answer.said
+    assert "first@4 is a whole model, and this run trains adapters. Use it as the base" in answer.message
 
 
 def test_what_does_not_fit_is_a_sentence(first: Path, tune: str, inside: Any, tmp_path: Path, tiny_base: Path) -> None:
@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_a_sentence(first: Path, tune: str, inside: Any, tm
     for words, says in asked.items():
         answer = inside("train", tune, "model.init_from=first", *words, "--run", "no")
         assert answer.code == 2, answer.err
-        assert says in answer.said
+        assert says in answer.message
         assert not (tmp_path / "no").exists()
     answer = inside("train", tune, "model.init_from=first", "model.lora.alpha=64", "finetune.method=lora", "--dry-run")
     assert answer.code == 0, answer.err
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_a_sentence(first: Path, tune: str, inside: Any, tm
 def test_merging_a_run_without_adapters_is_a_usage_error(home: Path, inside: Any) -> None:
     answer = inside("export", "latest", "--out", "out", "--merged", cwd=home)
     assert answer.code == 2
-    assert "no adapters" in answer.said
+    assert "no adapters" in answer.message
     answer = inside("export", "latest", "--out", "out", "--onto", "mars", cwd=home)
-    assert "--onto: 'mars' is not trained or original." in answer.said
+    assert "--onto: 'mars' is not trained or original." in answer.message
     assert not (home / "out").exists()

@@ -96,8 +96,8 @@ def test_a_directory_that_holds_a_run_is_refused_untouched(home: Path, recipe: s
     before = digests(home)
     answer = redline("train", recipe, "--run", "runs/latest", cwd=home)
     assert answer.code == 2
-    assert "holds a run" in answer.said
-    assert "--resume" in answer.said
+    assert "holds a run" in answer.message
+    assert "--resume" in answer.message
     assert digests(home) == before
 
 

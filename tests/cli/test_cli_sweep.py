@@ -108,12 +108,12 @@ def test_another_sweep_is_not_mixed_in(acted: list[list[str]], recipe: str, insi
     for words in (("--sweep", "train.lr=0.2"), ("train.steps=9", "--sweep", "train.lr=0.1")):
         answer = inside("train", recipe, *words, "--run", "out")
         assert answer.code == 2
-        assert "out: this directory holds another sweep" in answer.said
+        assert "out: this directory holds another sweep" in answer.message
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/mine").touch()
     answer = inside("train", recipe, "--sweep", "train.lr=0.1", "--run", "taken")
     assert answer.code == 2
-    assert "taken: the folder is not empty. Choose another --run." in answer.said
+    assert "taken: the folder is not empty. Choose another --run." in answer.message
     assert len(acted) == 1
     assert [path for path in sorted(tmp_path.rglob("*")) if "taken" not in str(path)] == before
 
@@ -154,7 +154,7 @@ def test_mistakes_are_found_before_anything_is_started(
 ) -> None:
     answer = inside("train", recipe, *words)
     assert answer.code == 2
-    assert says in answer.said
+    assert says in answer.message
     assert acted == []
     assert list(tmp_path.iterdir()) == []
 
@@ -162,7 +162,7 @@ def test_mistakes_are_found_before_anything_is_started(
 def test_a_resume_is_of_one_run(inside: Any) -> None:
     answer = inside("train", "--resume", "latest", "--sweep", "train.lr=1,2")
     assert answer.code == 2
-    assert "--resume resumes one run." in answer.said
+    assert "--resume resumes one run." in answer.message
 
 
 def test_commas_within_brackets_belong_to_the_value() -> None:

@@ -35,7 +35,7 @@ def test_one_flipped_bit_is_found(inside: Any, tokens: Path, place: int) -> None
     shard.write_bytes(content)
     answer = inside("prepare", str(tokens), "--verify")
     assert answer.code == 1
-    assert "train-00000.tok: the tokens differ from" in answer.said
+    assert "train-00000.tok: the tokens differ from" in answer.message
     assert "Traceback" not in answer.err
 
 
@@ -44,7 +44,7 @@ def test_every_run_finds_what_is_cut_off(inside: Any, recipe: str, tokens: Path)
     shard.write_bytes(shard.read_bytes()[:-2])
     answer = inside("train", recipe, f"data.source={tokens}", "data.tokenizer=bytes", "train.steps=1", "--run", "run")
     assert answer.code == 1
-    assert "bytes instead of" in answer.said
+    assert "bytes instead of" in answer.message
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_every_run_finds_what_is_cut_off(inside: Any, recipe: str, tokens: Path)
 def test_there_must_be_tokens(inside: Any, corpus: Path, words: list[str], said: str) -> None:
     answer = inside("prepare", str(corpus), *words[1:])
     assert answer.code == 2
-    assert said in answer.said
+    assert said in answer.message

@@ -68,7 +68,7 @@ def test_every_verb_works_with_a_job_of_another_package(inside: Redline, recipe:
     assert (tmp_path / "run/report.html").is_file()
     refused = inside("export", "run", "--out", "model")
     assert refused.code == 1
-    assert "reversed_lm" in refused.said
+    assert "reversed_lm" in refused.message
 
 
 def lock_sources(lock: dict[str, Any]) -> list[str]:
@@ -80,7 +80,7 @@ def lock_sources(lock: dict[str, Any]) -> list[str]:
 def test_its_options_are_validated_like_those_of_redline(inside: Redline, recipe: str) -> None:
     refused = inside("plan", recipe, "reversed_lm.span=0")
     assert refused.code == 2
-    assert "reversed_lm.span" in refused.said
+    assert "reversed_lm.span" in refused.message
     assert inside("plan", recipe, "reversed_lm.spam=3").code == 2
 
 
@@ -88,7 +88,7 @@ def test_without_the_package_the_job_is_unknown(inside: Redline, recipe: str) ->
     base._installed.cache_clear()
     refused = inside("plan", recipe)
     assert refused.code == 2
-    assert "objective" in refused.said
+    assert "objective" in refused.message
 
 
 def test_an_entry_point_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

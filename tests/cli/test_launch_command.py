@@ -43,7 +43,7 @@ def test_the_command_line_is_stronger_than_the_site(inside: Any, tmp_path: Path)
     site.write_text("acount: physics\n")
     wrong = inside("launch", "quickstart")
     assert (wrong.code, wrong.out) == (2, "")
-    assert "Did you mean 'account'?" in wrong.said
+    assert "Did you mean 'account'?" in wrong.message
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_command_line_is_stronger_than_the_site(inside: Any, tmp_path: Path)
 def test_mistakes_are_answered_before_the_queue(inside: Any, words: tuple[str, ...], said: str) -> None:
     answer = inside("launch", *words)
     assert (answer.code, answer.out) == (2, "")
-    assert said in answer.said
+    assert said in answer.message
 
 
 def test_a_run_that_is_there_is_what_is_checked(inside: Any, world: Any, tmp_path: Path) -> None:
@@ -78,10 +78,10 @@ def test_a_run_that_is_there_is_what_is_checked(inside: Any, world: Any, tmp_pat
     assert "gpus-per-node" not in script.out, "it is a run on a CPU"
     shared = inside("launch", "--run", run, "--gpus-per-node", "3")
     assert shared.code == 2
-    assert "16 sequences cannot be shared by 3" in shared.said
+    assert "16 sequences cannot be shared by 3" in shared.message
     other = inside("launch", "pretrain-350m", "--run", run)
     assert other.code == 2
-    assert "a run of quickstart" in other.said
+    assert "a run of quickstart" in other.message
 
 
 @pytest.mark.parametrize("name", ["llama-3.1", "mine"])
@@ -92,7 +92,7 @@ def test_a_script_for_a_run_of_ones_own_recipe_names_none(inside: Any, world: An
     small = [*world.tiny, f"data.source={world.corpus}", "train.steps=1"]
     assert inside("train", str(recipe), *small, "--run", "runs/mine").code == 0
     script = inside("launch", "--run", "runs/mine", "train.steps=2")
-    assert script.code == 0, script.said
+    assert script.code == 0, script.message
     words = script.out.partition("run_words=(")[2].partition(")")[0].split()
     assert words == ["train.steps=2", "--run", '"$run"', "--continue"]
     assert inside("train", "--run", "runs/mine", "--continue", "train.steps=2").code == 0
@@ -103,8 +103,8 @@ def test_without_sbatch(inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", str(tmp_path))
     answer = inside("launch", "quickstart", "--submit")
     assert answer.code == 1
-    assert "sbatch is not installed" in answer.said
-    assert "leave out --submit" in answer.said
+    assert "sbatch is not installed" in answer.message
+    assert "leave out --submit" in answer.message
 
 
 def test_what_is_said_after_submitting(inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
