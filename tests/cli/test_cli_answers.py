@@ -62,7 +62,7 @@ def test_a_preview_shows_what_is_learnt_and_trains_nothing(
     assert "42, 1 of them bad (1 empty 'completion')" in shown.out
     assert "rows.jsonl:41: empty 'completion'" in shown.out
     assert "1 overlong: 0 cut, 1 dropped" in shown.out
-    assert " of them learnt (" in shown.out
+    assert " of them in the loss (" in shown.out
     assert ", filled to " in shown.out
     assert "template     the model's own" in shown.out
     assert not (tmp_path / "runs").exists()

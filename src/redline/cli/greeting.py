@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from redline import __version__
-from redline.vocabulary import EVENTS_FILE, RUNS, Status
+from redline.vocabulary import RUNS, Status
+
+if TYPE_CHECKING:
+    from redline.runs.summary import NewestRun
 
 _ENDED_EARLY = (Status.CRASHED, Status.PREEMPTED, Status.STOPPED, Status.FAILED)
 
 
-@dataclass(frozen=True)
-class Newest:
-    """The newest run, and how many runs there are."""
-
-    name: str  # quoted for a shell
-    status: Status
-    count: int
-
-
 def greet() -> None:
     """Print the greeting. It imports no torch and reads only the end of a log, so that it takes no time."""
+    from redline.runs.summary import newest_run
+
     newest = newest_run(RUNS)
     typer.echo(f"redline {__version__} trains language models at the limit of the hardware.\n")
     typer.echo(f"  here   {_describe_machine()}")
@@ -47,13 +42,13 @@ def _describe_machine() -> str:
     return f"no NVIDIA GPU, {os.cpu_count()} CPU cores: enough for the small recipes"
 
 
-def _describe_runs(newest: Newest | None) -> str:
+def _describe_runs(newest: NewestRun | None) -> str:
     if newest is None:
         return "none in ./runs yet"
-    return f"{newest.count} in ./runs, newest: {newest.name} ({newest.status})"
+    return f"{newest.count} in ./runs, newest: {shlex.quote(newest.name)} ({newest.status})"
 
 
-def _next_commands(newest: Newest | None) -> list[tuple[str, str]]:
+def _next_commands(newest: NewestRun | None) -> list[tuple[str, str]]:
     """Return commands and their purposes: what suits the newest run, or the first steps if there is none."""
     first_steps = [
         ("redline doctor", "check this machine"),
@@ -64,28 +59,17 @@ def _next_commands(newest: Newest | None) -> list[tuple[str, str]]:
     ]
     if newest is None:
         return first_steps
+    name = shlex.quote(newest.name)
     if newest.status is Status.RUNNING:
         return [
-            (f"redline watch {newest.name}", "a live page of the run"),
-            (f"redline stop {newest.name}", "save and stop the run"),
+            (f"redline watch {name}", "a live page of the run"),
+            (f"redline stop {name}", "save and stop the run"),
         ]
     resume = []
     if newest.status in _ENDED_EARLY:
-        resume = [(f"redline train --resume {newest.name}", "resume the run")]
+        resume = [(f"redline train --resume {name}", "resume the run")]
     after = [
-        (f"redline report {newest.name}", "a page about the run"),
-        (f"redline sample {newest.name}", "generate text with it"),
+        (f"redline report {name}", "a page about the run"),
+        (f"redline sample {name}", "generate text with it"),
     ]
     return [*resume, *after, *first_steps[1:3]]
-
-
-def newest_run(root: Path) -> Newest | None:
-    """Return the newest run under `root`, or None if there is none."""
-    from redline.runs.events import one_line, read_last_events
-    from redline.runs.summary import run_paths, run_status
-
-    paths = run_paths(root)
-    if not paths:
-        return None
-    status = run_status(paths[0], read_last_events(paths[0] / EVENTS_FILE))
-    return Newest(shlex.quote(one_line(paths[0].relative_to(root).as_posix())), status, len(paths))

@@ -67,12 +67,12 @@ def train(
     from redline.launch.start import Target, read_target, restart_warning
 
     target, words = read_target(recipe or [], Target(run, resume, continue_), os.environ, sweep=bool(sweep))
-    given, overrides = split_words(words, "train")
+    given_recipe, overrides = split_words(words, "train")
     run, resume = target.run, target.resume
     if preview is not None and (resume or sweep):
         raise UsageError("--preview shows the data of one recipe.", fix="Leave out --resume and --sweep.")
     if resume is not None:
-        if given or run:
+        if given_recipe or run:
             what = "--resume takes no recipe and no --run: both are stored in the run."
             raise UsageError(what, fix="Leave them out.")
         if sweep:
@@ -82,8 +82,8 @@ def train(
     if not sweep and not dry_run and preview is None and (warning := restart_warning(target, os.environ)):
         typer.echo(f"redline: {warning}", err=True)
     if run is not None and target.continued and preview is None:
-        raise typer.Exit(_continue(given, overrides, run, gpus or 1, supervise=supervise, dry_run=dry_run))
-    name = given or "quickstart"
+        raise typer.Exit(_continue(given_recipe, overrides, run, gpus or 1, supervise=supervise, dry_run=dry_run))
+    name = given_recipe or "quickstart"
     if sweep:
         if gpus or supervise:
             what = "--sweep trains one run after the other, each on one GPU."
@@ -97,55 +97,58 @@ def train(
         from redline.cli.preview import preview_recipe
 
         return preview_recipe(loaded.recipe, preview)
-    from redline.launch.session import exit_code_of
+    from redline.launch.processes import ChildCommand, train_or_supervise
     from redline.launch.start import new_run, new_run_path
 
-    if not dry_run and _starts_processes(gpus or 1, supervise):
-        from redline.launch.processes import train_supervised
-
+    def child_command() -> ChildCommand:
         path = new_run_path(loaded, run)
-        words = ["train", name, *overrides, "--run", str(path), "--continue"]
-        raise typer.Exit(train_supervised(loaded.recipe, path, words, gpus=gpus or 1, restart=_restarts(supervise)))
-    raise typer.Exit(exit_code_of(lambda: new_run(loaded, run, overrides, dry_run=dry_run, gpus=gpus or 1)))
+        return ChildCommand(loaded.recipe, path, ["train", name, *overrides, "--run", str(path), "--continue"])
 
-
-def _starts_processes(gpus: int, supervise: bool) -> bool:
-    """Return whether this process starts and supervises others that train, instead of training itself."""
-    is_supervised = "REDLINE_PULSE" in os.environ
-    return not is_supervised and (supervise or (gpus > 1 and "RANK" not in os.environ))
-
-
-def _restarts(supervise: bool) -> bool:
-    """Return whether this process restarts a failed run: not if something above does, as the script of `launch`."""
-    return supervise and "REDLINE_SUPERVISED" not in os.environ
+    code = train_or_supervise(
+        lambda: new_run(loaded, run, overrides, dry_run=dry_run, gpus=gpus or 1),
+        child_command,
+        gpus=gpus or 1,
+        supervise=supervise,
+        dry_run=dry_run,
+    )
+    raise typer.Exit(code)
 
 
 def _resume(name: str, overrides: list[str], gpus: int, *, supervise: bool, dry_run: bool) -> int:
     """Run `train --resume` and return the exit code."""
-    from redline.launch.session import exit_code_of
+    from redline.launch.processes import ChildCommand, train_or_supervise
     from redline.launch.start import open_resumable, resume_run
 
-    if not dry_run and _starts_processes(gpus, supervise):
-        from redline.launch.processes import train_supervised
-
+    def child_command() -> ChildCommand:
         path, loaded = open_resumable(name, overrides)
-        words = ["train", "--resume", str(path), *overrides]
-        return train_supervised(loaded.recipe, path, words, gpus=gpus, restart=_restarts(supervise))
-    return exit_code_of(lambda: resume_run(name, overrides, dry_run=dry_run, gpus=gpus))
+        return ChildCommand(loaded.recipe, path, ["train", "--resume", str(path), *overrides])
+
+    return train_or_supervise(
+        lambda: resume_run(name, overrides, dry_run=dry_run, gpus=gpus),
+        child_command,
+        gpus=gpus,
+        supervise=supervise,
+        dry_run=dry_run,
+    )
 
 
-def _continue(given: str | None, overrides: list[str], run: Path, gpus: int, *, supervise: bool, dry_run: bool) -> int:
+def _continue(recipe: str | None, overrides: list[str], run: Path, gpus: int, *, supervise: bool, dry_run: bool) -> int:
     """Run `train --continue` and return the exit code."""
-    from redline.launch.session import exit_code_of
+    from redline.launch.processes import ChildCommand, train_or_supervise
     from redline.launch.start import continue_run, plan_continue
 
-    if not dry_run and _starts_processes(gpus, supervise):
-        from redline.launch.processes import train_supervised
+    def child_command() -> ChildCommand:
+        due = plan_continue(run, recipe, overrides)
+        words = ["train", *([recipe] if recipe else []), *overrides, "--run", str(run), "--continue"]
+        return ChildCommand(due.loaded.recipe, run, words)
 
-        due = plan_continue(run, given, overrides)
-        words = ["train", *([given] if given else []), *overrides, "--run", str(run), "--continue"]
-        return train_supervised(due.loaded.recipe, run, words, gpus=gpus, restart=_restarts(supervise))
-    return exit_code_of(lambda: continue_run(run, given, overrides, dry_run=dry_run, gpus=gpus))
+    return train_or_supervise(
+        lambda: continue_run(run, recipe, overrides, dry_run=dry_run, gpus=gpus),
+        child_command,
+        gpus=gpus,
+        supervise=supervise,
+        dry_run=dry_run,
+    )
 
 
 def _sweep(name: str, overrides: list[str], options: list[str], run: Path | None, *, dry_run: bool) -> int:

@@ -1,4 +1,4 @@
-"""`redline train --gpus N` and `--supervise`: start the processes of a run, supervise them, restart them on failure."""
+"""`redline train`: train in this process, or start processes that do, supervise them and restart them on failure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -19,7 +20,7 @@ from redline.errors import EXIT_FAILED, RecipeError, UsageError, UserError
 from redline.fields import none_if_auto
 from redline.hardware.host import available_cores
 from redline.hardware.nvml import open_nvml, visible_handles
-from redline.launch.session import CONSOLE
+from redline.launch.session import CONSOLE, exit_code_of
 from redline.planning.batch import indivisible_batch
 from redline.recipe.schema import Recipe
 from redline.runs.monitor import require_packages
@@ -30,6 +31,32 @@ from redline.vocabulary import CHECKPOINTS_FOLDER, RECIPE_LOCK_FILE
 
 LOG = "ranks.log"  # in the run directory: the output of all ranks, with the stacks of hung ones
 _SHOWN_LINES = 30  # of the log, after a failure
+
+
+@dataclass(frozen=True)
+class ChildCommand:
+    """The words after `redline` with which child processes train the run at `path`."""
+
+    recipe: Recipe
+    path: Path
+    words: Sequence[str]  # with --continue or --resume, because a restart uses the same words
+
+
+def train_or_supervise(
+    train: Callable[[], int], child_command: Callable[[], ChildCommand], *, gpus: int, supervise: bool, dry_run: bool
+) -> int:
+    """Call `train` in this process, or train in child processes if several are needed. Return the exit code.
+
+    `child_command` is called only in the second case.
+    """
+    # A supervised process, or a rank that torchrun has started, trains by itself: otherwise it would start others.
+    is_supervised, is_rank = FOLDER_VARIABLE in os.environ, "RANK" in os.environ
+    if dry_run or is_supervised or not (supervise or (gpus > 1 and not is_rank)):
+        return exit_code_of(train)
+    command = child_command()
+    # The script of `redline launch` restarts failed runs itself; two supervisors would restart a run twice.
+    restart = supervise and SUPERVISED not in os.environ
+    return train_supervised(command.recipe, command.path, command.words, gpus=gpus, restart=restart)
 
 
 def check_world(recipe: Recipe, gpus: int) -> None:
@@ -99,10 +126,7 @@ class Processes:
 
 
 def train_supervised(recipe: Recipe, path: Path, words: Sequence[str], *, gpus: int, restart: bool) -> int:
-    """Run `redline WORDS` in child processes and supervise them. Return the exit code.
-
-    A restart uses the same words, so they must resume the run at `path` once it exists (--continue or --resume).
-    """
+    """Run `redline WORDS` in child processes and supervise them. Return the exit code."""
     check_world(recipe, gpus)
     gpu_words = ["--gpus", str(gpus)] if gpus > 1 else []
     log = path / LOG

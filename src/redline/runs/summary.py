@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from redline.cache import open_regular
 from redline.errors import UsageError, UserError, did_you_mean
-from redline.runs.events import History, read_events
+from redline.runs.events import History, one_line, read_events, read_last_events
 from redline.vocabulary import (
     EVENTS_FILE,
     LATEST_LINK,
@@ -189,6 +189,24 @@ def run_paths(root: Path) -> list[Path]:
     paths += [member for path in paths if is_sweep(path) for member in path.iterdir()]
     runs = [path for path in paths if not path.is_symlink() and _is_run(path)]
     return sorted(runs, key=lambda path: (_start_time(path), path.name), reverse=True)
+
+
+@dataclass(frozen=True)
+class NewestRun:
+    """The newest run, and how many runs there are."""
+
+    name: str
+    status: Status
+    count: int
+
+
+def newest_run(root: Path) -> NewestRun | None:
+    """Return the newest run under `root`, or None if there is none. It reads only the end of the run's log."""
+    paths = run_paths(root)
+    if not paths:
+        return None
+    status = run_status(paths[0], read_last_events(paths[0] / EVENTS_FILE))
+    return NewestRun(one_line(_name(paths[0], root)), status, len(paths))
 
 
 def _name(run: Path, root: Path) -> str:
