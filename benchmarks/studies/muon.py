@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.studies.rates import seconds
-from redline.jobs.decoder_objective import role_groups
+from redline.jobs.objective import role_groups
 from redline.kernels import muon as kernels
 from redline.kernels.attention import Attention, MaskSpec
 from redline.kernels.muon import descend_, gram, nesterov_, square

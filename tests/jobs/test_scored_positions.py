@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetuning import Tuning
-from redline.jobs import decoder_objective as decoder
-from redline.jobs.decoder_objective import DecoderObjective, with_scored_positions
+from redline.jobs import objective as decoder
+from redline.jobs.objective import DecoderObjective, with_scored_positions
 from redline.kernels.cross_entropy import IGNORE
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from redline.errors import UsageError, UserError
-from redline.jobs.decoder_objective import role_groups
+from redline.jobs.objective import role_groups
 from redline.kernels.low_rank import keep_probability
 from redline.models.adapters import FrozenMatrix, LoraLinear
 from redline.models.layers import CHECKPOINTING

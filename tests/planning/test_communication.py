@@ -21,10 +21,9 @@ from redline.planning.communication import (
     fsdp_volume,
     padded_bytes,
 )
-from redline.recipe.forecast import ProbeResult, forecast
+from redline.recipe.forecast import ProbeResult, Scaling, forecast, scaling, worlds
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, Resolved, resolve
-from redline.recipe.scaling import Scaling, scaling, worlds
 
 FACTS = DataFacts(50257, 10**10, 10**6, "", "gpt2", "")
 

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 def no_padding_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switch off the padding of the head's rows to a few sizes: rows without a loss are not counted as executed, so
     they must not be computed here."""
-    monkeypatch.setattr("redline.jobs.decoder_objective._round_to_quarters", lambda count, most: max(1, count))
+    monkeypatch.setattr("redline.jobs.objective._round_to_quarters", lambda count, most: max(1, count))
     monkeypatch.setattr("redline.jobs.diffusion.objective._padded_size", lambda count, most: max(1, count))
 
 

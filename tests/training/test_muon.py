@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from redline.jobs.decoder_objective import role_groups
-from redline.jobs.objective import ParamGroup
+from redline.jobs.objective import ParamGroup, role_groups
 from redline.kernels.attention import Attention, MaskSpec
 from redline.models.decoder import Decoder
 from redline.planning.memory import moment_bytes

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from redline.hardware.machine import Machine
+from redline.jobs.base import DecoderCosts
 from redline.jobs.causal_lm.objective import CausalLM
-from redline.jobs.decoder_costs import DecoderCosts
 from redline.jobs.latent_prefix.objective import LatentPrefix
 from redline.planning.flops import FlopsPerToken
 from redline.runs.events import read_events

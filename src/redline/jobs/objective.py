@@ -1,15 +1,17 @@
 """The half of a job that needs torch: its data, its model, its loss, and what can be asked of the trained model.
 
 `JobRuntime` opens data and makes an `Objective`; the trainer and the commands that use a trained model know only the
-`Objective`. The torch-free half of a job is `Job` in `jobs/base.py`.
+`Objective`. The torch-free half of a job is `Job` in `jobs/base.py`. The last part is shared by jobs that train the
+decoder.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -17,10 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from redline.data.index import cu_seqlens
 from redline.data.rows import ProgressCallback
 from redline.data.shards import TokenFile
+from redline.errors import UserError
 from redline.jobs.base import job, load_attribute
 from redline.jobs.preview import SamplePreview
+from redline.kernels.attention import Attention, Bound, MaskSpec, Selection, select
+from redline.kernels.cross_entropy import IGNORE, compile_loss, linear_cross_entropy
+from redline.kernels.float8_choice import Float8Choice, Shapes, choose
+from redline.kernels.matmul import DTYPES
+from redline.models.adapters import LoraLinear
+from redline.models.decoder import Decoder
+from redline.models.float8 import LINEARS
+from redline.models.layers import Linear
 from redline.planning.shapes import Adapter
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Lora, Recipe
@@ -357,3 +369,303 @@ def job_runtime(name: str) -> JobRuntime[Any]:
     """Return the torch half of the job of this name."""
     runtime: JobRuntime[Any] = load_attribute(job(name).runtime)()
     return runtime
+
+
+# ----------------------------------------------------------------------------------------------------
+# What jobs that train the decoder share: parameter groups, choice of attention, batch layout, loss, fp8.
+
+
+# ----------------------------------------------------------------------------------------------------
+# The optimizer's role of each parameter.
+
+
+def role_groups(model: nn.Module) -> list[ParamGroup]:
+    """Group the trained parameters: hidden matrices, embeddings, the head, and everything with one dimension."""
+    by_role: dict[str, dict[str, nn.Parameter]] = {}
+    splits: dict[str, tuple[int, ...]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                full = f"{path}.{name}" if path else name
+                by_role.setdefault(_role(path, module, parameter), {})[full] = parameter
+                splits[full] = _splits(module, parameter)
+    return [ParamGroup(role, members, {n: splits[n] for n in members}) for role, members in by_role.items()]
+
+
+def _splits(module: nn.Module, parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the rows of each matrix that is stored in the parameter, one below the other."""
+    if isinstance(module, LoraLinear):
+        return (module.r,) * len(module.adapters)
+    return module.splits if isinstance(module, Linear) else (parameter.shape[0],)
+
+
+def _role(path: str, module: nn.Module, parameter: nn.Parameter) -> str:
+    if parameter.dim() < 2:
+        return "scalar"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    return "head" if path == "head" else "matrix"
+
+
+CHOSEN_AT_START = "as chosen when the run began"
+
+
+class DecoderObjective(Objective):
+    """The base class of objectives that train one decoder on next-token-like targets."""
+
+    model: Decoder
+    device: torch.device
+
+    def __init__(self, resolved: Resolved) -> None:
+        self.resolved, self.recipe = resolved, resolved.recipe
+        self.selection: Selection | None = None
+        self.seq_len = self.recipe.data.seq_len
+        self.mask = MaskSpec(causal=True, documents=self.recipe.data.pack)
+        self.dtype = DTYPES[self.recipe.train.precision]
+
+    # --- building
+
+    def decoder(self) -> Decoder:
+        """Return the decoder, with uninitialised weights."""
+        options = self.recipe.model
+        if options.kernels == "fused" and self.device.type == "cuda" and find_spec("triton") is None:
+            fix = "Install triton, or use model.kernels=torch."
+            raise UserError("fused kernels need the package triton.", where="model.kernels", fix=fix)
+        self.selection = self.selection or self._select_attention()
+        grouped = self.resolved.shape.kv_heads != self.resolved.shape.heads
+        self.attention = Attention(self.selection.backend, self.mask, self.device.type, grouped=grouped)
+        return Decoder(
+            self.resolved.shape,
+            attention=self.attention,
+            rope_theta=options.rope_theta,
+            rope_scaling=options.rope_scaling,
+            eps=options.norm_eps,
+            dropout=options.dropout,
+            softcap=options.softcap,
+            dtype=self.dtype,
+            checkpointing=self.recipe.train.grad_checkpointing,
+            kernels=options.kernels,
+        )
+
+    def _select_attention(self) -> Selection:
+        """Choose the attention backend, by measurement if the recipe leaves it open.
+
+        This happens once in a run's life: a resumed run must compute with the backend that it began with, or it would
+        not continue to the same bits.
+        """
+        wanted, train, shape = self.recipe.model.attention, self.recipe.train, self.resolved.shape
+        if train.deterministic and wanted == "auto":
+            return Selection("flash", "its backward can be deterministic")
+        measured_shape = (self.resolved.batch.micro, shape.heads, self.read_length, shape.head_dim)
+        return select(wanted, self.mask, device=self.device.type, dtype=self.dtype, shape=measured_shape)
+
+    @property
+    def read_length(self) -> int:
+        """How many positions the model reads for one sequence."""
+        return self.seq_len
+
+    @property
+    def compiled(self) -> bool:
+        return bool(self.recipe.train.compile) and self.recipe.model.kernels != "fused"
+
+    @property
+    def replayable(self) -> bool:
+        # flex makes a mask for each batch and inspects it on the host, which a CUDA graph cannot record.
+        return self.recipe.model.dropout == 0 and self.attention.backend != "flex"
+
+    @property
+    def uniform_layout(self) -> bool:
+        """Whether all batches must have tensors of the same names and shapes: a CUDA graph is replayed on them."""
+        return self.recipe.train.graph and self.replayable and self.device.type == "cuda"
+
+    def choices(self) -> list[tuple[str, Any, str]]:
+        assert self.selection is not None
+        return [("model.attention", self.selection.backend, self.selection.reason)]
+
+    def param_groups(self) -> list[ParamGroup]:
+        return role_groups(self.model)
+
+    def compile(self) -> None:
+        if self.device.type == "cuda" and self.recipe.model.kernels != "fused":
+            compile_loss()  # on a CPU the in-place reference is as fast
+        self.model.compile_blocks(self.recipe.train.compile_mode)
+
+    # --- a batch
+
+    def laid_out(self, inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray | None) -> Batch:
+        """Return a batch with what the attention needs to keep documents apart, if any row has more than one."""
+        batch = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
+        if self.mask.documents:
+            assert documents is not None
+            if self.attention.varlen and not self.uniform_layout and (documents == documents[:, :1]).all():
+                return batch  # not with a CUDA graph: it would reuse the documents that it was recorded with
+            batch["documents"] = torch.from_numpy(documents)
+            if self.attention.varlen:
+                batch |= self._varlen(documents)
+        return batch
+
+    def _varlen(self, documents: np.ndarray) -> Batch:
+        """Return the documents' starts as variable-length kernels take them, padded to one of a few sizes.
+
+        The kernel launches blocks for every start, each for a document of `max_seqlen`, so both are kept small.
+        """
+        starts = cu_seqlens(documents)
+        room = max(256, documents.size // 32) if self.uniform_layout else 64
+        padded = np.full(max(room, _power_of_two(len(starts))), documents.size, dtype=starts.dtype)
+        padded[: len(starts)] = starts
+        batch = {"cu_seqlens": torch.from_numpy(padded)}
+        if self.uniform_layout or self.compiled:
+            return batch  # max_seqlen is a constant to a recorded or compiled step: each new value would be a new step
+        longest = _power_of_two(int(np.diff(starts).max()))
+        return {**batch, "max_seqlen": torch.tensor(min(longest, documents.shape[1]))}
+
+    def weights(self, batch: Batch) -> dict[str, float]:
+        return {"tokens": float((batch["targets"] != IGNORE).sum())}
+
+    def loss(self, batch: Batch) -> dict[str, Term]:
+        hidden = self.model(batch["inputs"], self._bind(batch)).flatten(0, 1)
+        if "scored_positions" in batch:
+            hidden = hidden.index_select(0, batch["scored_positions"])
+        total = self.cross_entropy(hidden, batch["targets"].flatten())
+        return {"cross_entropy": Term(total, "tokens")}
+
+    def cross_entropy(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+        fused = self.recipe.model.kernels == "fused"
+        return linear_cross_entropy(
+            hidden_ND, self.model.head_weight, targets_N, softcap=self.model.softcap, fused=fused
+        )
+
+    def _bind(self, batch: Batch) -> Bound:
+        longest = int(batch["max_seqlen"]) if "max_seqlen" in batch else None
+        return self.attention.bind(batch["inputs"].shape[1], batch.get("documents"), batch.get("cu_seqlens"), longest)
+
+    def uncompiled(self) -> AbstractContextManager[Any]:
+        """Return a context in which compiled code runs eagerly: an evaluation is too short to compile a forward for it.
+
+        The backends flex and split are fast only if compiled, so they stay compiled.
+        """
+        if not self.compiled or self.attention.backend in ("flex", "split"):
+            return nullcontext()  # without importing torch.compiler, which takes seconds
+        return torch.compiler.set_stance("force_eager")
+
+    # --- state in checkpoints
+
+    def state(self) -> dict[str, Any]:
+        return {"attention": self.selection.backend} if self.selection else {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.selection = Selection(state["attention"], CHOSEN_AT_START)
+
+
+def with_scored_positions(batch: Batch) -> Batch:
+    """Return the batch with only the targets that have a loss, and their positions: no other logits are computed.
+
+    Their number is padded to a quarter of the batch, so that a compiler sees few shapes.
+    """
+    # In numpy: the loader may run in a forked process, where torch's thread pool does not exist and torch would hang.
+    targets = batch["targets"].numpy().ravel()
+    scored = np.flatnonzero(targets != IGNORE)
+    size = _round_to_quarters(len(scored), len(targets))
+    if size >= len(targets):
+        return batch
+    kept, positions = np.full(size, IGNORE, dtype=targets.dtype), np.zeros(size, dtype=np.int64)
+    kept[: len(scored)], positions[: len(scored)] = targets[scored], scored
+    return {**batch, "targets": torch.from_numpy(kept), "scored_positions": torch.from_numpy(positions)}
+
+
+def _round_to_quarters(count: int, most: int) -> int:
+    step = max(1, most // 4)
+    return max(1, -(-count // step)) * step
+
+
+def _power_of_two(least: int) -> int:
+    """Return the next power of two, so that a compiled step sees few sizes."""
+    return 1 << (least - 1).bit_length()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Training in fp8: which matmuls use it, their scales, and what of these is saved.
+
+
+_CALIBRATION_ROWS = 8  # sequences from which the first scales are computed
+
+
+class Float8Objective(DecoderObjective):
+    base_is_trained = True  # otherwise its weights are frozen, and no fp8 matmul computes their gradients
+
+    def __init__(self, resolved: Resolved) -> None:
+        super().__init__(resolved)
+        self.float8: Float8Choice | None = None
+        self.magnitudes: list[list[float]] | None = None  # largest values of the fp8 tensors, from a checkpoint
+
+    def use_float8(self) -> None:
+        """Switch matmuls of the built model to fp8 if the recipe asks for it.
+
+        Which of them gain from fp8 is measured once in a run's life, like the attention backend.
+        """
+        if self.recipe.train.precision != "fp8":
+            return
+        if self.float8 is None:
+            fused = self.recipe.model.kernels == "fused"
+            self.float8 = choose(self.recipe.train.fp8, self.matmuls(), fused=fused, learns=self.base_is_trained)
+        if in_blocks := [name for name in self.float8.linears if name in LINEARS]:
+            self.model.use_float8(in_blocks, self.device)
+        if self.model.scales is not None:
+            self.model.scales.load(self.magnitudes)
+
+    def matmuls(self) -> Shapes:
+        """Return (tokens, input width, output width) of every matmul that could use fp8."""
+        shape, tokens = self.resolved.shape, self.resolved.batch.micro * self.read_length
+        return {
+            "qkv": (tokens, shape.d_model, shape.d_qkv),
+            "out": (tokens, shape.d_attention, shape.d_model),
+            "up": (tokens, shape.d_model, shape.d_up),
+            "down": (tokens, shape.d_ff, shape.d_model),
+        }
+
+    def warmup_batches(self, micro: int) -> list[tuple[int, Batch]]:
+        # The first scales come from a pass in bf16. It runs on a few sequences: enough for the scales, and a whole
+        # micro-batch in bf16 might not fit into memory.
+        scales, found = self.model.scales, super().warmup_batches(micro)
+        if scales is None or scales.known:
+            return found
+        return [(few := min(micro, _CALIBRATION_ROWS), self.worst_batch(few)), *found]
+
+    @contextmanager
+    def dry_run(self) -> Iterator[None]:
+        scales = self.model.scales
+        before = None if scales is None else scales.state()
+        try:
+            yield
+        finally:
+            if scales is not None and before is not None:
+                scales.load(before)
+
+    def choices(self) -> list[tuple[str, Any, str]]:
+        found = super().choices()
+        if self.float8 is not None:
+            found.append(("train.fp8", self.float8.text, self.float8.reason))
+        return found
+
+    def warnings(self) -> list[str]:
+        found, choice = super().warnings(), self.float8
+        if choice is not None and not choice.linears:
+            return [*found, f"train.precision=fp8 is off, the run trains in bf16: {choice.reason}"]
+        if choice is not None and choice.failed:
+            which = ", ".join(choice.failed)
+            return [*found, f"fp8 failed in the trial of {which}, which stays in bf16: {choice.reason}"]
+        return found
+
+    def state(self) -> dict[str, Any]:
+        found = super().state()
+        if self.float8 is not None:
+            found |= {"fp8": [self.float8.backend, list(self.float8.linears)]}
+            found |= {"fp8_magnitudes": self.model.scales.state() if self.model.scales else None}
+        return found
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        if "fp8" in state:
+            backend, linears = state["fp8"]
+            self.float8 = Float8Choice(backend, tuple(linears), CHOSEN_AT_START)
+            self.magnitudes = state["fp8_magnitudes"]

@@ -65,7 +65,7 @@ def plan_recipe(
     event["measured"] = vars(measured) if measured else None
     event["scaling"] = None
     if gpus * nodes > 1:
-        from redline.recipe.scaling import scaling
+        from redline.recipe.forecast import scaling
 
         event["scaling"] = scaling(resolve_for, gpus, nodes, price=price, measured=measured).event()
     refusal: UserError | None = None

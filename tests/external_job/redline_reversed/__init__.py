@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from redline.fields import Count
-from redline.jobs.base import Job, JobOptions
-from redline.jobs.decoder_costs import DecoderCosts
+from redline.jobs.base import DecoderCosts, Job, JobOptions
 
 
 class Options(JobOptions):

@@ -10,8 +10,7 @@ import torch
 
 from redline.data.corpus import TextData, load_text, random_text, text_tokenizer, training_index
 from redline.data.index import inputs_and_targets
-from redline.jobs.decoder_objective import DecoderObjective
-from redline.jobs.objective import Batch, JobRuntime, Sample, Sampling
+from redline.jobs.objective import Batch, DecoderObjective, JobRuntime, Sample, Sampling
 from redline.metrics import perplexity
 from redline.models.generate import generate
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from redline.errors import Problem
-from redline.jobs.base import Job, JobOptions
-from redline.jobs.decoder_costs import DecoderCosts, unused_base_keys
+from redline.jobs.base import DecoderCosts, Job, JobOptions, unused_base_keys
 
 
 class Options(JobOptions):

@@ -17,8 +17,7 @@ from redline.data.shards import TokenFile
 from redline.data.tokenizer import LibraryTokenizer
 from redline.data.tokens import TokenSplit
 from redline.errors import UserError
-from redline.jobs.decoder_objective import Float8Objective
-from redline.jobs.objective import Batch, JobRuntime, Sample, Sampling, TransformersModel
+from redline.jobs.objective import Batch, Float8Objective, JobRuntime, Sample, Sampling, TransformersModel
 from redline.kernels.attention import Attention, MaskSpec
 from redline.kernels.cross_entropy import IGNORE, chunk_tokens, linear_cross_entropy8
 from redline.kernels.float8_choice import Shapes

@@ -15,8 +15,7 @@ from typing import Annotated, Any, ClassVar
 
 from redline.errors import Problem
 from redline.fields import Count, Flag, MaybeCount, NonNegative, Share, one_of
-from redline.jobs.base import Job, JobOptions
-from redline.jobs.decoder_costs import DecoderCosts, unused_base_keys
+from redline.jobs.base import DecoderCosts, Job, JobOptions, unused_base_keys
 from redline.planning.flops import ASSUMES_FULL_LOSS, FlopsPerToken, Passes, layout_flops, layout_passes
 from redline.planning.layout import Layout, Segment, uniform
 from redline.planning.memory import MemoryParts, training_memory

@@ -30,7 +30,6 @@ from redline.data.rows import ProgressCallback
 from redline.data.shards import TokenFile
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.errors import UserError
-from redline.jobs.decoder_objective import Float8Objective
 from redline.jobs.diffusion.data import (
     RecordSequences,
     Rows,
@@ -51,7 +50,7 @@ from redline.jobs.diffusion.noise import (
     masked_positions,
     noised_blocks,
 )
-from redline.jobs.objective import Answer, Batch, JobRuntime, Log, Question, Sample, Sampling, Term
+from redline.jobs.objective import Answer, Batch, Float8Objective, JobRuntime, Log, Question, Sample, Sampling, Term
 from redline.jobs.preview import SamplePreview
 from redline.kernels.attention import Bound, MaskSpec, Selection
 from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy

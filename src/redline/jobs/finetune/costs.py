@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from redline.errors import Problem
 from redline.fields import AUTO, MaybeText, one_of
-from redline.jobs.base import Job, JobOptions
-from redline.jobs.decoder_costs import DecoderCosts
+from redline.jobs.base import DecoderCosts, Job, JobOptions
 from redline.planning.flops import FlopsPerToken, with_scored_head
 from redline.planning.memory import MemoryParts, activation_memory, adapter_moments, training_memory, workspace
 from redline.planning.shapes import TARGETS, Adapter, DecoderShape, matrix_sides

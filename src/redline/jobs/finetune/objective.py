@@ -16,7 +16,6 @@ from redline.data.chat_template import ANSWERS, ChatTokenizer, load_chat_tokeniz
 from redline.data.rows import ProgressCallback
 from redline.errors import Problem, RecipeError, UserError
 from redline.fields import AUTO
-from redline.jobs.decoder_objective import Float8Objective, with_scored_positions
 from redline.jobs.finetune.costs import adapter_of
 from redline.jobs.finetune.data import (
     DROP,
@@ -27,7 +26,18 @@ from redline.jobs.finetune.data import (
     packed,
     preview_samples,
 )
-from redline.jobs.objective import Answer, Batch, FinetunedModel, JobRuntime, Log, Question, Sample, Sampling
+from redline.jobs.objective import (
+    Answer,
+    Batch,
+    FinetunedModel,
+    Float8Objective,
+    JobRuntime,
+    Log,
+    Question,
+    Sample,
+    Sampling,
+    with_scored_positions,
+)
 from redline.jobs.preview import SamplePreview
 from redline.kernels.cross_entropy import IGNORE
 from redline.metrics import perplexity

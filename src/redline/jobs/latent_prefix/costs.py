@@ -27,8 +27,7 @@ from redline.fields import (
     none_or,
     one_of,
 )
-from redline.jobs.base import Job, JobOptions
-from redline.jobs.decoder_costs import DecoderCosts
+from redline.jobs.base import DecoderCosts, Job, JobOptions
 from redline.planning.flops import FlopsPerToken, Passes
 from redline.planning.memory import (
     WORKSPACE,

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from redline.data.rows import ProgressCallback
 from redline.fields import AUTO
-from redline.jobs.decoder_objective import CHOSEN_AT_START, role_groups
 from redline.jobs.latent_prefix.costs import WORDS, PrefixShape, needs_teacher, prefix_length
 from redline.jobs.latent_prefix.data import (
     PAD,
@@ -36,6 +35,7 @@ from redline.jobs.latent_prefix.encoder import PrefixModel, mean_cosine, word_lo
 from redline.jobs.latent_prefix.frozen import FrozenModel, FrozenSpec, Scores, build_frozen, choose_attention, score
 from redline.jobs.latent_prefix.teacher import TeacherStates, load_teacher, text_prompt
 from redline.jobs.objective import (
+    CHOSEN_AT_START,
     Answer,
     AnswerEvaluation,
     Batch,
@@ -46,6 +46,7 @@ from redline.jobs.objective import (
     Sample,
     Sampling,
     Term,
+    role_groups,
 )
 from redline.jobs.preview import SamplePreview, SampleView, TokenRun
 from redline.kernels.attention import Selection
