@@ -65,29 +65,38 @@ def prepare(
         if preview is not None:
             what = "--preview writes no tokens that --verify could check."
             raise UsageError(what, where="--verify", fix="Add --out DIR, or leave out --verify.")
-        _report_verified(Path(source).expanduser(), tokenizer, json_)
+        _verify(Path(source).expanduser(), tokenizer, json_)
         return
     if out is None and preview is None:
         raise UsageError("no folder is given for the tokens.", where="--out", fix="Add --out DIR, or --preview N.")
     from redline.cli.progress import PreparationBar
-    from redline.data.prepare import prepare_source, refuse_content, tokenizer_for
-    from redline.data.sources import Reading, holds_tokens, source_bytes
-    from redline.data.text import EMBEDDED
+    from redline.data.prepare import (
+        prepare_source,
+        prepared_summary,
+        refuse_content,
+        require_text,
+        tokenizer_for,
+        verify_tokens,
+    )
+    from redline.data.sources import Reading
 
-    if source != EMBEDDED and holds_tokens(Path(source).expanduser()):
-        raise UsageError("the source holds tokens, not text.", where=source, fix=f"Train on it: data.source={source}.")
-    source_bytes(source)  # report a mistyped name before a tokenizer is loaded or trained
+    require_text(source, fix=f"Train on it: data.source={source}.")
     if out is not None:
         refuse_content(out)
     reading = Reading(val_fraction, text_key, dedup)
     with _exit_on_preemption(), PreparationBar() as bar:
         encoder = tokenizer_for([source], tokenizer, reading, bar)
-        shown = _preview(source, encoder, reading, preview, ids=ids, quiet=json_) if preview else []
+        summary: dict[str, Any] = {}
+        if preview:
+            summary["preview"] = _preview(source, encoder, reading, preview, ids=ids, quiet=json_)
         if out is not None:
             prepare_source(source, encoder, out, reading, workers=workers, progress=bar)
             if verify:
-                _verify(out, None)
-    summary = {**({"preview": shown} if preview else {}), **(_summary(source, out, bar.seconds) if out else {})}
+                verify_tokens(out)
+    if out is not None:
+        summary |= {"source": source, "out": str(out), **prepared_summary(out), "seconds": round(bar.seconds, 3)}
+        text_bytes = summary["train"]["bytes"] + summary["val"]["bytes"]
+        summary["mb_per_s"] = round(text_bytes / 1e6 / max(bar.seconds, 1e-9), 3)
     if json_:
         import json
 
@@ -96,30 +105,17 @@ def prepare(
         _show_summary(summary, dedup, val_fraction)
 
 
-def _verify(folder: Path, tokenizer: str | None) -> dict[str, int]:
-    """Compare all tokens with their digests, and return how many files and tokens there are."""
-    from redline.data.tokens import open_tokens
+def _verify(folder: Path, tokenizer: str, json_: bool) -> None:
+    from redline.data.prepare import verify_tokens
 
-    data = open_tokens(folder, tokenizer)
-    data.verify()
-    return {"files": len(data.files), "tokens": sum(file.tokens for file in data.files)}
-
-
-def _report_verified(folder: Path, tokenizer: str, json_: bool) -> None:
-    from redline.data.sources import holds_tokens
-
-    if not holds_tokens(folder):
-        fix = "Name a prepared folder, or add --out DIR to prepare the text and verify the result."
-        raise UsageError("the source holds no tokens.", where=str(folder), fix=fix)
-    counts = _verify(folder, None if (folder / "meta.json").is_file() else tokenizer)
+    counts = verify_tokens(folder, tokenizer)
     if json_:
         import json
 
         typer.echo(json.dumps({"source": str(folder), "verified": counts}))
     else:
-        typer.echo(
-            f"{folder}\n  verified     {counts['tokens']:,} tokens in {counts['files']:,} files match their digests"
-        )
+        verified = f"{counts['tokens']:,} tokens in {counts['files']:,} files match their digests"
+        typer.echo(f"{folder}\n  verified     {verified}")
 
 
 @contextmanager
@@ -156,28 +152,6 @@ def _preview(
             }
         )
     return rows
-
-
-def _summary(source: str, out: Path, seconds: float) -> dict[str, Any]:
-    """Return what meta.json says, without the list of shards, and the speed."""
-    import json
-
-    from redline.cache import read_text
-
-    meta = json.loads(read_text(out / "meta.json"))
-    splits = {name: {**entry, "shards": len(entry["shards"])} for name, entry in meta["splits"].items()}
-    text = sum(entry["bytes"] for entry in splits.values())
-    return {
-        "source": source,
-        "out": str(out),
-        "tokenizer": meta["tokenizer"]["name"],
-        "vocab_size": meta["vocab_size"],
-        **splits,
-        "counts": meta["counts"],
-        "fingerprint": meta["fingerprint"],
-        "seconds": round(seconds, 3),
-        "mb_per_s": round(text / 1e6 / max(seconds, 1e-9), 3),
-    }
 
 
 def _show_summary(summary: dict[str, Any], dedup: bool, val_fraction: float) -> None:

@@ -7,14 +7,13 @@ that learn from rows are shown with the tokens that have a loss marked.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from redline.data.prepare import Preview, Span
-from redline.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,22 +105,13 @@ def _printable(text: str) -> str:
 def _preview_texts(recipe: Recipe, count: int) -> None:
     """Show the first documents of each source, as `redline prepare --preview` does."""
     from redline.cli.progress import PreparationBar
-    from redline.data.prepare import preview, tokenizer_for
-    from redline.data.sources import Reading, holds_tokens, source_bytes
-    from redline.data.text import EMBEDDED
+    from redline.data.prepare import preview_data
 
-    data = recipe.data
-    sources = [part.source for part in data.parts]
-    for source in sources:
-        if source != EMBEDDED and holds_tokens(Path(source).expanduser()):
-            fix = "Preview the text that they were made from: redline prepare TEXT --preview N."
-            raise UsageError("the source holds tokens, not text.", where=source, fix=fix)
-        source_bytes(source)  # report a mistyped name before a tokenizer is trained
-    reading = Reading(data.val_fraction, data.text_key, data.dedup)
     with PreparationBar() as bar:
-        tokenizer = tokenizer_for(sources, data.tokenizer, reading, bar)
-    for source in sources:
-        if len(sources) > 1:
+        documents = list(preview_data(recipe.data, count, bar))
+    numbers = Counter[str]()
+    for source, document in documents:
+        if not numbers[source] and len(recipe.data.parts) > 1:
             typer.secho(source, bold=True)
-        for number, document in enumerate(preview(source, tokenizer, reading, count), start=1):
-            show_document(document, number, ids=False)
+        numbers[source] += 1
+        show_document(document, numbers[source], ids=False)

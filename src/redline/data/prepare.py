@@ -20,12 +20,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from redline.cache import atomic_dir, discard_dir, explain_write_errors, write_atomically
+from redline.cache import atomic_dir, discard_dir, explain_write_errors, read_text, write_atomically
 from redline.data.rows import Progress, ProgressCallback, ReadStats, nothing_to_train_on
 from redline.data.shards import ShardWriter, TokenFile, token_dtype
 from redline.data.sources import (
@@ -41,7 +41,10 @@ from redline.data.splits import TRAIN, VAL, split_documents, without_duplicates
 from redline.data.text import EMBEDDED
 from redline.data.tokenizer import ByteTokenizer, LibraryTokenizer, Tokenizer, load_tokenizer, tokenizer_from
 from redline.data.tokens import TokenData, data_fingerprint, open_tokens, with_digest
-from redline.errors import UserError
+from redline.errors import UsageError, UserError
+
+if TYPE_CHECKING:
+    from redline.recipe.schema import Data
 
 # ----------------------------------------------------------------------------------------------------
 # Documents to pieces, and pieces to token ids by as many processes as there are cores.
@@ -456,6 +459,39 @@ def prepare_cached(
         return open_tokens(out)  # another process has prepared the same source in the meantime
 
 
+def require_text(source: str, *, fix: str) -> None:
+    """Refuse a source that holds tokens, or that does not exist, before a tokenizer is loaded or trained for it."""
+    if source != EMBEDDED and holds_tokens(Path(source).expanduser()):
+        raise UsageError("the source holds tokens, not text.", where=source, fix=fix)
+    source_bytes(source)
+
+
+def verify_tokens(folder: Path, tokenizer: str | None = None) -> dict[str, int]:
+    """Compare all tokens with their digests, and return how many files and tokens there are.
+
+    `tokenizer` is for token files made elsewhere, which do not state it; a prepared folder does.
+    """
+    if not holds_tokens(folder):
+        fix = "Name a prepared folder, or add --out DIR to prepare the text and verify the result."
+        raise UsageError("the source holds no tokens.", where=str(folder), fix=fix)
+    data = open_tokens(folder, None if (folder / "meta.json").is_file() else tokenizer)
+    data.verify()
+    return {"files": len(data.files), "tokens": sum(file.tokens for file in data.files)}
+
+
+def prepared_summary(folder: Path) -> dict[str, Any]:
+    """Return what the meta.json of a prepared folder says, with the number of shards instead of their list."""
+    meta = json.loads(read_text(folder / "meta.json"))
+    splits = {name: {**entry, "shards": len(entry["shards"])} for name, entry in meta["splits"].items()}
+    return {
+        "tokenizer": meta["tokenizer"]["name"],
+        "vocab_size": meta["vocab_size"],
+        **splits,
+        "counts": meta["counts"],
+        "fingerprint": meta["fingerprint"],
+    }
+
+
 # ----------------------------------------------------------------------------------------------------
 # A preview of documents as a model reads them: tokens, and the text of each.
 
@@ -498,6 +534,18 @@ def preview(
         ids = [tokenizer.eot, *tokenizer.encode(piece.text)]
         more = after is not None and not after.begins
         yield Preview(spans(tokenizer, ids[:max_tokens]), len(ids), len(ids) <= max_tokens and not more, more)
+
+
+def preview_data(data: Data, count: int, progress: ProgressCallback | None = None) -> Iterator[tuple[str, Preview]]:
+    """Yield each source of a recipe's data with the beginnings of its first `count` training documents."""
+    sources = [part.source for part in data.parts]
+    for source in sources:
+        require_text(source, fix="Preview the text that they were made from: redline prepare TEXT --preview N.")
+    reading = Reading(data.val_fraction, data.text_key, data.dedup)
+    tokenizer = tokenizer_for(sources, data.tokenizer, reading, progress)
+    for source in sources:
+        for document in preview(source, tokenizer, reading, count):
+            yield source, document
 
 
 def spans(tokenizer: Tokenizer, ids: list[int]) -> list[Span]:
