@@ -21,7 +21,7 @@ from redline.training.run_directory import RunDirectory
 
 
 class Child:
-    """A fork of the test process. torch is imported already, so a trial takes a fraction of a second."""
+    """A fork of the test process. It has imported torch already, so a trial takes a fraction of a second."""
 
     def __init__(self, action: Callable[[Child], int | None]) -> None:
         self._read, self._write = os.pipe()
@@ -43,7 +43,7 @@ class Child:
             os._exit(code)
 
     def say_ready(self) -> None:
-        """Signal that it is ready; called by the child."""
+        """Tell the parent that the child is ready. Called in the child."""
         os.write(self._write, b".")
 
     def await_ready(self, timeout: float = 30.0) -> None:
@@ -64,7 +64,7 @@ class Child:
 
 @pytest.fixture
 def fork() -> Iterator[Callable[[Callable[[Child], int | None]], Child]]:
-    torch.set_num_threads(1)  # no pool of threads that a fork would lose
+    torch.set_num_threads(1)  # a fork would lose the threads of a pool and then hang
     children: list[Child] = []
 
     def start(action: Callable[[Child], int | None]) -> Child:
@@ -80,13 +80,15 @@ def fork() -> Iterator[Callable[[Callable[[Child], int | None]], Child]]:
 @pytest.fixture
 def attempt(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Start or resume a run as the command line does, and train until it ends."""
-    world.run(tmp_path_factory.mktemp("first-run") / "run", "train.steps=1")  # what torch imports late, forks have
+    world.run(
+        tmp_path_factory.mktemp("first-run") / "run", "train.steps=1"
+    )  # makes torch import its lazy modules before the fork
 
     def run(path: Path, *overrides: str, prepare: Callable[[Any], None] = lambda _: None, **options: Any) -> Any:
         with RunDirectory(path) as directory:
             remove_temporaries(directory.checkpoints)
-            found = newest_valid(directory.checkpoints)
-            trainer = world.trainer(directory, *overrides, checkpoint=found, **options)
+            newest = newest_valid(directory.checkpoints)
+            trainer = world.trainer(directory, *overrides, checkpoint=newest, **options)
             trainer.monitor.emit("start", schema=1, resumed_from=trainer.state.step)
             prepare(trainer)
             try:
@@ -100,12 +102,12 @@ def attempt(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
 
 @pytest.fixture
 def tiny() -> Callable[[int], Snapshot]:
-    """A checkpoint of five kilobytes, different for every step."""
+    """Return a function that makes a snapshot of five kilobytes, different for every step."""
 
     def make(step: int) -> Snapshot:
-        chance = torch.Generator().manual_seed(step)
+        generator = torch.Generator().manual_seed(step)
         tensors = {
-            stem: {name: torch.randn(16, 20, generator=chance) for name in ("first", "second")}
+            stem: {name: torch.randn(16, 20, generator=generator) for name in ("first", "second")}
             for stem in ("model", "optimizer")
         }
         return Snapshot(step, tensors, {"step": step, "best": None, "identity": {"data": "abc"}})
@@ -114,9 +116,9 @@ def tiny() -> Callable[[int], Snapshot]:
 
 
 class Calls:
-    """Counts what a save does to the disk, and does something before the chosen operation.
+    """Counts the disk operations of a save, and calls `act` before operation number `at`.
 
-    Files written at once are written in two halves, with an operation between: a save may end anywhere.
+    A file is written in two halves with an operation between them, because a save may end within a file.
     """
 
     SYSTEM = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "open", "scandir", "listdir")
@@ -130,10 +132,10 @@ class Calls:
         def save_in_halves(tensors: Any, path: Path) -> None:
             self.operation()
             save_file(tensors, path)
-            whole = path.read_bytes()
-            os.truncate(path, len(whole) // 2)
+            content = path.read_bytes()
+            os.truncate(path, len(content) // 2)
             self.operation()
-            write_bytes(path, whole)
+            write_bytes(path, content)
 
         write_bytes = Path.write_bytes
 

@@ -1,4 +1,4 @@
-"""Defects to plant in saving, resuming and skipping steps. Each is a way in which trainers have lost work."""
+"""Defects to plant in saving, resuming and skipping steps. Each has lost work in a real trainer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,7 @@ import pytest
 import torch
 
 from redline import cache
-from redline.training import (
-    checkpoint,
-    step,
-)
-from redline.training import (
-    checkpoint as saving,
-)
-from redline.training import (
-    run_directory as rundir,
-)
+from redline.training import checkpoint, run_directory, step
 from redline.training.checkpoint import (
     BackgroundSaver,
     Committed,
@@ -47,15 +38,15 @@ def always(owner: Any, name: str, value: Any) -> Plant:
 
 def only_sync(wanted: Callable[[Path], bool]) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        plain = cache.sync
+        original = cache.sync
         for module in (checkpoint, cache):
-            patch.setattr(module, "sync", lambda path: plain(path) if wanted(path) else None)
+            patch.setattr(module, "sync", lambda path: original(path) if wanted(path) else None)
 
     return plant
 
 
 def run_not_synced(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rundir, "make_folder", lambda path: path.mkdir(parents=True, exist_ok=True))
+    patch.setattr(run_directory, "make_folder", lambda path: path.mkdir(parents=True, exist_ok=True))
 
 
 def synced_late(patch: pytest.MonkeyPatch) -> None:
@@ -67,20 +58,20 @@ def synced_late(patch: pytest.MonkeyPatch) -> None:
             cache.sync(path)
         return done
 
-    patch.setattr(saving, "commit", commit_then_sync)
+    patch.setattr(checkpoint, "commit", commit_then_sync)
 
 
 def manifest_first(*modules: Any) -> Plant:
-    """Write under the final name, the manifest first: a kill then leaves what looks like a checkpoint."""
+    """Write under the final name with the manifest first, so that a kill leaves a fake checkpoint."""
 
     def commit_in_place(folder: Path, snapshot: Snapshot) -> Committed:
-        made, final = commit(folder.parent / "elsewhere", snapshot), folder / step_name(snapshot.step)
+        complete, final = commit(folder.parent / "elsewhere", snapshot), folder / step_name(snapshot.step)
         shutil.rmtree(final, ignore_errors=True)
         final.mkdir(parents=True)
-        for file in sorted(made.path.iterdir(), key=lambda file: file.name != "manifest.json"):
+        for file in sorted(complete.path.iterdir(), key=lambda file: file.name != "manifest.json"):
             (final / file.name).write_bytes(file.read_bytes())
             cache.sync(final / file.name)
-        return Committed(final, snapshot.step, made.bytes)
+        return Committed(final, snapshot.step, complete.bytes)
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         for module in modules:
@@ -90,17 +81,17 @@ def manifest_first(*modules: Any) -> Plant:
 
 
 def reported_early(patch: pytest.MonkeyPatch) -> None:
-    plain = BackgroundSaver._commit
+    original = BackgroundSaver._commit
 
     def report_then_commit(self: BackgroundSaver, snapshot: Snapshot, protect: tuple[int, ...]) -> None:
         self._on_saved(Committed(self.folder / step_name(snapshot.step), snapshot.step, 0), 0.0)
-        plain(self, snapshot, protect)
+        original(self, snapshot, protect)
 
     patch.setattr(BackgroundSaver, "_commit", report_then_commit)
 
 
 def snapshot_alive(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(saving.HostCopy, "take", lambda self, files: files)
+    patch.setattr(checkpoint.HostCopy, "take", lambda self, files: files)
 
 
 def removed_in_place(patch: pytest.MonkeyPatch) -> None:
@@ -116,13 +107,15 @@ def removal_not_synced(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_one_less(patch: pytest.MonkeyPatch) -> None:
-    plain = saving.apply_retention
-    patch.setattr(saving, "apply_retention", lambda folder, keep, also, fresh: plain(folder, keep - 1, also, fresh))
+    original = checkpoint.apply_retention
+    patch.setattr(
+        checkpoint, "apply_retention", lambda folder, keep, also, fresh: original(folder, keep - 1, also, fresh)
+    )
 
 
 def best_forgotten(patch: pytest.MonkeyPatch) -> None:
-    plain = saving.apply_retention
-    patch.setattr(saving, "apply_retention", lambda folder, keep, also, fresh: plain(folder, keep, (), fresh))
+    original = checkpoint.apply_retention
+    patch.setattr(checkpoint, "apply_retention", lambda folder, keep, also, fresh: original(folder, keep, (), fresh))
 
 
 # --- verifying
@@ -167,7 +160,7 @@ def failure_swallowed(patch: pytest.MonkeyPatch) -> None:
         except OSError:
             return Committed(folder / step_name(snapshot.step), snapshot.step, 0)
 
-    patch.setattr(saving, "commit", commit_or_not)
+    patch.setattr(checkpoint, "commit", commit_or_not)
 
 
 # --- resuming
@@ -175,8 +168,8 @@ def failure_swallowed(patch: pytest.MonkeyPatch) -> None:
 
 def after_restore(change: Callable[[Trainer], None]) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        plain = Trainer._restore
-        patch.setattr(Trainer, "_restore", lambda self, path: (plain(self, path), change(self))[0])
+        original = Trainer._restore
+        patch.setattr(Trainer, "_restore", lambda self, path: (original(self, path), change(self))[0])
 
     return plant
 
@@ -193,54 +186,54 @@ def forget_average(trainer: Trainer) -> None:
 
 
 def restart_schedule(trainer: Trainer) -> None:
-    plain, resumed_at = trainer._lr_factor, trainer.state.step
-    trainer._lr_factor = lambda step: plain(step - resumed_at)  # type: ignore[method-assign]
+    original, resumed_at = trainer._lr_factor, trainer.state.step
+    trainer._lr_factor = lambda step: original(step - resumed_at)  # type: ignore[method-assign]
 
 
 def restart_data(patch: pytest.MonkeyPatch) -> None:
-    plain = BatchLoader.__init__
+    original = BatchLoader.__init__
 
-    def begin_anew(
+    def start_at_the_first_batch(
         self: BatchLoader, objective: Any, plan: Any, device: Any, workers: int, first: int, **ranks: Any
     ) -> None:
         make = self._make
         self._make = lambda step: make(step - first)  # type: ignore[method-assign]
-        plain(self, objective, plan, device, workers, first, **ranks)
+        original(self, objective, plan, device, workers, first, **ranks)
 
-    patch.setattr(BatchLoader, "__init__", begin_anew)
+    patch.setattr(BatchLoader, "__init__", start_at_the_first_batch)
 
 
 def seed_without_step(patch: pytest.MonkeyPatch) -> None:
-    plain = step.micro_batch_seed
-    patch.setattr(step, "micro_batch_seed", lambda seed, number, micro: plain(seed, 0, micro))
+    original = step.micro_batch_seed
+    patch.setattr(step, "micro_batch_seed", lambda seed, number, micro: original(seed, 0, micro))
 
 
-def seed_of_what_ran(patch: pytest.MonkeyPatch) -> None:
+def seed_by_micro_batches_run(patch: pytest.MonkeyPatch) -> None:
     """Seed noise by the number of micro-batches since the process started instead of by the step."""
-    plain, ran = Step.__init__, itertools.count()
+    original, micro_batches_run = Step.__init__, itertools.count()
 
     def begin(self: Step, *args: Any, **options: Any) -> None:
-        nonlocal ran
-        ran = itertools.count()
-        plain(self, *args, **options)
+        nonlocal micro_batches_run
+        micro_batches_run = itertools.count()
+        original(self, *args, **options)
 
     patch.setattr(Step, "__init__", begin)
-    patch.setattr(step, "micro_batch_seed", lambda seed, number, micro: next(ran))
+    patch.setattr(step, "micro_batch_seed", lambda seed, number, micro: next(micro_batches_run))
 
 
 # --- skipping
 
 
 def ungated(owner: Any, name: str, place: int) -> Plant:
-    """Replace the "bad step" argument by zero."""
+    """Set the flag that says to skip a bad step to zero."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        plain = getattr(owner, name)
+        original = getattr(owner, name)
 
         def call(*args: Any, **options: Any) -> Any:
             flag = args[place]
-            good = (flag[0], torch.zeros_like(flag[1])) if isinstance(flag, tuple) else torch.zeros_like(flag)
-            return plain(*args[:place], good, *args[place + 1 :], **options)
+            no_skip = (flag[0], torch.zeros_like(flag[1])) if isinstance(flag, tuple) else torch.zeros_like(flag)
+            return original(*args[:place], no_skip, *args[place + 1 :], **options)
 
         patch.setattr(owner, name, call)
 
@@ -248,5 +241,5 @@ def ungated(owner: Any, name: str, place: int) -> Plant:
 
 
 def never_bad(patch: pytest.MonkeyPatch) -> None:
-    plain = Step._measure
-    patch.setattr(Step, "_measure", lambda self, loss: (plain(self, loss)[0], torch.zeros(())))
+    original = Step._measure
+    patch.setattr(Step, "_measure", lambda self, loss: (original(self, loss)[0], torch.zeros(())))

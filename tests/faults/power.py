@@ -1,8 +1,9 @@
-"""A power cut, simulated: what was done to a folder is recorded, and what a cut may leave of it is drawn.
+"""Simulate a power cut: record the operations on a folder, and draw a state of the disk that a cut may leave.
 
-The disk is a pessimist's. Bytes that were not synced are there, or a part of them, or zeros in their place. Names that
-were made, moved or taken away since their folder was last synced are so or not, each for itself. Syncing a file says
-nothing about its name, syncing a folder nothing about what its files hold.
+The disk guarantees as little as POSIX allows. Of bytes that were not synced, all, a part or zeros are on disk. Each
+name that was created, moved or deleted since the last sync of its folder may or may not have changed on disk,
+independently of the others. Syncing a file does not save its name; syncing a folder does not save the content of its
+files.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-Object = int  # a file or folder itself, whatever its names are
+Object = int  # an inode: a file or folder, independent of its names
 ROOT: Object = 0
 Tree = dict[str, bytes | None]  # path → content; a folder has none
 
@@ -40,7 +41,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Synced:
-    what: Object
+    inode: Object
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ Operation = Names | Bytes | Synced | Reported
 
 @dataclass
 class Recording:
-    """What was done to a folder, and its state before, which counts as safely on disk."""
+    """The operations on a folder, and its state before them, which counts as synced."""
 
     names: dict[tuple[Object, str], Object] = field(default_factory=dict)
     content: dict[Object, bytes] = field(default_factory=dict)
@@ -72,9 +73,9 @@ class PowerlessError(OSError):
 
 
 class Recorder:
-    """Looks at the whole folder before and after every call that changes it.
+    """Records the differences of the whole folder before and after every call that changes it.
 
-    So what a library does in between, with calls of its own, is seen as well; only its syncs are not.
+    This also records what a library does in between through calls that are not patched, except its syncs.
     """
 
     CALLS = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "link", "symlink", "fsync", "fdatasync")
@@ -85,19 +86,19 @@ class Recorder:
         self._of_inode: dict[int, Object] = {root.stat().st_ino: ROOT}
         self._names: dict[tuple[Object, str], Object] = {}
         self._content: dict[Object, bytes] = {}
-        self._look()
+        self._record_changes()
         self.recording.names, self.recording.content = dict(self._names), dict(self._content)
         self.recording.operations.clear()
         for name in self.CALLS:
             patch.setattr(os, name, self._recorded(name, getattr(os, name)))
 
     def report(self, step: int, best: int | None = None) -> None:
-        self._look()
+        self._record_changes()
         self.recording.operations.append(Reported(step, best))
 
     @contextmanager
     def killed_after(self, calls: int) -> Iterator[None]:
-        """Let so many calls happen and refuse all later ones, which leaves what a killed process leaves."""
+        """Let `calls` calls happen and refuse all later ones, like a killed process."""
         self._dies_at = self.calls + calls
         try:
             yield
@@ -106,22 +107,25 @@ class Recorder:
         finally:
             self._dies_at = -1
 
-    def _recorded(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _recorded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             if 0 <= self._dies_at <= self.calls:
                 raise PowerlessError(5, "killed")
             self.calls += 1
-            self._look()
-            if name in ("fsync", "fdatasync"):  # only noted: this disk never loses its power
-                what = self._of_inode.get(os.fstat(*args).st_ino)
-                return None if what is None else self.recording.operations.append(Synced(what))
-            result = plain(*args, **options)
-            self._look()
+            self._record_changes()
+            if name in (
+                "fsync",
+                "fdatasync",
+            ):  # only recorded: the real disk does not lose power, so the sync can be skipped
+                inode = self._of_inode.get(os.fstat(*args).st_ino)
+                return None if inode is None else self.recording.operations.append(Synced(inode))
+            result = original(*args, **options)
+            self._record_changes()
             return result
 
         return call
 
-    def _look(self) -> None:
+    def _record_changes(self) -> None:
         """Record what has changed since the last call."""
         names, content, inodes = self._walk()
         operations = self.recording.operations
@@ -137,12 +141,12 @@ class Recorder:
         while todo:
             path, folder = todo.pop()
             for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-                found = names[folder, entry.name] = self._object(entry)
-                inodes[entry.inode()] = found
+                object_ = names[folder, entry.name] = self._object(entry)
+                inodes[entry.inode()] = object_
                 if entry.is_dir(follow_symlinks=False):
-                    todo.append((Path(entry.path), found))
+                    todo.append((Path(entry.path), object_))
                 else:
-                    content[found] = Path(entry.path).read_bytes()
+                    content[object_] = Path(entry.path).read_bytes()
         return names, content, inodes
 
     def _object(self, entry: os.DirEntry[str]) -> Object:
@@ -160,35 +164,37 @@ class Recorder:
 def _differences(
     before: dict[tuple[Object, str], Object], now: dict[tuple[Object, str], Object]
 ) -> list[tuple[tuple[Object, str, Object | None], ...]]:
-    made = {place: what for place, what in now.items() if before.get(place) != what}
-    gone = {what: place for place, what in before.items() if now.get(place) != what}
+    added = {place: inode for place, inode in now.items() if before.get(place) != inode}
+    removed = {inode: place for place, inode in before.items() if now.get(place) != inode}
     changes: list[tuple[tuple[Object, str, Object | None], ...]] = []
-    for place, what in made.items():
-        moved_from = gone.pop(what, None)
-        changes.append((((*moved_from, None),) if moved_from else ()) + ((*place, what),))
-    return changes + [((*place, None),) for place in gone.values() if place not in made]
+    for place, inode in added.items():
+        moved_from = removed.pop(inode, None)
+        changes.append((((*moved_from, None),) if moved_from else ()) + ((*place, inode),))
+    return changes + [((*place, None),) for place in removed.values() if place not in added]
 
 
 # --- the disk after a power cut
 
 
-def after_cut(recording: Recording, cut: int, chance: random.Random) -> Tree:
-    """Draw a possible state of the disk after a power cut that follows so many operations."""
+def after_cut(recording: Recording, cut: int, rng: random.Random) -> Tree:
+    """Draw a possible state of the disk after a power cut that follows the first `cut` operations."""
     done = recording.operations[:cut]
-    synced = {operation.what: place for place, operation in enumerate(done) if isinstance(operation, Synced)}
-    survives = chance.choice((0.0, 0.5, 1.0, chance.random()))  # a coin alone would hardly ever lose or keep all
+    synced = {operation.inode: index for index, operation in enumerate(done) if isinstance(operation, Synced)}
+    survives = rng.choice(
+        (0.0, 0.5, 1.0, rng.random())
+    )  # 0 and 1 explicitly: independent coins would hardly ever lose or keep everything
     names = dict(recording.names)
-    for place, operation in enumerate(done):
+    for index, operation in enumerate(done):
         if isinstance(operation, Names):
-            durable = all(place < synced.get(folder, -1) for folder, _, _ in operation.changes)
-            if durable or chance.random() < survives:
-                for folder, name, what in operation.changes:
-                    names[folder, name] = what  # type: ignore[assignment]
+            durable = all(index < synced.get(folder, -1) for folder, _, _ in operation.changes)
+            if durable or rng.random() < survives:
+                for folder, name, inode in operation.changes:
+                    names[folder, name] = inode  # type: ignore[assignment]
     children: dict[Object, list[tuple[str, Object]]] = {}
-    for (folder, name), found in names.items():
-        if found is not None:
-            children.setdefault(folder, []).append((name, found))
-    contents = _contents(recording, done, synced, chance)
+    for (folder, name), inode in names.items():
+        if inode is not None:
+            children.setdefault(folder, []).append((name, inode))
+    contents = _contents(recording, done, synced, rng)
     tree: Tree = {}
     _grow(tree, "", ROOT, children, recording.folders, contents)
     return tree
@@ -202,60 +208,60 @@ def _grow(
     folders: set[Object],
     contents: dict[Object, bytes],
 ) -> None:
-    for name, what in sorted(children.get(folder, ())):
-        tree[f"{above}{name}"] = None if what in folders else contents[what]
-        if what in folders:
-            _grow(tree, f"{above}{name}/", what, children, folders, contents)
+    for name, inode in sorted(children.get(folder, ())):
+        tree[f"{above}{name}"] = None if inode in folders else contents[inode]
+        if inode in folders:
+            _grow(tree, f"{above}{name}/", inode, children, folders, contents)
 
 
 def _contents(
-    recording: Recording, done: list[Operation], synced: dict[Object, int], chance: random.Random
+    recording: Recording, done: list[Operation], synced: dict[Object, int], rng: random.Random
 ) -> dict[Object, bytes]:
     versions = {file: [content] for file, content in recording.content.items()}
-    for place, operation in enumerate(done):
+    for index, operation in enumerate(done):
         if isinstance(operation, Bytes):
-            if place < synced.get(operation.file, -1):
+            if index < synced.get(operation.file, -1):
                 versions[operation.file].clear()
             versions[operation.file].append(operation.content)
-    return {file: _torn(found, chance) for file, found in versions.items()}
+    return {file: _torn(contents, rng) for file, contents in versions.items()}
 
 
-def _torn(versions: list[bytes], chance: random.Random) -> bytes:
-    """Draw a file content: the first one is on disk; later ones fully, partly or not at all."""
+def _torn(versions: list[bytes], rng: random.Random) -> bytes:
+    """Draw the content of a file: the first version is on disk, later versions fully, partly or not at all."""
     if len(versions) == 1:
         return versions[0]
-    content = chance.choice(versions)
-    place = chance.randrange(len(content) + 1)
-    whole, zeros = len(content), bytes(len(content) - place)
-    return chance.choice(
-        (content, content[:place], content[:place] + zeros, bytes(place) + content[place:], bytes(whole))
+    content = rng.choice(versions)
+    place = rng.randrange(len(content) + 1)
+    length, zeros = len(content), bytes(len(content) - place)
+    return rng.choice(
+        (content, content[:place], content[:place] + zeros, bytes(place) + content[place:], bytes(length))
     )
 
 
 class Disk:
-    """A folder that is changed from one state to the next, writing only the differences."""
+    """A folder that changes from one state to the next by writing only the differences."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.reset()
 
     def reset(self) -> None:
-        """Start with an empty folder, after something else has changed it."""
+        """Empty the folder. Call it after other code has changed the folder."""
         shutil.rmtree(self.root, ignore_errors=True)
         self.root.mkdir(parents=True)
         self._shown: Tree = {}
 
     def show(self, tree: Tree) -> None:
         for path in sorted(self._shown.keys() - tree.keys(), reverse=True):
-            self._forget(path)
+            self._remove(path)
         for path, content in sorted(tree.items()):
             if path in self._shown and self._shown[path] != content:
-                self._forget(path)
+                self._remove(path)
             if path not in self._shown:
                 place = self.root / path
                 place.mkdir() if content is None else place.write_bytes(content)
         self._shown = dict(tree)
 
-    def _forget(self, path: str) -> None:
+    def _remove(self, path: str) -> None:
         place = self.root / path
         place.rmdir() if self._shown.pop(path) is None else place.unlink()

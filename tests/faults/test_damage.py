@@ -1,4 +1,4 @@
-"""R4: any change of a checkpoint is noticed, and the run falls back. R14: no additional file is read."""
+"""R4: any change of a checkpoint is detected and the run falls back to an older one. R14: additional files are not read."""
 
 from __future__ import annotations
 
@@ -31,90 +31,95 @@ FILES = ("manifest.json", "model.safetensors", "optimizer.safetensors", "state.j
 
 @pytest.fixture
 def pair(tmp_path: Path, tiny: Callable[[int], Snapshot]) -> tuple[Path, Path]:
-    """Two checkpoints, of which tests damage the second."""
+    """Return two checkpoints. Tests damage the second."""
     return commit(tmp_path / "c", tiny(1)).path, commit(tmp_path / "c", tiny(2)).path
 
 
 def test_every_byte(pair: tuple[Path, Path], say: Any) -> None:
     _, path = pair
-    chance, trials = random.Random(4), 0
+    rng, trials = random.Random(4), 0
     for name in FILES:
-        whole = (path / name).read_bytes()
-        for place in range(len(whole)):
-            flipped = bytearray(whole)
-            flipped[place] ^= 1 << chance.randrange(8)
+        original = (path / name).read_bytes()
+        for index in range(len(original)):
+            flipped = bytearray(original)
+            flipped[index] ^= 1 << rng.randrange(8)
             (path / name).write_bytes(flipped)
             with pytest.raises(DamagedCheckpointError):
                 verify(path)
             trials += 1
-        (path / name).write_bytes(whole)
+        (path / name).write_bytes(original)
     verify(path)
-    say(f"R4: {trials} flipped bits, one in every byte of a checkpoint: all noticed")
+    say(f"R4: {trials} flipped bits, one in every byte of a checkpoint: all detected")
     assert trials > 5000
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_wrong_lengths(pair: tuple[Path, Path], name: str) -> None:
     _, path = pair
-    whole = (path / name).read_bytes()
-    lengths = {0, 1, 7, 8, len(whole) // 3, len(whole) // 2, len(whole) - 8, len(whole) - 1}
-    for changed in [*(whole[:n] for n in sorted(lengths)), whole + b"\n", whole + b" ", whole + bytes(4096)]:
+    original = (path / name).read_bytes()
+    lengths = {0, 1, 7, 8, len(original) // 3, len(original) // 2, len(original) - 8, len(original) - 1}
+    for changed in [
+        *(original[:n] for n in sorted(lengths)),
+        original + b"\n",
+        original + b" ",
+        original + bytes(4096),
+    ]:
         (path / name).write_bytes(changed)
         with pytest.raises(DamagedCheckpointError):
             verify(path)
 
 
 def test_zeroed_pages(tmp_path: Path) -> None:
-    chance = torch.Generator().manual_seed(0)
-    tensors = {"model": {"w": torch.randn(128, 128, generator=chance)}}
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"model": {"w": torch.randn(128, 128, generator=generator)}}
     path = commit(tmp_path, Snapshot(7, tensors, {"step": 7, "best": None})).path
     file = path / "model.safetensors"
-    whole = file.read_bytes()
-    for start in range(0, len(whole), 4096):
-        page = whole[start : start + 4096]
-        file.write_bytes(whole[:start] + bytes(len(page)) + whole[start + len(page) :])
+    original = file.read_bytes()
+    for start in range(0, len(original), 4096):
+        page = original[start : start + 4096]
+        file.write_bytes(original[:start] + bytes(len(page)) + original[start + len(page) :])
         with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors"):
             verify(path)
 
 
-# every choice of files; all of them would be a checkpoint again, were it not for the directory's name
+# Every subset of the files. Swapping all of them gives intact checkpoints, but under the wrong directory names.
 SWAPS = [names for count in (1, 2, 3, 4) for names in itertools.combinations(FILES, count)]
 
 
 @pytest.mark.parametrize("names", SWAPS, ids="+".join)
 def test_swapped_files(pair: tuple[Path, Path], tmp_path: Path, names: tuple[str, ...]) -> None:
-    one, two = pair
+    first, second = pair
     for name in names:
-        (one / name).rename(tmp_path / "aside")
-        (two / name).rename(one / name)
-        (tmp_path / "aside").rename(two / name)
+        (first / name).rename(tmp_path / "aside")
+        (second / name).rename(first / name)
+        (tmp_path / "aside").rename(second / name)
     for path in pair:
         with pytest.raises(DamagedCheckpointError):
             verify(path)
-    assert newest_valid(one.parent) is None
+    assert newest_valid(first.parent) is None
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_missing_files_fall_back(pair: tuple[Path, Path], name: str) -> None:
-    one, two = pair
-    (two / name).unlink()
-    said: list[str] = []
-    assert newest_valid(one.parent, said.append) == one
-    assert len(said) == 1
-    assert two.name in said[0]
+    first, second = pair
+    (second / name).unlink()
+    messages: list[str] = []
+    assert newest_valid(first.parent, messages.append) == first
+    assert len(messages) == 1
+    assert second.name in messages[0]
 
 
 def test_names_must_match_steps(pair: tuple[Path, Path]) -> None:
-    """A checkpoint under the name of another step, and names that are no checkpoint's."""
-    one, two = pair
-    folder = one.parent
-    renamed = two.rename(folder / step_name(9))
+    """Refuse a checkpoint under the name of another step; ignore names that are not a checkpoint's."""
+    first, second = pair
+    folder = first.parent
+    renamed = second.rename(folder / step_name(9))
     with pytest.raises(DamagedCheckpointError):
         verify(renamed)
     for odd in ("step-000000009", "step-0000001", "step-00000001x", "step-٠٠٠٠٠٠٠٥", "step-00000001\n"):
-        shutil.copytree(one, folder / odd)
+        shutil.copytree(first, folder / odd)
     assert committed_steps(folder) == [1, 9]
-    assert newest_valid(folder) == one
+    assert newest_valid(folder) == first
 
 
 class Mischief:
@@ -138,20 +143,20 @@ def test_additional_files_are_refused_unread(pair: tuple[Path, Path], name: str)
 
 
 def test_links_are_not_followed_out_of_the_run(pair: tuple[Path, Path], tmp_path: Path, tiny: Any) -> None:
-    one, two = pair
-    folder = one.parent
+    first, second = pair
+    folder = first.parent
     elsewhere = commit(tmp_path / "elsewhere", tiny(5)).path
     (folder / step_name(5)).symlink_to(elsewhere)
     with pytest.raises(DamagedCheckpointError, match="link"):
         verify(folder / step_name(5))
-    assert newest_valid(folder) == two
+    assert newest_valid(folder) == second
 
-    file = two / "model.safetensors"
+    file = second / "model.safetensors"
     file.rename(tmp_path / "moved")
     file.symlink_to(tmp_path / "moved")
     with pytest.raises(DamagedCheckpointError):
-        verify(two)
-    assert newest_valid(folder) == one
+        verify(second)
+    assert newest_valid(folder) == first
 
 
 def test_links_are_replaced_and_their_targets_kept(pair: tuple[Path, Path], tmp_path: Path, tiny: Any) -> None:
@@ -171,14 +176,14 @@ def test_links_are_replaced_and_their_targets_kept(pair: tuple[Path, Path], tmp_
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
 def test_an_unreadable_disk_falls_back(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    one, two = pair
+    first, second = pair
     plain = open
 
     def failing(path: Any, *args: Any, **options: Any) -> Any:
-        if os.fspath(path) == str(two / name):
+        if os.fspath(path) == str(second / name):
             raise OSError(5, "Input/output error")
         return plain(path, *args, **options)
 
     monkeypatch.setattr("builtins.open", failing)
     monkeypatch.setattr("io.open", failing)
-    assert newest_valid(one.parent) == one
+    assert newest_valid(first.parent) == first

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from fuzzed import FIRST, KEYS, SHAPE, WRONG, Fuzz
+from fuzzed import VALID, KEYS, SHAPE, WRONG, Fuzz
 
 from redline.errors import RecipeError, UsageError, UserError
 from redline.hardware.machine import Machine
@@ -60,7 +60,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(locking, "git_state", lambda: {"commit": None, "dirty": None})
     for job in JOBS:  # imports are not what is measured
-        (tmp_path / "first.yaml").write_text(json.dumps({"objective": job, "train.steps": 1, **FIRST[job]}))
+        (tmp_path / "first.yaml").write_text(json.dumps({"objective": job, "train.steps": 1, **VALID[job]}))
         load("first.yaml")
     return tmp_path / "fuzz.yaml"
 
@@ -95,7 +95,7 @@ def test_fuzzed_recipes(path: Path, say: Any, trials: int) -> None:
         assert error is None or refuses_well(error), (seed, error)
         counts["refused" if error else "loaded"] += 1
         if loaded is not None:
-            machine = fuzz.chance.choice(MACHINES)
+            machine = fuzz.rng.choice(MACHINES)
             counts["resolved"] += check_lock(loaded.recipe, machine, path.parent)
     told = ", ".join(f"{count} {name}" for name, count in counts.items())
     say(f"R12: {trials} fuzzed recipes: {told}; 0 tracebacks, slowest {slowest:.3f} s")
@@ -110,7 +110,7 @@ def test_every_problem_is_named(path: Path, say: Any, trials: int) -> None:
         chance = random.Random(seed)
         job = chance.choice(JOBS)
         broken = chance.sample([key for key in KEYS[job] if key != "objective"], chance.randint(1, 12))
-        tree = {"objective": job, "train.steps": 10, **FIRST[job], "nothing.of_this": 1} | dict.fromkeys(broken, WRONG)
+        tree = {"objective": job, "train.steps": 10, **VALID[job], "nothing.of_this": 1} | dict.fromkeys(broken, WRONG)
         path.write_text(json.dumps(tree))
         error = outcome(path, [])[1]
         assert isinstance(error, RecipeError)

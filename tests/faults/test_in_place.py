@@ -1,6 +1,6 @@
-"""What R1, R2 and R4 do to saving as it is mostly done: over the old file, without digests. The trials are the same for
-redline's own saving, so that both figures mean the same. (`save_file` of safetensors renames its file into place since
-0.8, and is not what is meant here.)"""
+"""R1, R2 and R4 on the usual way to save: overwrite the old file, without digests. redline's own saving gets the same
+trials, so that the figures are comparable. (`save_file` of safetensors renames its file into place since 0.8, so these
+tests write the bytes themselves.)"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from safetensors.torch import save as serialised
 
 from redline.training.checkpoint import Snapshot, apply_retention, commit, newest_valid, read_tensors
 
-pytestmark = pytest.mark.soak  # what is tried here is not redline
+pytestmark = pytest.mark.soak  # most of what is tested here is not redline
 
 Save = Callable[[Path, int, int], None]
 Read = Callable[[Path], tuple[int, dict[str, torch.Tensor]]]
@@ -36,14 +36,14 @@ def tensors(step: int, width: int) -> dict[str, torch.Tensor]:
 
 
 def save_one(folder: Path, step: int, width: int) -> None:
-    """Everything in one file."""
+    """Save everything in one file."""
     content = {f"{part}.{name}": tensor for part in "mo" for name, tensor in tensors(step, width).items()}
     (folder / "all.safetensors").write_bytes(serialised({**content, "step": torch.tensor(step)}))
 
 
 def read_one(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    found = load_file(folder / "all.safetensors")
-    return int(found.pop("step")), found
+    content = load_file(folder / "all.safetensors")
+    return int(content.pop("step")), content
 
 
 def save_three(folder: Path, step: int, width: int) -> None:
@@ -69,8 +69,8 @@ def read_ours(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
     path = newest_valid(folder)
     if path is None:
         raise OSError("no checkpoint")
-    found = {name: t for stem in ("model", "optimizer") for name, t in read_tensors(path, stem).items()}
-    return int(path.name[5:]), found
+    content = {name: t for stem in ("model", "optimizer") for name, t in read_tensors(path, stem).items()}
+    return int(path.name[5:]), content
 
 
 WAYS: dict[str, tuple[Save, Read]] = {
@@ -83,20 +83,20 @@ WAYS: dict[str, tuple[Save, Read]] = {
 def judge(read: Read, folder: Path, width: int) -> str:
     """Return `whole`, `lost` if nothing can be read, or `wrong` if what is read was never saved."""
     try:
-        step, found = read(folder)
+        step, content = read(folder)
     except UNREADABLE:
         return "lost"
     expected = {f"{part}.{name}": tensor for part in "mo" for name, tensor in tensors(step, width).items()}
-    same = found.keys() == expected.keys() and all(torch.equal(found[name], t) for name, t in expected.items())
+    same = content.keys() == expected.keys() and all(torch.equal(content[name], t) for name, t in expected.items())
     return "whole" if same else "wrong"
 
 
 @pytest.mark.parametrize("kills", [40, pytest.param(400, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
 @pytest.mark.parametrize("way", WAYS)
 def test_killed_while_saving(fork: Any, tmp_path: Path, say: Any, way: str, kills: int) -> None:
-    """A process that only saves, 2 MB each time, is killed at a random instant after its first save."""
+    """Kill a process that only saves, 2 MB each time, at a random instant after its first save."""
     save, read = WAYS[way]
-    chance, seen, width = random.Random(1), Counter[str](), 6400
+    rng, seen, width = random.Random(1), Counter[str](), 6400
     for trial in range(kills):
         folder = tmp_path / str(trial)
         folder.mkdir()
@@ -110,7 +110,7 @@ def test_killed_while_saving(fork: Any, tmp_path: Path, say: Any, way: str, kill
 
         child = fork(action)
         child.await_ready()
-        time.sleep(chance.uniform(0, 0.05))
+        time.sleep(rng.uniform(0, 0.05))
         child.send(signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
         seen[judge(read, folder, width)] += 1
@@ -122,11 +122,11 @@ def test_killed_while_saving(fork: Any, tmp_path: Path, say: Any, way: str, kill
 
 @pytest.mark.parametrize("way", WAYS)
 def test_killed_before_each_operation(fork: Any, calls: Any, tmp_path: Path, say: Any, way: str) -> None:
-    """The second save is killed before each of its disk operations, and within each write."""
+    """Kill the second save before each of its disk operations, and within each write."""
     save, read = WAYS[way]
     seen, folder = Counter[str](), tmp_path / "c"
 
-    def again(at: int) -> None:
+    def save_and_die(at: int) -> None:
         with calls(at, lambda: os.kill(os.getpid(), signal.SIGKILL)):
             save(folder, 2, 16)
 
@@ -134,7 +134,7 @@ def test_killed_before_each_operation(fork: Any, calls: Any, tmp_path: Path, say
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         save(folder, 1, 16)
-        if fork(lambda _, at=at: again(at)).wait() == 0:
+        if fork(lambda _, at=at: save_and_die(at)).wait() == 0:
             break
         seen[judge(read, folder, 16)] += 1
     trials = sum(seen.values())
@@ -145,23 +145,23 @@ def test_killed_before_each_operation(fork: Any, calls: Any, tmp_path: Path, say
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_one_flipped_bit_is_noticed(tmp_path: Path, say: Any, way: str) -> None:
-    """One bit is flipped in each byte of the save."""
+def test_a_flipped_bit_is_detected(tmp_path: Path, say: Any, way: str) -> None:
+    """Flip one bit in each byte of the save."""
     save, read = WAYS[way]
     save(tmp_path, 1, 16)
-    chance, seen = random.Random(4), Counter[str]()
+    rng, seen = random.Random(4), Counter[str]()
     for file in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
-        whole = file.read_bytes()
-        for place in range(len(whole)):
-            flipped = bytearray(whole)
-            flipped[place] ^= 1 << chance.randrange(8)
+        original = file.read_bytes()
+        for index in range(len(original)):
+            flipped = bytearray(original)
+            flipped[index] ^= 1 << rng.randrange(8)
             file.write_bytes(flipped)
             seen[judge(read, tmp_path, 16)] += 1
-        file.write_bytes(whole)
+        file.write_bytes(original)
     trials = sum(seen.values())
-    say(f"R4, {way}: {trials} flipped bits, {seen['wrong']} read as if nothing were wrong, {seen['lost']} noticed")
+    say(f"R4, {way}: {trials} flipped bits, {seen['wrong']} read without an error, {seen['lost']} detected")
     assert trials > 5000
     if way == "redline":
-        assert (seen["wrong"], seen["whole"]) == (0, 0), "noticed, with no other checkpoint to fall back to"
+        assert (seen["wrong"], seen["whole"]) == (0, 0), "detected; there is no other checkpoint to fall back to"
     else:
         assert seen["wrong"] > trials / 2

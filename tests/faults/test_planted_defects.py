@@ -204,7 +204,7 @@ DEFECTS = [
     Defect("the average begins anew on resume", planted.after_restore(planted.forget_average), r7),
     Defect("the learning rate begins anew on resume", planted.after_restore(planted.restart_schedule), r7),
     Defect("the data begin anew on resume", planted.restart_data, r7),
-    Defect("noise depends on what ran before", planted.seed_of_what_ran, r7),
+    Defect("noise depends on what ran before", planted.seed_by_micro_batches_run, r7),
     Defect("noise does not depend on the step", planted.seed_without_step, r7),
     Defect("a bad step writes NaN into all", planted.never_bad, r8),
     Defect("a bad step writes NaN into AdamW's moments", planted.ungated(Adam, "step", 2), r8),

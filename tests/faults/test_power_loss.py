@@ -165,12 +165,12 @@ class Promise:
         key = (case.name, len(reported), frozenset(tree.items()))
         if key not in self._known:
             self.disk.show(tree)
-            self._known[key] = self._look(case, reported)
+            self._known[key] = self._check(case, reported)
             if resume and not self._known[key]:
                 self._known[key] = self._resume()
         return self._known[key]
 
-    def _look(self, case: Case, reported: list[Reported]) -> list[str]:
+    def _check(self, case: Case, reported: list[Reported]) -> list[str]:
         run = self.disk.root / RUN
         folder = run / "checkpoints"
         committed = {*case.before, *(report.step for report in reported)}
@@ -263,7 +263,7 @@ def test_power_cuts_lose_nothing(tmp_path: Path, say: Callable[[str], None], sta
 
 def unsynced(wanted: Callable[[Recording, Object], bool]) -> Callable[[Recording], list[Operation]]:
     def mutate(recording: Recording) -> list[Operation]:
-        return [op for op in recording.operations if not (isinstance(op, Synced) and wanted(recording, op.what))]
+        return [op for op in recording.operations if not (isinstance(op, Synced) and wanted(recording, op.inode))]
 
     return mutate
 
@@ -281,7 +281,7 @@ def renamed_first(recording: Recording) -> list[Operation]:
     operations = list(recording.operations)
     for rename, files in commits(recording):
         operations.remove(rename)
-        first = next(place for place, op in enumerate(operations) if isinstance(op, Synced) and op.what in files)
+        first = next(place for place, op in enumerate(operations) if isinstance(op, Synced) and op.inode in files)
         operations.insert(first, rename)
     return operations
 
@@ -303,7 +303,7 @@ def subject(operation: Operation) -> Object | None:
     """Return the file or folder that was written or synced."""
     if isinstance(operation, Bytes):
         return operation.file
-    return operation.what if isinstance(operation, Synced) else None
+    return operation.inode if isinstance(operation, Synced) else None
 
 
 MUTANTS: dict[str, tuple[Callable[[Recording], list[Operation]], str]] = {

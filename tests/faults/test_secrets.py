@@ -49,12 +49,12 @@ class Home:
 
     def redline(self, *words: str, before: Callable[[], None] = lambda: None) -> int:
         self.count += 1
-        said = self.path / f"said-{self.count}.txt"
+        output_path = self.path / f"output-{self.count}.txt"
 
         def act(_: Any) -> int:
             from redline.cli.main import main
 
-            output = os.open(said, os.O_WRONLY | os.O_CREAT)
+            output = os.open(output_path, os.O_WRONLY | os.O_CREAT)
             os.dup2(output, 1)
             os.dup2(output, 2)
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", errors="backslashreplace")
@@ -71,15 +71,19 @@ class Home:
 
         return int(self.fork(act).wait())
 
-    def said(self) -> str:
-        return (self.path / f"said-{self.count}.txt").read_text()
+    def output(self) -> str:
+        """Return the output of the last command."""
+        return (self.path / f"output-{self.count}.txt").read_text()
 
-    def found(self) -> list[str]:
-        """Return every file that contains a secret, and which one."""
+    def leaks(self) -> list[str]:
+        """Return `FILE: NAME` for every secret that a file contains."""
         files = [path for path in self.path.rglob("*") if path.is_file()]
         secrets = {**CANARIES, "an address": LOGIN}
         return [
-            f"{path.name}: {name}" for path in files for name, it in secrets.items() if it.encode() in path.read_bytes()
+            f"{path.name}: {name}"
+            for path in files
+            for name, secret in secrets.items()
+            if secret.encode() in path.read_bytes()
         ]
 
     def files(self) -> int:
@@ -97,7 +101,7 @@ def home(fork: Any, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return Home(fork, tmp_path)
 
 
-def crashing() -> None:
+def make_training_crash() -> None:
     """Make the fourth step fail like a library that quotes its rejected request."""
     build = Trainer.build
 
@@ -119,8 +123,8 @@ def crashing() -> None:
     Trainer.build = broken  # type: ignore[method-assign]
 
 
-def refusing_hub() -> None:
-    """A package for datasets whose errors repeat the token."""
+def make_hub_refuse() -> None:
+    """Install a `datasets` package whose errors repeat the token."""
     package = types.ModuleType("datasets")
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -133,9 +137,9 @@ def refusing_hub() -> None:
 
 def test_a_run_leaks_no_secret(home: Home, say: Any) -> None:
     run = ("--run", "runs/toy")
-    assert home.redline("train", "toy.yaml", *run, "eval.prompt=one", before=crashing) == 1
-    assert "RuntimeError" in home.said(), "a crash is shown in full"
-    assert "***" in home.said(), "but for these"
+    assert home.redline("train", "toy.yaml", *run, "eval.prompt=one", before=make_training_crash) == 1
+    assert "RuntimeError" in home.output(), "a crash shows the whole traceback"
+    assert "***" in home.output(), "but not the secrets"
     assert home.redline("train", "--resume", "runs/toy") == 0
     for words in (
         ("report",),
@@ -145,33 +149,33 @@ def test_a_run_leaks_no_secret(home: Home, say: Any) -> None:
         ("export", "--out", "model"),
     ):
         verb, *more = words
-        assert home.redline(verb, "runs/toy", *more) == 0, home.said()
+        assert home.redline(verb, "runs/toy", *more) == 0, home.output()
     assert home.redline("doctor", "--json") == 0
-    assert '"HF_TOKEN"' in home.said()
+    assert '"HF_TOKEN"' in home.output()
     assert home.redline("plan", "toy.yaml", "--json") == 0
     assert home.redline("runs") == 0
-    assert home.found() == []
+    assert home.leaks() == []
     say(f"R15: {len(CANARIES) + 1} canaries, {home.count} commands and a crash, {home.files()} files: none found")
     assert home.files() > 20
 
 
 def test_a_recipe_with_secrets_leaks_none(home: Home) -> None:
-    """Neither the lock nor the report contains them, not even the report of a lock that does."""
+    """The lock and the report contain none, even the report of an old lock that does."""
     secrets = " ".join(CANARIES.values())
     words = ("eval.samples=0", f"eval.prompt={secrets} https://me:{LOGIN}@host/x", f"description={secrets}")
-    assert home.redline("train", "toy.yaml", "--run", "runs/toy", "train.steps=2", *words) == 0, home.said()
+    assert home.redline("train", "toy.yaml", "--run", "runs/toy", "train.steps=2", *words) == 0, home.output()
     lock = json.loads((home.path / "runs/toy/lock.json").read_text())
     assert set(lock["withheld"]) == set(CANARIES)
     assert "${HF_TOKEN}" in lock["recipe"]["description"]
     assert (home.path / "runs/toy/report.html").is_file()
-    assert home.found() == []
+    assert home.leaks() == []
     lock["recipe"]["description"] = secrets  # as an older version wrote it
     (home.path / "runs/toy/lock.json").write_text(json.dumps(lock))
     assert home.redline("report", "runs/toy") == 0
-    assert {place.partition(":")[0] for place in home.found()} == {"lock.json"}
+    assert {leak.partition(":")[0] for leak in home.leaks()} == {"lock.json"}
 
 
-def test_a_path_with_a_secret_in_it_is_found_again(
+def test_a_path_that_contains_a_secret_is_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path
 ) -> None:
     monkeypatch.setenv("SOME_KEY", "a-name-like-any-other")
@@ -186,7 +190,9 @@ def test_a_path_with_a_secret_in_it_is_found_again(
     assert locked_recipe(tmp_path, lock).recipe.data.source == str(tmp_path / "${SOME_KEY}" / "text")
     monkeypatch.setenv("HOME_OF_NOTHING", "value-of-no-secret")
     lock = {**lock, "withheld": ["HOME_OF_NOTHING"], "recipe": {**lock["recipe"], "description": "${HOME_OF_NOTHING}"}}
-    assert locked_recipe(tmp_path, lock).recipe.description == "${HOME_OF_NOTHING}", "a lock asks for secrets alone"
+    assert locked_recipe(tmp_path, lock).recipe.description == "${HOME_OF_NOTHING}", (
+        "a lock restores only variables with a secret name"
+    )
 
 
 def test_errors_leak_no_secret(home: Home) -> None:
@@ -194,14 +200,14 @@ def test_errors_leak_no_secret(home: Home) -> None:
     toy = ("train", "toy.yaml", "--run", "runs/other")
     for key in ("data.source", "data.tokenizer", "model.init_from", "model.base"):
         assert home.redline(*toy, f"{key}={address}") == 2
-        assert f"{key}: is an address" in home.said()
+        assert f"{key}: is an address" in home.output()
     assert home.redline("plan", "toy.yaml", f"data.source=[{address}, ./b]") == 2
     assert home.redline("prepare", address, "--out", "tokens") == 1
-    assert "***@host" in home.said()
-    assert home.redline(*toy, "data.source=owner/name", before=refusing_hub) == 1
-    assert "403" in home.said()
+    assert "***@host" in home.output()
+    assert home.redline(*toy, "data.source=owner/name", before=make_hub_refuse) == 1
+    assert "403" in home.output()
     assert not (home.path / "runs/other").exists()
-    assert home.found() == []
+    assert home.leaks() == []
 
 
 def test_what_counts_as_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -229,5 +235,5 @@ def test_planted_defects_are_caught(home: Home, monkeypatch: pytest.MonkeyPatch)
     for module in ("redline.cli.main", "redline.runs.events"):
         __import__(module)
         monkeypatch.setattr(sys.modules[module], "redact", lambda text: text)
-    assert home.redline("train", "toy.yaml", "--run", "runs/toy", before=crashing) == 1
-    assert {place.partition(":")[0] for place in home.found()} == {"events.jsonl", "said-1.txt"}
+    assert home.redline("train", "toy.yaml", "--run", "runs/toy", before=make_training_crash) == 1
+    assert {leak.partition(":")[0] for leak in home.leaks()} == {"events.jsonl", "output-1.txt"}

@@ -1,4 +1,4 @@
-"""Records actions of a process that no foreign file may cause, with an audit hook of the interpreter."""
+"""An audit hook that records actions which reading an untrusted file must never cause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Watch:
-    """An audit hook that records actions which no foreign file may cause."""
+    """Records network access, new processes, and writes outside of `home`."""
 
     def __init__(self, home: Path) -> None:
         self.home, self.seen = str(home.resolve()), list[str]()
@@ -24,13 +24,13 @@ class Watch:
         if event in FORBIDDEN:
             self.seen.append(f"{event} {arguments[:2]!r}"[:300])
         elif event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITING:
-            self._written(event, arguments[0])
+            self._record_write(event, arguments[0])
         elif event in WRITES:
-            for place in arguments[:2] if event in ("os.rename", "os.link") else arguments[:1]:
-                self._written(event, place)
+            for path in arguments[:2] if event in ("os.rename", "os.link") else arguments[:1]:
+                self._record_write(event, path)
 
-    def _written(self, event: str, place: Any) -> None:
-        if isinstance(place, str | bytes | os.PathLike):
-            path = os.path.realpath(os.fsdecode(place))
-            if not path.startswith((self.home, "/dev/null")):
-                self.seen.append(f"{event} {path}")
+    def _record_write(self, event: str, path: Any) -> None:
+        if isinstance(path, str | bytes | os.PathLike):
+            real = os.path.realpath(os.fsdecode(path))
+            if not real.startswith((self.home, "/dev/null")):
+                self.seen.append(f"{event} {real}")

@@ -48,19 +48,19 @@ ADMIN_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"  # where Debian has the d
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
-def until(condition: Callable[[], Any], seconds: float, what: Callable[[], str]) -> Any:
+def until(condition: Callable[[], Any], seconds: float, describe: Callable[[], str]) -> Any:
     """Wait until the condition returns a true value, and return it."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if answer := condition():
             return answer
         time.sleep(0.1)
-    raise AssertionError(f"after {seconds:.0f} s: {what()}")
+    raise AssertionError(f"after {seconds:.0f} s: {describe()}")
 
 
 class Slurm:
@@ -138,7 +138,7 @@ class Slurm:
             running = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SIGNALING", "STAGE_OUT")
             return None if facts.get("JobState") in running else facts
 
-        def said() -> str:
+        def describe() -> str:
             return f"{self.job(number)}\n{log.read_text() if log.exists() else 'no log'}"
 
-        return dict(until(ended, seconds, said))
+        return dict(until(ended, seconds, describe))
