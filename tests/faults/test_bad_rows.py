@@ -58,9 +58,9 @@ class Kind:
 
     good: Callable[[int], Row]
     fields: tuple[str, ...]
-    worse: Callable[[random.Random, Row], Row]  # broken in a way of its own
-    read: Callable[[Path], tuple[list[str], int]]  # what would be trained on, and how many rows were counted bad
-    said: Callable[[int], str]  # what should be, of the good row
+    worse: Callable[[random.Random, Row], Row]  # makes a row that is broken in a way specific to this kind
+    read: Callable[[Path], tuple[list[str], int]]  # the training texts, and the number of rows counted as bad
+    expected: Callable[[int], str]  # the training text of the good row
 
 
 def text_row(number: int) -> Row:
@@ -74,7 +74,7 @@ def prepared(path: Path) -> tuple[list[str], int]:
     ids = np.concatenate(data.train.pieces)
     documents = np.split(ids, np.flatnonzero(ids == tokenizer.eot))[1:]
     meta = json.loads((out / "meta.json").read_text())
-    return [tokenizer.decode(one[1:].tolist()) for one in documents], meta["counts"]["bad_rows"]
+    return [tokenizer.decode(document[1:].tolist()) for document in documents], meta["counts"]["bad_rows"]
 
 
 def record_row(number: int) -> Row:
@@ -82,13 +82,13 @@ def record_row(number: int) -> Row:
 
 
 def recorded(path: Path) -> tuple[list[str], int]:
-    found, report = read_records(str(path))
+    records, report = read_records(str(path))
     assert report.bad == sum(report.reasons.values())
-    return [f"{record.question} {record.answer}" for record in found], report.bad
+    return [f"{record.question} {record.answer}" for record in records], report.bad
 
 
-def no_number(chance: random.Random, row: Row) -> Row:
-    return {**row, "answer": chance.choice(["It is one.", "####", "#### none", "12", "#### −", "12 ####"])}
+def no_number(rng: random.Random, row: Row) -> Row:
+    return {**row, "answer": rng.choice(["It is one.", "####", "#### none", "12", "#### −", "12 ####"])}
 
 
 def pair_row(number: int) -> Row:
@@ -98,14 +98,21 @@ def pair_row(number: int) -> Row:
     return {"messages": turns}
 
 
-def no_chat(chance: random.Random, row: Row) -> Row:
-    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+def no_chat(rng: random.Random, row: Row) -> Row:
+    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     broken: list[Any] = [
-        *([said, asked], [asked], [], [asked, "b"], [asked, {**said, "role": "judge"}], [asked, {"role": "assistant"}]),
-        *([asked, {**said, "role": chance.choice(NO_TEXT)}], [asked, {**said, "tool_calls": [1]}], "ab", 5),
-        *([{**asked, "content": chance.choice(NO_TEXT)}, said], [asked, {**said, "content": chance.choice(NO_TEXT)}]),
+        *(
+            [assistant, user],
+            [user],
+            [],
+            [user, "b"],
+            [user, {**assistant, "role": "judge"}],
+            [user, {"role": "assistant"}],
+        ),
+        *([user, {**assistant, "role": rng.choice(NO_TEXT)}], [user, {**assistant, "tool_calls": [1]}], "ab", 5),
+        *([{**user, "content": rng.choice(NO_TEXT)}, assistant], [user, {**assistant, "content": rng.choice(NO_TEXT)}]),
     ]
-    return {"messages": chance.choice(broken)}
+    return {"messages": rng.choice(broken)}
 
 
 @pytest.fixture
@@ -129,39 +136,39 @@ def kinds(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Kind]:
 class Table:
     """A table of good and bad rows."""
 
-    def __init__(self, kind: Kind, chance: random.Random, path: Path) -> None:
+    def __init__(self, kind: Kind, rng: random.Random, path: Path) -> None:
         self.good: list[int] = []
         self.bad = 0
         lines = []
-        share = chance.choice([0.1, 0.3, 0.45, 0.9])
-        for number in range(chance.randint(1, 14)):
-            if is_bad := chance.random() < share:
+        share = rng.choice([0.1, 0.3, 0.45, 0.9])
+        for number in range(rng.randint(1, 14)):
+            if is_bad := rng.random() < share:
                 self.bad += 1
             else:
                 self.good.append(number)
-            lines.append(self._bad(kind, chance, number) if is_bad else line_of(kind.good(number)))
-            lines += [b""] * chance.choice([0, 0, 0, 1])  # an empty line is no row
-        content = b"\n".join(lines) + chance.choice([b"", b"\n"])
+            lines.append(self._bad(kind, rng, number) if is_bad else line_of(kind.good(number)))
+            lines += [b""] * rng.choice([0, 0, 0, 1])  # an empty line is no row
+        content = b"\n".join(lines) + rng.choice([b"", b"\n"])
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
     @property
     def must_be_refused(self) -> bool:
         return not self.good or self.bad > len(self.good)
 
-    def _bad(self, kind: Kind, chance: random.Random, number: int) -> bytes:
+    def _bad(self, kind: Kind, rng: random.Random, number: int) -> bytes:
         row = kind.good(number)
-        way = chance.choice(["object", "field", "missing", "worse"])
+        way = rng.choice(["object", "field", "missing", "worse"])
         if way == "object":
-            return chance.choice(NO_OBJECT)
+            return rng.choice(NO_OBJECT)
         if way == "worse":
-            return line_of(kind.worse(chance, row))
+            return line_of(kind.worse(rng, row))
         fields = [field for field in kind.fields if field in row]
         if not fields:
-            return line_of(kind.worse(chance, row))
-        field = chance.choice(fields)
+            return line_of(kind.worse(rng, row))
+        field = rng.choice(fields)
         if way == "missing":
             return line_of({name: value for name, value in row.items() if name != field})
-        return line_of({**row, field: chance.choice(NO_TEXT)})
+        return line_of({**row, field: rng.choice(NO_TEXT)})
 
 
 def line_of(row: Row) -> bytes:
@@ -183,10 +190,10 @@ def test_bad_rows(kinds: dict[str, Kind], tmp_path: Path, say: Any, trials: int)
     """Data with more bad rows than good ones are refused; otherwise good rows are read and bad ones counted."""
     refused = counted = 0
     for seed in range(trials):
-        chance = random.Random(seed)
-        kind = kinds[chance.choice(list(kinds))]
-        path = tmp_path / f"{seed}{chance.choice(['.jsonl', '.jsonl', '.jsonl.gz', '.ndjson'])}"
-        table = Table(kind, chance, path)
+        rng = random.Random(seed)
+        kind = kinds[rng.choice(list(kinds))]
+        path = tmp_path / f"{seed}{rng.choice(['.jsonl', '.jsonl', '.jsonl.gz', '.ndjson'])}"
+        table = Table(kind, rng, path)
         found, bad, error = outcome(kind, path)
         assert table.must_be_refused == (error is not None), (seed, error)
         if error is not None:
@@ -194,7 +201,7 @@ def test_bad_rows(kinds: dict[str, Kind], tmp_path: Path, say: Any, trials: int)
             assert len(str(error)) < 2000, "a row is quoted, not repeated"
             refused += 1
             continue
-        assert found == (sorted if kind is kinds["answers"] else list)(map(kind.said, table.good)), seed
+        assert found == (sorted if kind is kinds["answers"] else list)(map(kind.expected, table.good)), seed
         assert bad == table.bad, seed
         counted += bad
     say(f"R13: {trials} tables with bad rows: {refused} refused, in the others {counted} rows counted, 0 trained on")
@@ -278,8 +285,8 @@ def tokens(tmp_path: Path) -> Path:
     return tmp_path / "tokens"
 
 
-def spoil_meta(meta: Any, chance: random.Random) -> bytes:
-    """Replace one value of the description, wherever it occurs."""
+def spoil_meta(meta: Any, rng: random.Random) -> bytes:
+    """Replace one value of the description everywhere."""
     places: list[tuple[Any, Any]] = []
 
     def visit(node: Any) -> None:
@@ -289,9 +296,9 @@ def spoil_meta(meta: Any, chance: random.Random) -> bytes:
                 visit(value)
 
     visit(meta)
-    node, key = chance.choice(places)
+    node, key = rng.choice(places)
     other: list[Any] = [None, -1, 0, 10**30, "", "../train", "/etc/passwd", [], {}, True, "uint32", 1.5, nested(50)]
-    node[key] = chance.choice([value for value in other if value != node[key]])
+    node[key] = rng.choice([value for value in other if value != node[key]])
     return json.dumps(meta).encode()
 
 
@@ -300,18 +307,18 @@ def test_damaged_shards(tokens: Path, say: Any, trials: int) -> None:
     whole = {file.name: file.read_bytes() for file in tokens.iterdir()}
     shard_names = [name for name in whole if name.endswith(".tok")]
     for seed in range(trials):
-        chance = random.Random(seed)
-        name = chance.choice([*shard_names, "meta.json", "meta.json"])
+        rng = random.Random(seed)
+        name = rng.choice([*shard_names, "meta.json", "meta.json"])
         content = bytearray(whole[name])
-        way = chance.choice(["cut", "longer", "header", "gone"])
+        way = rng.choice(["cut", "longer", "header", "gone"])
         if name == "meta.json" and way in ("longer", "header"):
-            content = bytearray(spoil_meta(json.loads(content), chance))
+            content = bytearray(spoil_meta(json.loads(content), rng))
         elif way == "cut":
-            del content[chance.randrange(len(content) - 2) :]
+            del content[rng.randrange(len(content) - 2) :]
         elif way == "longer":
-            content += bytes(chance.randint(1, 5000))
+            content += bytes(rng.randint(1, 5000))
         elif way == "header":
-            content[chance.randrange(shards.HEADER_BYTES)] ^= 1 << chance.randrange(8)
+            content[rng.randrange(shards.HEADER_BYTES)] ^= 1 << rng.randrange(8)
         if way == "gone":
             (tokens / name).unlink()
         else:

@@ -1,4 +1,4 @@
-"""R4: any change of a checkpoint is detected and the run falls back to an older one. R14: additional files are not read."""
+"""R4: any change of a checkpoint is detected, and the run falls back to an older one. R14: no other file is read."""
 
 from __future__ import annotations
 

@@ -46,10 +46,10 @@ def train(world: Any, run: Path, tokens: Path, *overrides: str) -> Any:
     checked = threading.Event()
     with RunDirectory(run) as directory:
         trainer = world.trainer(directory, f"data.source={tokens}", "data.tokenizer=train:300", *overrides)
-        look = trainer.data_check._verify
+        original = trainer.data_check._verify
 
         def verified(file: TokenFile) -> None:
-            look(file)
+            original(file)
             if trainer.data_check._damage or trainer.data_check.progress()["files_verified"] == 2:
                 checked.set()
 
@@ -93,7 +93,7 @@ def test_an_id_outside_the_vocabulary_is_refused_when_it_is_read(tokens: Path) -
             read()
         assert damage.value.where == str(tokens / "train-00000.tok")
         assert "token 7 " in damage.value.what
-    assert len(data.train.windows(np.array([8]), 8)) == 1, "what is whole can be read"
+    assert len(data.train.windows(np.array([8]), 8)) == 1, "undamaged data can be read"
 
 
 def test_a_batch_with_such_an_id_ends_the_run_with_a_stop_event(world: Any, tokens: Path, tmp_path: Path) -> None:
@@ -187,13 +187,13 @@ def test_files_added_by_a_stream_are_checked_too(tmp_path: Path, monkeypatch: py
     files = [file_of(tmp_path / "a.tok", 100)]
     later = file_of(tmp_path / "b.tok", 200)
     flip(later.path, 10, 0)
-    found = threading.Event()
+    checked = threading.Event()
     check = BackgroundCheck(lambda: tuple(files))
-    look = check._verify
-    monkeypatch.setattr(check, "_verify", lambda file: (look(file), file is later and found.set()))
+    original = check._verify
+    monkeypatch.setattr(check, "_verify", lambda file: (original(file), file is later and checked.set()))
     with check:
         files.append(later)
-        assert found.wait(60)
+        assert checked.wait(60)
         with pytest.raises(DamagedDataError):
             check.poll(lambda _: None)
 
@@ -214,12 +214,12 @@ def test_a_file_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_flipped_bits_in_description_and_tokenizer_are_noticed_at_open(tokens: Path, say: Any) -> None:
-    chance, tried, same = random.Random(7), 0, 0
+    rng, tried, same = random.Random(7), 0, 0
     for name in ("meta.json", "tokenizer.json"):
         whole = (tokens / name).read_bytes()
         meaning = json.loads(whole)
-        for byte in chance.sample(range(len(whole)), 150):
-            bit = chance.randrange(8)
+        for byte in rng.sample(range(len(whole)), 150):
+            bit = rng.randrange(8)
             flip(tokens / name, byte, bit)
             tried += 1
             try:

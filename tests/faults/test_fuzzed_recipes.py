@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from fuzzed import VALID, KEYS, SHAPE, WRONG, Fuzz
+from fuzzed import KEYS, SHAPE, VALID, WRONG, Fuzz
 
 from redline.errors import RecipeError, UsageError, UserError
 from redline.hardware.machine import Machine

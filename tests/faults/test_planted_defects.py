@@ -18,7 +18,7 @@ import test_save_operations
 import test_two_runs
 import torch
 from planted import Plant, always
-from test_power_loss import Promise, cut_at_random, lives
+from test_power_loss import Guarantees, all_cases, cut_at_random
 
 from redline.runs.events import read_events
 from redline.training import checkpoint, muon, step
@@ -41,10 +41,10 @@ class Suite:
     def fixture(self, name: str) -> Any:
         return self._request.getfixturevalue(name)
 
-    def run(self, test: Callable[..., None], **given: Any) -> None:
-        given = {"say": lambda text: None, **given}  # its figures are of a planted defect
+    def run(self, test: Callable[..., None], **fixtures: Any) -> None:
+        fixtures = {"say": lambda text: None, **fixtures}  # figures measured with a planted defect must not be printed
         wanted = inspect.signature(test).parameters
-        test(**{name: given[name] if name in given else self.fixture(name) for name in wanted})
+        test(**{name: fixtures[name] if name in fixtures else self.fixture(name) for name in wanted})
 
     def pair(self) -> tuple[Path, Path]:
         """Return two checkpoints, of which tests damage the second."""
@@ -61,7 +61,7 @@ def r2(suite: Suite) -> None:
 
 def r3(suite: Suite) -> None:
     folder = suite.fixture("tmp_path")
-    assert not cut_at_random(lives(folder), 1000, Promise(folder), enough=1)
+    assert not cut_at_random(all_cases(folder), 1000, Guarantees(folder), enough=1)
 
 
 def r4_bytes(suite: Suite) -> None:
@@ -211,7 +211,7 @@ DEFECTS = [
     Defect("a bad step writes NaN into Muon's momentum", planted.ungated(muon, "nesterov_", 3), r8_muon),
     Defect("a bad step moves the average", planted.ungated(Ema, "update", 1), r8),
 ]
-OWN_CHECKS = [r7, r8, r8_muon, retention, copies]  # the others are tests of the suite, word for word, and pass there
+OWN_CHECKS = [r7, r8, r8_muon, retention, copies]  # the other checks are tests of the suite, where they pass
 
 
 @pytest.fixture

@@ -59,8 +59,8 @@ def tiny_state(step: int) -> dict[str, Any]:
     return {"step": step, "best": {"step": best_at(step), "loss": 1.0}}
 
 
-class Witness:
-    """A view in place of the console: a checkpoint that is shown there must be committed."""
+class ReportingView:
+    """Replaces the console: reports every checkpoint that the run shows as saved, which must then be committed."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -76,28 +76,28 @@ class Witness:
         pass
 
 
-def live(root: Path, recorder: Recorder, saves: int) -> None:
-    """A process that starts or resumes a run and saves step after step."""
+def run_process(root: Path, recorder: Recorder, saves: int) -> None:
+    """Start or resume a run as a process would, and save `saves` steps."""
     with (
         RunDirectory(root / RUN) as run,
-        Monitor(EventLog(run.path / "events.jsonl"), Witness(recorder)) as monitor,
+        Monitor(EventLog(run.path / "events.jsonl"), ReportingView(recorder)) as monitor,
     ):
         remove_temporaries(run.checkpoints)
         if not (run.path / RECIPE_LOCK_FILE).exists():
             write_lock(run.path, LOCKED)
         newest = newest_valid(run.checkpoints)
         first = int(newest.name[5:]) + 1 if newest else 1
-        keeper = CheckpointManager(run, monitor, StepTimer(lambda: 0.0), Checkpoint(keep=KEEP))
+        manager = CheckpointManager(run, monitor, StepTimer(lambda: 0.0), Checkpoint(keep=KEEP))
         for step in range(first, first + saves):
-            keeper.save(step, tiny_files(step), tiny_state(step), best_at(step))
-            keeper.finish(step)
+            manager.save(step, tiny_files(step), tiny_state(step), best_at(step))
+            manager.finish(step)
 
 
 @dataclass(frozen=True)
 class Case:
     name: str
     recording: Recording
-    before: tuple[int, ...] = ()  # committed long ago
+    before: tuple[int, ...] = ()  # steps committed before the recording
     damaged: tuple[int, ...] = ()
 
 
@@ -109,46 +109,46 @@ def record(root: Path, act: Callable[[Recorder], None]) -> Recording:
     return recorder.recording
 
 
-def whole_life(root: Path) -> Case:
-    return Case("begun", record(root, lambda recorder: live(root, recorder, 5)))
+def uninterrupted_case(root: Path) -> Case:
+    return Case("begun", record(root, lambda recorder: run_process(root, recorder, 5)))
 
 
-def killed_life(root: Path, calls: int) -> Case:
-    """One process is killed, another resumes, and at some time the power is cut."""
+def killed_case(root: Path, calls: int) -> Case:
+    """Kill one process and let another one resume."""
 
     def act(recorder: Recorder) -> None:
         with suppress(UserError), recorder.killed_after(calls):
-            live(root, recorder, 3)
-        live(root, recorder, 2)
+            run_process(root, recorder, 3)
+        run_process(root, recorder, 2)
 
     return Case(f"killed after {calls} calls", record(root, act))
 
 
-def damaged_life(root: Path) -> Case:
-    """The newest checkpoint is damaged and saved again."""
+def damaged_case(root: Path) -> Case:
+    """Resume a run whose newest checkpoint is damaged, and save that step again."""
     (root / RUN).mkdir(parents=True)
     for step in (1, 2, 3):
         path = commit(root / RUN / "checkpoints", Snapshot(step, tiny_files(step), tiny_state(step))).path
     (path / "model.safetensors").write_bytes(b"nothing")
     write_lock(root / RUN, LOCKED)
-    recording = record(root, lambda recorder: live(root, recorder, 3))
+    recording = record(root, lambda recorder: run_process(root, recorder, 3))
     return Case("damaged", recording, before=(1, 2), damaged=(3,))
 
 
-def lives(folder: Path) -> list[Case]:
-    """Processes are killed before and during a save."""
-    killed = [killed_life(folder / str(calls), calls) for calls in range(0, 48, 2)]
-    return [whole_life(folder / "whole"), damaged_life(folder / "damaged"), *killed]
+def all_cases(folder: Path) -> list[Case]:
+    """Record an uninterrupted run, a damaged one, and runs killed before and during a save."""
+    killed = [killed_case(folder / str(calls), calls) for calls in range(0, 48, 2)]
+    return [uninterrupted_case(folder / "whole"), damaged_case(folder / "damaged"), *killed]
 
 
-# --- what is promised
+# --- the guarantees
 
 
-class Promise:
-    """What must hold after any power cut. Returns what is broken."""
+class Guarantees:
+    """Checks the guarantees that must hold after any power cut."""
 
     def __init__(self, folder: Path) -> None:
-        self.disk = Disk(folder / "found")
+        self.disk = Disk(folder / "disk")
         self._saved: dict[int, dict[str, bytes]] = {}
         self._reference = folder / "reference"
         self._known: dict[Any, list[str]] = {}
@@ -159,8 +159,9 @@ class Promise:
         """Return the number of different states."""
         return len(self._known)
 
-    def broken(self, case: Case, cut: int, chance: random.Random, resume: bool = False) -> list[str]:
-        tree = after_cut(case.recording, cut, chance)
+    def violations(self, case: Case, cut: int, rng: random.Random, resume: bool = False) -> list[str]:
+        """Draw a state of the disk after a power cut, and return the guarantees that it violates."""
+        tree = after_cut(case.recording, cut, rng)
         reported = case.recording.reported(cut)
         key = (case.name, len(reported), frozenset(tree.items()))
         if key not in self._known:
@@ -176,35 +177,35 @@ class Promise:
         committed = {*case.before, *(report.step for report in reported)}
         named = committed_steps(folder)
         valid = [step for step in named if is_valid(folder / step_name(step))]
-        newest, found = newest_valid(folder), []
+        newest, violations = newest_valid(folder), []
         if committed and (newest is None or int(newest.name[5:]) < max(committed)):
-            found.append("lost")
+            violations.append("lost")
         if len(valid) < min(KEEP, len(committed)):
-            found.append("too few")
+            violations.append("too few")
         if set(named) - set(valid) - set(case.damaged):
-            found.append("half")
+            violations.append("half")
         if any(files_of(folder / step_name(step)) != self._expected(step) for step in valid):
-            found.append("wrong")
+            violations.append("wrong")
         if {best_step(folder), *(report.best for report in reported[-1:])} - {*valid} and committed:
-            found.append("best lost")
+            violations.append("best lost")
         if committed and not has_lock(run):
-            found.append("not a run")
+            violations.append("not a run")
         read_events(run / "events.jsonl")
-        return found
+        return violations
 
     def _resume(self) -> list[str]:
         """Check that the next process cleans up and can save."""
         self.resumed += 1
         with pytest.MonkeyPatch.context() as patch, RunDirectory(self.disk.root / RUN) as run:
-            patch.setattr(os, "fsync", lambda descriptor: None)  # time for nothing: this disk keeps its power
+            patch.setattr(os, "fsync", lambda descriptor: None)  # saves time: the real disk does not lose power
             remove_temporaries(run.checkpoints)
             newest = newest_valid(run.checkpoints)
             step = int(newest.name[5:]) + 1 if newest else 1
             path = commit(run.checkpoints, Snapshot(step, tiny_files(step), tiny_state(step))).path
             fine = newest_valid(run.checkpoints) == path
-            left = [entry for entry in run.checkpoints.iterdir() if not entry.name.startswith("step-")]
+            leftovers = [entry for entry in run.checkpoints.iterdir() if not entry.name.startswith("step-")]
         self.disk.reset()
-        return [] if fine and not left else ["does not go on"]
+        return [] if fine and not leftovers else ["cannot resume"]
 
     def _expected(self, step: int) -> dict[str, bytes]:
         if step not in self._saved:
@@ -231,13 +232,13 @@ def files_of(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-def cut_at_random(cases: list[Case], states: int, promise: Promise, enough: int | None = None) -> Counter[str]:
-    """Count what was broken; stop after `enough` findings."""
-    chance, broken = random.Random(3), Counter[str]()
+def cut_at_random(cases: list[Case], states: int, guarantees: Guarantees, enough: int | None = None) -> Counter[str]:
+    """Count the violations at random power cuts; stop after `enough`."""
+    rng, broken = random.Random(3), Counter[str]()
     for number in range(states):
-        case = chance.choice(cases)
-        cut = chance.randrange(len(case.recording.operations) + 1)
-        broken.update(promise.broken(case, cut, chance, resume=number % 20 == 0))
+        case = rng.choice(cases)
+        cut = rng.randrange(len(case.recording.operations) + 1)
+        broken.update(guarantees.violations(case, cut, rng, resume=number % 20 == 0))
         if enough is not None and broken.total() >= enough:
             break
     return broken
@@ -245,20 +246,20 @@ def cut_at_random(cases: list[Case], states: int, promise: Promise, enough: int 
 
 @pytest.mark.parametrize("states", [2000, pytest.param(100_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 def test_power_cuts_lose_nothing(tmp_path: Path, say: Callable[[str], None], states: int) -> None:
-    cases, promise = lives(tmp_path), Promise(tmp_path)
-    broken = cut_at_random(cases, states, promise)
+    cases, guarantees = all_cases(tmp_path), Guarantees(tmp_path)
+    broken = cut_at_random(cases, states, guarantees)
     operations = sum(len(case.recording.operations) for case in cases)
     say(
-        f"R3: {states} power cuts within {operations} operations of {len(cases)} runs, {promise.different} different"
-        f" states ({promise.resumed} of them resumed): {broken['lost']} commits lost, {broken['wrong']} undetected,"
-        f" {broken.total()} promises broken"
+        f"R3: {states} power cuts within {operations} operations of {len(cases)} runs, {guarantees.different} different"
+        f" states ({guarantees.resumed} of them resumed): {broken['lost']} commits lost, {broken['wrong']} undetected,"
+        f" {broken.total()} guarantees violated"
     )
     assert not broken
-    assert promise.different > states // 5
-    assert promise.resumed > states // 100
+    assert guarantees.different > states // 5
+    assert guarantees.resumed > states // 100
 
 
-# --- planted defects: an operation is left out or moved
+# --- planted defects: an operation is omitted or moved
 
 
 def unsynced(wanted: Callable[[Recording, Object], bool]) -> Callable[[Recording], list[Operation]]:
@@ -281,7 +282,7 @@ def renamed_first(recording: Recording) -> list[Operation]:
     operations = list(recording.operations)
     for rename, files in commits(recording):
         operations.remove(rename)
-        first = next(place for place, op in enumerate(operations) if isinstance(op, Synced) and op.inode in files)
+        first = next(index for index, op in enumerate(operations) if isinstance(op, Synced) and op.inode in files)
         operations.insert(first, rename)
     return operations
 
@@ -294,7 +295,7 @@ def manifest_first(recording: Recording) -> list[Operation]:
         moved = [op for op in operations if subject(op) in late]
         operations = [op for op in operations if subject(op) not in late]
         begin = operations.index(rename)
-        reports = [place for place, op in enumerate(operations) if place > begin and isinstance(op, Reported)]
+        reports = [index for index, op in enumerate(operations) if index > begin and isinstance(op, Reported)]
         operations[reports[0] + 1 : reports[0] + 1] = moved
     return operations
 
@@ -307,22 +308,25 @@ def subject(operation: Operation) -> Object | None:
 
 
 MUTANTS: dict[str, tuple[Callable[[Recording], list[Operation]], str]] = {
-    "files are not synced": (unsynced(lambda recording, what: what not in recording.folders), "lost"),
-    "folders are not synced": (unsynced(lambda recording, what: what in recording.folders), "lost"),
-    "the folder of the runs is not synced": (unsynced(lambda recording, what: what == ROOT), "lost"),
+    "files are not synced": (unsynced(lambda recording, inode: inode not in recording.folders), "lost"),
+    "folders are not synced": (unsynced(lambda recording, inode: inode in recording.folders), "lost"),
+    "the folder of the runs is not synced": (unsynced(lambda recording, inode: inode == ROOT), "lost"),
     "the manifest is written before the files": (manifest_first, "lost"),
-    "renamed before the files are synced": (renamed_first, "half"),  # not yet reported: none lost, but one not whole
+    "renamed before the files are synced": (
+        renamed_first,
+        "half",
+    ),  # not reported yet, so none is lost, but one is incomplete
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_defect_loses_checkpoints(tmp_path: Path, say: Callable[[str], None], name: str) -> None:
     mutate, expected = MUTANTS[name]
-    case, promise = whole_life(tmp_path / "whole"), Promise(tmp_path)
+    case, guarantees = uninterrupted_case(tmp_path / "whole"), Guarantees(tmp_path)
     operations = mutate(case.recording)
     assert operations != case.recording.operations
     mutant = replace(case, recording=replace(case.recording, operations=operations))
-    broken = cut_at_random([mutant], 150, promise)
+    broken = cut_at_random([mutant], 150, guarantees)
     say(f"R3: planted: {name}; of 150 power cuts {broken[expected]} found it ({expected})")
     assert broken[expected]
 
@@ -336,9 +340,9 @@ def test_the_simulated_disk_loses_only_what_was_not_synced(tmp_path: Path) -> No
                 synced(tmp_path / name / path)
         synced(tmp_path)
 
-    recording, chance = record(tmp_path, act), random.Random(0)
-    found = [after_cut(recording, len(recording.operations), chance) for _ in range(400)]
-    contents = {name: {tree.get(f"{name}/file") for tree in found} for name in ("both", "name", "bytes")}
+    recording, rng = record(tmp_path, act), random.Random(0)
+    states = [after_cut(recording, len(recording.operations), rng) for _ in range(400)]
+    contents = {name: {tree.get(f"{name}/file") for tree in states} for name in ("both", "name", "bytes")}
     assert contents["both"] == {b"0123456789"}
     assert contents["bytes"] == {b"0123456789", None}
     assert contents["name"] >= {b"", b"0123456789", b"01234", bytes(10), b"01234" + bytes(5)}

@@ -69,7 +69,7 @@ def hook(place: str, nth: int = 1) -> Callable[[Any, Callable[[], None]], None]:
 
 PHASES = {  # where the signal comes, and the step that must be saved then
     "warm-up": (hook("train_step.dry_run"), 0),
-    "first look": (hook("objective.evaluate"), 0),
+    "first evaluation": (hook("objective.evaluate"), 0),
     "first step": (hook("train_step.backward", 2), 1),  # the warm-up's is the first
     "middle step": (hook("train_step.backward", 6), 5),
     "step to be evaluated": (hook("train_step.backward", 4), 3),
@@ -93,24 +93,24 @@ def curves() -> dict[str, Any]:
 
 
 @pytest.fixture
-def whole(attempt: Any, tmp_path: Path, curves: dict[str, Any]) -> list[tuple[Any, ...]]:
+def undisturbed(attempt: Any, tmp_path: Path, curves: dict[str, Any]) -> list[tuple[Any, ...]]:
     """The losses of an uninterrupted run."""
     if not curves:
-        attempt(tmp_path / "whole", *OPTIONS)
-        curves["whole"] = curve(tmp_path / "whole")
-    return list(curves["whole"])
+        attempt(tmp_path / "undisturbed", *OPTIONS)
+        curves["undisturbed"] = curve(tmp_path / "undisturbed")
+    return list(curves["undisturbed"])
 
 
-def goes_on(attempt: Any, run: Path, whole: list[tuple[Any, ...]]) -> None:
+def assert_resumes_identically(attempt: Any, run: Path, undisturbed: list[tuple[Any, ...]]) -> None:
     resumed = attempt(run, *OPTIONS)
     assert (resumed.outcome.reason, resumed.outcome.exit_code) == ("steps", EXIT_DONE)
-    assert curve(run) == whole
+    assert curve(run) == undisturbed
 
 
 @pytest.mark.parametrize("numbers", SIGNALS, ids=["TERM", "USR1", "HUP", "thrice"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_preempted_run_resumes(
-    attempt: Any, whole: Any, tmp_path: Path, phase: str, numbers: tuple[int, ...]
+    attempt: Any, undisturbed: Any, tmp_path: Path, phase: str, numbers: tuple[int, ...]
 ) -> None:
     run = tmp_path / "run"
     arm, step = PHASES[phase]
@@ -118,14 +118,14 @@ def test_a_preempted_run_resumes(
     assert (trainer.outcome.reason, trainer.outcome.exit_code) == ("preempted", EXIT_PREEMPTED)
     assert trainer.state.step == step
     assert newest_valid(run / "checkpoints") == run / "checkpoints" / step_name(step)
-    goes_on(attempt, run, whole)
+    assert_resumes_identically(attempt, run, undisturbed)
     assert stop_reasons(run) == ["preempted", "steps"]
-    assert [*evaluations(run)] == [0, 3, 6, 9, 10], "one that was due is made up for"
+    assert [*evaluations(run)] == [0, 3, 6, 9, 10], "an evaluation that was due at the stop is done after the resume"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_run_preempted_while_saving_resumes(
-    attempt: Any, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    attempt: Any, undisturbed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """The save in progress and the step are finished, and the step is saved too."""
     run = tmp_path / "run"
@@ -134,11 +134,11 @@ def test_a_run_preempted_while_saving_resumes(
     assert trainer.outcome.exit_code == EXIT_PREEMPTED
     assert newest_valid(run / "checkpoints") == run / "checkpoints" / step_name(trainer.state.step)
     assert verify(run / "checkpoints" / step_name(2))
-    goes_on(attempt, run, whole)
+    assert_resumes_identically(attempt, run, undisturbed)
 
 
 def test_runs_preempted_at_random_instants_resume(
-    fork: Any, attempt: Any, whole: Any, tmp_path: Path, say: Any
+    fork: Any, attempt: Any, undisturbed: Any, tmp_path: Path, say: Any
 ) -> None:
     chance, codes = random.Random(6), []
     for trial in range(30):
@@ -161,7 +161,7 @@ def test_runs_preempted_at_random_instants_resume(
         stop = [e for e in read_events(run / "events.jsonl") if e["type"] == "stop"][-1]
         assert newest is not None
         assert newest.name == step_name(stop["step"])
-        goes_on(attempt, run, whole)
+        assert_resumes_identically(attempt, run, undisturbed)
     say(f"R6: 30 random instants, {codes.count(EXIT_PREEMPTED)} preempted, the others had ended; all went on")
     assert codes.count(EXIT_PREEMPTED) > 10
 
@@ -171,25 +171,25 @@ def _ready_within(trainer: Any, child: Any) -> None:
     trainer.warm_up = Once(trainer.warm_up, child.say_ready)
 
 
-def test_ctrl_c_finishes_the_step_saves_and_reports(attempt: Any, whole: Any, tmp_path: Path, capfd: Any) -> None:
+def test_ctrl_c_finishes_the_step_saves_and_reports(attempt: Any, undisturbed: Any, tmp_path: Path, capfd: Any) -> None:
     run = tmp_path / "run"
     trainer = attempt(run, *OPTIONS, prepare=lambda t: hook("train_step.backward", 5)(t, lambda: send(signal.SIGINT)))
     assert (trainer.outcome.reason, trainer.outcome.exit_code) == ("interrupted", EXIT_INTERRUPTED)
     assert newest_valid(run / "checkpoints") == run / "checkpoints" / step_name(4)
     assert read_events(run / "events.jsonl")[-1]["type"] == "stop"
     assert "Ctrl-C again" in capfd.readouterr().err
-    goes_on(attempt, run, whole)
+    assert_resumes_identically(attempt, run, undisturbed)
 
 
 @pytest.mark.parametrize("phase", ["train_step.backward", "objective.evaluate", "checkpoints.save", "commit"])
-def test_a_second_ctrl_c_exits_at_once(fork: Any, attempt: Any, whole: Any, tmp_path: Path, phase: str) -> None:
+def test_a_second_ctrl_c_exits_at_once(fork: Any, attempt: Any, undisturbed: Any, tmp_path: Path, phase: str) -> None:
     """The signal arrives within a step, the final evaluation, or a save that would take a minute."""
     run = tmp_path / "run"
     assert fork(lambda _: attempt(run, *OPTIONS, "train.steps=4").outcome.exit_code).wait() == EXIT_DONE
 
     def twice() -> None:
         send(signal.SIGINT)
-        time.sleep(0.2)  # two that arrive together would be one
+        time.sleep(0.2)  # two signals that arrive together would count as one
         send(signal.SIGINT)
         time.sleep(60)
 

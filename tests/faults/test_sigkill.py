@@ -40,7 +40,7 @@ class Killer:
     """Kills so many attempts at random instants, mostly while they train and save."""
 
     def __init__(self, fork: Callable[..., Any], attempt: Callable[..., Any], most: int) -> None:
-        self.fork, self.attempt, self.chance, self.most = fork, attempt, random.Random(most), most
+        self.fork, self.attempt, self.rng, self.most = fork, attempt, random.Random(most), most
         self.kills = self.lost = self.damaged = 0
 
     def train(self, run: Path) -> None:
@@ -59,9 +59,9 @@ class Killer:
 
         child = self.fork(action)
         if self.kills < self.most:  # a slow machine reaches the end only if it is not killed any more
-            if self.chance.random() < 0.85:
+            if self.rng.random() < 0.85:
                 child.await_ready()
-            time.sleep(self.chance.uniform(0, 0.12))
+            time.sleep(self.rng.uniform(0, 0.12))
             child.send(signal.SIGKILL)
         code = child.wait()
         assert code in (0, -signal.SIGKILL), code

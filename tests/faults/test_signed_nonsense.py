@@ -17,7 +17,7 @@ from redline.training.checkpoint import MANIFEST, DamagedCheckpointError, canoni
 
 
 def sign(path: Path) -> None:
-    """Write a correct manifest for the files that are there."""
+    """Write a correct manifest for the files in the folder."""
     manifest = json.loads((path / MANIFEST).read_bytes())
     for name in manifest["files"]:
         content = (path / name).read_bytes()
@@ -43,17 +43,17 @@ CONTENT = {
 
 @pytest.mark.parametrize("what", CONTENT)
 def test_signed_nonsense_is_damage(what: str, tiny: Callable[[int], Any], tmp_path: Path) -> None:
-    one, two = (commit(tmp_path, tiny(step)).path for step in (1, 2))
-    sign(two)
-    verify(two)
+    first, second = (commit(tmp_path, tiny(step)).path for step in (1, 2))
+    sign(second)
+    verify(second)
     name, content = CONTENT[what]
-    (two / name).write_bytes(content)
-    sign(two)
+    (second / name).write_bytes(content)
+    sign(second)
     with pytest.raises(DamagedCheckpointError):
-        verify(two)
-    said: list[str] = []
-    assert newest_valid(tmp_path, said.append) == one
-    assert two.name in said[0]
+        verify(second)
+    messages: list[str] = []
+    assert newest_valid(tmp_path, messages.append) == first
+    assert second.name in messages[0]
 
 
 @pytest.mark.parametrize("stem", ["model", "optimizer"])
@@ -65,8 +65,8 @@ def test_tensors_that_do_not_fit_are_named(attempt: Any, tmp_path: Path, stem: s
     file = path / f"{stem}.safetensors"
     tensors = load_file(file)
     name = max(tensors, key=lambda name: tensors[name].numel())
-    whole = tensors.pop(name)
-    save_file({**tensors, name: whole[1:].clone()} if change == "another shape" else tensors, file)
+    tensor = tensors.pop(name)
+    save_file({**tensors, name: tensor[1:].clone()} if change == "another shape" else tensors, file)
     sign(path)
     with pytest.raises(UserError, match=rf"{name} .*shape"):
         attempt(tmp_path / "run", "train.steps=2")

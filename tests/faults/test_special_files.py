@@ -198,11 +198,11 @@ def within_deadline(fork: Any, in_home: Path) -> Callable[[Callable[[], Any]], A
     def run(action: Callable[[], Any]) -> Any:
         def watched(_: Any) -> None:
             signal.alarm(DEADLINE_S)
-            sys.stdout = sys.stderr = open(in_home / "said", "w")  # noqa: SIM115
+            sys.stdout = sys.stderr = open(in_home / "output", "w")  # noqa: SIM115
             (in_home / "ended.json").write_text(json.dumps(action()))
 
         (in_home / "ended.json").unlink(missing_ok=True)
-        assert fork(watched).wait() == 0, (in_home / "said").read_text()[-3000:]
+        assert fork(watched).wait() == 0, (in_home / "output").read_text()[-3000:]
         return json.loads((in_home / "ended.json").read_text())
 
     return run

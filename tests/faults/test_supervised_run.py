@@ -39,8 +39,8 @@ class Disturbed:
 
     def words(self) -> list[str]:
         begun = (self.run / "lock.json").exists()
-        given = ["--resume", str(self.run)] if begun else [str(self.recipe), "--run", str(self.run)]
-        return [sys.executable, "-m", "redline", "train", *given, "--supervise"]
+        arguments = ["--resume", str(self.run)] if begun else [str(self.recipe), "--run", str(self.run)]
+        return [sys.executable, "-m", "redline", "train", *arguments, "--supervise"]
 
     def start(self) -> None:
         environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
@@ -50,8 +50,8 @@ class Disturbed:
     def trainer(self) -> int | None:
         assert self.process is not None
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        found = children.read_text().split() if children.exists() else []
-        return int(found[0]) if found else None
+        pids = children.read_text().split() if children.exists() else []
+        return int(pids[0]) if pids else None
 
     def tell(self, number: int) -> bool:
         child = self.trainer()
@@ -66,7 +66,7 @@ class Disturbed:
         names = [path.name for path in folder.glob("step-*")] if folder.is_dir() else []
         return max((int(name[5:]) for name in names if name[5:].isdigit()), default=0)
 
-    # --- the faults; each says whether there was something to disturb
+    # --- the faults; each returns whether it found something to disturb
 
     def kill(self) -> bool:
         return self.tell(signal.SIGKILL)
@@ -141,9 +141,9 @@ def test_a_supervised_run_ends_with_the_same_weights(
 ) -> None:
     file, chance = recipe(steps, every), random.Random(0)
     begin = time.monotonic()
-    whole = Disturbed(file, tmp_path / "whole")
-    whole.start()
-    assert whole.process.wait() == 0, (tmp_path / "whole.log").read_text()[-2000:]
+    undisturbed = Disturbed(file, tmp_path / "whole")
+    undisturbed.start()
+    assert undisturbed.process.wait() == 0, (tmp_path / "whole.log").read_text()[-2000:]
     undisturbed = time.monotonic() - begin
 
     run, done, begin = Disturbed(file, tmp_path / "parts"), [], time.monotonic()
@@ -158,7 +158,7 @@ def test_a_supervised_run_ends_with_the_same_weights(
                 fault = order[len(done) % len(order)] if len(done) < len(order) else chance.choice(order)
                 if getattr(run, fault)():
                     done.append(fault)
-                    reached = now  # the next one comes when something new is committed
+                    reached = now  # inject the next fault after the next commit
                 due = time.monotonic() + chance.uniform(*between)
             time.sleep(0.05)
     finally:
