@@ -1,4 +1,4 @@
-"""Types of recipe fields. Each validates a value, and says in one sentence what is wrong with an invalid one."""
+"""Types of recipe fields. Each validates a value and raises a ValueError with one sentence for an invalid one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AUTO = "auto"
 MOST = (1 << 63) - 1  # counts and seeds become 64-bit integers
 MOST_HOURS = 1e6  # about a century; a larger number is a mistake
 MOST_REPEATS = 1_000_000  # of a source in an epoch, so that the length of an epoch fits a 64-bit integer
-MOST_SEQUENCES = 1 << 31  # no batch is larger, and its divisors can still be listed in no time
+MOST_SEQUENCES = 1 << 31  # larger than any batch, and small enough to list its divisors quickly
 
 
 class Section(BaseModel):
@@ -55,7 +55,7 @@ def _bounds(number: float, low: float | None, high: float | None, open_low: bool
 
 
 def _shown(number: float) -> str:
-    return f"{number:g}" if abs(number) <= 1e18 else "that"  # an integer may have thousands of digits
+    return f"{number:g}" if abs(number) <= 1e18 else "the number"  # an integer may have thousands of digits
 
 
 def _real(low: float, high: float | None = None, *, above: bool = False) -> Rule:
@@ -104,7 +104,7 @@ def _flag(value: Any) -> bool:
 
 def _words(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a text; put it in quotes.")
+        raise ValueError(f"{value!r} is not text. Put it in quotes.")
     return value
 
 

@@ -30,7 +30,7 @@ def test_the_default_path_of_cluster_yaml(tmp_path: Path, monkeypatch: pytest.Mo
     ("text", "said"),
     [
         ("acount: physics", "acount: is not a key of this file. Did you mean 'account'?"),
-        ("account: 12345", "12345 is not a text; put it in quotes"),
+        ("account: 12345", "12345 is not text"),
         ('partition: "gpu\\n#SBATCH --account=x"', "is not one line of text"),
         ("sbatch: [mem=0]", "write it as --name=value"),
         ("sbatch: [--nodes=3]", "--nodes is set by `redline launch` itself"),

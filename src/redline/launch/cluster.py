@@ -29,7 +29,7 @@ _RESERVED_OPTIONS = frozenset(
 def one_line(value: Any) -> str:
     """Return a text without line breaks and control characters, which could add lines to the script."""
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a text; put it in quotes.")
+        raise ValueError(f"{value!r} is not text. Put it in quotes.")
     if not value.strip() or _CONTROL.search(value):
         raise ValueError(f"{value!r} is not one line of text.")
     return value

@@ -48,23 +48,23 @@ from redline.planning.memory import LOW_BIT, MUON
 from redline.planning.schedule import SCHEDULES
 from redline.planning.shapes import ACTIVATIONS, ROPE_SCALING, SIZES, TARGETS, checked_rope_scaling
 
-# torch's reduce-overhead and max-autotune record CUDA graphs of their own, whose gradients the next micro-batch
-# would overwrite; train.graph records the whole step instead
+# torch's modes reduce-overhead and max-autotune are left out: they record CUDA graphs of their own, and the next
+# micro-batch would overwrite their gradients. train.graph records the whole step instead.
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
-ATTENTION = (AUTO, "cudnn", "flash", "efficient", "flex", "split", "dense")  # split: of block diffusion
+ATTENTION = (AUTO, "cudnn", "flash", "efficient", "flex", "split", "dense")  # split is for block diffusion
 CHECKPOINTING = (AUTO, "none", "selective", "full")
 
 
 def _checkpointing(value: Any) -> Any:
-    """Convert true and false, which the guides write, to the names of the levels."""
+    """Convert true and false, as the guides write them, to the names of the levels."""
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
 def _pair(value: Any) -> tuple[float, float]:
     numbers = value if isinstance(value, list | tuple) else ()
-    fine = [isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in numbers]
-    if fine != [True, True]:
-        raise ValueError(f"{value!r} is not two numbers between 0 and 1.")
+    valid = [isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in numbers]
+    if valid != [True, True]:
+        raise ValueError(f"{value!r} is not a list of two numbers, each at least 0 and below 1.")
     return float(numbers[0]), float(numbers[1])
 
 
@@ -73,7 +73,7 @@ def _momenta(value: Any) -> tuple[float, float] | None:
         return None
     low, high = _pair(value)
     if low > high:
-        raise ValueError(f"{value!r} is not in order: the lower momentum comes first, as in [0.85, 0.95].")
+        raise ValueError(f"{value!r} is not in order. Write the lower momentum first, as in [0.85, 0.95].")
     return low, high
 
 
@@ -89,11 +89,11 @@ CHECKPOINTING_RULE = Rule(_checkpointing, accepts={"enum": [*CHECKPOINTING, True
 def _targets(value: Any) -> tuple[str, ...]:
     names = list(TARGETS) if value == "all-linear" else [value] if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not names:
-        raise ValueError(f"{value!r} is not a list of matrices; there are {', '.join(TARGETS)}.")
+        raise ValueError(f"{value!r} is not a list of matrices. Choose from {', '.join(TARGETS)}.")
     for name in names:
         if not isinstance(name, str) or name not in TARGETS:
             hint = did_you_mean(str(name), TARGETS)
-            raise ValueError(f"{name!r} is no matrix of a block; there are {', '.join(TARGETS)}. {hint}".rstrip())
+            raise ValueError(f"{name!r} is not a matrix of a block: {', '.join(TARGETS)}. {hint}".rstrip())
     return tuple(name for name in TARGETS if name in names)
 
 
@@ -121,7 +121,8 @@ _ROPE = Rule(
 class Model(Section):
     """The model: the shape of the decoder, and the base or run that it starts from."""
 
-    size: Annotated[str | None, one_of(AUTO, *SIZES)] | None = None  # fills what is auto below
+    # Sets layers, d_model, heads and d_ff, where they are auto.
+    size: Annotated[str | None, one_of(AUTO, *SIZES)] | None = None
     layers: AutoCount = AUTO
     d_model: AutoCount = AUTO
     heads: AutoCount = AUTO
@@ -139,15 +140,16 @@ class Model(Section):
     norm_eps: Positive = 1e-5
     dropout: Probability = 0.0
     attention: Annotated[str, one_of(*ATTENTION)] = AUTO
-    kernels: Annotated[str, one_of(AUTO, "torch", "fused")] = AUTO  # fused: a block's backward written out, in Triton
-    value_embeddings: Whole = 0  # tables of tokens; the first layers and the last add them to their values
-    skips: Annotated[str, one_of("none", "x0", "unet")] = "none"  # earlier states of the stream, added to it
-    init: Annotated[str, one_of("gpt2", "zero")] = "gpt2"  # zero: of what adds to the stream, and of an untied head
+    kernels: Annotated[str, one_of(AUTO, "torch", "fused")] = AUTO  # fused: Triton kernels with a hand-written backward
+    value_embeddings: Whole = 0  # tables of token embeddings, added to the values in the first and last layers
+    skips: Annotated[str, one_of("none", "x0", "unet")] = "none"  # earlier states that are added to the residual stream
+    # zero: the matrices that write to the residual stream, and an untied head, start at zero.
+    init: Annotated[str, one_of("gpt2", "zero")] = "gpt2"
     embedding_std: Positive = 0.02
     base: MaybeText = None  # finetune: a folder, a .gguf file or a hub id
-    quant: Annotated[str, one_of("none", "nf4")] = "none"  # of the base; nf4 with finetune.method=qlora
-    quant_double: Flag = True  # the scales of NF4 quantised too
-    lora: Annotated[Lora, BeforeValidator(lambda given: {} if given is None else given)] = Lora()  # null: the default
+    quant: Annotated[str, one_of("none", "nf4")] = "none"  # of the base model; nf4 with finetune.method=qlora
+    quant_double: Flag = True  # also quantise the scales of NF4
+    lora: Annotated[Lora, BeforeValidator(lambda value: {} if value is None else value)] = Lora()  # null: the default
     init_from: MaybeText = None  # RUN[@step|@best] or an exported folder: weights only
 
 
@@ -156,7 +158,7 @@ class Part(Section):
 
     source: Text
     weight: MaybePositive = None  # share of the samples, relative to the other weights
-    repeat: MaybeRepeat = None  # how often each row or window comes in an epoch; null: once
+    repeat: MaybeRepeat = None  # how often an epoch reads each row or window; null: once
 
     @property
     def reads_per_epoch(self) -> float:
@@ -171,22 +173,23 @@ def _source(value: Any) -> Any:
     if isinstance(value, str):
         return value
     if not isinstance(value, list | tuple) or not value:
-        form = "put it in quotes, or write a list: [{source: ./a, weight: 3}, ./b]."
-        raise ValueError(f"{value!r} is not a source; {form}")
+        fix = "Put it in quotes, or write a list: [{source: ./a, weight: 3}, ./b]."
+        raise ValueError(f"{value!r} is not a source. {fix}")
     parts = []
     for item in value:
         entry = item if isinstance(item, Part) else {"source": item} if isinstance(item, str) else item
         try:
             parts.append(Part.model_validate(entry))
         except ValidationError:
-            form = f"{{source: PATH, weight: above 0}} or {{source: PATH, repeat: above 0, at most {MOST_REPEATS:,}}}"
-            raise ValueError(f"{item!r} is not a path, {form}.") from None
+            fix = "Write PATH, {source: PATH, weight: NUMBER} or {source: PATH, repeat: NUMBER}."
+            limits = f"Numbers are above 0; repeat is at most {MOST_REPEATS:,}."
+            raise ValueError(f"{item!r} is not a source. {fix} {limits}") from None
     names = [part.source for part in parts]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{twice[0]!r} is in the list twice; give it once, with repeat: 2.")
+    if duplicates := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{duplicates[0]!r} is in the list twice. List it once, with repeat: 2.")
     if any(part.weight is not None for part in parts) and any(part.repeat is not None for part in parts):
-        what = "weight (a share of the samples) and repeat (how often its rows come) cannot be combined"
-        raise ValueError(f"{what}; use one of them for all sources.")
+        what = "weight (a share of the samples) and repeat (how often an epoch reads the rows) cannot be combined."
+        raise ValueError(f"{what} Use one of them for all sources.")
     return tuple(parts)
 
 
@@ -196,15 +199,15 @@ class Data(Section):
     source: Annotated[str | tuple[Part, ...], BeforeValidator(_source)] = "embedded"
     tokenizer: Text = "train:4096"  # train:N, bytes, gpt2, or a tokenizer.json
     seq_len: Count = 1024
-    pack: Flag = False  # true: documents in a row never see each other
+    pack: Flag = False  # true: no attention between documents in a sequence
     shuffle: Flag = True
     workers: Workers = 2
-    prefetch: Prefetch = 4  # steps whose batches are made ahead, by all workers together
+    prefetch: Prefetch = 4  # steps whose batches are loaded ahead, by all workers together
     val_fraction: Probability = 0.05
     text_key: Text = "text"  # the column or key of a table that holds the text
-    dedup: Flag = False  # true: of documents with the same text only the first is kept
+    dedup: Flag = False  # true: drop documents whose text occurred before
     stream: Flag = False  # true: train while the text is still being prepared
-    # latent_prefix: texts of too many bytes; null: cut
+    # latent_prefix: what happens to texts with too many bytes; null: cut
     overlong: Annotated[str | None, none_or(one_of("cut", "drop", "error"))] = None
 
     @property
@@ -220,26 +223,26 @@ class Train(Section):
     tokens: MaybeCount = None
     epochs: MaybePositive = None
     hours: MaybeHours = None
-    target_loss: MaybePositive = None  # on validation
+    target_loss: MaybePositive = None  # of the validation set
     global_batch: AutoSequences = AUTO  # in sequences
     micro_batch: AutoSequences = AUTO
     accumulation: AutoSequences = AUTO
     optimizer: Annotated[str, one_of("adamw", *MUON, *LOW_BIT)] = "adamw"
-    lr: AutoPositive = AUTO  # a number is never touched; auto = lr_base·√(batch / batch_base)
+    lr: AutoPositive = AUTO  # a number is used as it is; auto: lr_base·√(batch / batch_base)
     lr_base: Positive = 4e-4
     batch_base: Sequences = 128
-    embedding_lr: AutoPositive = AUTO  # of AdamW by role; auto: lr
+    embedding_lr: AutoPositive = AUTO  # AdamW's learning rates by role; auto: lr
     head_lr: AutoPositive = AUTO
     scalar_lr: AutoPositive = AUTO
-    muon_lr: Positive = 0.02  # for the hidden matrices; the rest has `lr`
+    muon_lr: Positive = 0.02  # for the hidden matrices; other parameters use `lr`
     muon_momentum: Probability = 0.95
-    muon_momentum_warmup: Whole = 0  # steps in which it rises from 0.85
-    muon_beta2: Probability = 0.95  # normuon: of the rows' second moments
-    muon_steps: NsSteps = 5  # of orthogonalisation: fewer are cheaper, and coarser
+    muon_momentum_warmup: Whole = 0  # steps in which the momentum rises from 0.85
+    muon_beta2: Probability = 0.95  # normuon: decay of the second moments of rows
+    muon_steps: NsSteps = 5  # Newton-Schulz iterations: fewer are cheaper and less exact
     betas: Annotated[tuple[float, float], BeforeValidator(_pair)] = (0.9, 0.95)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.1  # on matrices only
-    cautious: Flag = False  # muon, normuon: decay only where it goes the update's way
+    cautious: Flag = False  # muon, normuon: decay only where the update makes the weight smaller too
     clip: MaybePositive = 1.0
     schedule: Annotated[str, one_of(*SCHEDULES)] = "cosine"
     warmup_steps: AutoWhole = AUTO
@@ -249,16 +252,16 @@ class Train(Section):
     min_lr_ratio: Fraction = 0.1
     ema: MaybeProbability = None
     precision: Annotated[str, one_of(AUTO, "bf16", "fp16", "fp32", "fp8")] = AUTO
-    fp8: Annotated[str, one_of(AUTO, "native", "torchao")] = AUTO  # with precision fp8: whose matmuls
+    fp8: Annotated[str, one_of(AUTO, "native", "torchao")] = AUTO  # which implementation, if precision is fp8
     compile: AutoFlag = AUTO
     compile_mode: Annotated[str, one_of(*COMPILE_MODES)] = "default"  # torch.compile(mode=…)
-    graph: Flag = False  # a step's launches as one, unless that is slower
+    graph: Flag = False  # record the step as one CUDA graph, unless that is slower
     # pydantic runs the last validator of the annotation first
     grad_checkpointing: Annotated[str, one_of(*CHECKPOINTING), CHECKPOINTING_RULE] = AUTO
     preset: Annotated[str | None, one_of(*PRESETS)] | None = None  # sets memory_fraction, scales global_batch
     memory_fraction: Share = 0.9
-    memory_gb: MaybePositive = None  # in place of memory_fraction: so many GB, whatever the card has
-    max_nonfinite: Count = 20  # this many bad steps in a row stop the run
+    memory_gb: MaybePositive = None  # a limit in GB, instead of memory_fraction
+    max_nonfinite: Count = 20  # so many steps in a row without a finite loss and gradient stop the run
     seed: Whole = 1337
     deterministic: Flag = False
 
@@ -271,30 +274,30 @@ class Train(Section):
 class Eval(Section):
     every: Count = 1000  # steps; also at the end
     sequences: Count = 256  # of the validation split
-    samples: Whole = 1  # texts written before and after
+    samples: Whole = 1  # texts generated before and after training
     sample_tokens: Count = 120
     prompt: MaybeWords = ""  # null: the beginning of a held-out document, or a held-out question
-    patience: MaybeCount = None  # evaluations in a row without a lower validation loss, after which the run stops
+    patience: MaybeCount = None  # stop after so many evaluations without a lower validation loss
 
 
 class Checkpoint(Section):
-    every: Count = 5000  # steps; also at the end and when asked to stop
+    every: Count = 5000  # steps; also at the end and when the run is stopped
     keep: Count = 2
-    best: Flag = True  # and the one with the lowest validation loss
+    best: Flag = True  # also keep the checkpoint with the lowest validation loss
 
 
 class MonitorSection(Section):
     log_every: Count = 100
     price_per_hour: MaybePositive = None
-    wandb: Annotated[bool | str, BeforeValidator(_project)] = False  # TensorBoard needs no key: it is always there
+    wandb: Annotated[bool | str, BeforeValidator(_project)] = False  # TensorBoard logs are always written
 
 
 class Parallel(Section):
     """How several GPUs, or processes on a CPU, share the work of a step."""
 
-    mode: Annotated[str, one_of(AUTO, "ddp", "fsdp")] = AUTO  # a copy of the model in each, or a share of it
-    timeout: Positive = 600.0  # seconds in which nothing moves: then a rank counts as hung
-    network_gbps: MaybePositive = None  # between nodes, Gbit/s of a node; for the plan
+    mode: Annotated[str, one_of(AUTO, "ddp", "fsdp")] = AUTO  # ddp: full copies of the model; fsdp: shards
+    timeout: Positive = 600.0  # seconds without progress after which a rank counts as hung
+    network_gbps: MaybePositive = None  # between nodes, in Gbit/s per node; used by the plan
 
 
 def _mode_alone(value: Any) -> Any:
@@ -322,6 +325,7 @@ class Recipe(Section):
     parallel: Annotated[Parallel, BeforeValidator(_mode_alone)] = Parallel()
 
 
+# Keys, or beginnings of keys, that may change when a run is resumed.
 RESUMABLE = (
     "train.steps",
     "train.tokens",
@@ -336,9 +340,9 @@ RESUMABLE = (
 
 
 def recipe_class(objective: object) -> type[Recipe]:
-    """The schema with the chosen job's own options under its name; the other jobs are not even imported."""
+    """Return the schema with the options of the chosen job under its name. Other jobs are not imported."""
     if not is_job(objective):
-        return Recipe  # its `objective` field then reports what is wrong
+        return Recipe  # its field `objective` then reports the error
     name = str(objective)
     if name in Recipe.model_fields:
         raise UserError("a job cannot have the name of a section.", where=f"objective={name}", fix="Rename the job.")
