@@ -35,7 +35,7 @@ class Answer:
     err: str
 
     @property
-    def said(self) -> str:
+    def message(self) -> str:
         assert "Traceback" not in self.err, self.err
         return " ".join(self.err.splitlines())
 

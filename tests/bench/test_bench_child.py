@@ -17,7 +17,7 @@ Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("output", "message"),
     [
         (CUDA, "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"),
         ("warning: slow\nredline: train.lr: -1 is not above 0.\n", "train.lr: -1 is not above 0."),
@@ -27,8 +27,8 @@ Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
     ],
     ids=["advice after it", "ours", "ours after another's", "no exception", "silent"],
 )
-def test_the_line_that_says_why(said: str, told: str) -> None:
+def test_the_line_that_says_why(output: str, message: str) -> None:
     program = "import sys; sys.stderr.write(sys.stdin.read()); sys.exit(3)"
     with pytest.raises(ChildError) as raised:
-        _run([sys.executable, "-c", program], said)
-    assert str(raised.value) == told
+        _run([sys.executable, "-c", program], output)
+    assert str(raised.value) == message

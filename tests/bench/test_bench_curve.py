@@ -27,11 +27,11 @@ SLOW_LOOK, SLOW_STEP = 0.3, 0.03
 
 
 def test_a_slow_evaluation_takes_no_time(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = CausalLM.evaluate
+    evaluate = CausalLM.evaluate
 
     def slow(self: CausalLM, micro: int) -> Any:
         time.sleep(SLOW_LOOK)
-        return whole(self, micro)
+        return evaluate(self, micro)
 
     monkeypatch.setattr(CausalLM, "evaluate", slow)
     from redline.training.run_directory import RunDirectory
@@ -45,9 +45,9 @@ def test_a_slow_evaluation_takes_no_time(world: Any, tmp_path: Path, monkeypatch
     curve = curve_of(list(read_events(tmp_path / "run/events.jsonl")))
     assert [point["step"] for point in curve] == [0, 2, 4, 6, 7], "before, every second, and at the end"
     assert curve[0]["seconds"] == 0
-    for one, other in pairwise(curve):
-        steps = other["step"] - one["step"]
-        assert steps * SLOW_STEP <= other["seconds"] - one["seconds"] < steps * SLOW_STEP + SLOW_LOOK
+    for first, second in pairwise(curve):
+        steps = second["step"] - first["step"]
+        assert steps * SLOW_STEP <= second["seconds"] - first["seconds"] < steps * SLOW_STEP + SLOW_LOOK
     assert curve[-1]["tokens"] == 7 * 8 * 32
     assert curve[-1]["loss"] < curve[0]["loss"]
 
@@ -57,9 +57,9 @@ def test_figures_are_those_of_the_last_point() -> None:
         {"step": 0, "tokens": 0, "seconds": 0.0, "loss": 9.0},
         {"step": 10, "tokens": 4000, "seconds": 2.0, "loss": 5.0},
     ]
-    found = figures(curve, 1000)
-    assert (found["steps"], found["tokens_per_s"], found["step_ms"], found["epochs"]) == (10, 2000, 200, 4)
-    assert found["final_loss"] == 5.0
+    result = figures(curve, 1000)
+    assert (result["steps"], result["tokens_per_s"], result["step_ms"], result["epochs"]) == (10, 2000, 200, 4)
+    assert result["final_loss"] == 5.0
 
 
 def test_the_step_time_ignores_the_first_window_and_outliers() -> None:
@@ -75,11 +75,11 @@ def test_the_step_time_ignores_the_first_window_and_outliers() -> None:
 
 @given(st.integers(1, 200_000))
 def test_evaluations_are_spread_evenly_and_fall_on_logged_steps(steps: int) -> None:
-    looks = EvaluationPlan.over(steps)
-    assert looks.every % looks.log_every == 0, "an evaluation follows a logged step, which waits for the GPU"
-    count = -(-steps // looks.every)
+    plan = EvaluationPlan.over(steps)
+    assert plan.every % plan.log_every == 0, "an evaluation follows a logged step, which waits for the GPU"
+    count = -(-steps // plan.every)
     assert min(steps, 8) <= count <= 18
-    assert looks.at(steps)
+    assert plan.at(steps)
 
 
 losses = st.lists(st.floats(0.1, 12.0), min_size=2, max_size=14, unique=True).map(lambda some: sorted(some)[::-1])
@@ -88,12 +88,12 @@ losses = st.lists(st.floats(0.1, 12.0), min_size=2, max_size=14, unique=True).ma
 @given(losses, st.floats(0.05, 13.0))
 def test_passing_is_linear_between_evaluations(falling: list[float], target: float) -> None:
     curve = [{"seconds": 10.0 * n, "loss": loss} for n, loss in enumerate(falling)]
-    found = seconds_to(target, curve)
+    result = seconds_to(target, curve)
     if target < falling[-1]:
-        assert found is None
+        assert result is None
     else:
         rising = [point["loss"] for point in curve[::-1]]
-        assert found == pytest.approx(np.interp(target, rising, [p["seconds"] for p in curve[::-1]]), abs=1e-6)
+        assert result == pytest.approx(np.interp(target, rising, [p["seconds"] for p in curve[::-1]]), abs=1e-6)
 
 
 def test_the_first_crossing_counts_even_if_the_loss_rises_again() -> None:

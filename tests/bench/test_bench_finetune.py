@@ -64,7 +64,7 @@ def request_for(*overrides: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=[pytest.param("for real", marks=pytest.mark.soak)])
-def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def result_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with the files of one real call."""
     folder = tmp_path_factory.mktemp("finetune")
     command = [sys.executable, "-m", "benchmarks", "finetune", CPU, "--out", str(folder / "f.json")]
@@ -75,8 +75,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @stack
-def test_all_contenders_begin_with_the_same_loss_and_are_timed_equally(there: Path) -> None:
-    result = json.loads((there / "f.json").read_text())
+def test_all_contenders_begin_with_the_same_loss_and_are_timed_equally(result_folder: Path) -> None:
+    result = json.loads((result_folder / "f.json").read_text())
     rows = {row["name"]: row for row in result["rows"]}
     assert list(rows) == [one.name for one in CONTENDERS]
     for name in EIGHTS:
@@ -91,76 +91,76 @@ def test_all_contenders_begin_with_the_same_loss_and_are_timed_equally(there: Pa
         assert row["times_plain"] == pytest.approx(row["tokens_per_s"] / rows[PLAIN]["tokens_per_s"])
         assert row["versions"]["torch"] == torch.__version__
         assert row["mfu"] is None, "a CPU's peak is not known"
-    whole, packed, unquantised = (rows[name] for name in OURS)
-    assert whole["first_loss"] == pytest.approx(rows[PLAIN]["first_loss"], abs=1e-5), "the same base in the same NF4"
-    assert abs(unquantised["first_loss"] - whole["first_loss"]) > 1e-4
-    assert abs(packed["first_loss"] - whole["first_loss"]) > 1e-4, "its samples do not see each other"
-    assert (whole["document_tokens"], rows[PLAIN]["document_tokens"]) == (64, 64)
+    unpacked, packed, unquantised = (rows[name] for name in OURS)
+    assert unpacked["first_loss"] == pytest.approx(rows[PLAIN]["first_loss"], abs=1e-5), "the same base in the same NF4"
+    assert abs(unquantised["first_loss"] - unpacked["first_loss"]) > 1e-4
+    assert abs(packed["first_loss"] - unpacked["first_loss"]) > 1e-4, "its samples do not see each other"
+    assert (unpacked["document_tokens"], rows[PLAIN]["document_tokens"]) == (64, 64)
     assert 8 < packed["document_tokens"] < 24
     assert {"transformers", "peft", "bitsandbytes"} <= set(rows[PLAIN]["versions"])
     for key in ("memory_gib", "tokens_per_s"):
-        assert whole[f"{key}_error"] == pytest.approx(whole["planned"][key] / whole[key] - 1)
+        assert unpacked[f"{key}_error"] == pytest.approx(unpacked["planned"][key] / unpacked[key] - 1)
 
 
 @stack
-def test_the_page_has_the_reason_of_a_peer_that_cannot_run(there: Path) -> None:
-    rows = {row["name"]: row for row in json.loads((there / "f.json").read_text())["rows"]}
+def test_the_page_has_the_reason_of_a_peer_that_cannot_run(result_folder: Path) -> None:
+    rows = {row["name"]: row for row in json.loads((result_folder / "f.json").read_text())["rows"]}
     why = "the package liger_kernel is not installed." if find_spec("liger_kernel") is None else "need a GPU"
-    page, told = (there / "f.md").read_text(), (there / "out.txt").read_text()
+    page, output = (result_folder / "f.md").read_text(), (result_folder / "out.txt").read_text()
     for name in (f"{PLAIN}+liger", f"{PLAIN}+liger, nothing recomputed", f"{PLAIN}+liger, row by row"):
         assert why in rows[name]["error"]
         assert f"- {name}: no figure. {rows[name]['error']}" in page
-        assert f"failed: {rows[name]['error']}" in told
+        assert f"failed: {rows[name]['error']}" in output
     assert "| redline qlora: NF4 base, each row one document | fp32, not compiled | none | 4 | 64 |" in page
     assert f"- {PLAIN}: the best of the usual stack." in page
     assert f"- {PLAIN}: with torch {torch.__version__}" in page
     assert "![tokens per second](f.svg)" in page
-    assert told.count("\n") == 1 + len(CONTENDERS)
-    ElementTree.parse(there / "f.svg")
+    assert output.count("\n") == 1 + len(CONTENDERS)
+    ElementTree.parse(result_folder / "f.svg")
 
 
 # --- the work of each
 
 
 def test_every_row_is_asked_for_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     def ask(module: str, request: dict[str, Any]) -> dict[str, Any]:
-        asked.append({"module": module, **request})
+        requests.append({"module": module, **request})
         return FIGURES
 
     monkeypatch.setattr(finetune, "ask", ask)
     list(run_finetune(choose(None, [CPU, "model.lora.r=8", "train.steps=7"])))
-    assert [one["module"].rpartition(".")[2] for one in asked] == ["finetune_steps"] * 3 + ["hf_qlora"] * 4
-    assert {one["recipe"]["finetune"]["method"] for one in asked[3:]} == {"qlora"}
-    assert [one["recipe"]["finetune"]["method"] for one in asked[:3]] == ["qlora", "qlora", "lora"]
-    assert [one["recipe"]["model"]["quant"] for one in asked[:3]] == ["nf4", "nf4", "none"]
-    for one in asked:
-        assert one["recipe"]["model"]["lora"] == asked[0]["recipe"]["model"]["lora"]
+    assert [one["module"].rpartition(".")[2] for one in requests] == ["finetune_steps"] * 3 + ["hf_qlora"] * 4
+    assert {one["recipe"]["finetune"]["method"] for one in requests[3:]} == {"qlora"}
+    assert [one["recipe"]["finetune"]["method"] for one in requests[:3]] == ["qlora", "qlora", "lora"]
+    assert [one["recipe"]["model"]["quant"] for one in requests[:3]] == ["nf4", "nf4", "none"]
+    for one in requests:
+        assert one["recipe"]["model"]["lora"] == requests[0]["recipe"]["model"]["lora"]
         assert one["recipe"]["model"]["lora"]["r"] == 8
         assert (one["steps"], one["recipe"]["train"]["global_batch"], one["recipe"]["data"]["seq_len"]) == (7, 4, 64)
-    assert [one["sample_tokens"] for one in asked] == [None, 16, *[None] * 5]
-    assert [(one["liger"], one["recompute"]) for one in asked[3:]] == [
+    assert [one["sample_tokens"] for one in requests] == [None, 16, *[None] * 5]
+    assert [(one["liger"], one["recompute"]) for one in requests[3:]] == [
         (False, True),
         (True, True),
         (True, False),
         (True, False),
     ]
-    micros = [one["micro_batch"] for one in asked[3:]]
+    micros = [one["micro_batch"] for one in requests[3:]]
     assert micros == [4, 4, 4, 1], "all at once, unless another was asked for; the last one row by row"
-    asked.clear()
+    requests.clear()
     rows = list(run_finetune(choose(None, [CPU, "train.micro_batch=2", "data.pack=false"])))
-    assert [one["micro_batch"] for one in asked if "micro_batch" in one] == [2, 2, 2, 1]
+    assert [one["micro_batch"] for one in requests if "micro_batch" in one] == [2, 2, 2, 1]
     assert "data.pack=false" in rows[1]["error"]
     assert [name["name"] for name in rows if "error" in name] == [OURS[1], *EIGHTS], "the others go on"
 
 
 def test_mfu_is_one_formula_for_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """4·N_base + 6·N_lora + 12·L·d·T over the dense bf16 peak, at the shape of an 8B model."""
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     def ask(module: str, request: dict[str, Any]) -> dict[str, Any]:
-        asked.append(request)
+        requests.append(request)
         length = request["sample_tokens"] or request["recipe"]["data"]["seq_len"]
         precision = request["recipe"]["train"]["precision"]
         return FIGURES | {"tokens_per_s": 10_000.0, "document_tokens": length, "precision": precision}
@@ -174,8 +174,8 @@ def test_mfu_is_one_formula_for_every_row(monkeypatch: pytest.MonkeyPatch) -> No
     for row, length in zip(rows, (4096, 512, 4096, 512, 4096, 4096, 4096, 4096, 4096), strict=True):
         flops = 4 * base + 6 * adapters + 12 * 32 * 4096 * length
         assert row["mfu"] == pytest.approx(10_000 * flops / 989e12, rel=2e-3), row["name"]
-    assert [one["micro_batch"] for one in asked[5:]] == [4, 4, 4, 1]
-    assert {one["recipe"]["model"]["layers"] for one in asked} == {32}
+    assert [one["micro_batch"] for one in requests[5:]] == [4, 4, 4, 1]
+    assert {one["recipe"]["model"]["layers"] for one in requests} == {32}
     assert all(row["planned"]["memory_gib"] > 6 for row in rows[:5])
     assert rows[4]["planned"]["memory_gib"] > rows[0]["planned"]["memory_gib"] + 8, "bf16 takes more room than NF4"
     assert not any("planned" in row for row in rows[5:])
@@ -184,10 +184,10 @@ def test_mfu_is_one_formula_for_every_row(monkeypatch: pytest.MonkeyPatch) -> No
 @given(st.integers(1, 4), st.integers(4, 200), st.integers(2, 64))
 def test_samples_fill_their_rows_and_have_about_the_length_asked_for(rows: int, length: int, sample: int) -> None:
     inputs, targets, documents = random_rows(100, rows, length, sample)
-    whole = random_rows(100, rows, length, None)
-    assert (inputs == whole[0]).all()
-    assert (targets == whole[1]).all(), "the same tokens, whatever the borders"
-    assert document_tokens(whole[2]) == length
+    unpacked = random_rows(100, rows, length, None)
+    assert (inputs == unpacked[0]).all()
+    assert (targets == unpacked[1]).all(), "the same tokens, whatever the borders"
+    assert document_tokens(unpacked[2]) == length
     assert inputs.shape == documents.shape == (rows, length)
     for row in documents:
         _, counts = np.unique(row, return_counts=True)
@@ -232,12 +232,12 @@ def test_the_peer_recomputes_its_blocks_only_if_asked(recompute: bool, passes: i
 
 @stack
 def test_a_batch_without_room_is_split_and_is_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = hf_qlora.measure(request_for("model.lora.dropout=0"))
+    unpacked = hf_qlora.measure(request_for("model.lora.dropout=0"))
     monkeypatch.setattr(hf_qlora.Peer, "fits", lambda _, micros: len(micros[0][0]) == 1)
     split = hf_qlora.measure(request_for("model.lora.dropout=0"))
-    assert (whole["micro_batch"], split["micro_batch"]) == (4, 1)
+    assert (unpacked["micro_batch"], split["micro_batch"]) == (4, 1)
     for key in ("first_loss", "last_loss", "tokens_per_step"):
-        assert split[key] == pytest.approx(whole[key], abs=1e-4)
+        assert split[key] == pytest.approx(unpacked[key], abs=1e-4)
     monkeypatch.setattr(hf_qlora.Peer, "fits", lambda *_: False)
     with pytest.raises(UserError, match="smallest micro-batch"):
         hf_qlora.measure(request_for())
@@ -276,10 +276,10 @@ def test_the_figure_is_the_median_of_timed_steps(monkeypatch: pytest.MonkeyPatch
         taken.append(number)
         return torch.tensor(5.0 - number)
 
-    found = time_steps(step, steps=3, tokens=256, device=torch.device("cpu"))
+    figures = time_steps(step, steps=3, tokens=256, device=torch.device("cpu"))
     assert taken == list(range(finetune_steps.SETTLE_STEPS + 3))
-    assert (found["step_ms"], found["tokens_per_s"]) == (1000.0, 256.0)
-    assert (found["first_loss"], found["last_loss"]) == (5.0, 5.0 - taken[-1])
+    assert (figures["step_ms"], figures["tokens_per_s"]) == (1000.0, 256.0)
+    assert (figures["first_loss"], figures["last_loss"]) == (5.0, 5.0 - taken[-1])
 
 
 def test_a_loss_that_is_not_finite_is_no_figure() -> None:
@@ -291,17 +291,17 @@ rates = st.lists(st.none() | st.floats(1.0, 1e6), min_size=len(CONTENDERS), max_
 
 
 @given(rates)
-def test_ratios_are_to_the_plain_peer_and_to_the_best_of_those_that_ran(found: list[float | None]) -> None:
+def test_ratios_are_to_the_plain_peer_and_to_the_best_of_those_that_ran(rates_: list[float | None]) -> None:
     rows: list[Any] = [
         {"name": one.name, "error": "no"} if rate is None else {"name": one.name, "tokens_per_s": rate}
-        for one, rate in zip(CONTENDERS, found, strict=True)
+        for one, rate in zip(CONTENDERS, rates_, strict=True)
     ]
-    theirs = [rate for rate in found[5:] if rate is not None]
-    for before, after, rate in zip(rows, add_ratios(rows), found, strict=True):
+    theirs = [rate for rate in rates_[5:] if rate is not None]
+    for before, after, rate in zip(rows, add_ratios(rows), rates_, strict=True):
         if rate is None:
             assert after == before
             continue
-        assert after["times_plain"] == (None if found[5] is None else rate / found[5])
+        assert after["times_plain"] == (None if rates_[5] is None else rate / rates_[5])
         assert after["times_best"] == (rate / max(theirs) if theirs else None)
         assert not after["best_of_theirs"] or rate == max(theirs)
     assert sum(row.get("best_of_theirs", False) for row in add_ratios(rows)) == bool(theirs)
@@ -328,9 +328,9 @@ def test_a_failed_contender_has_its_reason_and_the_others_run(
 def test_the_table_stands_in_columns() -> None:
     rows = [{"name": "redline qlora", "what": "x", **FIGURES, "planned": {"memory_gib": 0.4, "tokens_per_s": None}}]
     rows += [{"name": PLAIN, "what": "y", "error": "no\nroom"}]
-    told = lines({"benchmark": "finetune", "rows": rows})
-    assert told[0].index("tok/s") + len("tok/s") == told[1].index("1,000") + len("1,000")
-    assert told[2] == f"{PLAIN}  failed: no room"
+    output = lines({"benchmark": "finetune", "rows": rows})
+    assert output[0].index("tok/s") + len("tok/s") == output[1].index("1,000") + len("1,000")
+    assert output[2] == f"{PLAIN}  failed: no room"
     machine = {"name": "a CPU", "memory_gib": 8, "cores": 2}
     result = {"benchmark": "finetune", "date": "", "machine": machine, "versions": {}, "git": {}, "rows": rows}
     assert "| 1,000 | – | 256.0 | 0.5 | 0.4 | – | – | – | 6.2000 |" in markdown(result)

@@ -31,8 +31,8 @@ SMALL = Gpt2Shape(layers=2, heads=2, width=32, vocab=64, length=16)
 
 @pytest.fixture
 def words(corpus: Path) -> list[str]:
-    asked = [f"data.source={corpus}", "data.tokenizer=bytes", "train.device=cpu", "train.global_batch=8"]
-    return words_for("nanogpt", [*asked, "train.micro_batch=4"], "cpu")
+    overrides = [f"data.source={corpus}", "data.tokenizer=bytes", "train.device=cpu", "train.global_batch=8"]
+    return words_for("nanogpt", [*overrides, "train.micro_batch=4"], "cpu")
 
 
 def baseline(words: list[str], **options: Any) -> Baseline:
@@ -143,7 +143,7 @@ def test_timing_a_step_changes_nothing(words: list[str]) -> None:
     before = {name: weight.clone() for name, weight in timed.job.model.named_parameters()}
     assert timed.step_ms(3) > 0
     assert all((weight == before[name]).all() for name, weight in timed.job.model.named_parameters())
-    curves = [[point["loss"] for point in one.train(20)] for one in (plain, timed)]
+    curves = [[point["loss"] for point in arm.train(20)] for arm in (plain, timed)]
     assert curves[0] == curves[1]
     assert curves[0][-1] < curves[0][0] - 0.1, "and it learns"
 
@@ -154,22 +154,22 @@ def test_its_clock_stops_during_evaluations(words: list[str], monkeypatch: pytes
         return {"loss": 1.0}
 
     monkeypatch.setattr(Gpt2Job, "evaluate", slow)
-    one = baseline(words)
-    step = one.step
+    arm = baseline(words)
+    step = arm.step
 
-    def slow_step(*given: Any) -> None:
+    def slow_step(*arguments: Any) -> None:
         time.sleep(0.02)
-        step(*given)
+        step(*arguments)
 
-    monkeypatch.setattr(one, "step", slow_step)
-    curve = one.train(12)
+    monkeypatch.setattr(arm, "step", slow_step)
+    curve = arm.train(12)
     assert len(curve) == 13
     assert 12 * 0.02 <= curve[-1]["seconds"] < 12 * 0.15
 
 
 def test_the_learning_rate_fits_the_budget(words: list[str]) -> None:
-    one = baseline(words)
-    rates = [one._lr_factor(step, 200) for step in range(200)]
+    arm = baseline(words)
+    rates = [arm._lr_factor(step, 200) for step in range(200)]
     assert rates[9] == 1.0, "after five percent"
     assert rates[0] == pytest.approx(0.1)
     assert rates[-1] == pytest.approx(0.1, abs=1e-3)

@@ -105,9 +105,9 @@ def test_the_textbook_runs_as_many_forward_passes_as_named(
             return real(self, *what)
 
         monkeypatch.setattr(latent_textbook.Reader, name, counted)
-    found = latent_textbook.measure(request_for(one_pass=one_pass))
-    looks = 1 + 3 + found["steps"]  # one shows that it fits, three are not timed
-    assert calls == {"after_prefix": 2 * student * looks, "after_text": 2 * looks}
+    result = latent_textbook.measure(request_for(one_pass=one_pass))
+    passes = 1 + 3 + result["steps"]  # one shows that it fits, three are not timed
+    assert calls == {"after_prefix": 2 * student * passes, "after_text": 2 * passes}
 
 
 def test_rows_are_those_of_training() -> None:
@@ -147,10 +147,10 @@ def test_the_textbook_refuses_unsupported_settings(word: str, message: str) -> N
 
 
 def test_the_table_with_a_failed_contender(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     def ask(module: str, request: dict[str, Any]) -> dict[str, Any]:
-        asked.append({"module": module.rpartition(".")[2], **request})
+        requests.append({"module": module.rpartition(".")[2], **request})
         if request.get("one_pass"):
             raise ChildError("CUDA out of memory.")
         return FIGURES if module.endswith("textbook") else {**FIGURES, "step_ms": 20.0, "teacher_ms": 5.0}
@@ -162,9 +162,11 @@ def test_the_table_with_a_failed_contender(monkeypatch: pytest.MonkeyPatch) -> N
     assert [row["name"] for row in rows] == [one.name for one in CONTENDERS]
     assert (rows[0]["times_textbook"], rows[0]["times_textbook_one_epoch"]) == (5.0, 4.0)
     assert rows[2]["error"] == "CUDA out of memory."
-    assert [one["module"] for one in asked] == ["latent_steps", "latent_textbook", "latent_textbook"]
-    assert len({json.dumps([one["recipe"], one["facts"], one["steps"]]) for one in asked}) == 1, "the same work for all"
-    assert asked[0]["steps"] == 7
+    assert [one["module"] for one in requests] == ["latent_steps", "latent_textbook", "latent_textbook"]
+    assert len({json.dumps([one["recipe"], one["facts"], one["steps"]]) for one in requests}) == 1, (
+        "the same work for all"
+    )
+    assert requests[0]["steps"] == 7
 
     def broken(module: str, request: dict[str, Any]) -> dict[str, Any]:
         raise ChildError("no")
@@ -174,8 +176,8 @@ def test_the_table_with_a_failed_contender(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @given(st.floats(0.1, 1e4), st.floats(0.1, 1e4), st.floats(-1.0, 1.0))
-def test_ratios_are_to_the_textbook(ours: float, theirs: float, apart: float) -> None:
-    terms = {"ce_0": 6.0 + apart, "kd_0": 4.0}
+def test_ratios_are_to_the_textbook(ours: float, theirs: float, difference: float) -> None:
+    terms = {"ce_0": 6.0 + difference, "kd_0": 4.0}
     rows: list[Any] = [
         {"name": "redline", **FIGURES, "step_ms": ours, "teacher_ms": ours, "first_terms": terms},
         {"name": TEXTBOOK, **FIGURES, "step_ms": theirs},
@@ -184,7 +186,7 @@ def test_ratios_are_to_the_textbook(ours: float, theirs: float, apart: float) ->
     first, second, third = add_ratios(rows)
     assert first["times_textbook"] == pytest.approx(theirs / ours)
     assert first["times_textbook_one_epoch"] == pytest.approx(theirs / ours / 2)
-    assert first["terms_apart"] == pytest.approx(abs(apart) / 10.0)
+    assert first["terms_apart"] == pytest.approx(abs(difference) / 10.0)
     assert (second["times_textbook"], second["terms_apart"]) == (1.0, 0.0)
     assert third == rows[2]
     assert add_ratios(rows[:1]) == rows[:1], "nothing to compare with"

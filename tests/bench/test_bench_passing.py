@@ -136,11 +136,11 @@ def test_a_seed_without_a_curve_did_not_pass() -> None:
         "seed": 4,
         "error": "no room",
     }
-    for lost, count in (([diverged], 1), ([failed], 1), ([diverged, failed], 2)):
-        (table,) = compare([*ROWS, *good, *lost])
+    for failures, count in (([diverged], 1), ([failed], 1), ([diverged, failed], 2)):
+        (table,) = compare([*ROWS, *good, *failures])
         (entry,) = [entry for entry in table["entries"] if entry["arm"] == "speedrun-350m"]
         assert (entry["passes_s"], entry["lost_seeds"], entry["passed_seeds"]) == (None, count, 2)
-        page = markdown(result([*ROWS, *good, *lost]))
+        page = markdown(result([*ROWS, *good, *failures]))
         assert f"only 2 of {2 + count} seeds" in page
         assert f"- speedrun-350m: {count} of its seeds have no curve." in page
     (table,) = compare([*ROWS, failed, *good, {**good[0], "name": "e", "seed": 4}])
@@ -232,8 +232,8 @@ def result(rows: list[Any], **fields: Any) -> dict[str, Any]:
 
 
 def test_the_page_and_the_console_show_the_same_figures() -> None:
-    told = ["its 57.1M tokens repeat: 1.40 epochs"]
-    repeated = row("pretrain-350m", "train.lr=2", losses=[10.0, 9.0], epochs=1.4, warnings=told)
+    warnings = ["its 57.1M tokens repeat: 1.40 epochs"]
+    repeated = row("pretrain-350m", "train.lr=2", losses=[10.0, 9.0], epochs=1.4, warnings=warnings)
     failed = {"name": "speedrun-350m · 120 s · seed 1", "arm": "speedrun-350m", "overrides": [], "budget_s": 120.0}
     failed |= {"seed": 1, "error": "no room"}
     page = markdown(result([*ROWS, repeated, failed]), "l.svg")

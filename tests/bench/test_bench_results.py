@@ -143,10 +143,10 @@ def a_run(precision: str, chosen: str) -> TrainedRun:
 
 
 def test_a_row_on_a_gpu_has_energy_clock_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def ask(module: str, request: Any) -> dict[str, Any]:
-        asked.append((module, request))
+        requests.append((module, request))
         return {"tokens_per_s": 1.0, "kernel_ms": 590.0, "kernel_share": 0.98}
 
     monkeypatch.setattr(throughput, "ask", ask)
@@ -156,7 +156,7 @@ def test_a_row_on_a_gpu_has_energy_clock_and_kernels(monkeypatch: pytest.MonkeyP
     assert row["data_wait_share"] == pytest.approx(0.0005)
     assert row["tokens_per_s"] == 1e5, "the trial's speed is not the loop's"
     assert row["warnings"] == ["little data", "out of memory: micro-batch 128 → 64"]
-    ((module, request),) = asked
+    ((module, request),) = requests
     assert module == "redline.training.trial"
     assert request["profile"] == 3
 

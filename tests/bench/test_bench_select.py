@@ -10,11 +10,11 @@ from redline.errors import UsageError
 
 
 def names(only: str | None) -> list[str]:
-    return [one.name for one in select(CONTENDERS, only)]
+    return [contender.name for contender in select(CONTENDERS, only)]
 
 
 def test_only_selects_by_name_and_keeps_the_order() -> None:
-    assert names(None) == [one.name for one in CONTENDERS]
+    assert names(None) == [contender.name for contender in CONTENDERS]
     assert names("nothing recomputed, redline lora") == [
         "redline lora",
         "hf+peft+bitsandbytes+liger, nothing recomputed",

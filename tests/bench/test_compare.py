@@ -161,7 +161,7 @@ def test_a_failed_contender_has_its_reason_and_the_others_run(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("plan-accuracy", "a", "b"), "expected one recipe"),
         (("throughput", "--out", "there.json"), "exists already"),
@@ -173,13 +173,13 @@ def test_a_failed_contender_has_its_reason_and_the_others_run(monkeypatch: pytes
         (("plan-accuracy", "quickstart", "--only", "5m"), "a recipe is measured alone"),
     ],
 )
-def test_a_mistake_is_one_sentence(words: tuple[str, ...], said: str, compare: Any, tmp_path: Path) -> None:
+def test_a_mistake_is_one_sentence(words: tuple[str, ...], message: str, compare: Any, tmp_path: Path) -> None:
     (tmp_path / "there.json").write_text("mine")
     (tmp_path / "page.md").write_text("mine")
     other = {"benchmark": "plan-accuracy", "machine": {"name": "NVIDIA H200"}, "rows": [{"name": "350m"}]}
     (tmp_path / "other.json").write_text(json.dumps(other))
     answer = compare(*words)
     assert answer.code == 2
-    assert said in answer.message
+    assert message in answer.message
     assert (tmp_path / "there.json").read_text() == (tmp_path / "page.md").read_text() == "mine"
     assert json.loads((tmp_path / "other.json").read_text()) == other

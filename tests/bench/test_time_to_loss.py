@@ -32,10 +32,10 @@ class Here:
 
     def __init__(self) -> None:
         self.trained: list[list[str]] = []
-        self.asked: list[tuple[str, Any]] = []
+        self.requests: list[tuple[str, Any]] = []
 
     def ask(self, module: str, request: Any, limit_s: float = 0) -> Any:
-        self.asked.append((module, request))
+        self.requests.append((module, request))
         if module == "benchmarks.peers.anchor":
             return time_anchor(request["device"])
         return nanogpt.measure(request["words"], request["budget_s"], request["step_ms"])
@@ -113,9 +113,9 @@ def test_a_diverged_run_is_not_repeated(compare: Any, here: Here, words: Any, tm
     answer = compare(*words, "--arm", "nanogpt", "train.lr=1e30")
     assert answer.code == 1
     assert "failed: it diverged" in answer.out
-    asked = len(here.asked)
+    requests = len(here.requests)
     compare(*words, "--arm", "nanogpt", "train.lr=1e30")
-    assert [module for module, _ in here.asked[asked:]] == [], "it would diverge again"
+    assert [module for module, _ in here.requests[requests:]] == [], "it would diverge again"
     (table,) = json.loads((tmp_path / "loss.json").read_text())["comparison"]
     assert table["trials"] == {"nanogpt": {"0.3": 2}}
 
@@ -167,8 +167,8 @@ def test_only_complete_rows_of_the_same_text_are_continued(
 
 
 def test_a_signal_ends_the_run_that_is_timed(words: Any, tmp_path: Path) -> None:
-    asked = [word if word != "0.3s" else "60s" for word in words]
-    command = [sys.executable, "-m", "benchmarks", *asked, "--arm", "nanogpt"]
+    requests = [word if word != "0.3s" else "60s" for word in words]
+    command = [sys.executable, "-m", "benchmarks", *requests, "--arm", "nanogpt"]
     bench = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         timed = _wait_for(lambda: _children(bench.pid, "benchmarks.peers.nanogpt"))
@@ -220,13 +220,13 @@ def test_a_recipe_that_stops_being_finite_has_diverged(
     assert ("not finite" in row["error"]) == (reason == "nonfinite")
 
 
-@pytest.mark.parametrize(("own", "said"), [(1000, "train.warmup_steps=12"), (8, None), ("auto", None)])
-def test_a_recipes_warm_up_is_no_longer_than_the_budget_allows(own: Any, said: str | None) -> None:
+@pytest.mark.parametrize(("own", "expected"), [(1000, "train.warmup_steps=12"), (8, None), ("auto", None)])
+def test_a_recipes_warm_up_is_no_longer_than_the_budget_allows(own: Any, expected: str | None) -> None:
     trial = time_to_loss.Trial("pretrain-350m", (), 120.0, 1)
     found = time_to_loss._warmup(trial, [f"train.warmup_steps={own}"], 240)
-    assert found == ([said] if said else [])
-    asked = time_to_loss.Trial("pretrain-350m", ("train.warmup_steps=100",), 120.0, 1)
-    assert time_to_loss._warmup(asked, ["train.warmup_steps=100"], 240) == []
+    assert found == ([expected] if expected else [])
+    requests = time_to_loss.Trial("pretrain-350m", ("train.warmup_steps=100",), 120.0, 1)
+    assert time_to_loss._warmup(requests, ["train.warmup_steps=100"], 240) == []
 
 
 def test_overrides_in_another_order_are_the_same_trial() -> None:
@@ -252,7 +252,7 @@ def test_every_arm_has_a_recipe(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (("--arm", "nanogtp"), "Did you mean 'nanogpt'?"),
         (("--arm", ","), "names no arm"),
@@ -272,13 +272,13 @@ def test_every_arm_has_a_recipe(device: str) -> None:
         (("--out", "loss.txt"), "ends in .json"),
     ],
 )
-def test_a_mistake_is_one_sentence(words: tuple[str, ...], said: str, compare: Any, tmp_path: Path) -> None:
+def test_a_mistake_is_one_sentence(words: tuple[str, ...], expected: str, compare: Any, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"benchmark": "throughput", "machine": {"name": "x"}, "rows": []}')
     damaged = {"benchmark": "time-to-loss", "machine": {"name": "x"}, "rows": [{"name": "a row that lost its arm"}]}
     (tmp_path / "damaged.json").write_text(json.dumps(damaged))
     answer = compare("time-to-loss", "train.device=cpu", *words)
     assert answer.code == 2
-    assert said in answer.message
+    assert expected in answer.message
 
 
 def test_an_arm_without_a_recipe_is_left_out(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:

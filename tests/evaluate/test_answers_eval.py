@@ -49,21 +49,21 @@ def prompts_of(seed: int, count: int, longest: int = 40) -> list[list[int]]:
 def test_side_by_side_is_one_by_one(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, seed: int, rows: int) -> None:
     monkeypatch.setattr(generation, "_MOST_ROWS", rows)
     prompts, stops = prompts_of(seed, 11), set(range(8))
-    told: list[int] = []
-    found = greedy_answers(decoder, prompts, tokens=25, vocab=VOCAB, stop=stops, progress=told.append)
-    for prompt, written in zip(prompts, found, strict=True):
+    progress_calls: list[int] = []
+    answers = greedy_answers(decoder, prompts, tokens=25, vocab=VOCAB, stop=stops, progress=progress_calls.append)
+    for prompt, written in zip(prompts, answers, strict=True):
         alone = generate(decoder, prompt, count=1, tokens=25, vocab=VOCAB, seed=0, stop=stops, temperature=0)[0]
         assert written.tokens == alone
         assert written.ended == (len(alone) < 25)
-    assert told == list(range(1, 12))
-    assert len({len(one.tokens) for one in found}) > 2, "some must end early for this to mean anything"
+    assert progress_calls == list(range(1, 12))
+    assert len({len(one.tokens) for one in answers}) > 2, "some must end early for this to mean anything"
 
 
 def test_a_model_ends_where_its_context_does(decoder: Decoder) -> None:
     prompts = [[5] * 7, [6] * 10, [7] * 12]
-    found = greedy_answers(decoder, prompts, tokens=25, vocab=VOCAB, stop=(), longest=10)
-    assert [len(one.tokens) for one in found] == [3, 0, 0]
-    assert not any(one.ended for one in found)
+    answers = greedy_answers(decoder, prompts, tokens=25, vocab=VOCAB, stop=(), longest=10)
+    assert [len(one.tokens) for one in answers] == [3, 0, 0]
+    assert not any(one.ended for one in answers)
     assert greedy_answers(decoder, [], tokens=5, vocab=VOCAB, stop=()) == []
 
 
@@ -105,24 +105,24 @@ def results(kind: str, answers: dict[str, tuple[str, str]], count: int | None = 
 
 
 def test_marks() -> None:
-    said = {
+    answers = {
         "a": ("6 * 7 = 42\n#### 42", "It is 42."),
         "b": ("#### 1,000", "#### 1000"),
         "c": ("#### 3", "so 3 and then"),
         "d": ("#### 4", "#### 5"),
     }
-    result = results("gsm8k", said)
-    found = result.result()
-    assert found.pop("answers_per_s") > 0
+    result = results("gsm8k", answers)
+    metrics = result.result()
+    assert metrics.pop("answers_per_s") > 0
     lm_eval = {"strict_match": 0.25, "flexible_extract": 0.75}
-    assert found == {"loss": 1.5, "exact_match": 0.75, **lm_eval, "questions": 4, "right": 3, "cut": 1}
+    assert metrics == {"loss": 1.5, "exact_match": 0.75, **lm_eval, "questions": 4, "right": 3, "cut": 1}
     assert [one.question for one in result.wrong(3)] == ["d"]
-    assert results("gsm8k", said, count=2).result()["questions"] == 2
+    assert results("gsm8k", answers, count=2).result()["questions"] == 2
     words = {"a": ("The red stone.", "red stone"), "b": ("the grey river", "a grey king"), "c": ("x", "y")}
     assert results("match", words).result()["exact_match"] == pytest.approx(1 / 3)
-    found = results("f1", words).result()
-    assert found["f1"] == pytest.approx((1 + 0.5 + 0) / 3)
-    assert (found["exact_match"], found["right"]) == (pytest.approx(1 / 3), 1)
+    metrics = results("f1", words).result()
+    assert metrics["f1"] == pytest.approx((1 + 0.5 + 0) / 3)
+    assert (metrics["exact_match"], metrics["right"]) == (pytest.approx(1 / 3), 1)
 
 
 def test_nothing_to_mark() -> None:
@@ -140,7 +140,7 @@ def tuning(world: Any, tiny_base: Path, answers: Path, tmp_path: Path) -> Tuning
     return Tuning(world, tiny_base, answers, tmp_path)
 
 
-def asked_of(objective: Any, count: int | None = None) -> list[Question]:
+def questions_of(objective: Any, count: int | None = None) -> list[Question]:
     objective.select_questions(count)
     return list(objective.questions())
 
@@ -149,17 +149,17 @@ def test_what_is_held_out_is_asked(tuning: Tuning, answers: Path) -> None:
     rows = {row["prompt"]: row["completion"] for row in map(json.loads, answers.read_text().splitlines())}
     objective = tuning.objective("data.val_fraction=0.3")
     data = objective.data.answers
-    asked = asked_of(objective)
-    assert 3 < len(asked) == len(data.val.samples) < len(rows) / 2
-    assert {one.text: one.reference for one in asked}.items() <= rows.items()
+    questions = questions_of(objective)
+    assert 3 < len(questions) == len(data.val.samples) < len(rows) / 2
+    assert {one.text: one.reference for one in questions}.items() <= rows.items()
     learnt = [data.tokenizer.decode(data.train.samples[place][0]) for place in range(len(data.train.samples))]
-    assert [one.text for one in asked if any(one.text in text for text in learnt)] == []
-    assert asked_of(tuning.objective("data.val_fraction=0.3"), 3)[0] in asked
-    assert len(asked_of(tuning.objective("data.val_fraction=0.3"), 3)) == 3
+    assert [one.text for one in questions if any(one.text in text for text in learnt)] == []
+    assert questions_of(tuning.objective("data.val_fraction=0.3"), 3)[0] in questions
+    assert len(questions_of(tuning.objective("data.val_fraction=0.3"), 3)) == 3
     for option in ("finetune.learn=all", "data.pack=false"):
-        again = asked_of(tuning.objective("data.val_fraction=0.3", option))
-        assert {one.text: one.prompt for one in again} == {one.text: one.prompt for one in asked}
-    assert asked_of(tuning.objective("data.val_fraction=0")) == []
+        again = questions_of(tuning.objective("data.val_fraction=0.3", option))
+        assert {one.text: one.prompt for one in again} == {one.text: one.prompt for one in questions}
+    assert questions_of(tuning.objective("data.val_fraction=0")) == []
 
 
 def test_half_an_answer_is_no_reference(tuning: Tuning, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_half_an_answer_is_no_reference(tuning: Tuning, tmp_path: Path) -> None:
     options = (f"data.source={tmp_path / 'long.jsonl'}", "finetune.overlong=cut", "data.val_fraction=0.5")
     objective = tuning.objective(*options)
     assert objective.data.held_out.samples.length.max() == 96, "some are cut"
-    assert {one.reference for one in asked_of(objective)} == {"red " * 3}
+    assert {one.reference for one in questions_of(objective)} == {"red " * 3}
 
 
 def test_the_loss_is_of_the_rows_that_are_asked(tuning: Tuning) -> None:
@@ -199,8 +199,8 @@ def rows(answers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers_of(opened: Any, tokens: int = 12) -> list[str]:
-    asked = asked_of(opened.objective)
-    return [one.text for one in opened.objective.answer(asked, tokens)]
+    questions = questions_of(opened.objective)
+    return [one.text for one in opened.objective.answer(questions, tokens)]
 
 
 def test_a_base_answers_as_transformers_does(tiny_base: Path, rows: Path, fp32: None) -> None:
@@ -211,13 +211,13 @@ def test_a_base_answers_as_transformers_does(tiny_base: Path, rows: Path, fp32: 
     theirs = AutoModelForCausalLM.from_pretrained(tiny_base)
     objective: Any = opened.objective
     assert not any(parameter.requires_grad for parameter in objective.model.parameters())
-    asked = asked_of(objective)
-    assert len(asked[0].prompt) > 100
-    assert asked[0].text.startswith("Which of the stones"), "all rows, in their order"
-    assert len(asked) == 10
+    questions = questions_of(objective)
+    assert len(questions[0].prompt) > 100
+    assert questions[0].text.startswith("Which of the stones"), "all rows, in their order"
+    assert len(questions) == 10
     no_tokens = list(range(objective.data.facts.vocab_size, 320))
     greedy = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": no_tokens}
-    for one, found in zip(asked, objective.answer(asked, 12), strict=True):
+    for one, found in zip(questions, objective.answer(questions, 12), strict=True):
         made = theirs.generate(torch.tensor([one.prompt]), **greedy)[0, len(one.prompt) :]
         assert found.text == objective.tokenizer.decode(made.tolist(), special=False)
         assert found.ended == (made[-1] == 1)

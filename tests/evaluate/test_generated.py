@@ -19,14 +19,14 @@ from redline.evaluate.questions import generative_perplexity
 def runs(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Train a diffusion run and a causal_lm run for a few steps on the same text."""
     monkeypatch.chdir(tmp_path)
-    found = {}
+    result = {}
     for name, job in (("diffusion", ("objective=block_diffusion", "block_diffusion.block_size=8")), ("causal", ())):
         lines = [*world.tiny, f"data.source={world.corpus}", "data.pack=false", "train.steps=30", "train.lr=1e-2", *job]
         run = str(tmp_path / name)
         result = CliRunner().invoke(app, ["train", "quickstart", *lines, "--run", run])
         assert result.exit_code == 0, result.output
-        found[name] = run
-    return found
+        result[name] = run
+    return result
 
 
 def evaluated(*words: str) -> dict[str, Any]:
@@ -37,13 +37,13 @@ def evaluated(*words: str) -> dict[str, Any]:
 
 def test_generative_perplexity(runs: dict[str, str]) -> None:
     words = (runs["diffusion"], "--under", runs["causal"], "--texts", "6", "--tokens", "24")
-    found = evaluated(*words)
-    assert found["texts"] == 6
-    assert 1 < found["generative_perplexity"] < 300
-    assert found["texts_per_s"] > 0
-    assert found["generative_perplexity"] == evaluated(*words)["generative_perplexity"]
+    result = evaluated(*words)
+    assert result["texts"] == 6
+    assert 1 < result["generative_perplexity"] < 300
+    assert result["texts_per_s"] > 0
+    assert result["generative_perplexity"] == evaluated(*words)["generative_perplexity"]
     own = evaluated(runs["causal"])["perplexity"]
-    assert found["generative_perplexity"] > own, "a model trained for thirty steps does not write better than people"
+    assert result["generative_perplexity"] > own, "a model trained for thirty steps does not write better than people"
 
 
 def test_what_does_not_go_together(runs: dict[str, str]) -> None:
@@ -71,8 +71,8 @@ def read_back(*texts: str) -> dict[str, Any]:
 
 
 def test_texts_that_are_none_are_counted() -> None:
-    found = read_back("a text", "\x00\x01\x02\x00", "another", "a third")
-    assert (found["texts"], found["texts_read"], found["generative_perplexity"]) == (4, 3, 3.0)
+    result = read_back("a text", "\x00\x01\x02\x00", "another", "a third")
+    assert (result["texts"], result["texts_read"], result["generative_perplexity"]) == (4, 3, 3.0)
 
 
 def test_who_writes_no_text_is_to_be_trained_for_longer() -> None:

@@ -66,11 +66,11 @@ def typed() -> Typed:
 
 
 def test_eval_reports_every_condition(run: Path, typed: Typed) -> None:
-    found = json.loads(
+    result = json.loads(
         typed("eval", str(run), "--answers", "f1", "--questions", "6", "--tokens", "4", "--json").splitlines()[-1]
     )
-    assert (found["questions"], list(found["models"])) == (6, ["0", "1"])
-    for one in found["models"].values():
+    assert (result["questions"], list(result["models"])) == (6, ["0", "1"])
+    for one in result["models"].values():
         assert list(one["conditions"]) == CONDITIONS
         for figures in one["conditions"].values():
             assert set(figures) == {"exact_match", "f1", "nll", "first_top1", "first_top5"}
@@ -79,11 +79,11 @@ def test_eval_reports_every_condition(run: Path, typed: Typed) -> None:
         assert one["prefix"] == 4 < one["prompt_tokens"]
         latent, int8, int4 = (one["conditions"][name]["nll"] for name in ("latent", "latent int8", "latent int4"))
         assert abs(latent - int8) < abs(latent - int4) + 1e-3 < 1.0
-    wire = found["wire"]
+    wire = result["wire"]
     assert (wire["fp16"], wire["int8"], wire["int4"]) == (128, 68, 36)
     assert wire["larger_than_text"] == {"fp16": True, "int8": True, "int4": False}
     assert wire["int8"] > wire["utf8"] == 64 > wire["int4"], "as much as the encoder reads"
-    assert -1 <= found["latent_cosine"] <= 1
+    assert -1 <= result["latent_cosine"] <= 1
     shown = typed("eval", str(run), "--answers", "match", "--questions", "2", "--tokens", "2")
     assert "larger than the text" in shown
     assert "smaller than the text" in shown
@@ -93,7 +93,7 @@ def test_eval_reports_every_condition(run: Path, typed: Typed) -> None:
 def test_conditions_use_the_right_prompts(run: Path) -> None:
     """Prompts hold the text, its first M tokens, or the question; likelihoods equal a forward pass of each row."""
     objective: Any = open_run(run, device="cpu").objective
-    found = compare(objective, count=3, tokens=3, where="a run").models["1"]["conditions"]
+    result = compare(objective, count=3, tokens=3, where="a run").models["1"]["conditions"]
     llm, pairs = objective.frozen["1"], objective.held_out_pairs()[:3]
     reader, decoder = llm.tokenizer, llm.decoder
     prompts = {
@@ -111,7 +111,7 @@ def test_conditions_use_the_right_prompts(run: Path) -> None:
                 logs = decoder.logits(decoder(tokens, decoder.attention.bind(tokens.shape[1]))).log_softmax(-1)[0]
             total -= sum(logs[len(prompt) - 1 + t, token].item() for t, token in enumerate(answer))
             count += len(answer)
-        assert found[name]["nll"] == pytest.approx(total / count, rel=1e-4), name
+        assert result[name]["nll"] == pytest.approx(total / count, rel=1e-4), name
 
 
 def test_answers_from_a_prefix_are_those_from_tokens(run: Path) -> None:
@@ -174,11 +174,11 @@ def test_latents_are_compared_with_the_part_of_the_text_that_is_read(run: Path) 
     """The rest of the text does not count, and the private slots of every model do."""
     objective: Any = open_run(run, device="cpu").objective
     objective.options = objective.options.model_copy(update={"bytes": 16})
-    found = compare(objective, count=3, tokens=2, where="a run")
+    result = compare(objective, count=3, tokens=2, where="a run")
     whole = sum(len(pair.text.encode()) for pair in objective.held_out_pairs()[:3]) / 3
-    assert found.wire["utf8"] == 16
-    assert found.wire["unread"] == pytest.approx(whole - 16)
-    assert any(f"{whole - 16:.0f} bytes" in line for line in found.lines())
+    assert result.wire["utf8"] == 16
+    assert result.wire["unread"] == pytest.approx(whole - 16)
+    assert any(f"{whole - 16:.0f} bytes" in line for line in result.lines())
     shared, private = torch.zeros(2, 3, 8), torch.ones(2, 5, 8)
     assert _all_slots({"0": shared, "1": private}, 2).shape == (3 + 2, 8)
 
@@ -186,12 +186,12 @@ def test_latents_are_compared_with_the_part_of_the_text_that_is_read(run: Path) 
 def test_answers_are_compared_as_numbers_or_as_words() -> None:
     said, pairs = [Answer("5", True, 1)], [Pair("two minus seven", "", ("-5",), "a group")]
     assert _answer_metrics(said, pairs, numbers=False)["exact_match"] == 1.0, "by words, without punctuation"
-    found = _answer_metrics(said, pairs, numbers=True)
-    assert (found["exact_match"], found["strict_match"], found["flexible_extract"]) == (0.0, 0.0, 0.0)
+    result = _answer_metrics(said, pairs, numbers=True)
+    assert (result["exact_match"], result["strict_match"], result["flexible_extract"]) == (0.0, 0.0, 0.0)
     two = [Pair("four plus one", "", ("five", "5"), "a group")]
-    found = _answer_metrics([Answer("So #### 5 it is.", True, 1)], two, numbers=True)
-    assert (found["exact_match"], found["strict_match"], found["flexible_extract"]) == (1.0, 1.0, 1.0)
-    conditions = {"latent": {**found, "nll": None, "first_top1": 0.5, "first_top5": 1.0}}
+    result = _answer_metrics([Answer("So #### 5 it is.", True, 1)], two, numbers=True)
+    assert (result["exact_match"], result["strict_match"], result["flexible_extract"]) == (1.0, 1.0, 1.0)
+    conditions = {"latent": {**result, "nll": None, "first_top1": 0.5, "first_top5": 1.0}}
     model = {"title": "one", "conditions": conditions, "prompt_tokens": 8.0, "prefix": 2}
     wire = {"utf8": 4.0, "gzip": 4.0, "unread": 0.0, **dict.fromkeys(BITS, 4)}
     header, row = Comparison({"0": model}, wire, None, 1, 1.0).lines()[1:3]

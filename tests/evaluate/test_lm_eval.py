@@ -14,7 +14,7 @@ SOLUTION = "She sold 48 + 24 = <<48+24=72>>72 clips.\n#### 72"
 
 
 @pytest.mark.parametrize(
-    ("said", "reference", "strict", "flexible", "ours"),
+    ("answer", "reference", "strict", "flexible", "ours"),
     [
         (SOLUTION, SOLUTION, 1, 1, 1),
         ("#### 1,234", "#### 1234", 1, 1, 1),
@@ -34,15 +34,15 @@ SOLUTION = "She sold 48 + 24 = <<48+24=72>>72 clips.\n#### 72"
         ("", "#### 72", 0, 0, 0),
     ],
 )
-def test_cases_worked_by_hand(said: str, reference: str, strict: int, flexible: int, ours: int) -> None:
-    assert strict_match([said], [reference]) == strict
-    assert flexible_extract([said], [reference]) == flexible
-    assert gsm8k_exact_match([said], [reference]) == ours
+def test_cases_worked_by_hand(answer: str, reference: str, strict: int, flexible: int, ours: int) -> None:
+    assert strict_match([answer], [reference]) == strict
+    assert flexible_extract([answer], [reference]) == flexible
+    assert gsm8k_exact_match([answer], [reference]) == ours
 
 
 def test_shares() -> None:
-    said, true = ["#### 1", "it is 2", "3"], ["#### 1", "#### 2", "#### 4"]
-    assert (strict_match(said, true), flexible_extract(said, true)) == (1 / 3, 2 / 3)
+    answers, true = ["#### 1", "it is 2", "3"], ["#### 1", "#### 2", "#### 4"]
+    assert (strict_match(answers, true), flexible_extract(answers, true)) == (1 / 3, 2 / 3)
     with pytest.raises(ValueError, match="1 predictions for 2 references"):
         strict_match(["1"], ["1", "2"])
 

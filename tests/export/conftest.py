@@ -94,8 +94,8 @@ def logits() -> Callable[..., torch.Tensor]:
         decoder = (model.objective.model if ours else model).eval()
         with torch.no_grad():
             if not ours:
-                found: torch.Tensor = decoder(tokens).logits
-                return found
+                logits: torch.Tensor = decoder(tokens).logits
+                return logits
             return decoder.logits(decoder(tokens, Bound()))  # type: ignore[no-any-return]
 
     return compute

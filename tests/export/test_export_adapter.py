@@ -85,8 +85,8 @@ def test_peft_on_the_dequantised_base(
     assert_alike(logits(model), logits(trainer))
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     lora = trainer.recipe.model.lora
-    said = (config["r"], config["lora_alpha"], config["lora_dropout"], config["use_rslora"])
-    assert said == (lora.r, lora.alpha, lora.dropout, lora.rslora)
+    settings = (config["r"], config["lora_alpha"], config["lora_dropout"], config["use_rslora"])
+    assert settings == (lora.r, lora.alpha, lora.dropout, lora.rslora)
     assert config["target_modules"] == list(lora.target_modules)
     assert config["base_model_name_or_path"] == "./base"
 
@@ -201,7 +201,7 @@ def test_the_card(
     assert front["library_name"] == ("transformers" if merged else "peft")
     assert "base_model" not in front, "model hubs accept only their own ids there"
     facts = trainer.objective.data.facts
-    said = (
+    expected_texts = (
         trainer.objective.data.base.fingerprint,
         facts.fingerprint,
         "updates: 3",
@@ -209,7 +209,7 @@ def test_the_card(
         "NF4",
         "perplex",
     )
-    assert [words for words in said if words not in card] == []
+    assert [words for words in expected_texts if words not in card] == []
     run_snippet(tmp_path / "out", tiny_base)
     assert capsys.readouterr().out, "what the card tells people to type works"
 

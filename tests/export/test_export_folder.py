@@ -115,8 +115,16 @@ def test_the_card(trained: Callable[..., Any], tmp_path: Path, world: Any, capsy
     assert front["library_name"] == "transformers"
     assert "llama" in front["tags"] or "qwen3" in front["tags"]
     facts, loss = trainer.objective.data.facts, trainer.state.best_loss
-    said = (str(world.corpus), facts.fingerprint, f"{loss:.4f}", "bits per byte", "updates: 2", "512", "a CPU")
-    assert [words for words in said if words not in card] == []
+    expected_texts = (
+        str(world.corpus),
+        facts.fingerprint,
+        f"{loss:.4f}",
+        "bits per byte",
+        "updates: 2",
+        "512",
+        "a CPU",
+    )
+    assert [words for words in expected_texts if words not in card] == []
     assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])["train"]["steps"] == 2
     code = card.split("```python\n")[1].split("```")[0].replace("PATH-OF-THIS-FOLDER", str(tmp_path / "out"))
     (tmp_path / "load.py").write_text(code)
@@ -131,11 +139,11 @@ def test_without_the_tokenizers_files(trained: Callable[..., Any], tmp_path: Pat
     lock = json.loads((run / "lock.json").read_text())
     lock["data"] |= {"tokenizer": "gpt2", "vocab_size": 257}
     (run / "lock.json").write_text(json.dumps(lock))
-    said: list[str] = []
-    done = export_run(run, None, tmp_path / "out", log=said.append)
+    messages: list[str] = []
+    done = export_run(run, None, tmp_path / "out", log=messages.append)
     assert not done.tokenizer
     assert sorted(done.files) == sorted(FILES)
-    assert "tokenizer gpt2" in said[0]
+    assert "tokenizer gpt2" in messages[0]
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 50256
 
 

@@ -127,8 +127,8 @@ def test_what_is_not_exact_is_refused_by_name(
 def test_tensors_that_are_not_the_recipes_are_refused(trained: Callable[..., tuple[Path, Any]], change: str) -> None:
     _, trainer = trained(*SHAPES["plain"])
     tensors = dict(trainer.tensors()["model"])
-    whole = tensors.pop("blocks.1.mlp.up.weight")
+    tensor = tensors.pop("blocks.1.mlp.up.weight")
     if change == "another shape":
-        tensors["blocks.1.mlp.up.weight"] = whole[1:]
+        tensors["blocks.1.mlp.up.weight"] = tensor[1:]
     with pytest.raises(UserError, match=r"blocks.1.mlp.up.weight (is missing|has shape)"):
         CausalLMRuntime().export(trainer.resolved.recipe, tensors, eot=lambda: 256, vocab_size=257, dtype="fp32")

@@ -40,14 +40,14 @@ def test_the_library_reads_what_was_written(shapes: dict[str, Any], dtype: str, 
         folder = Path(place)
         write_tensors(folder, "model", shapes, values.items(), dtype)
         files = sorted(folder.glob("*.safetensors"))
-        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        exported = {name: tensor for file in files for name, tensor in load_file(file).items()}
         index = folder / "model.safetensors.index.json"
         assert index.is_file() == (len(files) > 1)
         if index.is_file():
             places = json.loads(index.read_text())["weight_map"]
             assert all(name in load_file(folder / file) for name, file in places.items())
-    assert found.keys() == values.keys()
-    assert all(torch.equal(found[name], value.to(DTYPES[dtype])) for name, value in values.items())
+    assert exported.keys() == values.keys()
+    assert all(torch.equal(exported[name], value.to(DTYPES[dtype])) for name, value in values.items())
 
 
 def test_files_are_as_large_as_they_may_be() -> None:

@@ -19,16 +19,16 @@ MS = {"flash": 2.0, "efficient": 3.0, "flex": 1.25}
 @pytest.fixture
 def measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A card whose back-ends are timed by decree; cuDNN is not there."""
-    asked: list[str] = []
+    timed: list[str] = []
 
     def measure(name: str, *_: Any, **__: Any) -> float:
-        asked.append(name)
+        timed.append(name)
         return MS[name]
 
     monkeypatch.setattr(attention, "measure", measure)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="NVIDIA H200"))
-    return asked
+    return timed
 
 
 def chosen(documents: bool = False, dtype: torch.dtype = torch.bfloat16, shape: Any = (8, 8, 512, 64)) -> Selection:

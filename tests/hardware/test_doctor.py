@@ -53,7 +53,7 @@ CPU_ONLY = replace(
 )
 
 
-def found(facts: Facts) -> dict[str, Check]:
+def checks_by_name(facts: Facts) -> dict[str, Check]:
     lines = {check.name: check for check in doctor.run_checks(facts)}
     assert len(lines) == len(doctor.run_checks(facts)), "no name twice"
     for check in lines.values():
@@ -64,7 +64,7 @@ def found(facts: Facts) -> dict[str, Check]:
 
 
 def worse(facts: Facts) -> dict[str, str]:
-    return {name: check.status for name, check in found(facts).items() if check.status != "ok"}
+    return {name: check.status for name, check in checks_by_name(facts).items() if check.status != "ok"}
 
 
 def test_a_good_machine_has_nothing_to_mend() -> None:
@@ -72,7 +72,7 @@ def test_a_good_machine_has_nothing_to_mend() -> None:
 
 
 def test_a_machine_without_a_gpu_is_warned_and_works() -> None:
-    lines = found(CPU_ONLY)
+    lines = checks_by_name(CPU_ONLY)
     assert "fail" not in {check.status for check in lines.values()}
     assert lines["gpu"].status == "warn"
     assert "no NVIDIA GPU" in lines["gpu"].detail
@@ -107,7 +107,7 @@ def test_a_machine_without_a_gpu_is_warned_and_works() -> None:
     ],
 )
 def test_one_thing_is_different(change: dict[str, Any], name: str, status: str, says: str, fix: str) -> None:
-    check = found(replace(GOOD, **change))[name]
+    check = checks_by_name(replace(GOOD, **change))[name]
     assert check.status == status
     assert says in check.detail
     assert fix in check.fix
@@ -125,7 +125,7 @@ def test_one_thing_is_different(change: dict[str, Any], name: str, status: str, 
 )
 def test_a_gpu_that_torch_cannot_use_is_a_failure(change: dict[str, Any], says: str, fix: str) -> None:
     torch = replace(TORCH, available=False, error="unknown error 999")
-    lines = found(replace(GOOD, torch=torch, selftests={}, **change))
+    lines = checks_by_name(replace(GOOD, torch=torch, selftests={}, **change))
     assert lines["gpu"].status == "fail"
     assert says in lines["gpu"].detail
     assert fix in lines["gpu"].fix
@@ -133,7 +133,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_failure(change: dict[str, Any], says: 
 
 
 def test_a_card_without_a_driver_is_seen() -> None:
-    lines = found(replace(CPU_ONLY, pci_gpu=True))
+    lines = checks_by_name(replace(CPU_ONLY, pci_gpu=True))
     assert lines["gpu"].status == "warn"
     assert "--gpus all" in lines["gpu"].fix
 
@@ -151,13 +151,13 @@ def test_a_card_without_a_driver_is_seen() -> None:
     ],
 )
 def test_a_card_that_this_torch_has_no_kernels_for(capability: tuple[int, int], works: bool) -> None:
-    lines = found(replace(GOOD, gpus=(replace(H200, capability=capability),)))
+    lines = checks_by_name(replace(GOOD, gpus=(replace(H200, capability=capability),)))
     assert lines["gpu"].status == ("ok" if works else "fail")
 
 
 def test_a_card_in_use_names_who_uses_it() -> None:
     users = (GpuProcess(4711, "python", 80 * GIB), GpuProcess(12, "?", None))
-    lines = found(replace(GOOD, gpus=(replace(H200, free_bytes=50 * GIB, processes=users),)))
+    lines = checks_by_name(replace(GOOD, gpus=(replace(H200, free_bytes=50 * GIB, processes=users),)))
     assert lines["gpu 0 memory"].status == "warn"
     assert (
         "50.0 of 140.0 GiB free; used by python (process 4711, 80.0 GiB), ? (process 12)"
@@ -178,7 +178,7 @@ def test_a_card_in_use_names_who_uses_it() -> None:
 def test_modes_of_a_card(change: dict[str, Any], line: str, fix: str) -> None:
     facts = replace(GOOD, gpus=(replace(H200, **change),))
     assert worse(facts) == {line: "warn"}
-    assert fix in found(facts)[line].fix
+    assert fix in checks_by_name(facts)[line].fix
 
 
 def test_modes_that_a_card_does_not_have_are_no_fault() -> None:
@@ -199,19 +199,19 @@ def test_modes_that_a_card_does_not_have_are_no_fault() -> None:
 def test_what_was_tried_and_failed(name: str, detail: str, line: str, status: str, fix: str) -> None:
     facts = replace(GOOD, selftests={**WORKING, name: SelftestResult(False, detail)})
     assert worse(facts) == {line: status}
-    assert detail in found(facts)[line].detail
-    assert fix in found(facts)[line].fix
+    assert detail in checks_by_name(facts)[line].detail
+    assert fix in checks_by_name(facts)[line].fix
 
 
 def test_an_old_card_lacks_fp8_by_nature() -> None:
     old = replace(H200, name="NVIDIA A100", capability=(8, 0))
-    check = found(replace(GOOD, gpus=(old,), selftests={**WORKING, "fp8": SelftestResult(False, "x")}))["fp8"]
+    check = checks_by_name(replace(GOOD, gpus=(old,), selftests={**WORKING, "fp8": SelftestResult(False, "x")}))["fp8"]
     assert check.status == "warn"
     assert "needs compute capability 8.9; this card has 8.0" in check.detail
 
 
 def test_no_compiler_on_a_cpu() -> None:
-    check = found(replace(CPU_ONLY, compiler=None))["torch.compile"]
+    check = checks_by_name(replace(CPU_ONLY, compiler=None))["torch.compile"]
     assert check.status == "warn"
     assert "apt install g++" in check.fix
 
@@ -259,14 +259,14 @@ def test_ranges_and_extras_are_those_of_the_project() -> None:
 
 def test_measured_rates_stand_beside_the_peak_of_a_known_card() -> None:
     rates = {"bf16": 989e12 / 2, "tf32": 4e14, "copy": 2.4e12, "to_device": 5.5e10}
-    known = found(replace(GOOD, measured=rates, device_name="NVIDIA H200"))
+    known = checks_by_name(replace(GOOD, measured=rates, device_name="NVIDIA H200"))
     assert known["matmul bf16"].detail == "494.5 TFLOP/s, 50 % of the card's dense peak"
     assert known["matmul tf32"].detail == "400 TFLOP/s"
     assert known["copy within memory"].detail == "2400 GB/s, 50 % of the card's bandwidth"
     assert known["copy to the GPU"].detail == "55 GB/s"
-    unknown = found(replace(GOOD, measured=rates, device_name="NVIDIA H300"))
+    unknown = checks_by_name(replace(GOOD, measured=rates, device_name="NVIDIA H300"))
     assert "%" not in "".join(check.detail for name, check in unknown.items() if name.startswith(("matmul", "copy")))
-    failed = found(replace(GOOD, selftests={**WORKING, "probe": SelftestResult(False, "CUDA out of memory")}))
+    failed = checks_by_name(replace(GOOD, selftests={**WORKING, "probe": SelftestResult(False, "CUDA out of memory")}))
     assert failed["measured"].status == "warn"
 
 

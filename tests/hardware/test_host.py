@@ -72,7 +72,7 @@ def test_a_container_that_sees_only_its_own_group(tmp_path: Path) -> None:
     assert cgroup_cores(root) is None
 
 
-@pytest.mark.parametrize(("asked", "threads"), [("3", 3), ("4,2", 4), ("0", None), ("many", None), ("", None)])
-def test_threads(monkeypatch: pytest.MonkeyPatch, asked: str, threads: int | None) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+@pytest.mark.parametrize(("variable", "threads"), [("3", 3), ("4,2", 4), ("0", None), ("many", None), ("", None)])
+def test_threads(monkeypatch: pytest.MonkeyPatch, variable: str, threads: int | None) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
     assert cpu_threads() == (threads or available_cores())

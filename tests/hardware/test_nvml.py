@@ -50,7 +50,7 @@ def test_a_card_that_falls_off_the_bus_while_it_is_read(plug_in: Any, card: Any,
 
 
 @pytest.mark.parametrize(
-    ("visible", "found"),
+    ("visible", "expected"),
     [
         (None, "0123"),
         ("", ""),
@@ -65,19 +65,20 @@ def test_a_card_that_falls_off_the_bus_while_it_is_read(plug_in: Any, card: Any,
         ("NoDevFiles", ""),
     ],
 )
-def test_what_cuda_shows(plug_in: Any, card: Any, visible: str | None, found: str) -> None:
+def test_what_cuda_shows(plug_in: Any, card: Any, visible: str | None, expected: str) -> None:
     cards = [card(uuid=f"GPU-{n}{n}{n}{n}-ffff", name=str(n)) for n in range(4)]
     plug_in(*cards, visible=visible)
-    assert "".join(handle.name for handle in visible_handles(open_nvml())) == found
+    assert "".join(handle.name for handle in visible_handles(open_nvml())) == expected
     first = first_gpu()
-    assert (first.name if first else "") == found[:1]
-    assert (Nvml().read() == Reading()) == (not found)
+    assert (first.name if first else "") == expected[:1]
+    assert (Nvml().read() == Reading()) == (not expected)
 
 
 @pytest.mark.parametrize(
-    ("visible", "found"), [(None, "slice a"), ("0", "slice a"), ("MIG-b", "slice b"), ("1", "whole"), ("MIG-c", None)]
+    ("visible", "expected"),
+    [(None, "slice a"), ("0", "slice a"), ("MIG-b", "slice b"), ("1", "whole"), ("MIG-c", None)],
 )
-def test_slices_of_a_card(plug_in: Any, card: Any, visible: str | None, found: str | None) -> None:
+def test_slices_of_a_card(plug_in: Any, card: Any, visible: str | None, expected: str | None) -> None:
     """Memory is the slice's own; power and clocks are the card's; what only a whole card knows is None."""
     refusing = {"capability": None, "milliwatts": None, "clock": None, "util": None, "throttle": None}
     slices = [
@@ -86,8 +87,8 @@ def test_slices_of_a_card(plug_in: Any, card: Any, visible: str | None, found: s
     ]
     plug_in(card(mig=True, slices=slices), card(name="whole", mig=False), visible=visible)
     first = first_gpu()
-    assert (first.name if first else None) == found
-    if first is not None and found != "whole":
+    assert (first.name if first else None) == expected
+    if first is not None and expected != "whole":
         assert first.capability == (9, 0)
         assert first.memory_bytes == 10 << 30
         reading = Nvml().read()
@@ -117,39 +118,39 @@ def test_every_known_reason_has_a_word() -> None:
     assert throttle_names(pynvml.nvmlClocksEventReasonGpuIdle) == "idle"
 
 
-def told(watch: ThrottleWatch, throttle: str | None, lines: int) -> list[str]:
+def warnings_of(watch: ThrottleWatch, throttle: str | None, lines: int) -> list[str]:
     reading = Reading(power_limit_w=700, sm_clock_mhz=1485, sm_clock_max_mhz=1980, temperature_c=91, throttle=throttle)
     return [warning for _ in range(lines) if (warning := watch.note(reading))]
 
 
 def test_heat_is_said_once_with_what_it_costs() -> None:
     watch = ThrottleWatch()
-    (warning,) = told(watch, "thermal+power_cap", 15)
+    (warning,) = warnings_of(watch, "thermal+power_cap", 15)
     assert "91 °C" in warning
     assert "1485 of 1980 MHz (75 %)" in warning
-    assert told(watch, "", 1) == []
-    assert told(watch, "hw_slowdown", 50) == []
+    assert warnings_of(watch, "", 1) == []
+    assert warnings_of(watch, "hw_slowdown", 50) == []
 
 
 def test_a_power_cap_is_said_once_when_it_lasts() -> None:
     watch = ThrottleWatch()
     for _ in range(5):  # at the limit now and then is how a busy card works
-        assert told(watch, "power_cap", 15) == []
-        assert told(watch, "", 1) == []
-    (warning,) = told(watch, "power_cap", 200)
+        assert warnings_of(watch, "power_cap", 15) == []
+        assert warnings_of(watch, "", 1) == []
+    (warning,) = warnings_of(watch, "power_cap", 200)
     assert "700 W" in warning
     assert "1485 of 1980 MHz" in warning
 
 
 @pytest.mark.parametrize("throttle", [None, "", "idle", "clock_setting", "sync_boost"])
 def test_what_costs_nothing_is_not_said(throttle: str | None) -> None:
-    assert told(ThrottleWatch(), throttle, 100) == []
+    assert warnings_of(ThrottleWatch(), throttle, 100) == []
 
 
 def test_a_card_that_tells_no_clock_can_be_hot_too() -> None:
     watch = ThrottleWatch()
-    said = [watch.note(Reading(throttle="thermal")) for _ in range(5)]
-    (warning,) = [warning for warning in said if warning]
+    warnings = [watch.note(Reading(throttle="thermal")) for _ in range(5)]
+    (warning,) = [warning for warning in warnings if warning]
     assert "too hot" in warning
     assert "MHz" not in warning
 

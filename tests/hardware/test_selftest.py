@@ -35,9 +35,9 @@ def answers(*names: str) -> dict[str, dict[str, Any]]:
 
 
 def test_all_tests_run_in_one_process() -> None:
-    given = answers("one", "two", "skipped", "three")
-    assert [*given] == ["one", "two", "three"]
-    assert len({answer["about"] for answer in given.values()}) == 1
+    results = answers("one", "two", "skipped", "three")
+    assert [*results] == ["one", "two", "three"]
+    assert len({answer["about"] for answer in results.values()}) == 1
 
 
 @pytest.mark.parametrize(
@@ -50,23 +50,23 @@ def test_all_tests_run_in_one_process() -> None:
     ],
 )
 def test_a_failing_test_does_not_affect_the_others(bad: str, says: str) -> None:
-    given = answers("one", bad, "two", "three")
-    assert given[bad]["works"] is False
-    assert given[bad]["detail"] == says
-    assert given["one"]["works"]
-    assert given["two"]["about"] == given["three"]["about"] != given["one"]["about"]
+    results = answers("one", bad, "two", "three")
+    assert results[bad]["works"] is False
+    assert results[bad]["detail"] == says
+    assert results["one"]["works"]
+    assert results["two"]["about"] == results["three"]["about"] != results["one"]["about"]
 
 
 def test_every_test_fails() -> None:
-    given = answers("segfault", "poison", "exit")
-    assert [answer["works"] for answer in given.values()] == [False] * 3
+    results = answers("segfault", "poison", "exit")
+    assert [answer["works"] for answer in results.values()] == [False] * 3
 
 
 def test_a_torch_that_cannot_be_imported_ends_the_tests() -> None:
     broken = [sys.executable, "-c", "raise ImportError('libtorch.so is missing')"]
-    given = run_selftests(["torch", "bf16", "flash"], broken)
-    assert [*given] == ["torch"]
-    assert given["torch"]["detail"] == "ImportError: libtorch.so is missing"
+    results = run_selftests(["torch", "bf16", "flash"], broken)
+    assert [*results] == ["torch"]
+    assert results["torch"]["detail"] == "ImportError: libtorch.so is missing"
 
 
 def test_the_real_tests_skip_what_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,8 +77,8 @@ def test_the_real_tests_skip_what_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -
 
     assert {*SELFTESTS} == {"torch", "probe", *CAPABILITIES}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    given = run_selftests(["torch", *CAPABILITIES])
-    assert [*given] == ["torch"]
-    about = _torch_facts(given)
+    results = run_selftests(["torch", *CAPABILITIES])
+    assert [*results] == ["torch"]
+    about = _torch_facts(results)
     assert about.version == torch.__version__
     assert not about.available

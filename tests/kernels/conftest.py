@@ -46,12 +46,12 @@ def casts_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     eight = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
     def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-        wide = torch.from_numpy(np.array(data, dtype=np.float32)) if source == tl.float32 else None
-        if wide is not None and target == tl.bfloat16:
-            return wide.to(torch.bfloat16).view(torch.uint16).numpy()
-        if wide is not None and target in eight:  # as cvt.rn.satfinite does: NaN stays, infinity saturates
+        float32 = torch.from_numpy(np.array(data, dtype=np.float32)) if source == tl.float32 else None
+        if float32 is not None and target == tl.bfloat16:
+            return float32.to(torch.bfloat16).view(torch.uint16).numpy()
+        if float32 is not None and target in eight:  # as cvt.rn.satfinite does: NaN stays, infinity saturates
             largest = torch.finfo(eight[target]).max
-            return wide.clamp(-largest, largest).to(eight[target]).view(torch.uint8).numpy()
+            return float32.clamp(-largest, largest).to(eight[target]).view(torch.uint8).numpy()
         return plain(data, source, target, rounding)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)

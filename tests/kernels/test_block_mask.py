@@ -179,9 +179,9 @@ def test_flex_masks_are_the_same_mask(name: str, backend: str) -> None:
     keys_from = len(spec.noisy) if backend == "split" else 0
     bound = Bound(block_mask=module._block_mask(spec, layout.read, None, "cpu", keys_from))
     q, k, v = (x.detach() for x in inputs(layout, 2, torch.float32, "cpu"))
-    found = Attention(backend, spec)(q, k, v, bound)
+    output = Attention(backend, spec)(q, k, v, bound)
     reference = Attention("dense", spec)
-    torch.testing.assert_close(found, reference(q, k, v, reference.bind(layout.read)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output, reference(q, k, v, reference.bind(layout.read)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["dense", "flash", "flex", "split"])

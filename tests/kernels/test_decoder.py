@@ -49,12 +49,12 @@ def test_the_cache_changes_nothing(changes: dict[str, Any]) -> None:
     model = decoder(softcap=10.0, **changes)
     tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        whole = model.logits(model(tokens, Bound()))
+        logits = model.logits(model(tokens, Bound()))
         cache, pieces, position = model.new_cache(), [], 0
         for part in tokens.split((5, 1, 1, 8, 2), 1):
             pieces.append(model.logits(model(part, Bound(), cache, position)))
             position += part.shape[1]
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat(pieces, 1), logits, rtol=1e-4, atol=1e-5)
 
 
 def test_greedy_text_equals_that_without_a_cache() -> None:

@@ -28,10 +28,10 @@ def parameters(function: Any) -> list[tuple[str, Any, Any]]:
 @pytest.mark.parametrize("name", OPS)
 def test_the_triton_implementation_takes_the_same_arguments(name: str) -> None:
     pytest.importorskip("triton", reason="the kernels need triton")
-    found = parameters(OPS[name].triton)
+    signature = parameters(OPS[name].triton)
     expected = parameters(OPS[name].reference)
-    assert found[: len(expected)] == expected
-    assert all(default is not inspect.Parameter.empty for _, _, default in found[len(expected) :])
+    assert signature[: len(expected)] == expected
+    assert all(default is not inspect.Parameter.empty for _, _, default in signature[len(expected) :])
 
 
 def test_the_first_argument_decides() -> None:

@@ -48,12 +48,12 @@ def lost_and_mean(rows8: Float8, w8: Float8, w: Tensor) -> tuple[Tensor, Tensor]
 def check_corrections(kernels: Any, device: str, n: int, inner: int, outer: int) -> None:
     x, g, w = randoms(n + 7 * inner, (n, inner), (n, outer), (outer, inner), device=device)
     x8, g8, w8 = (float8.quantise(t, scale_of(16.0, device)) for t in (x + 1.0, g - 1.0, w))
-    for found, expected, terms in (
+    for actual, expected, terms in (
         (kernels.mean_correction(x8, w8, w), torch.mv(*lost_and_mean(x8, w8, w)), inner),
         (kernels.mean_gradient_correction(g8, w8, w), torch.mv(*_turned(*lost_and_mean(g8, w8, w))), outer),
     ):
-        assert found.dtype == torch.bfloat16
-        torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=1e-5 * terms)
+        assert actual.dtype == torch.bfloat16
+        torch.testing.assert_close(actual.double(), expected, rtol=2**-7, atol=1e-5 * terms)
 
 
 def _turned(matrix: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:

@@ -94,10 +94,10 @@ def test_nan_and_infinity_become_nan_and_do_not_count_for_amax(
     x[5, 3] = x[36, 20] = value
     scale = scale_of(16.0, device)
     check(kernels.quantise(x, scale), scale, x.double(), any_off=False)
-    lost = scale_of(16.0, device, 0.25)
-    got = kernels.quantise(torch.full((3, 5), value, device=device), lost)
+    scale_with_nan = scale_of(16.0, device, 0.25)
+    got = kernels.quantise(torch.full((3, 5), value, device=device), scale_with_nan)
     assert got.row.float().isnan().all()
-    assert float(lost.amax) == 0.25  # type: ignore[arg-type]
+    assert float(scale_with_nan.amax) == 0.25  # type: ignore[arg-type]
 
 
 def test_amax_only_rises(kernels: Any, device: str) -> None:
@@ -141,16 +141,16 @@ def check_norm(kernels: Any, device: str, n: int, d: int, add: bool, dtype: torc
     assert (total is x) is not add
     assert torch.equal(total, x + delta if add else x)
     assert (grad.dtype, rstd.dtype, grad_weight.dtype) == (dtype, torch.float32, torch.float32)
-    wide, wide_weight = total.double().requires_grad_(), weight.double().requires_grad_()
-    exact_rstd = torch.rsqrt(wide.square().mean(-1) + EPS)
-    exact = wide * exact_rstd[:, None] * wide_weight
+    double, double_weight = total.double().requires_grad_(), weight.double().requires_grad_()
+    exact_rstd = torch.rsqrt(double.square().mean(-1) + EPS)
+    exact = double * exact_rstd[:, None] * double_weight
     exact.backward(g.double())
     torch.testing.assert_close(rstd.double(), exact_rstd.detach(), rtol=2e-6, atol=0.0)
     check(normed, scale, exact.detach(), share=0.001)
-    exact_grad = wide.grad + (past.double() if past is not None else 0.0)
+    exact_grad = double.grad + (past.double() if past is not None else 0.0)
     check(grad8, grad_scale, grad.double())
     torch.testing.assert_close(grad.double(), exact_grad, rtol=2e-6 if dtype == torch.float32 else 2**-8, atol=2e-5)
-    torch.testing.assert_close(grad_weight.double(), wide_weight.grad, rtol=1e-5, atol=1e-5 * max(1.0, n**0.5))
+    torch.testing.assert_close(grad_weight.double(), double_weight.grad, rtol=1e-5, atol=1e-5 * max(1.0, n**0.5))
 
 
 @sizes
@@ -179,12 +179,12 @@ def test_the_weights_gradient_is_the_same_every_time(kernels: Any, device: str) 
 
 
 def exact_swiglu(h: Tensor, grad_s: Tensor) -> tuple[Tensor, Tensor]:
-    wide = h.double().requires_grad_()
-    gate, up = wide.chunk(2, -1)
+    double = h.double().requires_grad_()
+    gate, up = double.chunk(2, -1)
     s = torch.nn.functional.silu(gate) * up
     s.backward(grad_s.double())
-    assert wide.grad is not None
-    return s.detach(), wide.grad
+    assert double.grad is not None
+    return s.detach(), double.grad
 
 
 def check_swiglu(kernels: Any, device: str, n: int, width: int, dtype: torch.dtype = torch.float32) -> None:

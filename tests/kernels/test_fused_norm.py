@@ -27,14 +27,14 @@ def randoms(seed: int, *shapes: tuple[int, ...], device: str, dtype: torch.dtype
 def exact(total: Tensor, weight: Tensor, g: Tensor, g_sum: Tensor | None) -> tuple[Tensor, ...]:
     """Normed, 1/rms, gradients of sum and weight in float64."""
     total = total.double().requires_grad_()
-    wide = weight.double().requires_grad_()
+    double = weight.double().requires_grad_()
     rstd = torch.rsqrt(total.square().mean(-1) + EPS)
-    normed = total * rstd[:, None] * wide
+    normed = total * rstd[:, None] * double
     normed.backward(g.double())
     assert total.grad is not None
-    assert wide.grad is not None
+    assert double.grad is not None
     past = 0.0 if g_sum is None else g_sum.double()
-    return normed.detach(), rstd.detach(), total.grad + past, wide.grad
+    return normed.detach(), rstd.detach(), total.grad + past, double.grad
 
 
 def check(kernels: Any, device: str, n: int, d: int, add: bool, dtype: torch.dtype) -> None:
@@ -130,9 +130,9 @@ def test_the_weights_gradient_is_the_same_every_time(kernels: Any, device: str) 
 
 
 def test_strided_gradients_are_read_right(kernels: Any, device: str) -> None:
-    x, wide = randoms(9, (6, 20), (6, 40), device=device)
+    x, double = randoms(9, (6, 20), (6, 40), device=device)
     weight = torch.ones(20, device=device)
     _, _, rstd = kernels.add_rms_norm(x, None, weight, EPS)
-    got = kernels.rms_norm_backward(wide[:, ::2], x, rstd, weight, wide[:, 20:])
-    expected = kernels.rms_norm_backward(wide[:, ::2].clone(), x, rstd, weight, wide[:, 20:].clone())
+    got = kernels.rms_norm_backward(double[:, ::2], x, rstd, weight, double[:, 20:])
+    expected = kernels.rms_norm_backward(double[:, ::2].clone(), x, rstd, weight, double[:, 20:].clone())
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

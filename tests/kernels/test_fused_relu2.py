@@ -27,11 +27,11 @@ def problem(n: int, width: int, device: str, dtype: torch.dtype = torch.float32)
 
 
 def exact(h: Tensor, grad_s: Tensor) -> tuple[Tensor, Tensor]:
-    wide = h.double().requires_grad_()
-    s = wide.relu().square()
+    double = h.double().requires_grad_()
+    s = double.relu().square()
     s.backward(grad_s.double())
-    assert wide.grad is not None
-    return s.detach(), wide.grad
+    assert double.grad is not None
+    return s.detach(), double.grad
 
 
 def check(kernels: Any, device: str, n: int, width: int, dtype: torch.dtype) -> None:
@@ -187,9 +187,9 @@ def test_in_fp8_nan_and_infinity_become_nan_and_do_not_count_for_amax(kernels: A
         assert got.row.float().isnan().nonzero().tolist() == places
         assert 0.0 < float(grad_scale.amax) < 1000.0  # type: ignore[arg-type]
         if places:
-            lost = scale_of(1.0, device, 0.25)
-            assert kernels.relu2_8(torch.full((3, 5), value, device=device), lost).row.float().isnan().all()
-            assert float(lost.amax) == 0.25  # type: ignore[arg-type]
+            scale_with_nan = scale_of(1.0, device, 0.25)
+            assert kernels.relu2_8(torch.full((3, 5), value, device=device), scale_with_nan).row.float().isnan().all()
+            assert float(scale_with_nan.amax) == 0.25  # type: ignore[arg-type]
 
 
 def test_other_tiles_give_the_same(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

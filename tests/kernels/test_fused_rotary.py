@@ -35,15 +35,15 @@ def split(qkv: Tensor, shape: Shape) -> list[Tensor]:
 
 def exact(qkv: Tensor, cos: Tensor, sin: Tensor, shape: Shape, grads: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     """Return rotated queries and keys, values, and the gradient of the merged projection, in float64 by autograd."""
-    wide = qkv.double().requires_grad_()
-    q, k, v = split(wide, shape)
+    double = qkv.double().requires_grad_()
+    q, k, v = split(double, shape)
     turned = []
     for x in (q, k):
         a, b = x.chunk(2, -1)
         turned.append(torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
     torch.autograd.backward([*turned, v], [grad.double() for grad in grads])
-    assert wide.grad is not None
-    return [x.detach() for x in (*turned, v)], wide.grad
+    assert double.grad is not None
+    return [x.detach() for x in (*turned, v)], double.grad
 
 
 def check(kernels: Any, device: str, shape: Shape, dtype: torch.dtype, heads_first: bool) -> None:

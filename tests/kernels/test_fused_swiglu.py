@@ -24,12 +24,12 @@ def problem(n: int, width: int, device: str, dtype: torch.dtype = torch.float32)
 
 
 def exact(h: Tensor, grad_s: Tensor) -> tuple[Tensor, Tensor]:
-    wide = h.double().requires_grad_()
-    gate, up = wide.chunk(2, -1)
+    double = h.double().requires_grad_()
+    gate, up = double.chunk(2, -1)
     s = F.silu(gate) * up
     s.backward(grad_s.double())
-    assert wide.grad is not None
-    return s.detach(), wide.grad
+    assert double.grad is not None
+    return s.detach(), double.grad
 
 
 def check(kernels: Any, device: str, n: int, width: int, dtype: torch.dtype) -> None:

@@ -37,8 +37,8 @@ def problem(n: int, width: int, rank: int, device: str, dtype: torch.dtype) -> t
     chance = torch.Generator().manual_seed(n + 31 * width + 997 * rank)
     shapes = ((n, width), (rank, width), (n, rank))
     x, a, grad = (torch.randn(*shape, generator=chance).to(device) for shape in shapes)
-    wide = torch.bfloat16 if dtype == EIGHT else dtype
-    return x.to(dtype), a.to(wide), grad.to(wide)
+    other_dtype = torch.bfloat16 if dtype == EIGHT else dtype
+    return x.to(dtype), a.to(other_dtype), grad.to(other_dtype)
 
 
 def check(kernels: Any, x: Tensor, a: Tensor, grad: Tensor, dropout: Dropout | None, unscale: Tensor | None) -> None:
@@ -119,9 +119,9 @@ def test_no_write_out_of_bounds(fused: ModuleType, device: str, monkeypatch: pyt
 
     def with_room(shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype) -> Tensor:
         count = math.prod(shape)
-        whole = torch.full((count + 8192,), 7.0, device=device, dtype=dtype)
-        made.append((whole, count))
-        return whole[:count].view(shape)
+        buffer = torch.full((count + 8192,), 7.0, device=device, dtype=dtype)
+        made.append((buffer, count))
+        return buffer[:count].view(shape)
 
     x, a, grad = problem(67, 133, 5, device, torch.float32)
     monkeypatch.setattr(fused.torch, "empty", with_room)
@@ -131,7 +131,7 @@ def test_no_write_out_of_bounds(fused: ModuleType, device: str, monkeypatch: pyt
         lambda: fused.project_down_input_gradient(grad, a, None),
     ):
         work()
-        assert all(bool((whole[count:] == 7.0).all()) for whole, count in made)
+        assert all(bool((buffer[count:] == 7.0).all()) for buffer, count in made)
     assert len(made) == 3
 
 
@@ -154,21 +154,21 @@ def test_operands_may_have_any_strides(kernels: Any, device: str, dtype: torch.d
     ]
     for other in results[1:]:
         assert all(torch.allclose(a.float(), b.float(), atol=1e-5) for a, b in zip(results[0], other, strict=True))
-    whole = torch.full((80, 200), 7.0, device=device, dtype=grad.dtype)
-    kernels.project_down_input_gradient(part_grad, part_a, dropout, whole[3:70, 8:143])
-    torch.testing.assert_close(whole[3:70, 8:143].float(), 7.0 + results[0][2].float(), rtol=2**-8, atol=2**-5)
-    whole[3:70, 8:143] = 7.0
-    assert bool((whole == 7.0).all())
+    buffer = torch.full((80, 200), 7.0, device=device, dtype=grad.dtype)
+    kernels.project_down_input_gradient(part_grad, part_a, dropout, buffer[3:70, 8:143])
+    torch.testing.assert_close(buffer[3:70, 8:143].float(), 7.0 + results[0][2].float(), rtol=2**-8, atol=2**-5)
+    buffer[3:70, 8:143] = 7.0
+    assert bool((buffer == 7.0).all())
 
 
 def test_the_sum_is_rounded_once(kernels: Any, device: str) -> None:
     one = torch.ones(1, 1, device=device, dtype=torch.bfloat16)
     out = torch.full((1, 1), 2**-9 + 2**-16, device=device)  # a float32 gradient is added to as it is
     assert kernels.project_down_input_gradient(one, one, None, out).item() == 1 + 2**-9 + 2**-16
-    whole = torch.full((1, 2), -1.0, device=device, dtype=torch.bfloat16)
+    buffer = torch.full((1, 2), -1.0, device=device, dtype=torch.bfloat16)
     tiny = torch.tensor([[1.0, 2**-9]], device=device, dtype=torch.bfloat16)
     assert (
-        kernels.project_down_input_gradient(tiny, torch.ones(2, 2, device=device, dtype=torch.bfloat16), None, whole)
+        kernels.project_down_input_gradient(tiny, torch.ones(2, 2, device=device, dtype=torch.bfloat16), None, buffer)
         .eq(2**-9)
         .all()
     )

@@ -24,8 +24,8 @@ sizes = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCh
 
 def scattered(count: int, rows: int, columns: int, device: str, chance: torch.Generator) -> list[Tensor]:
     """Return matrices that are parts of larger tensors, at addresses that need not be multiples of 16 bytes."""
-    whole = [torch.randn(rows + i + 2, columns, generator=chance).to(device) for i in range(count)]
-    return [tensor.narrow(0, i + 1, rows) for i, tensor in enumerate(whole)]
+    parents = [torch.randn(rows + i + 2, columns, generator=chance).to(device) for i in range(count)]
+    return [tensor.narrow(0, i + 1, rows) for i, tensor in enumerate(parents)]
 
 
 def chance_for(*numbers: int) -> torch.Generator:

@@ -110,10 +110,10 @@ def test_nan_and_infinity_stay_in_their_matrix(kernels: Any, device: str, value:
     x = matrices(3, 40, 70, device)
     x[1, 2, 3] = value
     for tall in (False, True):
-        found = kernels.gram(x, tall=tall, diagonal=1.0)
-        assert found.isfinite().all((1, 2)).tolist() == [True, False, True]
-        assert not found[1, 3 if tall else 2].isfinite().any()
-        squares = kernels.square(found, factor=1.0, diagonal=1.0)
+        actual = kernels.gram(x, tall=tall, diagonal=1.0)
+        assert actual.isfinite().all((1, 2)).tolist() == [True, False, True]
+        assert not actual[1, 3 if tall else 2].isfinite().any()
+        squares = kernels.square(actual, factor=1.0, diagonal=1.0)
         assert squares.isfinite().all((1, 2)).tolist() == [True, False, True]
 
 
@@ -139,19 +139,19 @@ def test_orthogonalised_matrices_are_orthogonal(
     monkeypatch.setattr(muon, "gram", kernels.gram)
     monkeypatch.setattr(muon, "square", kernels.square)
     x = matrices(*shape, device)
-    found = muon.orthogonalize(x, x.float().square().sum((1, 2)))
+    actual = muon.orthogonalize(x, x.float().square().sum((1, 2)))
     u, values, v = torch.linalg.svd(x.double(), full_matrices=False)
-    assert torch.linalg.svdvals(found.double()).sub(1)[values / values[:, :1] > 0.05].abs().max() < 0.2
-    assert torch.nn.functional.cosine_similarity(found.double().flatten(1), (u @ v).flatten(1)).min() > 0.98
+    assert torch.linalg.svdvals(actual.double()).sub(1)[values / values[:, :1] > 0.05].abs().max() < 0.2
+    assert torch.nn.functional.cosine_similarity(actual.double().flatten(1), (u @ v).flatten(1)).min() > 0.98
 
 
 def test_on_a_cpu_the_reference_is_used() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         x = matrices(2, 20, 30, "cpu").to(dtype)
-        found = gram(x, tall=False, diagonal=2.0)
-        assert torch.equal(found, gram.reference(x, tall=False, diagonal=2.0))
-        squares = square(found, factor=3.0, diagonal=1.0)
-        assert torch.equal(squares, square.reference(found, factor=3.0, diagonal=1.0))
+        actual = gram(x, tall=False, diagonal=2.0)
+        assert torch.equal(actual, gram.reference(x, tall=False, diagonal=2.0))
+        squares = square(actual, factor=3.0, diagonal=1.0)
+        assert torch.equal(squares, square.reference(actual, factor=3.0, diagonal=1.0))
         assert squares.dtype == dtype
 
 

@@ -232,11 +232,11 @@ def test_written_into_a_slice(
     expected = block_by_block(matrix).to(dtype)
     for place in ((slice(2, 2 + rows), slice(None)), (slice(2, 2 + rows), slice(0, columns))):
         width = columns if place[1] == slice(None) else columns + 5
-        whole = torch.full((rows + 3, width), 7.0, dtype=dtype, device=device)
-        kernels.dequantise_into(matrix, whole[place])
-        assert torch.equal(whole[place], expected)
-        whole[place] = 7.0
-        assert bool((whole == 7.0).all())
+        buffer = torch.full((rows + 3, width), 7.0, dtype=dtype, device=device)
+        kernels.dequantise_into(matrix, buffer[place])
+        assert torch.equal(buffer[place], expected)
+        buffer[place] = 7.0
+        assert bool((buffer == 7.0).all())
 
 
 def test_broken_scales_are_seen(device: str, kernels: Any) -> None:
@@ -311,8 +311,8 @@ def main() -> None:
     JITFunction.__getitem__ = catch  # type: ignore[method-assign]
     for rows, columns, dtype in ((4096, 14336, torch.bfloat16), (33, 77, torch.float32)):
         for matrix in matrices(rows, columns):
-            for whole in (empty(rows, columns, dtype=dtype), empty(rows, columns + 16, dtype=dtype)):
-                nf4_triton.dequantise_into(matrix, whole[:, :columns])
+            for buffer in (empty(rows, columns, dtype=dtype), empty(rows, columns + 16, dtype=dtype)):
+                nf4_triton.dequantise_into(matrix, buffer[:, :columns])
     nf4_triton.dequantise_into(matrices(4096, 14336)[1], empty(4096, 14336, dtype=torch.float8_e4m3fn), empty(()))
     print(json.dumps(found))
 

@@ -20,14 +20,14 @@ def check(kernels: Any, device: str, n: int, width: int, dtype: torch.dtype, wei
     generator = torch.Generator().manual_seed(n * 1009 + width)
     x, delta, state, grad = (torch.randn(n, width, generator=generator).to(device, dtype) for _ in range(4))
     factor = torch.tensor(weight, device=device)
-    found, (grad_state, grad_weight) = (
+    actual, (grad_state, grad_weight) = (
         kernels.add_skip(x, delta, state, factor),
         kernels.add_skip_backward(grad, state, factor),
     )
-    assert (found.dtype, grad_state.dtype, grad_weight.dtype) == (dtype, dtype, torch.float32)
-    assert (found.shape, grad_weight.shape) == (x.shape, ())
+    assert (actual.dtype, grad_state.dtype, grad_weight.dtype) == (dtype, dtype, torch.float32)
+    assert (actual.shape, grad_weight.shape) == (x.shape, ())
     near = {"rtol": SLACK[dtype], "atol": 4 * SLACK[dtype]}
-    torch.testing.assert_close(found.double(), x.double() + delta.double() + weight * state.double(), **near)
+    torch.testing.assert_close(actual.double(), x.double() + delta.double() + weight * state.double(), **near)
     torch.testing.assert_close(grad_state.double(), weight * grad.double(), **near)
     products: Tensor = grad.double() * state.double()
     assert abs(float(grad_weight) - float(products.sum())) <= 1e-5 * float(products.abs().sum()) + 1e-12

@@ -292,9 +292,11 @@ def test_it_compiles_for_hopper_with_wide_loads(tmp_path: Path, more: str) -> No
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", FOR_HOPPER, more], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    wide = [line for line in done.stdout.splitlines() if "global" in line and ".v4.b32" in line]
-    assert len([line for line in wide if "ld.global" in line]) == 8, "two of 16 bytes in each sweep, and before it"
-    assert len([line for line in wide if "st.global" in line]) == 4
+    wide_accesses = [line for line in done.stdout.splitlines() if "global" in line and ".v4.b32" in line]
+    assert len([line for line in wide_accesses if "ld.global" in line]) == 8, (
+        "two of 16 bytes in each sweep, and before it"
+    )
+    assert len([line for line in wide_accesses if "st.global" in line]) == 4
 
 
 @pytest.mark.gpu

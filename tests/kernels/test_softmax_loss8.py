@@ -46,12 +46,12 @@ def test_any_size(kernels: Any, device: str, n: int, vocab: int, softcap: float 
     torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
     assert gradient.row.dtype == torch.float8_e5m2
     assert torch.equal(gradient.row.view(torch.uint8).T, gradient.column.view(torch.uint8))
-    found = gradient.row.double() / FACTOR
+    actual = gradient.row.double() / FACTOR
     # e5m2 keeps two bits after the first, either of two neighbours; below 2⁻²⁸ its steps no longer shrink
     wanted = torch.arange(vocab, device=device) == target[:, None]
-    torch.testing.assert_close(found[~wanted], expected_gradient[~wanted], rtol=2**-2 + 1e-3, atol=2**-30)
+    torch.testing.assert_close(actual[~wanted], expected_gradient[~wanted], rtol=2**-2 + 1e-3, atol=2**-30)
     # one less than one is known to float32's last bits
-    torch.testing.assert_close(found[wanted], expected_gradient[wanted], rtol=2**-2 + 1e-3, atol=2**-20)
+    torch.testing.assert_close(actual[wanted], expected_gradient[wanted], rtol=2**-2 + 1e-3, atol=2**-20)
 
 
 def test_what_many_rows_share_is_right_on_average(kernels: Any, device: str) -> None:
@@ -60,9 +60,9 @@ def test_what_many_rows_share_is_right_on_average(kernels: Any, device: str) -> 
     rows = logits.expand(1024, -1).contiguous()
     _, gradient = kernels.softmax_loss8(rows, torch.full((1024,), 3, device=device), scale)
     _, expected = exact(logits, torch.full((1,), 3, device=device), None)
-    found = gradient.row.double() / FACTOR
-    torch.testing.assert_close(found.mean(0), expected[0], rtol=0.004, atol=0.0)
-    assert (found.std(0) > 0.02 * expected[0].abs()).any()
+    actual = gradient.row.double() / FACTOR
+    torch.testing.assert_close(actual.mean(0), expected[0], rtol=0.004, atol=0.0)
+    assert (actual.std(0) > 0.02 * expected[0].abs()).any()
 
 
 def test_kernel_and_reference_use_the_same_dither(device: str) -> None:
@@ -97,12 +97,12 @@ def test_the_head_in_fp8_is_near_the_exact_one(device: str) -> None:
     weight = (0.1 * torch.randn(160, 96, generator=generator)).to(device).requires_grad_()
     target = torch.randint(0, 160, (64,), generator=generator).to(device)
     target[::7] = IGNORE
-    found = linear_cross_entropy8(x, weight, target)
-    own = torch.autograd.grad(found / 64, (x, weight))
-    wide = x.detach().float().requires_grad_()
-    expected = exact_loss(wide, weight, target)
-    truth = torch.autograd.grad(expected / 64, (wide, weight))
-    assert found.item() == pytest.approx(expected.item(), rel=0.01)
+    actual = linear_cross_entropy8(x, weight, target)
+    own = torch.autograd.grad(actual / 64, (x, weight))
+    float32 = x.detach().float().requires_grad_()
+    expected = exact_loss(float32, weight, target)
+    truth = torch.autograd.grad(expected / 64, (float32, weight))
+    assert actual.item() == pytest.approx(expected.item(), rel=0.01)
     for gradient, true in zip(own, truth, strict=True):
         assert 1e-3 < float((gradient.float() - true).norm() / true.norm()) < 0.1
     assert not own[0][::7].any(), "what is not scored has no gradient"
@@ -115,6 +115,6 @@ def test_what_tokens_share_is_as_if_the_weight_were_exact(device: str) -> None:
     weight = (0.02 * torch.randn(256, 64, generator=generator)).to(device)
     target = torch.randint(0, 16, (512,), generator=generator).to(device)  # sixteen words are all there is
     (own,) = torch.autograd.grad(linear_cross_entropy8(x, weight, target), x)
-    wide = x.detach().float().requires_grad_()
-    (true,) = torch.autograd.grad(exact_loss(wide, weight, target), wide)
+    float32 = x.detach().float().requires_grad_()
+    (true,) = torch.autograd.grad(exact_loss(float32, weight, target), float32)
     assert float((own.float().mean(0) - true.mean(0)).norm() / true.mean(0).norm()) < 0.01  # 0.025 without

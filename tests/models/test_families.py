@@ -95,9 +95,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_the_decoder_does_not_compute_is_refused_by_name(folder: Path, name: str) -> None:
     changes, says = REFUSED[name]
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
-    said = message(folder)
-    assert said.startswith(str(folder / "config.json"))
-    assert says in said
+    error = message(folder)
+    assert error.startswith(str(folder / "config.json"))
+    assert says in error
 
 
 def test_the_error_lists_the_supported_families(folder: Path) -> None:
@@ -212,19 +212,19 @@ def test_missing_paths(tmp_path: Path) -> None:
 def test_an_unreachable_hub_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    said = message("owner/model")
-    assert said.startswith("owner/model: ")
-    assert "hub's cache" in said
-    assert "unset HF_HUB_OFFLINE" in said
+    error = message("owner/model")
+    assert error.startswith("owner/model: ")
+    assert "hub's cache" in error
+    assert "unset HF_HUB_OFFLINE" in error
 
 
 def test_hub_errors_are_explained_without_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
-    asked: list[Any] = []
+    requests: list[Any] = []
 
     def answer(error: BaseException | None) -> None:
         def download(repo: str, allow_patterns: list[str]) -> str:
-            asked.append((repo, allow_patterns))
+            requests.append((repo, allow_patterns))
             if error is not None:
                 raise error
             return str(tmp_path)
@@ -242,15 +242,15 @@ def test_hub_errors_are_explained_without_secrets(monkeypatch: pytest.MonkeyPatc
     expected = {"GatedRepoError": "gated", "RepositoryNotFoundError": "no model of that name"}
     for name, says in {**expected, "LocalEntryNotFoundError": "the hub cannot be reached"}.items():
         answer(hub_error(name))
-        said = message("owner/model")
-        assert says in said
-        assert "secret" not in said
-        assert "sig" not in said
+        error = message("owner/model")
+        assert says in error
+        assert "secret" not in error
+        assert "sig" not in error
     answer(OSError(28, "No space left on device"))
     assert "cannot be written to the hub's cache" in message("owner/model")
     answer(None)
     assert "has no safetensors in the hub's cache" in message("owner/model")
-    repo, patterns = asked[-1]
+    repo, patterns = requests[-1]
     assert repo == "owner/model"
     assert not [p for p in patterns if p.endswith((".bin", ".py")) or p == "*"]
 
@@ -285,8 +285,8 @@ def test_low_frequencies_are_stretched_and_high_ones_stay(
 ) -> None:
     """By its definition, one frequency at a time and in double precision."""
     scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": low + span}
-    found = inverse_frequencies(2 * half, theta, {**scaling, "original_max_position_embeddings": context})
-    for i, frequency in enumerate(found.tolist()):
+    frequencies = inverse_frequencies(2 * half, theta, {**scaling, "original_max_position_embeddings": context})
+    for i, frequency in enumerate(frequencies.tolist()):
         plain = theta ** -(i / half)
         wave = 2 * math.pi / plain
         smooth = (context / wave - low) / span

@@ -36,18 +36,18 @@ def gradients(model: Decoder, scale: float = 1.0) -> dict[str, torch.Tensor]:
     hidden = model(TOKENS, model.attention.bind(TOKENS.shape[1]))
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(9)) * scale
     (hidden.float() * weights).sum().backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"hidden": hidden.detach().float(), **found}
+    actual = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"hidden": hidden.detach().float(), **actual}
 
 
-def error(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
-    return {name: float((found[name] - value).norm() / (value.norm() + 1e-12)) for name, value in truth.items()}
+def error(actual: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {name: float((actual[name] - value).norm() / (value.norm() + 1e-12)) for name, value in truth.items()}
 
 
 def test_the_first_pass_measures_in_bf16() -> None:
     plain, eight = decoder(), decoder(LINEARS)
-    expected, found = gradients(plain), gradients(eight)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    expected, actual = gradients(plain), gradients(eight)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
     assert eight.scales is not None
     assert (eight.scales.amax[..., 0] > 0).all()
     assert not eight.scales.known
@@ -79,8 +79,8 @@ def test_other_parts_have_fp8_too(parts: dict[str, Any]) -> None:
 def test_gradients_of_any_magnitude_are_scaled_into_range(scale: float) -> None:
     model = decoder(LINEARS)
     gradients(model, scale)
-    found, truth = gradients(model, scale), gradients(decoder(), scale)
-    assert max(error(found, truth).values()) < NEAR
+    actual, truth = gradients(model, scale), gradients(decoder(), scale)
+    assert max(error(actual, truth).values()) < NEAR
 
 
 def test_the_scale_follows_a_growing_tensor() -> None:
@@ -139,8 +139,8 @@ def test_what_is_kept_goes_on_exactly() -> None:
     again = decoder(LINEARS)
     assert again.scales is not None
     again.scales.load(kept)
-    found = gradients(again)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    actual = gradients(again)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 def test_evaluation_is_in_bf16() -> None:

@@ -77,9 +77,9 @@ def test_values_and_gradients_are_the_plain_ones(
     parts = {"qk_norm": qk_norm, "qkv_bias": qkv_bias, "value_embeddings": min(tables, layers // 2), "skips": skips}
     shape = DecoderShape(layers, width, kv_heads * groups, kv_heads, 2 * half, d_ff, 64, mlp, **parts)
     tokens = torch.randint(0, 64, (batch, length), generator=torch.Generator().manual_seed(length))
-    (expected, gradients), (found, own) = (outputs(model, tokens) for model in pair(shape))
+    (expected, gradients), (actual, own) = (outputs(model, tokens) for model in pair(shape))
     # norms compute in float32 on both sides, whatever the model's precision
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     for name, gradient in gradients.items():
         scale = float(gradient.abs().max()) + 1e-6
         near = 1e-3 if name == "skip_weights" else 1e-4  # a skip's is one sum over all, of which little may be left
@@ -98,8 +98,8 @@ def test_in_bf16_the_error_is_no_larger_than_that_of_plain_torch() -> None:
     truth = outputs(pair(SHAPE)[0], tokens)[1]
     plain, fused = (outputs(model, tokens)[1] for model in pair(SHAPE, torch.bfloat16))
 
-    def error(found: dict[str, Any]) -> float:
-        parts = [(found[n].double() - g).norm() / g.norm() for n, g in truth.items()]
+    def error(actual: dict[str, Any]) -> float:
+        parts = [(actual[n].double() - g).norm() / g.norm() for n, g in truth.items()]
         return float(torch.stack(parts).max())
 
     assert error(fused) < 1.3 * error(plain) + 1e-3

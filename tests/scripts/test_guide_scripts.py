@@ -23,7 +23,7 @@ GUIDE_FLAGS = (
 
 
 @pytest.fixture
-def told(module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def translate(module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Return the arguments that a launcher passes to `redline`."""
     import sys
 
@@ -80,21 +80,21 @@ def test_a_mistake_is_a_sentence(script: Any) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_fp8_and_no_fp8_contradict_each_other(told: Any) -> None:
+def test_fp8_and_no_fp8_contradict_each_other(translate: Any) -> None:
     with pytest.raises(SystemExit) as refused:
-        told("train_h100", "--use_fp8", "--no_fp8")
+        translate("train_h100", "--use_fp8", "--no_fp8")
     assert refused.value.code == 2
 
 
-def test_the_guides_defaults(told: Any) -> None:
-    plain = recipe(told("train_h100"))
+def test_the_guides_defaults(translate: Any) -> None:
+    plain = recipe(translate("train_h100"))
     assert batch(plain) == (8, 16, "auto")
     assert (plain.train.lr, plain.train.hours) == (4e-4, 1.5)
     assert plain.train.target_loss is None, (
         "the guide promises 2.90 to 2.95: a run that stops at 3.0781 cannot get there"
     )
     assert (plain.monitor.log_every, plain.eval.every, plain.checkpoint.every) == (100, 1000, 5000)
-    tuned = recipe(told("train_h100_optimized"))
+    tuned = recipe(translate("train_h100_optimized"))
     assert batch(tuned) == ("auto", "auto", 512)
     assert tuned.train.target_loss is None
     assert (tuned.train.lr, tuned.train.warmup_steps, tuned.eval.every) == (6e-4, 1000, 500)
@@ -116,8 +116,8 @@ def test_the_guides_defaults(told: Any) -> None:
         ("train_h100_optimized", "--batch_size 16", (16, "auto", 512)),
     ],
 )
-def test_batches(told: Any, launcher: str, words: str, expected: tuple[Any, Any, Any]) -> None:
-    assert batch(recipe(told(launcher, *words.split()))) == expected
+def test_batches(translate: Any, launcher: str, words: str, expected: tuple[Any, Any, Any]) -> None:
+    assert batch(recipe(translate(launcher, *words.split()))) == expected
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,18 @@ def test_batches(told: Any, launcher: str, words: str, expected: tuple[Any, Any,
         ("--pin_memory --persistent_workers", "train", "lr", 4e-4),
     ],
 )
-def test_flags(told: Any, words: str, section: str, key: str, value: Any) -> None:
-    assert getattr(getattr(recipe(told("train_h100", *words.split())), section), key) == value
+def test_flags(translate: Any, words: str, section: str, key: str, value: Any) -> None:
+    assert getattr(getattr(recipe(translate("train_h100", *words.split())), section), key) == value
 
 
-def test_what_is_no_flag_of_the_guides_goes_on_to_redline(told: Any) -> None:
-    assert told("train_h100", "--resume", "latest", "train.hours=2") == ["train", "--resume", "latest", "train.hours=2"]
-    assert told("train_h100", "--run", "here", "--dry-run")[-3:] == ["--run", "here", "--dry-run"]
+def test_what_is_no_flag_of_the_guides_goes_on_to_redline(translate: Any) -> None:
+    assert translate("train_h100", "--resume", "latest", "train.hours=2") == [
+        "train",
+        "--resume",
+        "latest",
+        "train.hours=2",
+    ]
+    assert translate("train_h100", "--run", "here", "--dry-run")[-3:] == ["--run", "here", "--dry-run"]
 
 
 def test_the_model_test_runs_and_can_fail(
@@ -173,6 +178,6 @@ def test_the_model_test_runs_and_can_fail(
     monkeypatch.setitem(broken.CHECKS, "learns", lambda *_: (False, "no"))
     monkeypatch.setattr(sys, "argv", ["script", "--skip_compile"])
     assert broken.main() == 1
-    said = capsys.readouterr().out
-    assert "FAIL  forward     ZeroDivisionError" in said
-    assert said.endswith("forward, learns failed\n")
+    output = capsys.readouterr().out
+    assert "FAIL  forward     ZeroDivisionError" in output
+    assert output.endswith("forward, learns failed\n")

@@ -18,7 +18,7 @@ GUIDE = (
 
 
 @pytest.fixture
-def told(module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def translate(module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     def run(*words: str) -> list[str]:
         launcher = module("latentwire_train")
         monkeypatch.setattr(launcher, "main", lambda: None)
@@ -29,23 +29,23 @@ def told(module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -
     return run
 
 
-def test_the_guides_command(told: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-    verb, name, *rest = told(*GUIDE, "--run", "here")
+def test_the_guides_command(translate: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    verb, name, *rest = translate(*GUIDE, "--run", "here")
     assert (verb, name, rest[-2:]) == ("train", "latentwire-squad", ["--run", "here"])
-    found = load(name, [word for word in rest if "=" in word]).recipe
-    assert (found.train.micro_batch, found.train.accumulation, found.train.global_batch) == (4, 16, "auto")
-    assert (found.train.precision, found.train.compile, found.data.workers) == ("bf16", True, 16)
-    assert found.model.attention == "auto"
-    said = capsys.readouterr().err
-    assert "--pin_memory: always on" in said
-    assert "--persistent_workers: always on" in said
+    recipe = load(name, [word for word in rest if "=" in word]).recipe
+    assert (recipe.train.micro_batch, recipe.train.accumulation, recipe.train.global_batch) == (4, 16, "auto")
+    assert (recipe.train.precision, recipe.train.compile, recipe.data.workers) == ("bf16", True, 16)
+    assert recipe.model.attention == "auto"
+    errors = capsys.readouterr().err
+    assert "--pin_memory: always on" in errors
+    assert "--persistent_workers: always on" in errors
 
 
-def test_without_flags_it_is_the_recipe_and_overrides_win(told: Callable[..., list[str]]) -> None:
-    assert told() == ["train", "latentwire-squad"]
-    words = told("--batch_size", "4", "train.micro_batch=2")
+def test_without_flags_it_is_the_recipe_and_overrides_win(translate: Callable[..., list[str]]) -> None:
+    assert translate() == ["train", "latentwire-squad"]
+    words = translate("--batch_size", "4", "train.micro_batch=2")
     assert words == ["train", "latentwire-squad", "train.micro_batch=2"]
-    assert told("--resume", "latest", "--batch_size", "4") == ["train", "--resume", "latest"]
+    assert translate("--resume", "latest", "--batch_size", "4") == ["train", "--resume", "latest"]
 
 
 def test_help_and_mistakes(script: Any) -> None:
