@@ -1,4 +1,4 @@
-"""The real command, in its own process or in this one, and one trained run for all who only look."""
+"""Fixtures: the command in its own process or in this one, and one trained run for tests that only read it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def redline() -> Callable[..., Answer]:
-    """`redline …` in a process of its own."""
+    """Run `redline …` in a process of its own."""
 
     def run(*words: str, cwd: Path) -> Answer:
         command = [sys.executable, "-m", "redline", *words]
@@ -54,7 +54,7 @@ def redline() -> Callable[..., Answer]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`redline …` in the background; gone when the test is over."""
+    """Start `redline …` in the background, and kill it after the test."""
     started = []
 
     def run(*words: str, cwd: Path) -> subprocess.Popen[str]:
@@ -75,7 +75,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def inside(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, no_pictures: None
 ) -> Iterator[Callable[..., Answer]]:
-    """`redline …` within this process, where torch is imported already."""
+    """Run `redline …` in this process, where torch is already imported."""
     before = dict(os.environ)
 
     def run(*words: str, cwd: Path = tmp_path) -> Answer:

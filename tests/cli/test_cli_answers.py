@@ -1,4 +1,4 @@
-"""Fine-tuning looked at from the command line: what would be learnt, what was learnt, and models that are no run."""
+"""Fine-tuning from the command line: previews, evaluation of answers, and models that are not runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Redline = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def folder(redline: Redline, tiny_base: Path, answers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with rows, a recipe for them, and runs/tuned that has learnt them."""
+    """Make a directory with rows, a recipe for them, and the run runs/tuned that was trained on them."""
     place = tmp_path_factory.mktemp("tuned")
     (place / "rows.jsonl").write_text(answers.read_text())
     (place / "tune.yaml").write_text(TUNED.replace("BASE", str(tiny_base)).replace("ROWS", "rows.jsonl"))
@@ -130,8 +130,8 @@ def test_writing(inside: Redline, folder: Path, tiny_base: Path) -> None:
     assert "It is grey" not in str(base["samples"])
 
 
-def test_plain_is_the_text_as_it_stands(inside: Redline, folder: Path) -> None:
-    """A model that learnt answers goes on with one when the prompt itself holds all of a chat but its answer."""
+def test_a_plain_prompt_is_not_put_into_the_chat_template(inside: Redline, folder: Path) -> None:
+    """A model trained on answers continues with one if the prompt holds the chat up to its answer."""
     chat = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     written = inside("sample", "tuned", "--prompt", chat, "--plain", "--temperature", "0", "--json", cwd=folder)
     assert score(written)["samples"] == [{"prompt": chat, "text": "It is grey."}]
@@ -179,7 +179,9 @@ def test_a_model_needs_rows_and_a_question(inside: Redline, folder: Path, tiny_b
     assert (numbers.code, "reference answers has a number" in numbers.message) == (1, True)
 
 
-def test_a_base_that_was_moved_is_named(inside: Redline, folder: Path, tiny_base: Path, tmp_path: Path) -> None:
+def test_a_moved_base_can_be_given_on_the_command_line(
+    inside: Redline, folder: Path, tiny_base: Path, tmp_path: Path
+) -> None:
     moved = shutil.copytree(tiny_base, tmp_path / "moved")
     there, here = (
         score(inside("eval", "tuned", *words, "--json", cwd=folder)) for words in ((), ("--base", str(moved)))
@@ -187,7 +189,7 @@ def test_a_base_that_was_moved_is_named(inside: Redline, folder: Path, tiny_base
     assert here == there
 
 
-def test_rows_that_are_asked_are_not_said_to_be_dropped(inside: Redline, folder: Path, tmp_path: Path) -> None:
+def test_questions_are_not_reported_as_dropped_rows(inside: Redline, folder: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "What?", "completion": "red " * words} for words in (2, 60, 5000)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("eval", "tuned", "--answers", "match", "--data", str(tmp_path / "long.jsonl"), "--tokens", "2", "--json")
@@ -206,7 +208,7 @@ def test_a_run_that_continues_texts(inside: Redline, home: Path) -> None:
 # --- what a score was measured on
 
 
-def test_few_rows_and_rows_of_training_are_said_beside_the_score(inside: Redline, folder: Path, tmp_path: Path) -> None:
+def test_the_score_warns_about_few_rows_and_training_rows(inside: Redline, folder: Path, tmp_path: Path) -> None:
     own = score(inside("eval", "tuned", "--json", cwd=folder))["held_out"]
     assert own["unit"] == "rows"
     assert own["few"]
@@ -225,7 +227,9 @@ def test_few_rows_and_rows_of_training_are_said_beside_the_score(inside: Redline
     assert (new["size"], new["shared_with_training"]) == (1, 0)
 
 
-def test_rows_whose_training_data_are_gone_are_not_called_unseen(inside: Redline, folder: Path, tmp_path: Path) -> None:
+def test_rows_are_not_called_unseen_if_the_training_data_is_missing(
+    inside: Redline, folder: Path, tmp_path: Path
+) -> None:
     shutil.copytree(folder / "runs/tuned", tmp_path / "runs/tuned")
     lock = json.loads((tmp_path / "runs/tuned/lock.json").read_text())
     lock |= {"began_in": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""`redline bench` on a toy."""
+"""`redline bench` with a small model."""
 
 from __future__ import annotations
 

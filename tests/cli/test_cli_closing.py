@@ -1,4 +1,4 @@
-"""What a run says at its end, and what the list of runs says it cost."""
+"""The closing lines of a run, and its cost in the list of runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_names_with_spaces_can_be_pasted_back(recipe: str, inside: Any) -> None:
     ]
 
 
-def test_who_diverged_is_not_told_to_go_on(recipe: str, inside: Any) -> None:
+def test_a_diverged_run_is_not_advised_to_resume(recipe: str, inside: Any) -> None:
     words = ("train.lr=1e30", "train.clip=null", "train.max_nonfinite=2", "train.steps=60")
     done = inside("train", recipe, *words, "--run", "runs/toy")
     assert done.code == 1
@@ -53,7 +53,7 @@ def test_who_diverged_is_not_told_to_go_on(recipe: str, inside: Any) -> None:
     assert "train.lr; model.init_from=runs/toy" in done.err
 
 
-def test_what_a_resume_changed_holds_for_the_next(recipe: str, inside: Any, tmp_path: Path) -> None:
+def test_keys_changed_on_resume_hold_for_later_resumes(recipe: str, inside: Any, tmp_path: Path) -> None:
     inside("train", recipe, "--run", "runs/toy")
     assert "step 9" in inside("train", "--resume", "toy", "train.steps=9", "monitor.price_per_hour=36").err
     assert "already, at step 9" in inside("train", "--resume", "toy", "eval.every=3").err
@@ -72,7 +72,7 @@ def test_hours_keep_the_price_they_were_paid_at(recipe: str, inside: Any, tmp_pa
     assert second["cost_usd"] == pytest.approx(first["cost_usd"] + 3600 * (second["hours"] - first["hours"]))
 
 
-def test_a_report_that_cannot_be_written_takes_nothing_from_the_run(recipe: str, inside: Any, tmp_path: Path) -> None:
+def test_an_unwritable_report_does_not_fail_the_run(recipe: str, inside: Any, tmp_path: Path) -> None:
     (tmp_path / "runs/toy/report.html/in-the-way").mkdir(parents=True)
     done = inside("train", recipe, "--run", "runs/toy")
     assert done.code == 0
@@ -93,7 +93,7 @@ def cost_column(table: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["x[red]y", "a-name-that-is-longer-than-a-narrow-terminal", "two\nlines"])
-def test_a_run_is_listed_by_its_name_whole(name: str, inside: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_list_shows_the_full_name_of_a_run(name: str, inside: Any, tmp_path: Path, monkeypatch: Any) -> None:
     run_that_cost(tmp_path / "runs" / name, 2.0)
     monkeypatch.setenv("COLUMNS", "40")
     heads, row = inside("runs").out.splitlines()
@@ -102,7 +102,7 @@ def test_a_run_is_listed_by_its_name_whole(name: str, inside: Any, tmp_path: Pat
     assert "$2.00" in row
 
 
-def test_json_has_no_word_for_nan(inside: Any, tmp_path: Path) -> None:
+def test_json_output_contains_no_nan(inside: Any, tmp_path: Path) -> None:
     run_that_cost(tmp_path / "runs/odd", 2.0)
     (tmp_path / "runs/odd/lock.json").write_text('{"recipe": {"train": {"lr": NaN, "betas": [0.9, Infinity]}}}')
 
@@ -123,13 +123,13 @@ def test_a_run_without_a_price_has_no_cost(tmp_path: Path, inside: Any) -> None:
 
 
 @pytest.mark.parametrize(("text", "price"), [("2.5", 2.5), ("0", None), ("-1", None), ("nan", None), ("free", None)])
-def test_a_price_is_a_number_above_nothing(text: str, price: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_price_must_be_positive(text: str, price: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDLINE_PRICE", text)
     assert price_of(None) == price
     assert price_of(3.0) == 3.0
 
 
-def test_a_finished_run_says_so_and_is_left_alone(recipe: str, inside: Any, tmp_path: Path) -> None:
+def test_a_finished_run_is_reported_and_unchanged(recipe: str, inside: Any, tmp_path: Path) -> None:
     inside("train", recipe, "--run", "runs/toy")
     log = tmp_path / "runs/toy/events.jsonl"
     before = log.read_bytes()
@@ -140,7 +140,7 @@ def test_a_finished_run_says_so_and_is_left_alone(recipe: str, inside: Any, tmp_
     assert again.err.splitlines() == said
 
 
-def test_a_finished_run_whose_last_save_is_damaged_goes_on_from_before(
+def test_a_finished_run_with_a_damaged_last_checkpoint_resumes_from_the_one_before(
     recipe: str, inside: Any, tmp_path: Path
 ) -> None:
     inside("train", recipe, "checkpoint.every=2", "checkpoint.best=false", "--run", "runs/toy")
@@ -153,8 +153,8 @@ def test_a_finished_run_whose_last_save_is_damaged_goes_on_from_before(
     assert "already" in inside("train", "--resume", "toy").err
 
 
-def test_a_finished_run_that_was_given_no_more_is_left_alone_too(recipe: str, inside: Any, tmp_path: Path) -> None:
-    """What was changed is no later end."""
+def test_a_finished_run_without_a_new_limit_is_unchanged(recipe: str, inside: Any, tmp_path: Path) -> None:
+    """The changed key does not set a later end."""
     inside("train", recipe, "--run", "runs/toy")
     log = tmp_path / "runs/toy/events.jsonl"
     before = log.read_bytes()
@@ -166,13 +166,13 @@ def test_a_finished_run_that_was_given_no_more_is_left_alone_too(recipe: str, in
     assert log.read_bytes() != before
 
 
-def test_only_python_is_begun_with_python(recipe: str, inside: Any) -> None:
+def test_only_a_run_on_python_code_suggests_a_python_prompt(recipe: str, inside: Any) -> None:
     shown = inside("train", recipe, "data.source=embedded", "data.tokenizer=bytes", "--run", "runs/toy").err
     assert "next    redline sample runs/toy --prompt 'import '\n" in shown
 
 
 @pytest.mark.parametrize("words", [("plan",), ("train", "--dry-run")])
-def test_a_price_that_is_none_is_told(words: Any, recipe: str, inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_price_is_reported(words: Any, recipe: str, inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDLINE_PRICE", "abc")
     done = inside(*words, recipe)
     assert "REDLINE_PRICE='abc' is not a number, so no cost is shown" in done.out + done.err

@@ -32,7 +32,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def complete(inside: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what the last of the typed words may become, as bash asks for it."""
+    """Return the completions of the last word, requested as bash does."""
 
     def ask(*typed: str) -> list[str]:
         with monkeypatch.context() as patch:
@@ -74,12 +74,12 @@ def test_completions_of_the_last_word(place: Path, complete: Any, typed: list[st
     assert complete(*typed) == expected
 
 
-def test_recipes_are_offered_until_one_is_named(place: Path, complete: Any) -> None:
+def test_recipes_are_completed_until_one_is_given(place: Path, complete: Any) -> None:
     assert complete("train", "") == sorted(shipped())
     assert not {*complete("train", "quickstart", "")} & {*shipped()}
 
 
-def test_without_runs_nothing_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: Any) -> None:
+def test_without_runs_nothing_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert complete("report", "") == []
 

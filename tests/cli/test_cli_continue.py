@@ -1,4 +1,4 @@
-"""redline train --continue: start or resume, whichever is due; in spellings that pass through every launcher."""
+"""redline train --continue: start a run or resume it, with words that every launcher can pass on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def starts(run: Path) -> list[dict[str, Any]]:
     return [e for e in read_events(run / "events.jsonl") if e["type"] == "start"]
 
 
-def test_it_starts_resumes_and_says_that_it_has_finished(inside: Any, recipe: str, tmp_path: Path) -> None:
+def test_continue_starts_then_resumes_then_reports_finished(inside: Any, recipe: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ("train", recipe, "eval.samples=0", "--run", str(run), "--continue")
     assert inside(*words).code == EXIT_DONE
@@ -48,8 +48,8 @@ def test_it_starts_resumes_and_says_that_it_has_finished(inside: Any, recipe: st
     assert starts(run)[-1]["resumed_from"] == 9
 
 
-def test_what_a_resume_may_not_change_is_refused(inside: Any, recipe: str, tmp_path: Path) -> None:
-    """Values in their written form, and left to the plan, are not taken for changes."""
+def test_keys_that_a_resume_may_not_change_are_refused(inside: Any, recipe: str, tmp_path: Path) -> None:
+    """A value written in another form, or left to the plan, does not count as a change."""
     run = tmp_path / "run"
     words = ("eval.samples=0", "train.warmup_steps=auto", "train.global_batch=0.008k", f"run={run}", "continue=yes")
     assert inside("train", recipe, *words).code == EXIT_DONE
@@ -70,7 +70,7 @@ def test_a_run_that_was_killed_before_its_first_event_goes_on(inside: Any, recip
     assert [start["resumed_from"] for start in starts(run)] == [6]
 
 
-def test_a_run_without_a_log_takes_what_may_change(inside: Any, recipe: str, tmp_path: Path) -> None:
+def test_a_run_without_a_log_accepts_resumable_keys(inside: Any, recipe: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ("train", recipe, "eval.samples=0", "--run", str(run), "--continue")
     assert inside(*words).code == EXIT_DONE
@@ -89,7 +89,7 @@ def test_a_finished_run_under_supervision_has_nothing_to_do(inside: Any, recipe:
     assert len(starts(run)) == 1
 
 
-def test_data_are_no_place_for_a_run(inside: Any, recipe: str, tmp_path: Path) -> None:
+def test_a_folder_with_data_is_refused_as_a_run(inside: Any, recipe: str, tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/a.txt").write_text("some text\n" * 100)
     refused = inside("train", recipe, "data.source=notes", "--run", "notes")
@@ -124,12 +124,12 @@ def test_the_spellings(words: list[str], options: Target, environment: dict[str,
         ([], Target(Path("d"), None, True), True),
     ],
 )
-def test_what_contradicts_itself_is_refused(words: list[str], options: Target, sweep: bool) -> None:
+def test_contradicting_options_are_refused(words: list[str], options: Target, sweep: bool) -> None:
     with pytest.raises(UsageError):
         read_target(words, options, {}, sweep=sweep)
 
 
-def test_a_restart_without_a_directory_begins_no_second_run(inside: Any, recipe: str, tmp_path: Path) -> None:
+def test_a_restart_without_a_directory_is_refused(inside: Any, recipe: str, tmp_path: Path) -> None:
     restarted = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3", "RANK": "0"}
     with pytest.raises(UsageError):
         restart_warning(Target(), restarted)
@@ -143,7 +143,7 @@ def test_a_restart_without_a_directory_begins_no_second_run(inside: Any, recipe:
 
 
 def test_rank_0_decides_for_all(world: Any, tmp_path: Path, no_pictures: None) -> None:
-    """Also for a rank that looked before the lock was there, as beside ranks that are still being restarted."""
+    """This includes a rank that checked before the lock existed, while other ranks are still being restarted."""
     run, port = tmp_path / "run", free_port()
     words = ["quickstart", *world.tiny, f"data.source={world.corpus}", f"run={run}", "continue=true"]
 
@@ -175,7 +175,7 @@ def ended(fork: Fork, timeout: float = 90.0) -> int:
 
 @pytest.mark.parametrize("words", TORCHRUN, ids=range(len(TORCHRUN)))
 def test_torchrun_passes_the_documented_words_on(words: list[str]) -> None:
-    """Its own parser: it would take --run for an abbreviation of --run-path."""
+    """torchrun would parse --run itself, as an abbreviation of --run-path."""
     parsed = parse_args(words)
     assert (parsed.module, parsed.training_script, parsed.training_script_args[0]) == (True, "redline", "train")
     target, rest = read_target(parsed.training_script_args[1:], Target(), {})
@@ -197,7 +197,7 @@ def test_the_documented_kubernetes_job(inside: Any, recipe: str, tmp_path: Path)
 
 
 def test_ranks_that_torchrun_restarts_resume_the_run(world: Any, tmp_path: Path) -> None:
-    """The documented command, with a small model: rank 1 is killed, and torchrun starts both again."""
+    """Run the documented command with a small model: rank 1 is killed, and torchrun restarts both ranks."""
     run = tmp_path / "run"
     small = ["quickstart", *world.tiny, f"data.source={world.corpus}", "train.steps=100k", "checkpoint.every=20"]
     words = []

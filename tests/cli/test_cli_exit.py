@@ -1,4 +1,4 @@
-"""How the process of a rank ends: without finalising the interpreter under gloo's threads."""
+"""The process of a rank exits without finalising the interpreter while gloo's threads run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def words(world: Any, run: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_a_rank_leaves_without_finalising(world: Any, tmp_path: Path, mode: str) -> None:
+def test_a_rank_exits_without_finalising_the_interpreter(world: Any, tmp_path: Path, mode: str) -> None:
     environment = {**rank_environment(0, 1, free_port()), "OMP_NUM_THREADS": "1"}
     done = run_rank(environment, *words(world, tmp_path / "run", f"parallel.mode={mode}"))
     assert done.returncode == 0, done.stderr
@@ -49,7 +49,7 @@ def test_a_rank_leaves_without_finalising(world: Any, tmp_path: Path, mode: str)
     assert json.loads((tmp_path / "run/events.jsonl").read_text().splitlines()[-1])["type"] == "stop"
 
 
-def test_anything_else_leaves_as_usual(tmp_path: Path) -> None:
+def test_other_processes_exit_normally(tmp_path: Path) -> None:
     done = run_rank({}, "--version")
     assert (done.returncode, "finalised" in done.stderr) == (0, True)
     assert done.stdout.endswith("at exit\n")

@@ -1,4 +1,4 @@
-"""`redline export` as one types it."""
+"""`redline export` from the command line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_mistakes(home: Path, inside: Any, words: tuple[str, ...], code: int, sa
     assert sorted(home.rglob("*")) == before
 
 
-def test_a_folder_above_one_that_is_not_there(home: Path, inside: Any, tmp_path: Path) -> None:
+def test_a_missing_parent_folder_is_created(home: Path, inside: Any, tmp_path: Path) -> None:
     done = inside("export", "latest", "--out", f"{tmp_path}/nothing/../x/y", "--json", cwd=home)
     assert done.code == 0
     assert "model.safetensors" in json.loads(done.out)["files"]

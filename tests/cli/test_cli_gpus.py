@@ -67,7 +67,7 @@ def test_ranks_that_torchrun_starts_share_a_run(
     assert (tmp_path / "runs/latest/checkpoints/step-00000004").is_dir()
 
 
-def test_what_is_missing_is_named_before_ranks_begin(words: list[str], tmp_path: Path) -> None:
+def test_missing_packages_are_named_before_ranks_start(words: list[str], tmp_path: Path) -> None:
     if find_spec("wandb"):
         pytest.skip("it is there")
     done = redline("train", *words, "monitor.wandb=true", "--run", str(tmp_path / "run"), "--gpus", "2")
@@ -77,7 +77,7 @@ def test_what_is_missing_is_named_before_ranks_begin(words: list[str], tmp_path:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_refusal_is_a_sentence_from_several_too(words: list[str], tmp_path: Path) -> None:
+def test_several_ranks_print_one_error_message(words: list[str], tmp_path: Path) -> None:
     missing, run = tmp_path / "missing", tmp_path / "run"
     done = redline("train", *words, f"data.source={missing}", "--run", str(run), "--gpus", "2")
     assert done.returncode == 1
@@ -86,7 +86,7 @@ def test_a_refusal_is_a_sentence_from_several_too(words: list[str], tmp_path: Pa
     assert not run.exists()
 
 
-def test_a_batch_that_two_cannot_share(words: list[str], tmp_path: Path) -> None:
+def test_a_batch_that_two_ranks_cannot_divide(words: list[str], tmp_path: Path) -> None:
     batch = ("train.global_batch=9", "train.micro_batch=1", "--run", str(tmp_path / "run"), "--gpus", "2")
     done = redline("train", *words, *batch)
     assert done.returncode == 2
@@ -95,13 +95,13 @@ def test_a_batch_that_two_cannot_share(words: list[str], tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
-def test_a_sweep_is_no_job_for_several(words: list[str]) -> None:
+def test_a_sweep_refuses_several_gpus(words: list[str]) -> None:
     done = redline("train", *words, "--sweep", "train.lr=1e-3,2e-3", "--gpus", "2")
     assert done.returncode == 2
     assert "--sweep" in done.stderr
 
 
-def test_a_dry_run_plans_for_all(words: list[str], tmp_path: Path) -> None:
+def test_a_dry_run_plans_for_all_ranks(words: list[str], tmp_path: Path) -> None:
     done = redline("train", *words, "--dry-run", "--gpus", "2", "--run", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     assert "parallel.mode = ddp" in done.stderr

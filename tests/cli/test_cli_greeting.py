@@ -1,4 +1,4 @@
-"""`redline` alone, and what commands do when nobody looks: pipes, CI, a full disk."""
+"""`redline` without a verb, and output without a terminal: pipes, CI, a full disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make(root: Path, name: str, *reason: str) -> Path:
     return run
 
 
-def test_a_new_place_is_shown_the_way(inside: Any) -> None:
+def test_without_runs_the_greeting_shows_first_steps(inside: Any) -> None:
     answer = inside()
     assert answer.code == 0
     verbs = [line.split()[1] for line in answer.out.splitlines() if line.startswith("  redline ")]
@@ -46,7 +46,7 @@ def test_a_new_place_is_shown_the_way(inside: Any) -> None:
         ([], "crashed", "redline train --resume one"),
     ],
 )
-def test_what_is_next_depends_on_the_newest_run(
+def test_next_commands_depend_on_the_newest_run(
     inside: Any, tmp_path: Path, reason: list[str], status: str, first: str
 ) -> None:
     old = make(tmp_path, "old", "steps")
@@ -91,7 +91,7 @@ def test_nothing_heavy_is_imported_for_a_greeting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("runs",), ("recipes",), ("plan", "quickstart", "--gpu", "h200")])
-def test_what_is_piped_in_ci_is_plain(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_piped_output_in_ci_has_no_colour(tmp_path: Path, words: tuple[str, ...]) -> None:
     make(tmp_path, "one", "steps")
     drop = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "PY_COLORS")}
     environment = {**drop, "CI": "1", "GITHUB_ACTIONS": "true", "TERM": "xterm-256color"}
@@ -102,7 +102,7 @@ def test_what_is_piped_in_ci_is_plain(tmp_path: Path, words: tuple[str, ...]) ->
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_one_line_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "redline"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)

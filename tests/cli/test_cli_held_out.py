@@ -1,4 +1,4 @@
-"""Text that a run was trained on is found again, and prompts for samples are taken from the data."""
+"""`eval --data` recognises text that the run was trained on; prompts for samples come from the data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def split_of(*documents: list[int], pieces: int = 1) -> TokenSplit:
     return TokenSplit(parts, vocab_size=100, eot=0, utf8_bytes=None, fingerprint="")
 
 
-def test_documents_are_known_by_how_they_begin() -> None:
+def test_documents_are_recognised_by_their_first_tokens() -> None:
     long = list(range(1, 90))
     keys = document_keys(split_of([1, 2, 3], long, [4, 5], pieces=4))
     assert keys is not None
@@ -34,8 +34,8 @@ def test_documents_are_known_by_how_they_begin() -> None:
     assert first_tokens(split_of(long), 4) == [1, 2, 3, 4]
 
 
-def test_a_run_on_the_users_own_text(inside: Any, world: Any, corpus: Path, tmp_path: Path) -> None:
-    """Its samples begin as that text does, and `eval --data` says what it was trained on."""
+def test_a_run_on_a_text_of_the_user(inside: Any, world: Any, corpus: Path, tmp_path: Path) -> None:
+    """Samples start like the text, and `eval --data` reports which documents were trained on."""
     words = [f"data.source={corpus}", "train.steps=1", "eval.samples=1", "eval.sample_tokens=4", "--run", "runs/one"]
     assert inside("train", "quickstart", *world.tiny, *words).code == 0
     run = tmp_path / "runs/one"
@@ -71,7 +71,7 @@ def test_a_shipped_prompt_stays_with_its_own_data(words: list[str], prompt: str 
     assert load("quickstart", words).recipe.eval.prompt == prompt
 
 
-def test_a_prompt_of_the_users_own_file_stays(tmp_path: Path) -> None:
+def test_a_prompt_in_a_recipe_file_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("model: {size: 1m}\ntrain: {steps: 1}\neval: {prompt: Once}\n")
     assert load(str(path), ["data.source=./notes"]).recipe.eval.prompt == "Once"

@@ -1,4 +1,4 @@
-"""Help is there at once, and complete."""
+"""Help is fast and complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERBS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 
 
 def best_of(count: int, command: Callable[[], Any]) -> float:
-    """Seconds of a processor that the command takes: what else runs here does not count."""
+    """Return CPU seconds of the command, which do not depend on other load of the machine."""
 
     def spent() -> float:
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -33,18 +33,18 @@ def best_of(count: int, command: Callable[[], Any]) -> float:
 
 
 def slowness() -> float:
-    """Of this machine, beside one on which importing these takes 0.14 s: there the limits below are meant."""
+    """Return how slow this machine is, relative to the one of the limits below, where these imports take 0.14 s."""
     libraries = [sys.executable, "-c", "import pydantic, rich.console, typer"]
     return max(1.0, best_of(5, lambda: subprocess.run(libraries, check=True)) / 0.14)
 
 
-def test_help_is_quick(redline: Any, tmp_path: Path) -> None:
+def test_help_takes_at_most_300_ms(redline: Any, tmp_path: Path) -> None:
     assert "train" in redline("--help", cwd=tmp_path).out
     assert best_of(5, lambda: redline("--help", cwd=tmp_path)) <= 0.3 * slowness()
 
 
-def test_nothing_heavy_is_imported_for_it() -> None:
-    """Nor for a recipe and the reading of runs: torch alone takes seconds."""
+def test_help_imports_nothing_heavy() -> None:
+    """Loading a recipe and reading runs do not import torch either, which alone takes seconds."""
     modules = (
         "redline.cli.main, redline.launch.start, redline.recipe.load, redline.recipe.resolve, redline.runs.summary"
     )
@@ -94,8 +94,8 @@ def test_a_bad_recipe_is_answered_at_once(redline: Any, tmp_path: Path) -> None:
     assert best_of(3, lambda: redline(*words, cwd=tmp_path)) <= 0.6 * slowness()
 
 
-def test_the_doctor_works_before_anything_is_installed() -> None:
-    """A missing package is what it is asked about, so the command line imports typer, rich and nothing heavier."""
+def test_the_doctor_needs_no_optional_packages() -> None:
+    """The doctor reports missing packages, so the command line may import nothing heavier than typer and rich."""
     program = "import sys; sys.modules['pydantic'] = sys.modules['torch'] = sys.modules['numpy'] = None\n"
     done = subprocess.run(
         [sys.executable, "-c", f"{program}from redline.cli.main import app; import redline.cli.doctor"],

@@ -38,7 +38,7 @@ def test_a_resumed_run_says_what_remains(recipe: str, inside: Any, tmp_path: Pat
     assert "at step 10 already" in again.err, "what a resume replaced stays replaced"
 
 
-def test_the_time_budget_says_that_it_ended_the_run(recipe: str, inside: Any, tmp_path: Path) -> None:
+def test_a_run_ended_by_its_time_budget_says_so(recipe: str, inside: Any, tmp_path: Path) -> None:
     words = ("train.steps=1000000000", "train.hours=0.2s", "eval.every=1000000", "eval.samples=0")
     done = inside("train", recipe, *words, "--run", "runs/toy")
     assert done.code == 0

@@ -1,4 +1,4 @@
-"""A new run begins with another's weights, and says whose they were."""
+"""model.init_from: a new run starts from the weights of another run, and records which."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from redline.runs.events import read_events
 
 @pytest.fixture
 def source(home: Path, tmp_path: Path) -> Path:
-    """A copy of the trained run that a test may take away again, as runs/old."""
+    """Copy the trained run to runs/old, which the test may delete."""
     shutil.copytree((home / "runs/latest").resolve(), tmp_path / "runs/old")
     return tmp_path / "runs/old"
 
@@ -27,7 +27,7 @@ def evaluations(run: Path) -> list[tuple[int, float]]:
     return [(e["step"], e["loss"]) for e in read_events(run / "events.jsonl") if e["type"] == "eval"]
 
 
-def test_it_goes_on_from_the_loss_it_had(source: Path, recipe: str, inside: Any, tmp_path: Path) -> None:
+def test_the_new_run_starts_at_the_loss_of_the_old_one(source: Path, recipe: str, inside: Any, tmp_path: Path) -> None:
     answer = inside("train", recipe, "model.init_from=old", "train.steps=2", "--run", "runs/new")
     assert answer.code == 0, answer.err
     assert evaluations(tmp_path / "runs/new")[0] == (0, evaluations(source)[-1][1])
@@ -45,10 +45,10 @@ def test_it_goes_on_from_the_loss_it_had(source: Path, recipe: str, inside: Any,
     assert lock["recipe"]["model"]["init_from"] == "old"
 
 
-def test_going_on_with_it_needs_the_old_run_no_more(
+def test_a_resume_does_not_need_the_source_run(
     source: Path, recipe: str, inside: Any, tmp_path: Path, tensors_of: Callable[..., Any]
 ) -> None:
-    """Four steps are two, a resume, and two more — to the bit, with the source gone."""
+    """Two steps, a resume and two more equal four steps bit for bit, although the source run is deleted."""
     words = ("train", recipe, "model.init_from=old@3", "train.schedule=constant", "train.ema=0.9", "eval.every=2")
     assert inside(*words, "train.steps=4", "--run", "runs/whole").code == 0
     assert inside(*words, "train.steps=2", "--run", "runs/parts").code == 0
@@ -59,7 +59,7 @@ def test_going_on_with_it_needs_the_old_run_no_more(
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_a_run_that_was_never_saved_begins_with_the_same_weights(
+def test_a_resume_without_a_checkpoint_starts_with_the_same_weights(
     source: Path, recipe: str, inside: Any, tmp_path: Path
 ) -> None:
     assert inside("train", recipe, "model.init_from=old@3", "train.steps=1", "--run", "new").code == 0
@@ -74,7 +74,7 @@ def test_a_run_that_was_never_saved_begins_with_the_same_weights(
     assert "There is no such run." in answer.message
 
 
-def test_the_average_is_taken_if_there_is_one(source: Path, recipe: str, inside: Any, tmp_path: Path) -> None:
+def test_averaged_weights_are_used_if_there_are_any(source: Path, recipe: str, inside: Any, tmp_path: Path) -> None:
     assert inside("train", recipe, "train.ema=0.5", "train.steps=3", "--run", "averaged").code == 0
     found = open_initial(str(tmp_path / "averaged"), tmp_path)
     assert found.weights == "ema"
@@ -82,7 +82,7 @@ def test_the_average_is_taken_if_there_is_one(source: Path, recipe: str, inside:
     assert evaluations(tmp_path / "new")[0][1] == evaluations(tmp_path / "averaged")[-1][1]
 
 
-def test_an_exported_folder_will_do(source: Path, recipe: str, inside: Any, tmp_path: Path) -> None:
+def test_weights_can_come_from_an_exported_folder(source: Path, recipe: str, inside: Any, tmp_path: Path) -> None:
     assert inside("export", "old", "--out", "model").code == 0
     shutil.rmtree(source.parent)
     assert inside("train", recipe, "model.init_from=model", "train.steps=1", "--run", "new").code == 0
@@ -98,8 +98,8 @@ def test_an_exported_folder_will_do(source: Path, recipe: str, inside: Any, tmp_
     assert not (tmp_path / "other").exists()
 
 
-def test_open_shapes_become_the_sources(source: Path, recipe: str, inside: Any, tmp_path: Path) -> None:
-    """quickstart leaves its size to the plan; here the weights decide."""
+def test_automatic_shapes_are_taken_from_the_source(source: Path, recipe: str, inside: Any, tmp_path: Path) -> None:
+    """quickstart leaves its size to the plan; with init_from the weights decide."""
     words = ("data.tokenizer=bytes", "data.seq_len=32", "train.hours=null", "train.epochs=null", "train.steps=1")
     quick = ("train.device=cpu", "train.compile=false", "eval.samples=0", "eval.sequences=2", "model.qk_norm=false")
     data = f"data.source={json.loads((source / 'lock.json').read_text())['recipe']['data']['source']}"
@@ -129,7 +129,7 @@ def test_open_shapes_become_the_sources(source: Path, recipe: str, inside: Any, 
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 @pytest.mark.usefixtures("source")
-def test_what_does_not_fit_is_a_sentence(
+def test_incompatible_weights_are_a_one_line_error(
     recipe: str, inside: Any, tmp_path: Path, words: tuple[str, ...], code: int, says: str
 ) -> None:
     answer = inside("train", recipe, *words, "--run", "new")
@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_a_sentence(
     assert not (tmp_path / "new").exists()
 
 
-def test_another_theta_deserves_a_word(source: Path, recipe: str, inside: Any) -> None:
+def test_a_different_rope_theta_is_warned_of(source: Path, recipe: str, inside: Any) -> None:
     answer = inside("train", recipe, "model.init_from=old", "model.rope_theta=5e4", "--dry-run")
     assert answer.code == 0
     assert "model.rope_theta was 10000.0 when" in answer.err

@@ -1,4 +1,4 @@
-"""What a tuned run reads: rows left out are told, a template that changed is noticed, odd prompts are answered."""
+"""Data of fine-tuned runs: dropped rows are reported, a changed template is detected, odd prompts are answered."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def mostly_long(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_rows_that_are_left_out_are_told(tune: str, mostly_long: str, inside: Any) -> None:
+def test_dropped_rows_are_reported(tune: str, mostly_long: str, inside: Any) -> None:
     told = "10 rows, 1 used; 1 cannot be used; 8 longer than data.seq_len, dropped; most of them are too long"
     train = inside("train", tune, f"data.source={mostly_long}", "data.val_fraction=0", "--run", "run")
     assert train.code == 0, train.err
@@ -74,7 +74,7 @@ def test_data_that_changed_are_noticed(tune: str, inside: Any, answers: Path, tm
     assert "the data have changed since the run began" in inside("eval", "run").err
 
 
-def test_prompts_that_are_odd_are_answered(tune: str, inside: Any) -> None:
+def test_odd_prompts_are_answered(tune: str, inside: Any) -> None:
     assert inside("train", tune, "--run", "run").code == 0
     for prompt in ("a\udcffb", "\x00", "☃" * 3):
         assert inside("sample", "run", "--prompt", prompt, "--tokens", "3").code == 0
@@ -98,6 +98,6 @@ def test_a_tokenizer_of_another_model_is_refused(tune: str, inside: Any, tmp_pat
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="no such model here")
-def test_a_continuation_keeps_the_space_before_it(inside: Any) -> None:
+def test_a_continuation_keeps_its_leading_space(inside: Any) -> None:
     words = ("--prompt", "Once upon", "--plain", "--temperature", "0", "--tokens", "8")
     assert inside("sample", str(STORIES), *words).out.startswith("Once upon a time,")

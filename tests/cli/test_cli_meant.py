@@ -1,4 +1,4 @@
-"""What is no recipe and no verb is answered with the full command that was meant."""
+"""An argument that is no recipe or verb is answered with the full command that was probably intended."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def command_of(answer: Any) -> list[str]:
-    """The command that the error names, as a shell would read it."""
+    """Return the command that the error suggests, split as a shell would."""
     assert answer.code == 2
     (line,) = [line for line in answer.message.split("`") if line.startswith("redline ")][:1]
     return shlex.split(line)[1:]
@@ -101,13 +101,13 @@ def command_of(answer: Any) -> list[str]:
         ("prune --dry-run", "runs prune --dry-run"),
     ],
 )
-def test_the_answer_is_the_command_that_was_meant(inside: Any, place: Path, typed: str, meant: str) -> None:
+def test_the_error_names_the_intended_command(inside: Any, place: Path, typed: str, meant: str) -> None:
     before = sorted(path.name for path in place.rglob("*"))
     assert command_of(inside(*shlex.split(typed), cwd=place)) == shlex.split(meant)
     assert sorted(path.name for path in place.rglob("*")) == before
 
 
-def test_what_is_answered_is_a_verb() -> None:
+def test_the_suggested_command_is_a_verb() -> None:
     from typer.main import get_command
 
     from redline.cli.suggestions import FOREIGN_VERBS
@@ -124,7 +124,7 @@ def test_a_recipe_may_have_any_name(inside: Any, place: Path, name: str) -> None
     assert planned.code == 0, planned.message
 
 
-def test_slips_are_still_slips(inside: Any, place: Path) -> None:
+def test_typos_are_still_reported_as_typos(inside: Any, place: Path) -> None:
     assert "Did you mean" in inside("trian", cwd=place).message
     assert inside("nonsense", cwd=place).code == 2
     assert "there is no recipe file './nots'" in inside("train", "./nots", cwd=place).message
@@ -132,7 +132,7 @@ def test_slips_are_still_slips(inside: Any, place: Path) -> None:
     assert "expected one recipe" in inside("train", "quickstart", "qlora-8b", cwd=place).message
 
 
-def test_a_base_of_ones_own_brings_its_own_shape() -> None:
+def test_a_given_base_sets_the_shape() -> None:
     """`redline train qlora-8b model.base=…` must not insist on the layers of another model."""
     own = load("qlora-8b").recipe.model
     model = load("qlora-8b", ["model.base=Qwen/Qwen3-0.6B", "model.lora.r=8"]).recipe.model

@@ -1,4 +1,4 @@
-"""Mistakes are answered in a sentence that names the thing and the fix."""
+"""Mistakes of users are answered with one message that names the cause and the fix."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_run_that_cannot_do_that(home: Path, inside: Any, words: tuple[str, ..
     assert says in answer.message
 
 
-def test_a_sweep_in_a_runs_place(inside: Any, tmp_path: Path) -> None:
+def test_a_sweep_in_the_directory_of_a_run(inside: Any, tmp_path: Path) -> None:
     (tmp_path / "runs/lr").mkdir(parents=True)
     (tmp_path / "runs/lr/sweep.json").write_text("{}")
     for words in (("report", "lr"), ("train", "--resume", "lr"), ("eval", "runs/lr")):
@@ -154,7 +154,7 @@ def test_a_directory_in_use(home: Path, inside: Any, recipe: str, tmp_path: Path
 def test_a_run_that_began_meanwhile_is_not_overwritten(
     recipe: str, inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two commands at once, and the other has already ended when this one has its data ready."""
+    """Of two commands started at once, the other has already ended when this one has loaded its data."""
     from redline.jobs.causal_lm import objective as causal_lm
 
     plain = causal_lm.load_text
@@ -171,7 +171,7 @@ def test_a_run_that_began_meanwhile_is_not_overwritten(
     assert (tmp_path / "run" / RECIPE_LOCK_FILE).read_text() == "the other's"
 
 
-def test_an_end_that_lies_behind_is_told_of(home: Path, inside: Any, tmp_path: Path) -> None:
+def test_an_end_that_is_already_passed_is_reported(home: Path, inside: Any, tmp_path: Path) -> None:
     shutil.copytree((home / "runs/latest").resolve(), tmp_path / "run")
     log = tmp_path / "run/events.jsonl"
     kept = [line for line in log.read_text().splitlines() if json.loads(line)["type"] != "stop"]
@@ -182,7 +182,7 @@ def test_an_end_that_lies_behind_is_told_of(home: Path, inside: Any, tmp_path: P
 
 
 def test_a_run_that_can_no_longer_be_written(home: Path, inside: Any, tmp_path: Path) -> None:
-    """What is said of it can be done: `--resume` takes no other `--run`."""
+    """The suggested fix works: `--resume` takes no other `--run`."""
     shutil.copytree((home / "runs/latest").resolve(), tmp_path / "run")
     (tmp_path / "run/.lock").unlink()
     (tmp_path / "run/.lock").mkdir()
@@ -191,7 +191,7 @@ def test_a_run_that_can_no_longer_be_written(home: Path, inside: Any, tmp_path: 
     assert "run: cannot be written (Is a directory). Make it writable, or start a new run elsewhere" in answer.message
 
 
-def test_what_cannot_be_built_leaves_no_run(recipe: str, inside: Any, tmp_path: Path) -> None:
+def test_a_failed_build_leaves_no_run_directory(recipe: str, inside: Any, tmp_path: Path) -> None:
     answer = inside("train", recipe, "model.attention=cudnn", "--run", "run")
     assert answer.code == 1
     assert "model.attention" in answer.message
@@ -229,13 +229,13 @@ def test_signals_before_training(
     ],
     ids=["text key", "base"],
 )
-def test_an_option_of_an_evaluation_that_nothing_would_read(home: Path, inside: Any, words: Any, says: str) -> None:
+def test_an_evaluation_option_without_effect_is_refused(home: Path, inside: Any, words: Any, says: str) -> None:
     refused = inside("eval", *words, cwd=home)
     assert (refused.code, says in refused.message) == (2, True), refused.err
 
 
-def test_an_interrupt_while_torch_is_imported_is_heard(recipe: str, tmp_path: Path) -> None:
-    """torch imports numpy in C, and drops what is raised there: half of numpy stayed, and the run went on with it."""
+def test_ctrl_c_during_the_import_of_torch_ends_the_process(recipe: str, tmp_path: Path) -> None:
+    """torch imports numpy in C and ignores exceptions there: the run used to continue with half of numpy."""
     script = (
         "import os, signal, sys\n"
         "class At:\n"
@@ -253,14 +253,14 @@ def test_an_interrupt_while_torch_is_imported_is_heard(recipe: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("words", [("--help",), ("plan", "quickstart", "--gpu", "h100"), ("recipes",)], ids=" ".join)
-def test_letters_that_a_terminal_does_not_have(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_characters_that_the_terminal_cannot_encode(words: tuple[str, ...], tmp_path: Path) -> None:
     odd = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run([sys.executable, "-m", "redline", *words], cwd=tmp_path, env=odd, capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
-def test_streams_that_were_closed(closed: tuple[int, ...], recipe: str, tmp_path: Path) -> None:
+def test_closed_standard_streams(closed: tuple[int, ...], recipe: str, tmp_path: Path) -> None:
     def close() -> None:
         for number in closed:
             os.close(number)

@@ -1,4 +1,4 @@
-"""`eval.patience` from the command line: what a resume may change, and what is said of it."""
+"""`eval.patience` from the command line: what a resume may change, and the messages."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def test_other_validation_windows_start_the_count_again(inside: Any, recipe: str
     assert (stop["reason"], stop["step"]) == ("patience", 5), "the first evaluation of the new windows is the best"
 
 
-def test_nothing_held_out_is_warned_of(inside: Any, recipe: str) -> None:
+def test_no_held_out_data_is_warned_of(inside: Any, recipe: str) -> None:
     said = inside("train", recipe, "eval.patience=2", "data.val_fraction=0", "train.steps=1", "--dry-run").message
     assert "eval.patience" in said

@@ -1,4 +1,4 @@
-"""Places that cannot be written, or not read again, are answered in a sentence, and before the work is done."""
+"""Paths that cannot be written, or not read again, are refused with one message before any work is done."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def no_cache(request: Any, tmp_path_factory: pytest.TempPathFactory, monkeypatch
     ],
     ids=" ".join,
 )
-def test_a_cache_that_cannot_be(inside: Any, recipe: str, corpus: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_an_unusable_cache_folder(
+    inside: Any, recipe: str, corpus: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
     answer = inside(*(word.replace("RECIPE", recipe).replace("CORPUS", str(corpus)) for word in words))
     assert answer.code == 1
     assert "the cache cannot be written (No" in answer.message
@@ -72,14 +74,14 @@ def test_teachers_cannot_be_kept_without_a_cache() -> None:
         TeacherStates({}, rows=1, k=1, width=2, dtype=torch.float32)._write(np.zeros(1, int), torch.zeros(1, 1, 2))
 
 
-def test_tokens_that_cannot_be_put_there(inside: Any, corpus: Path) -> None:
+def test_tokens_that_cannot_be_written(inside: Any, corpus: Path) -> None:
     answer = inside("prepare", str(corpus), "--tokenizer", "bytes", "--out", "/proc/x")
     assert answer.code == 1
     assert "/proc/x: cannot be written (No such file or directory). Name another folder with --out." in answer.message
 
 
 @pytest.mark.parametrize("kind", [errno.EROFS, errno.EACCES, errno.EPERM])
-def test_what_the_disk_refuses_elsewhere(inside: Any, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+def test_write_errors_outside_the_cache(inside: Any, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
     def refused() -> None:
         raise OSError(kind, os.strerror(kind), "/some/file")
 
@@ -90,7 +92,7 @@ def test_what_the_disk_refuses_elsewhere(inside: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("kind", [errno.ENOENT, errno.ENOTDIR])
-def test_what_may_be_a_mistake_of_ours_is_shown_whole(inside: Any, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+def test_possible_bugs_are_shown_with_a_traceback(inside: Any, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
     def missing() -> None:
         raise OSError(kind, os.strerror(kind), "/some/file")
 
@@ -110,7 +112,7 @@ def test_a_path_that_no_checkpoint_could_be_read_from(
 
 
 def test_a_run_that_was_moved_to_such_a_path(inside: Any, home: Path, tmp_path: Path) -> None:
-    """It would begin again, beside checkpoints that are whole."""
+    """Otherwise the run would start again although it has intact checkpoints."""
     name = os.fsdecode(b"r\xe9")
     shutil.copytree((home / "runs/latest").resolve(), tmp_path / name)
     answer = inside("train", "--resume", name, "train.steps=9")
@@ -142,14 +144,16 @@ def test_a_run_is_read_and_resumed_from_any_folder(inside: Any, recipe: str, cor
 @pytest.mark.parametrize(
     ("place", "why"), [("runs", "the folder of all runs"), ("", "the current folder"), (".", "the current folder")]
 )
-def test_a_run_has_a_folder_of_its_own(inside: Any, recipe: str, tmp_path: Path, place: str, why: str) -> None:
+def test_a_folder_that_holds_other_files_is_refused_as_a_run(
+    inside: Any, recipe: str, tmp_path: Path, place: str, why: str
+) -> None:
     refused = inside("train", recipe, "--run", place)
     assert (refused.code, why in refused.message) == (2, True)
     assert not (tmp_path / "lock.json").exists()
 
 
-def test_two_that_begin_in_the_same_second(tmp_path: Path, monkeypatch: Any) -> None:
-    """The second one looks before the first has made its folder."""
+def test_two_runs_started_in_the_same_second(tmp_path: Path, monkeypatch: Any) -> None:
+    """The second run checks for the folder before the first has created it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("redline.launch.start.time", Mock(strftime=lambda form: "20260101-000000"))
     first, second = running.unused_run_path("toy"), running.unused_run_path("toy")
@@ -175,7 +179,7 @@ def test_a_report_in_a_read_only_place(inside: Any, home: Path, monkeypatch: pyt
     assert "The report cannot be written (Read-only file system). Choose a place with --out" in answer.message
 
 
-def test_a_profile_asks_first(inside: Any, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_checks_the_folder_first(inside: Any, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("redline.cli.profile._profile", lambda *_: pytest.fail("worked in vain"))
     answer = inside("profile", recipe, "--out", "/proc/x")
     assert answer.code == 1
@@ -196,7 +200,7 @@ def test_a_profile_in_a_folder_that_is_read_only(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError("no.")], ids=str)
-def test_a_profile_that_comes_to_nothing_leaves_nothing(
+def test_a_failed_profile_leaves_no_folder(
     inside: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any
 ) -> None:
     def stopped(*_: Any) -> None:
@@ -210,7 +214,7 @@ def test_a_profile_that_comes_to_nothing_leaves_nothing(
     assert (tmp_path / "mine").is_dir(), "what was there stays"
 
 
-def test_what_cannot_begin_leaves_no_folder(inside: Any, world: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_run_that_cannot_start_leaves_no_folder(inside: Any, world: Any, tmp_path: Path, monkeypatch: Any) -> None:
     words = ["quickstart", *world.tiny, f"data.source={world.corpus}", "train.steps=1"]
     monkeypatch.setenv("REDLINE_DEADLINE", "soon")
     refused = inside("train", *words, "--run", str(tmp_path / "runs/never"))

@@ -1,4 +1,4 @@
-"""`redline plan` as it is typed."""
+"""`redline plan` from the command line."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_guides_figures_are_refused_with_the_arithmetic(words: tuple[str, ..
     assert json.loads(as_json.stdout)["target"]["possible"] is False
 
 
-def test_a_possible_target_is_let_through_and_a_bold_one_warned_about() -> None:
+def test_a_possible_target_is_accepted_and_an_optimistic_one_warned_of() -> None:
     words = ("pretrain-350m", "--gpu", "h100", "--target-tokens-per-s")
     assert not any("tokens/s" in warning for warning in planned(*words, "150000")["warnings"])
     assert any("best measured kernels" in warning for warning in planned(*words, "400000")["warnings"])
@@ -86,7 +86,7 @@ def test_a_possible_target_is_let_through_and_a_bold_one_warned_about() -> None:
 
 
 def test_a_limit_that_the_data_may_raise_refuses_nothing_below_it() -> None:
-    """Logits of answers alone, attention within documents: the limit of whole rows can be passed."""
+    """With logits of answers only and attention within documents, a run can exceed the limit of full rows."""
     tuned = ("qlora-8b", "--gpu", "h100", "--target-tokens-per-s")
     limit = planned(*tuned, "1000")["ceiling"]["tokens_per_s"]
     assert "depends on the data" in planned(*tuned, str(limit + 1000))["warnings"][-1]
@@ -96,7 +96,7 @@ def test_a_limit_that_the_data_may_raise_refuses_nothing_below_it() -> None:
     assert redline(*packed, "400000").returncode == 1
 
 
-def test_what_fits_nowhere_is_not_said_to_fit() -> None:
+def test_a_model_that_fits_nowhere_is_reported() -> None:
     plan = planned("pretrain-350m", "model.vocab=100000000", "--gpu", "h100")
     reasons = {choice["key"]: choice["reason"] for choice in plan["choices"]}
     assert reasons["train.micro_batch"] == "nothing fits 71.2 GiB by estimate"
@@ -104,7 +104,7 @@ def test_what_fits_nowhere_is_not_said_to_fit() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_there_is_not_planned_as_a_cpu() -> None:
+def test_a_missing_gpu_is_not_planned_as_a_cpu() -> None:
     done = redline("pretrain-350m", "train.device=cuda")
     assert done.returncode == 1
     assert "--gpu h100" in done.stderr
@@ -149,7 +149,7 @@ def test_probing_another_card_is_refused() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_it_answers_at_once_and_without_torch(tmp_path: Path) -> None:
+def test_a_plan_is_fast_and_imports_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; sys.argv = ['redline', 'plan', 'pretrain-350m', '--gpu', 'h100', '--json']\n"
         "from redline.cli.main import app\n"
@@ -165,7 +165,7 @@ def test_it_answers_at_once_and_without_torch(tmp_path: Path) -> None:
     assert spent < 1.0, "0.26 s on a quiet machine"
 
 
-def test_a_probe_runs_real_steps_and_the_plan_knew_their_memory() -> None:
+def test_a_probe_runs_real_steps_and_the_plan_predicts_their_memory() -> None:
     tiny = ("model.size=5m", "data.seq_len=128", "train.global_batch=8", "train.micro_batch=8", "train.precision=fp32")
     plan = planned("quickstart", *tiny, "--gpu", "cpu", "--probe")
     assert plan["throughput"]["source"] == "measured"

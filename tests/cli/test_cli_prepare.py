@@ -1,4 +1,4 @@
-"""`redline prepare`: text in, tokens out, a summary, a look at the documents — and a sentence for every mistake."""
+"""`redline prepare`: tokens, summary, preview of documents, and error messages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_folder_becomes_tokens(inside: Any, corpus: Path, tmp_path: Path) -> N
     assert "tokens in" in answer.err
 
 
-def test_twice_and_by_other_workers_the_same(inside: Any, rows: Path) -> None:
+def test_the_number_of_workers_does_not_change_the_tokens(inside: Any, rows: Path) -> None:
     words = ("prepare", str(rows), "--tokenizer", "train:300", "--json")
     answers = [json.loads(inside(*words, "--out", f"o{n}", "--workers", str(n)).out) for n in (1, 2)]
     assert answers[0]["fingerprint"] == answers[1]["fingerprint"]
@@ -52,7 +52,7 @@ def test_twice_and_by_other_workers_the_same(inside: Any, rows: Path) -> None:
 
 
 @pytest.mark.parametrize("dedup", [False, True])
-def test_what_was_left_out_is_said(inside: Any, rows: Path, dedup: bool) -> None:
+def test_omissions_are_reported(inside: Any, rows: Path, dedup: bool) -> None:
     words = ["prepare", str(rows), "--tokenizer", "bytes", *(["--dedup"] if dedup else [])]
     summary = json.loads(inside(*words, "--out", "a", "--json").out)
     counts = summary["counts"]
@@ -64,7 +64,7 @@ def test_what_was_left_out_is_said(inside: Any, rows: Path, dedup: bool) -> None
     assert ("1 dropped" if dedup else "1 counted and kept") in text
 
 
-def test_a_look_without_writing(inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preview_writes_nothing(inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("né 🙂\nsecond line\n" * 30)
     answer = inside("prepare", "a.txt", "--tokenizer", "bytes", "--preview", "2", "--ids")
     assert answer.code == 0, answer.err
@@ -76,7 +76,7 @@ def test_a_look_without_writing(inside: Any, tmp_path: Path, monkeypatch: pytest
     assert "".join(shown[0]["texts"][1:7]) == "né 🙂\ns"
 
 
-def test_a_look_at_a_long_document_counts_what_it_read(inside: Any, tmp_path: Path) -> None:
+def test_a_preview_of_a_long_document_counts_its_first_piece(inside: Any, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("a line of text\n" * 100_000)
     answer = inside("prepare", "long.txt", "--tokenizer", "bytes", "--preview", "1", "--val-fraction", "0")
     assert "document 1: more than 1,048," in answer.out
@@ -122,7 +122,7 @@ def test_sizes_of_a_tokenizer_are_numbers_and_its_file_lies_beside_the_tokens(in
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_who_is_asked_to_leave_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+def test_sigterm_leaves_no_partial_folder(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "a.txt").write_text("some text to learn from, " * 200_000)
     command = [sys.executable, "-m", "redline", "prepare", "a.txt", "--out", "out/a", "--tokenizer", "train:4096"]
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may be run under nohup; what they start is not
@@ -165,7 +165,7 @@ def test_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> 
     assert "100k tokens in" in err.splitlines()[-1]
 
 
-def test_nothing_is_said_of_what_was_ready(capsys: Any) -> None:
+def test_cached_data_show_no_progress(capsys: Any) -> None:
     with PreparationBar():
         pass
     assert capsys.readouterr().err == ""
@@ -245,7 +245,7 @@ def test_tokens_are_refused_as_a_source(inside: Any, corpus: Path, tmp_path: Pat
         ("OfflineModeIsEnabled", "offline", "the hub cannot be reached"),
     ],
 )
-def test_datasets_that_cannot_be_had(
+def test_unavailable_datasets(
     inside: Any, monkeypatch: pytest.MonkeyPatch, name: str, message: str, sentence: str
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")

@@ -1,4 +1,4 @@
-"""`redline profile`: a table, a trace that opens, and no run left behind."""
+"""`redline profile`: the table, the trace, and no run directory left behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def profiled(redline: Any, recipe: str, tmp_path_factory: pytest.TempPathFactory
     return redline("profile", "toy.yaml", "--steps", "2", cwd=home), home
 
 
-def test_it_tells_where_the_time_went(profiled: tuple[Any, Path]) -> None:
+def test_the_table_shows_the_time_by_kind_of_work(profiled: tuple[Any, Path]) -> None:
     answer, home = profiled
     assert answer.code == 0, answer.err
     for kind in ("matmul", "attention", "memory-bound", "optimizer", "idle"):
@@ -76,7 +76,7 @@ def test_nothing_is_trained(profiled: tuple[Any, Path], redline: Any) -> None:
     assert json.loads(redline("runs", "--json", cwd=home).out) == []
 
 
-def test_a_folder_that_is_there_is_kept(redline: Any, tmp_path: Path) -> None:
+def test_an_existing_folder_is_kept(redline: Any, tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept/mine").write_text("x", encoding="utf-8")
     answer = redline("profile", "--out", "kept", cwd=tmp_path)

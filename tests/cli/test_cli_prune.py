@@ -1,4 +1,4 @@
-"""Disk is freed of what nobody needs, and of nothing else."""
+"""`redline runs prune` deletes old checkpoints and nothing else."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def damage(run: Path, step: int) -> None:
     [((), [2, 6]), (("--keep", "best"), [2, 6]), (("--keep", "last"), [6]), (("--keep", "2"), [2, 3, 6])],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_stays(run: Path, inside: Any, words: tuple[str, ...], left: list[int]) -> None:
+def test_the_kept_checkpoints(run: Path, inside: Any, words: tuple[str, ...], left: list[int]) -> None:
     answer = inside("runs", "prune", "--yes", *words)
     assert answer.code == 0, answer.err
     assert steps(run) == left
@@ -57,7 +57,7 @@ def test_what_stays(run: Path, inside: Any, words: tuple[str, ...], left: list[i
     assert "freed 0 B" in inside("runs", "prune", *words).out, "nothing is left, and nothing asked"
 
 
-def test_a_look_removes_nothing(run: Path, inside: Any) -> None:
+def test_a_dry_run_removes_nothing(run: Path, inside: Any) -> None:
     row = json.loads(inside("runs", "prune", "--dry-run", "--json").out)
     assert steps(run) == [1, 2, 3, 6]
     assert row["dry_run"]
@@ -72,14 +72,14 @@ def test_a_look_removes_nothing(run: Path, inside: Any) -> None:
     assert before - after == done["bytes"] == row["bytes"] > 100_000
 
 
-def test_the_newest_valid_one_always_stays(run: Path) -> None:
-    """A damaged one is not the newest that can be used, so the one before it is what counts."""
+def test_the_newest_valid_checkpoint_is_always_kept(run: Path) -> None:
+    """A damaged checkpoint cannot be used, so the newest one before it is kept."""
     damage(run, 6)
     assert prune(run, "last").kept == [3, 6]
     assert steps(run) == [3, 6]
 
 
-def test_when_none_is_valid_all_stay(run: Path) -> None:
+def test_without_a_valid_checkpoint_all_are_kept(run: Path) -> None:
     for step in (1, 2, 3, 6):
         damage(run, step)
     assert prune(run, "last").removed == {}
@@ -96,7 +96,7 @@ def test_a_running_run_is_left_alone(run: Path, inside: Any) -> None:
     assert steps(run) == [1, 2, 3, 6]
 
 
-def test_one_that_begins_in_between_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_starts_meanwhile_is_left_alone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from redline.training import checkpoint as module
 
     monkeypatch.setattr(module, "is_locked", lambda run: False)  # the look came too early
@@ -116,7 +116,7 @@ def test_a_failed_run_is_left_alone(run: Path) -> None:
     assert steps(run) == [1, 2, 3, 6]
 
 
-def test_what_interrupted_saves_left_goes_too(run: Path, inside: Any) -> None:
+def test_leftovers_of_interrupted_saves_are_removed(run: Path, inside: Any) -> None:
     inside("runs", "prune", "--yes")
     rest = run / "checkpoints/.writing-step-00000009-77"
     rest.mkdir()
@@ -126,7 +126,7 @@ def test_what_interrupted_saves_left_goes_too(run: Path, inside: Any) -> None:
     assert not rest.exists()
 
 
-def test_it_asks_a_person(run: Path, inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_asks_for_confirmation(run: Path, inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import io
 
     class Terminal(io.StringIO):
@@ -151,7 +151,7 @@ def test_it_asks_a_person(run: Path, inside: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("words", [(), ("--json",)])
-def test_nothing_goes_where_nobody_can_answer(run: Path, inside: Any, words: tuple[str, ...]) -> None:
+def test_without_a_terminal_nothing_is_deleted(run: Path, inside: Any, words: tuple[str, ...]) -> None:
     answer = inside("runs", "prune", *words)
     assert answer.code == 2
     assert steps(run) == [1, 2, 3, 6]

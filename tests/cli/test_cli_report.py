@@ -1,4 +1,4 @@
-"""redline report, as one types it."""
+"""`redline report` from the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def test_one_run_has_a_verdict_first(home: Path, inside: Any, tmp_path: Path) -> None:
+def test_the_report_of_one_run_starts_with_a_verdict(home: Path, inside: Any, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     assert inside("report", "--out", str(out), cwd=home).out == f"{out}\n"
     page = out.read_text()

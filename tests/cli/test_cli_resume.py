@@ -1,4 +1,4 @@
-"""A run that goes on: its words, its clock, and what a checkpoint of it is not."""
+"""Resumed runs: recipe keys, the clock, and arguments that are checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from redline.runs.events import read_events
 
 
-def test_a_resume_may_spell_a_key_in_another_way_than_the_one_before(inside: Any, world: Any, tmp_path: Path) -> None:
+def test_resumes_may_use_different_aliases_of_a_key(inside: Any, world: Any, tmp_path: Path) -> None:
     run = str(tmp_path / "runs/one")
     words = ["quickstart", *world.tiny, f"data.source={world.corpus}", "train.steps=1"]
     assert inside("train", *words, "--run", run).code == 0
@@ -18,8 +18,8 @@ def test_a_resume_may_spell_a_key_in_another_way_than_the_one_before(inside: Any
     assert inside("train", "--resume", run, "--dry-run").code == 0
 
 
-def test_the_clock_never_goes_back(inside: Any, world: Any, tmp_path: Path) -> None:
-    """Texts are written after the last save, and count."""
+def test_hours_never_decrease_over_resumes(inside: Any, world: Any, tmp_path: Path) -> None:
+    """The time of generating samples after the last save counts."""
     run = tmp_path / "runs/one"
     words = ["quickstart", *world.tiny, f"data.source={world.corpus}", "train.steps=2", "eval.every=2"]
     assert inside("train", *words, "eval.samples=30", "eval.sample_tokens=60", "--run", str(run)).code == 0
@@ -28,7 +28,7 @@ def test_the_clock_never_goes_back(inside: Any, world: Any, tmp_path: Path) -> N
     assert stops == sorted(stops)
 
 
-def test_a_step_of_a_run_is_refused_where_the_run_is_meant(inside: Any, world: Any, tmp_path: Path) -> None:
+def test_commands_that_take_a_run_refuse_a_checkpoint(inside: Any, world: Any, tmp_path: Path) -> None:
     run = str(tmp_path / "runs/one")
     words = ["quickstart", *world.tiny, f"data.source={world.corpus}", "train.steps=1"]
     assert inside("train", *words, "--run", run).code == 0
@@ -38,8 +38,8 @@ def test_a_step_of_a_run_is_refused_where_the_run_is_meant(inside: Any, world: A
         assert "Leave out @best" in refused.message
 
 
-def test_losses_of_other_windows_are_no_measure(inside: Any, recipe: str, tmp_path: Path) -> None:
-    """A resume may evaluate more, or less: what was lowest before is then of another text."""
+def test_the_best_loss_is_reset_if_the_validation_windows_change(inside: Any, recipe: str, tmp_path: Path) -> None:
+    """A resume may change the number of evaluated sequences; the lowest loss before is then of other text."""
     assert inside("train", recipe, "--run", "runs/one", "eval.sequences=1").code == 0
     state = tmp_path / "runs/one/checkpoints/step-00000006/state.json"
     lowest = json.loads(state.read_text())["best"]["loss"]
@@ -59,7 +59,7 @@ def test_losses_of_other_windows_are_no_measure(inside: Any, recipe: str, tmp_pa
     assert any("eval.sequences" in sentence for sentence in verdict)
 
 
-def test_rows_that_are_left_out_are_told(inside: Any, recipe: str, tmp_path: Path) -> None:
+def test_dropped_rows_are_reported(inside: Any, recipe: str, tmp_path: Path) -> None:
     rows = [{"text": f"the {n}th of many rows, which are all alike in all but this"} for n in range(200)]
     rows[1:60:2] = [{"words": "under another key"}] * 30
     (tmp_path / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

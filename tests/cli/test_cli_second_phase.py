@@ -1,4 +1,4 @@
-"""A tuned run as one types it: exported in each form, and begun again in a second phase."""
+"""Fine-tuned runs from the command line: each form of export, and a second phase that starts from the first."""
 
 from __future__ import annotations
 
@@ -68,8 +68,10 @@ def test_a_second_phase_begins_where_the_first_ended(
 
 
 @pytest.mark.parametrize("method", ["qlora", "full"])
-def test_or_on_what_was_merged(first: Path, tune: str, inside: Any, tmp_path: Path, method: str) -> None:
-    """Then the adapters are new, and quantised is what the first phase learnt, too."""
+def test_a_second_phase_can_start_from_a_merged_model(
+    first: Path, tune: str, inside: Any, tmp_path: Path, method: str
+) -> None:
+    """The adapters are new, and the base that is quantised includes the result of the first phase."""
     assert inside("export", "first", "--out", "merged", "--merged").code == 0
     plain = ("model.lora.r=16",) if method == "full" else ()
     words = ("model.base=merged", f"finetune.method={method}", *plain, "train.steps=1", "--run", "second")
@@ -92,7 +94,9 @@ def test_the_whole_model_of_a_first_phase(tune: str, inside: Any, tmp_path: Path
     assert "first@4 is a whole model, and this run trains adapters. Use it as the base" in answer.message
 
 
-def test_what_does_not_fit_is_a_sentence(first: Path, tune: str, inside: Any, tmp_path: Path, tiny_base: Path) -> None:
+def test_incompatible_weights_are_a_one_line_error(
+    first: Path, tune: str, inside: Any, tmp_path: Path, tiny_base: Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
     other = tmp_path / "other"

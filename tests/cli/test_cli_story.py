@@ -1,4 +1,4 @@
-"""From training to the report and on, as one types it."""
+"""One run from training to its report and resume, from the command line."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_directory_that_holds_a_run_is_refused_untouched(home: Path, recipe: s
     assert digests(home) == before
 
 
-def test_going_on(recipe: str, inside: Any, redline: Any, tmp_path: Path) -> None:
+def test_resuming(recipe: str, inside: Any, redline: Any, tmp_path: Path) -> None:
     begun = inside("train", recipe, "train.steps=2", "train.micro_batch_size=2")
     assert begun.code == 0
     assert "train.micro_batch_size is an alias of train.micro_batch" in begun.err
@@ -148,7 +148,7 @@ def test_signals(
     assert checkpoint.name == f"step-{stop['step']:08d}"
 
 
-def test_stopping_from_elsewhere(
+def test_stopping_from_another_process(
     start: Callable[..., subprocess.Popen[str]], recipe: str, tmp_path: Path, inside: Any
 ) -> None:
     process = start("train", recipe, "train.steps=1M", "--run", "runs/mine", cwd=tmp_path)
@@ -164,8 +164,8 @@ def test_stopping_from_elsewhere(
     assert inside("stop", "latest").code == 1
 
 
-def test_what_is_done_stays_done(recipe: str, inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is asked to leave while it writes its report has nothing left to resume."""
+def test_finished_members_are_not_repeated(recipe: str, inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is stopped while it writes its report has nothing left to resume."""
     from redline.launch import session as one_run
 
     monkeypatch.setattr(one_run, "closing", lambda *_: signal.raise_signal(signal.SIGTERM))

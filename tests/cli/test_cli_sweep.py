@@ -27,7 +27,7 @@ def comparison(directory: Path) -> Any:
 
 @pytest.fixture
 def acted(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Members that leave a run behind at once; `train.seed=13` fails. What was started, in order."""
+    """Replace members by ones that write a run at once (`train.seed=13` fails); return the started ones in order."""
     started: list[list[str]] = []
     script = (
         "import json, os, sys\n"
@@ -87,7 +87,7 @@ def test_every_combination_and_the_best(acted: list[list[str]], recipe: str, ins
     assert marked[0].split()[:2] == ["0.1", "1"]
 
 
-def test_one_that_fails_does_not_stop_the_others(
+def test_a_failed_member_does_not_stop_the_sweep(
     acted: list[list[str]], recipe: str, inside: Any, tmp_path: Path
 ) -> None:
     words = ("train", recipe, "--sweep", "train.lr=0.1", "--sweep", "train.seed=13,1", "--run", "out")
@@ -119,7 +119,7 @@ def test_another_sweep_is_not_mixed_in(acted: list[list[str]], recipe: str, insi
 
 
 def test_members_are_runs_like_others(acted: list[list[str]], recipe: str, inside: Any, tmp_path: Path) -> None:
-    """Without --run it lies in runs/, where each member is listed and found by name."""
+    """Without --run the sweep is in runs/, where each member is listed and found by name."""
     assert inside("train", recipe, "--sweep", "train.lr=0.1,0.2").code == 0
     (folder,) = (tmp_path / "runs").glob("toy-*-sweep")
     names = {row["name"] for row in json.loads(inside("runs", "--json").out)}
@@ -129,7 +129,7 @@ def test_members_are_runs_like_others(acted: list[list[str]], recipe: str, insid
     assert resolve_run(f"{folder.name}/2-lr=0.2@best", tmp_path / "runs") == (folder / "2-lr=0.2", "best")
 
 
-def test_a_look_starts_nothing(acted: list[list[str]], recipe: str, inside: Any, tmp_path: Path) -> None:
+def test_a_dry_run_starts_nothing(acted: list[list[str]], recipe: str, inside: Any, tmp_path: Path) -> None:
     answer = inside("train", recipe, "--sweep", "train.lr=0.1,0.2", "--run", "out", "--dry-run")
     assert answer.out.splitlines() == ["out/1-lr=0.1  train.lr=0.1", "out/2-lr=0.2  train.lr=0.2"]
     assert acted == []
@@ -179,7 +179,7 @@ def test_commas_within_quotes_do_too_and_an_apostrophe_is_no_quote() -> None:
         assert parse_axes([f"eval.prompt={text}"], []) == {"eval.prompt": expected}
 
 
-def test_a_member_that_was_begun_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_member_is_resumed(tmp_path: Path) -> None:
     sweep = Sweep("toy", ["train.steps=3"], {"train.lr": ["0.1"]})
     (member,) = sweep.members
     path = tmp_path / member.name
@@ -204,7 +204,7 @@ def test_for_real(recipe: str, inside: Any, tmp_path: Path) -> None:
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`redline …` in a session of its own, where a signal can go to all of its processes, as Ctrl-C does."""
+    """Start `redline …` in a session of its own, so that a signal can be sent to all its processes, as by Ctrl-C."""
     started = []
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}
 
@@ -240,8 +240,8 @@ def test_ctrl_c_saves_the_member_and_ends_the_sweep(terminal: Any, recipe: str, 
     assert not (tmp_path / "out/2-steps=3" / RECIPE_LOCK_FILE).exists()
 
 
-def test_a_member_hears_of_one_ctrl_c_once(tmp_path: Path) -> None:
-    """The terminal sends it to every process of the group; heard twice, it would mean "leave at once"."""
+def test_a_member_receives_ctrl_c_once(tmp_path: Path) -> None:
+    """The terminal sends it to every process of the group; received twice, it would mean "exit at once"."""
     member = (
         "import signal, sys, time, pathlib\n"
         "heard, out = [], pathlib.Path(sys.argv[1])\n"
@@ -266,14 +266,14 @@ def test_a_member_hears_of_one_ctrl_c_once(tmp_path: Path) -> None:
     assert note.read_text() == "1"
 
 
-def test_a_sweep_in_a_place_that_cannot_be_written(recipe: str, tmp_path: Path) -> None:
+def test_a_sweep_in_an_unwritable_folder(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written") as refused:
         run_sweep(Sweep(recipe, [], {"train.lr": ["0.1"]}), tmp_path / "file/out")
     assert refused.value.exit_code == EXIT_FAILED, "as of a single run there"
 
 
-def test_a_sweeps_folder_is_no_place_for_a_run(recipe: str, inside: Any, tmp_path: Path) -> None:
+def test_the_folder_of_a_sweep_is_refused_as_a_run(recipe: str, inside: Any, tmp_path: Path) -> None:
     (tmp_path / "runs/sw").mkdir(parents=True)
     (tmp_path / "runs/sw/sweep.json").write_text("{}")
     refused = inside("train", recipe, "--run", "runs/sw")

@@ -1,4 +1,4 @@
-"""`redline prepare --verify`: tokens that are not those that were written are found, whatever was changed."""
+"""`redline prepare --verify` detects any change of the tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tokens(inside: Any, corpus: Path, tmp_path: Path) -> Path:
     return tmp_path / "tokens"
 
 
-def test_whole_tokens_are_said_to_be(inside: Any, tokens: Path) -> None:
+def test_intact_tokens_are_reported_as_such(inside: Any, tokens: Path) -> None:
     answer = inside("prepare", str(tokens), "--verify", "--json")
     assert answer.code == 0, answer.err
     meta = json.loads((tokens / "meta.json").read_text(encoding="utf-8"))
@@ -39,7 +39,7 @@ def test_one_flipped_bit_is_found(inside: Any, tokens: Path, place: int) -> None
     assert "Traceback" not in answer.err
 
 
-def test_every_run_finds_what_is_cut_off(inside: Any, recipe: str, tokens: Path) -> None:
+def test_every_run_detects_truncated_shards(inside: Any, recipe: str, tokens: Path) -> None:
     shard = tokens / "train-00000.tok"
     shard.write_bytes(shard.read_bytes()[:-2])
     answer = inside("train", recipe, f"data.source={tokens}", "data.tokenizer=bytes", "train.steps=1", "--run", "run")
@@ -51,7 +51,7 @@ def test_every_run_finds_what_is_cut_off(inside: Any, recipe: str, tokens: Path)
     ("words", "said"),
     [(["corpus", "--verify"], "corpus"), (["corpus", "--verify", "--preview", "1"], "--verify")],
 )
-def test_there_must_be_tokens(inside: Any, corpus: Path, words: list[str], said: str) -> None:
+def test_a_folder_without_tokens_cannot_be_verified(inside: Any, corpus: Path, words: list[str], said: str) -> None:
     answer = inside("prepare", str(corpus), *words[1:])
     assert answer.code == 2
     assert said in answer.message

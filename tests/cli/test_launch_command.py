@@ -1,4 +1,4 @@
-"""redline launch, as it is typed."""
+"""`redline launch` from the command line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_cpu_job_asks_for_no_cards(inside: Any) -> None:
     assert not any("--gpu" in line for line in lines)
 
 
-def test_the_command_line_is_stronger_than_the_site(inside: Any, tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_site_file(inside: Any, tmp_path: Path) -> None:
     site = tmp_path / "config/redline/cluster.yaml"
     site.parent.mkdir(parents=True)
     site.write_text("partition: slow\naccount: physics\ncpus_per_gpu: 4\n")
@@ -67,7 +67,7 @@ def test_mistakes_are_answered_before_the_queue(inside: Any, words: tuple[str, .
     assert said in answer.message
 
 
-def test_a_run_that_is_there_is_what_is_checked(inside: Any, world: Any, tmp_path: Path) -> None:
+def test_an_existing_run_is_checked_instead_of_the_recipe(inside: Any, world: Any, tmp_path: Path) -> None:
     """Not the recipe that was typed, nor the default: the script would resume the run whatever they say."""
     run = str(tmp_path / "runs/mine")
     small = [*world.tiny, f"data.source={world.corpus}", "train.steps=1", "train.global_batch=16"]
@@ -107,8 +107,8 @@ def test_without_sbatch(inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "leave out --submit" in answer.message
 
 
-def test_what_is_said_after_submitting(inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder for logs is made: SLURM would not, and end the job without a word."""
+def test_the_message_after_submitting(inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder for logs is created: SLURM would not do it, and would end the job without a message."""
     (tmp_path / "bin").mkdir()
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.write_text('#!/bin/sh\n/bin/cat >"$0.script"\necho "41;far"\n')

@@ -46,7 +46,7 @@ def test_one_card_has_no_table() -> None:
     assert (plan["scaling"], plan["communication"]) == (None, None)
 
 
-def test_people_see_the_table_the_verdict_and_its_basis() -> None:
+def test_text_output_has_table_verdict_and_assumptions() -> None:
     done = redline(*H100)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -90,7 +90,7 @@ def test_a_mistake_is_a_sentence(words: tuple[str, ...], said: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_world_that_it_does_not_fit_is_no_measure_of_others() -> None:
+def test_a_world_size_that_does_not_fit_is_not_the_reference() -> None:
     words = ("model.layers=72", "model.d_model=4096", "model.heads=32", "model.d_ff=11008", "--gpu", "h100", "--gpus")
     nowhere = planned("pretrain-350m", *words, "8")["scaling"]
     assert not any(row["fits"] for row in nowhere["rows"])
@@ -102,7 +102,7 @@ def test_a_world_that_it_does_not_fit_is_no_measure_of_others() -> None:
     assert there["pays_up_to"] >= first["world"] > 1
 
 
-def test_ranks_on_a_cpu_get_no_figure_that_nobody_has() -> None:
+def test_cpu_ranks_get_no_invented_figures() -> None:
     plan = planned("quickstart", "--gpu", "cpu", "--gpus", "2")
     assert plan["throughput"]["tokens_per_s"] is None
     assert plan["scaling"]["pays_up_to"] is None

@@ -57,8 +57,8 @@ def serve() -> Iterator[Callable[..., tuple[subprocess.Popen[str], str, str]]]:
         process.communicate()
 
 
-def test_a_page_from_before_the_run_until_ctrl_c(serve: Any, home: Path, tmp_path: Path) -> None:
-    """It is opened first; the run begins, is watched, and what it logs next is told."""
+def test_the_page_is_served_from_before_the_run_until_ctrl_c(serve: Any, home: Path, tmp_path: Path) -> None:
+    """The page is opened before the run starts, and shows the events that follow."""
     process, said, address = serve("--port", "0", cwd=tmp_path, SSH_CONNECTION="10.0.0.9 5000 10.0.0.5 22")
     port = address.rstrip("/").rpartition(":")[2]
     assert address == f"http://127.0.0.1:{port}/"

@@ -1,4 +1,4 @@
-"""Other spellings mean the same, and say so."""
+"""Aliases of recipe keys are translated, with a note."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_alias_leads_to_a_key_that_exists() -> None:
 
 
 @pytest.mark.parametrize("alias", ALIASES)
-def test_as_override(alias: str) -> None:
+def test_an_alias_as_override(alias: str) -> None:
     text, value = SAID[alias]
     loaded = load(recipe_for(alias), [f"{alias}={text}"])
     assert get(loaded.recipe, ALIASES[alias]) == value
@@ -79,7 +79,7 @@ def test_as_override(alias: str) -> None:
 
 
 @pytest.mark.parametrize("alias", ALIASES)
-def test_in_a_file(alias: str, tmp_path: Path) -> None:
+def test_an_alias_in_a_file(alias: str, tmp_path: Path) -> None:
     text, value = SAID[alias]
     *sections, last = alias.split(".")
     inner = f"{{{last}: {text}}}"
@@ -127,7 +127,7 @@ def test_two_spellings_that_differ_are_refused_in_one_place(alias: str) -> None:
         load("quickstart", [f"{alias}={text}", f"{ALIASES[alias]}=null"])
 
 
-def test_two_spellings_that_agree_are_fine() -> None:
+def test_two_spellings_with_equal_values_are_accepted() -> None:
     """The guides' own YAML says bf16 twice."""
     words = ["train.bf16=true", "bnb_4bit.compute_dtype=bfloat16"]
     assert load("qlora-smollm2", words).recipe.train.precision == "bf16"

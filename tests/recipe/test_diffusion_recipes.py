@@ -125,7 +125,7 @@ def test_a_problem_is_named_with_its_key(name: str, override: str, key: str, say
     assert says in found[key]
 
 
-def test_both_weights_may_not_be_nothing() -> None:
+def test_both_loss_weights_cannot_be_zero() -> None:
     found = problems("gsm8k-hdp", f"{PLAN}.plan_weight=0", f"{PLAN}.execution_weight=0")
     assert list(found) == [f"{PLAN}.execution_weight"]
 
@@ -141,7 +141,7 @@ def test_all_problems_at_once() -> None:
     "override",
     ["train.precision=fp8", "model.value_embeddings=2", "model.skips=unet", "model.softcap=15", "data.stream=1"],
 )
-def test_what_works_here_is_let_through(override: str) -> None:
+def test_valid_combinations_are_accepted(override: str) -> None:
     override = override.replace("=1", "=true") if override.startswith("data") else override
     assert load("owt-bd3lm", [override]).recipe
 
@@ -205,7 +205,7 @@ def test_the_guides_overrides(override: str, section: str, key: str, value: Any)
         assert getattr(getattr(load(name, [override]).recipe, section), key) == value
 
 
-def test_the_small_ones_are_small() -> None:
+def test_the_small_recipes_are_small() -> None:
     laptop = Machine("cpu", "a CPU", 8 << 30, 8, cpu_flops=4e11)
     for name in ("problems-bd3lm", "problems-hdp"):
         plan = resolve(load(name).recipe, laptop, DataFacts(1030, 10**7, 10**5, "", "", ""))
@@ -230,7 +230,7 @@ def test_a_plan_needs_no_data(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert plan["horizon"]["steps"]
 
 
-def test_each_is_shipped_and_describes_itself() -> None:
+def test_each_recipe_is_shipped_with_a_description() -> None:
     assert set(NAMES) <= set(shipped())
     assert len({load(name).recipe.description for name in NAMES}) == len(NAMES)
 
@@ -267,7 +267,7 @@ VALUES = [
     overrides=st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(VALUES)).map("=".join), max_size=4),
     gpu=st.booleans(),
 )
-def test_whatever_is_typed_is_planned_or_refused(name: str, overrides: list[str], gpu: bool) -> None:
+def test_any_override_is_planned_or_refused(name: str, overrides: list[str], gpu: bool) -> None:
     machine = named_gpu("h200") if gpu else Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
     with contextlib.suppress(UserError):
         resolve(load(name, overrides).recipe, machine, FACTS).plan_event()

@@ -1,4 +1,4 @@
-"""Recipes of fine-tuning: what does not go together is said, what does is taken."""
+"""Fine-tuning recipes: invalid combinations are refused, valid ones accepted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from redline.recipe.load import load, validate
         ),
     ],
 )
-def test_what_is_refused(overrides: list[str], key: str, said: str) -> None:
+def test_invalid_combinations_are_refused(overrides: list[str], key: str, said: str) -> None:
     with pytest.raises(RecipeError) as refused:
         load("qlora-smollm2", ["model.base=there", *overrides])
     assert [problem.key for problem in refused.value.problems] == [key]
@@ -32,14 +32,14 @@ def test_what_is_refused(overrides: list[str], key: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("overrides", [["train.lr=3e-3"], ["finetune.method=full", "model.lora=null"]])
-def test_a_rate_that_is_obeyed_is_taken(overrides: list[str]) -> None:
+def test_a_learning_rate_with_an_effect_is_accepted(overrides: list[str]) -> None:
     """One that says what holds anyway is in every lock; where all of a model learns, so do its embeddings."""
     recipe = load("qlora-smollm2", ["model.base=there", "train.embedding_lr=3e-3", *overrides]).recipe
     assert recipe.train.embedding_lr == 3e-3
 
 
 def test_a_lock_of_an_older_version_may_say_stream() -> None:
-    """It was taken and not read; the run still resumes."""
+    """Older versions accepted the key without using it; such a run still resumes."""
     recipe = load("qlora-smollm2", ["model.base=there"]).recipe
     tree = recipe.model_dump(mode="json")
     tree["data"]["stream"] = True

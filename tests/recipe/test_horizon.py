@@ -106,14 +106,14 @@ def test_the_horizon_has_steps_tokens_epochs_and_time(tmp_path: Path) -> None:
         ("tokens: 1280", ["10 steps"]),
     ],
 )
-def test_a_length_that_is_hardly_meant_is_warned_of(tmp_path: Path, given: str, words: list[str]) -> None:
+def test_an_unlikely_run_length_is_warned_of(tmp_path: Path, given: str, words: list[str]) -> None:
     event = plan(tmp_path, given).plan_event()
     warnings = [text for text in event["warnings"] if "steps long" in text or "epochs" in text]
     assert len(warnings) == len(words)
     assert all(word in warning for word, warning in zip(words, warnings, strict=True))
 
 
-def test_what_the_clock_leaves_is_warned_of_as_well(tmp_path: Path) -> None:
+def test_many_epochs_within_the_time_budget_are_warned_of(tmp_path: Path) -> None:
     event = plan(tmp_path, "hours: 1h").plan_event()
     assert event["horizon"]["expected_epochs"] > 10
     assert any("epochs" in warning for warning in event["warnings"])

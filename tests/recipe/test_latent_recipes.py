@@ -51,7 +51,7 @@ def problems(*overrides: str) -> dict[str, str]:
         ([f"{NAME}.slot=3"], f"{NAME}.slot", "slots"),
     ],
 )
-def test_what_is_refused(overrides: list[str], key: str, said: str) -> None:
+def test_invalid_combinations_are_refused(overrides: list[str], key: str, said: str) -> None:
     assert said in problems(*overrides)[key]
 
 
@@ -120,7 +120,7 @@ def test_every_key_is_documented() -> None:
     assert all(f"`{NAME}.{key}`" in page for key in known_keys(options_of(NAME)))
 
 
-def test_what_no_texts_allow_is_prefix_and_one_token() -> None:
+def test_the_certain_cost_counts_the_prefix_and_one_token() -> None:
     """Batches are cut to their longest: only a speed beyond that is impossible for certain."""
     resolved = resolve(load("latentwire-squad", ["data.seq_len=80"]).recipe, named_gpu("h200"), FACTS)
     matmul, attention = costs(resolved.recipe).certain(resolved.shape)

@@ -1,4 +1,4 @@
-"""A recipe loads, or says everything that is wrong with it."""
+"""A recipe loads, or all its problems are reported at once."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_the_message_names_the_recipe_and_counts_the_problems() -> None:
         ("max_seq_ln=64", "max_seq_len"),
     ],
 )
-def test_the_key_that_was_meant(override: str, meant: str) -> None:
+def test_the_intended_key_is_suggested(override: str, meant: str) -> None:
     (line,) = problems("quickstart", override).values()
     assert f"Did you mean '{meant}" in line
 
 
-def test_a_key_like_nothing_gets_the_list() -> None:
+def test_an_unknown_key_without_a_similar_one_gets_the_list() -> None:
     (line,) = problems("quickstart", "checkpoint.zzzzzz=1").values()
     assert "every, keep, best." in line
     (line,) = problems("quickstart", "zzzzzz=1").values()
@@ -160,7 +160,7 @@ def test_a_plus_before_the_key_changes_nothing() -> None:
     assert value_of("train.steps", "+train.steps=7") == 7
 
 
-def test_a_section_can_be_given_whole_and_leaves_the_rest() -> None:
+def test_a_whole_section_can_be_overridden() -> None:
     recipe = load("quickstart", ["eval={every: 3, samples: 0}"]).recipe
     assert (recipe.eval.every, recipe.eval.samples, recipe.eval.prompt) == (3, 0, "def ")
 

@@ -1,4 +1,4 @@
-"""The lock gives back the recipe, and lets only a few keys change."""
+"""The lock stores the recipe, and only a few keys may change on resume."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_one_cycle_of_an_older_lock_keeps_its_shape(tmp_path: Path) -> None:
     assert (old.schedule, old.pct_start, old.warmup_steps) == ("cosine_cycle", None, 3)
 
 
-def test_what_it_records(lock: dict[str, Any]) -> None:
+def test_the_content_of_the_lock(lock: dict[str, Any]) -> None:
     assert lock["seed"] == 1337
     assert lock["run_id"] == "abc"
     assert lock["data"] == vars(DATA)
@@ -77,7 +77,9 @@ def test_what_it_records(lock: dict[str, Any]) -> None:
         (["train.seed=1337"], "train.seed", 1337),
     ],
 )
-def test_what_may_change(lock: dict[str, Any], tmp_path: Path, overrides: list[str], key: str, value: Any) -> None:
+def test_resumable_keys_may_change(
+    lock: dict[str, Any], tmp_path: Path, overrides: list[str], key: str, value: Any
+) -> None:
     before, after = (dict(flatten(locked_recipe(tmp_path, lock, o).recipe.model_dump())) for o in ([], overrides))
     assert after[key] == value
     counted = set(STOPS) if key in STOPS else set()  # a typed one replaces the others
@@ -89,7 +91,7 @@ def test_an_alias_is_noted(lock: dict[str, Any], tmp_path: Path) -> None:
     assert {"train.max_hours", "train.hours"} <= {*note.split()}
 
 
-def test_what_may_not_change_is_refused_with_the_differences(lock: dict[str, Any], tmp_path: Path) -> None:
+def test_other_changes_are_refused_with_the_differences(lock: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         locked_recipe(tmp_path, lock, ["train.lr=0.5", "model.layers=99", "train.steps=20", "train.optimzer=adamw"])
     text = caught.value.message()

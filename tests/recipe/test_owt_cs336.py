@@ -44,7 +44,7 @@ def test_it_has_the_rules_of_the_leaderboard() -> None:
     assert (dataset.name, dataset.split) == ("Skylion007/openwebtext", "train")
 
 
-def test_a_local_copy_takes_the_place_of_the_dataset() -> None:
+def test_a_local_copy_replaces_the_dataset() -> None:
     assert load(NAME, ["data.source=./tokens-32k"]).recipe.data.source == "./tokens-32k"
 
 

@@ -28,7 +28,7 @@ def test_a_preset_sets_memory_and_batch(preset: str, fraction: float, batch: int
     assert ("train.preset", preset) in [(choice.key, choice.value) for choice in plan.choices]
 
 
-def test_what_stands_beside_it_wins() -> None:
+def test_explicit_keys_override_the_preset() -> None:
     beside = ["train.preset=extreme", "train.global_batch=96", "train.memory_fraction=0.5"]
     recipe = load("pretrain-350m", beside).recipe
     assert (recipe.train.memory_fraction, recipe.train.global_batch) == (0.5, 96)
@@ -81,6 +81,6 @@ def test_it_is_not_applied_again_when_a_run_is_resumed(tmp_path: Path) -> None:
     assert resolve(again, named_gpu("h200"), FACTS).batch == plan.batch
 
 
-def test_an_unknown_one_is_named() -> None:
+def test_an_unknown_preset_is_named() -> None:
     with pytest.raises(RecipeError, match=r"train\.preset.*conservative"):
         load("pretrain-350m", ["train.preset=turbo"])

@@ -1,4 +1,4 @@
-"""Whatever is typed, the answer is a recipe or a UserError."""
+"""Any input is either a valid recipe or a UserError."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_overrides(name: str, overrides: list[str]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(overrides=st.lists(known, max_size=3), machine=st.sampled_from(MACHINES))
-def test_what_loads_can_be_planned(overrides: list[str], machine: Machine) -> None:
+def test_every_recipe_that_loads_can_be_planned(overrides: list[str], machine: Machine) -> None:
     with contextlib.suppress(UserError):
         resolve(load("quickstart", overrides).recipe, machine, DATA).plan_event()
 

@@ -60,7 +60,7 @@ def test_micro_times_accumulation_is_the_global_batch(total: int, gigabytes: int
 
 @settings(max_examples=60, deadline=None)
 @given(micro=st.integers(1, 64), accumulation=st.integers(1, 64), given_too=st.booleans())
-def test_what_is_given_is_kept(micro: int, accumulation: int, given_too: bool) -> None:
+def test_given_values_are_kept(micro: int, accumulation: int, given_too: bool) -> None:
     overrides = [f"train.micro_batch={micro}", f"train.accumulation={accumulation}"]
     plan = resolved(*overrides, f"train.global_batch={micro * accumulation if given_too else 'auto'}")
     assert (plan.batch.micro, plan.batch.accumulation) == (micro, accumulation)
@@ -105,7 +105,7 @@ def test_precision_by_machine(machine: Machine, precision: str, says: str) -> No
     assert says in reasons(plan)["train.precision"].reason
 
 
-def test_precision_as_asked() -> None:
+def test_a_given_precision_is_kept_if_possible() -> None:
     assert resolved("train.precision=fp32").recipe.train.precision == "fp32"
     assert resolved("train.precision=fp16").recipe.train.precision == "fp16"
     with pytest.raises(RecipeError, match=r"train\.precision: fp16 is for GPUs.*Use bf16 or fp32"):
@@ -161,8 +161,8 @@ def test_the_plan_adds_up() -> None:
     assert plan["memory_gib"]["peak"] <= 0.9 * plan["memory_gib"]["available"]
 
 
-def test_gigabytes_in_place_of_a_share() -> None:
-    """`train.memory_gb` means the same room on every card, and never more than there is."""
+def test_a_memory_limit_in_gigabytes() -> None:
+    """`train.memory_gb` is the same limit on every card, and never more than the card has."""
     small = Machine("cuda", "NVIDIA H100 80GB HBM3", 80 * 10**9, 16, (9, 0), fast_bf16=True)
     plans = [resolved("train.memory_gb=40", machine=machine) for machine in (small, H200)]
     assert plans[0].batch == plans[1].batch
@@ -171,14 +171,14 @@ def test_gigabytes_in_place_of_a_share() -> None:
     assert resolved("train.memory_gb=1000", machine=small).memory.peak <= 80e9
 
 
-def test_three_that_agree_for_other_cards_only_are_refused() -> None:
+def test_batch_keys_that_fit_only_other_world_sizes_are_refused() -> None:
     recipe = load("quickstart", ["train.global_batch=32", "train.micro_batch=4", "train.accumulation=4"]).recipe
     with pytest.raises(RecipeError, match="any two of the three"):
         resolve(recipe, H200, DATA)
     assert resolve(recipe, H200, DATA, gpus=2).batch.global_batch == 32
 
 
-def test_a_warm_up_longer_than_the_run_is_told() -> None:
+def test_a_warm_up_longer_than_the_run_is_warned_of() -> None:
     said = "train.warmup_steps=1000 is more than half of an expected"
     data = replace(DATA, vocab_size=50257)
     assert any(w.startswith(said) for w in resolved("train.hours=5m", name="pretrain-350m", data=data).warnings)
@@ -195,7 +195,7 @@ def test_a_warm_up_longer_than_the_run_is_told() -> None:
         ("lora-8b", ("finetune.method=full",), "with a base the fused ones"),
     ],
 )
-def test_what_has_not_run_on_a_gpu_is_not_chosen_there(name: str, words: tuple[str, ...], said: str) -> None:
+def test_kernels_untested_on_a_gpu_are_not_chosen(name: str, words: tuple[str, ...], said: str) -> None:
     data = replace(DATA, vocab_size=50257)
     plan = resolved(*words, name=name, data=data)
     assert plan.recipe.model.kernels == "torch"
@@ -215,8 +215,8 @@ def test_the_model_of_a_counted_run_is_sized_by_its_real_batch() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(257, 1), (256 + 31, 1), (256 + 32, 2), (20, 1)])
-def test_an_epoch_has_whole_sequences_alone(tokens: int, steps: int) -> None:
-    """What is left over is no sequence, and no step more."""
+def test_an_epoch_has_only_complete_sequences(tokens: int, steps: int) -> None:
+    """Tokens that do not fill a sequence or a batch add no step."""
     words = ("train.hours=null", "train.steps=null", "train.epochs=1", "data.seq_len=32", "train.global_batch=8")
     recipe = load("quickstart", list(words)).recipe
     assert recipe_steps(recipe, tokens, tokens_per_step=256) == steps

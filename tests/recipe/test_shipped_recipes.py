@@ -1,4 +1,4 @@
-"""Every recipe that ships trains, shrunk to a toy."""
+"""Every shipped recipe trains, with a small model."""
 
 from __future__ import annotations
 
