@@ -144,7 +144,7 @@ def test_a_run_is_read_and_resumed_from_any_folder(inside: Any, recipe: str, cor
 @pytest.mark.parametrize(
     ("place", "why"), [("runs", "the folder of all runs"), ("", "the current folder"), (".", "the current folder")]
 )
-def test_a_folder_that_holds_other_files_is_refused_as_a_run(
+def test_the_folder_of_all_runs_and_the_current_folder_are_refused_as_a_run(
     inside: Any, recipe: str, tmp_path: Path, place: str, why: str
 ) -> None:
     refused = inside("train", recipe, "--run", place)
