@@ -1,4 +1,7 @@
-"""Translates the dashed flags of the H100 guides into recipe keys, and runs `redline train` with them."""
+"""Translate the dashed flags of the H100 guides into recipe keys, and run `redline train` with them.
+
+`latentwire_train.py` uses `recipe_key`, `user_keys`, `resumes` and `run_train` for the flags of its own guide.
+"""
 
 from __future__ import annotations
 
@@ -98,8 +101,14 @@ def parser(description: str, defaults: Defaults) -> argparse.ArgumentParser:
     return flags
 
 
-def overrides(flags: argparse.Namespace, defaults: Defaults, user_keys: set[str]) -> list[str]:
-    """Translate the flags into recipe keys, except `user_keys`, which the user set as key=value."""
+def recipe_key(flag: str, text: str) -> tuple[str, Any]:
+    """Translate a flag and its value by redline's table of aliases."""
+    key, value = canonical(flag, {"true": True, "false": False}.get(text.lower(), text))
+    return key, str(value).lower() if isinstance(value, bool) else value
+
+
+def overrides(flags: argparse.Namespace, defaults: Defaults, set_by_user: set[str]) -> list[str]:
+    """Translate the flags into recipe keys, except those that the user set as key=value."""
     auto = "auto"
     micro, accumulation = defaults.batch_size, defaults.gradient_accumulation
     if flags.no_fp8 and defaults.without_fp8 and not (flags.batch_size or flags.gradient_accumulation):
@@ -110,7 +119,7 @@ def overrides(flags: argparse.Namespace, defaults: Defaults, user_keys: set[str]
         "train.lr": flags.learning_rate or defaults.learning_rate or auto,
         "train.hours": flags.max_hours or defaults.max_hours,
     }
-    if "train.global_batch" in user_keys and not flags.gradient_accumulation:
+    if "train.global_batch" in set_by_user and not flags.gradient_accumulation:
         keys["train.accumulation"] = auto
     elif auto not in (keys["train.micro_batch"], keys["train.accumulation"]):
         # The product of both; the recipe's own global batch would contradict them.
@@ -118,11 +127,11 @@ def overrides(flags: argparse.Namespace, defaults: Defaults, user_keys: set[str]
     for flag, alias in ALIASES.items():
         text = getattr(flags, flag)
         if text is not None:
-            key, value = canonical(alias, {"true": True, "false": False}.get(text.lower(), text))
-            keys[key] = str(value).lower() if isinstance(value, bool) else value
+            key, value = recipe_key(alias, text)
+            keys[key] = value
     if flags.use_fp8:  # wins over --mixed_precision, which then covers only what is not in fp8
         keys |= {"train.precision": "fp8", "train.fp8": flags.fp8_backend or auto}
-    return [f"{key}={value}" for key, value in keys.items() if key not in user_keys]
+    return [f"{key}={value}" for key, value in keys.items() if key not in set_by_user]
 
 
 def remarks(flags: argparse.Namespace) -> list[str]:
@@ -142,29 +151,39 @@ def remarks(flags: argparse.Namespace) -> list[str]:
     return lines
 
 
+def user_keys(words: Sequence[str]) -> set[str]:
+    """Return the recipe keys that the user set as key=value."""
+    return {canonical(word.removeprefix("+").split("=")[0], None)[0] for word in words if "=" in word}
+
+
 def resumes(words: Sequence[str]) -> bool:
+    """Return whether the command resumes a run. Its lock holds the recipe, so recipe and flags are not passed on."""
     return any(word.split("=")[0] == "--resume" for word in words)
 
 
+def run_train(words: Sequence[str]) -> None:
+    """Print the `redline train` command, and run it."""
+    print("redline train", *words, file=sys.stderr)
+    sys.argv = ["redline", "train", *words]
+    main()
+
+
 def run(description: str, defaults: Defaults, arguments: Sequence[str] | None = None) -> None:
-    """Print the `redline train` command that the flags amount to, and run it."""
+    """Run the `redline train` command that the flags stand for."""
     flag_parser = parser(description, defaults)
     flags, rest = flag_parser.parse_known_args(arguments)
     if flags.use_fp8 and flags.no_fp8:
         flag_parser.error("--use_fp8 and --no_fp8 contradict each other: use one of them")
     for remark in remarks(flags):
         print(remark, file=sys.stderr)
-    user_keys = {canonical(word.removeprefix("+").split("=")[0], None)[0] for word in rest if "=" in word}
-    # A resumed run has its recipe in its lock, so neither the recipe nor the flags are passed on.
-    translated = [] if resumes(rest) else overrides(flags, defaults, user_keys)
+    set_by_user = user_keys(rest)
+    translated = [] if resumes(rest) else overrides(flags, defaults, set_by_user)
     recipe = [] if resumes(rest) else [RECIPE]
-    if recipe and "train.target_loss" not in user_keys:
+    if recipe and "train.target_loss" not in set_by_user:
         print(f"target loss: {TARGET}", file=sys.stderr)
-    if recipe and "data.source" not in user_keys:
+    if recipe and "data.source" not in set_by_user:
         print(
             "data.source: the embedded text (Python's own documentation); for your data, add data.source=./my-folder",
             file=sys.stderr,
         )
-    print("redline train", *recipe, *translated, *rest, file=sys.stderr)
-    sys.argv = ["redline", "train", *recipe, *translated, *rest]
-    main()
+    run_train([*recipe, *translated, *rest])

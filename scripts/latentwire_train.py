@@ -8,16 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
-try:
-    from redline.cli.main import main
-    from redline.recipe.aliases import canonical
-except ModuleNotFoundError as error:
-    sys.exit(f"{error.name} is not installed. Run `make setup`, then .venv/bin/python scripts/latentwire_train.py")
+from guide_flags import recipe_key, resumes, run_train, user_keys
 
 RECIPE = "latentwire-squad"
 NUMBERS = ("batch_size", "gradient_accumulation", "learning_rate", "mixed_precision", "num_workers")
@@ -44,33 +37,28 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def overrides(flags: argparse.Namespace, user_keys: set[str]) -> list[str]:
-    """Translate the flags into recipe keys, except `user_keys`, which the user set as key=value."""
+def overrides(flags: argparse.Namespace, set_by_user: set[str]) -> list[str]:
+    """Translate the flags into recipe keys, except those that the user set as key=value."""
     keys: dict[str, Any] = {}
     for flag in (*NUMBERS, *SWITCHES):
         text = getattr(flags, flag)
         if text is not None:
-            key, value = canonical(flag, {"true": True, "false": False}.get(text, text))
-            keys[key] = str(value).lower() if isinstance(value, bool) else value
+            key, value = recipe_key(flag, text)
+            keys[key] = value
     if {"train.micro_batch", "train.accumulation"} <= keys.keys():
         # The product of both, times the number of GPUs; the recipe's own global batch would contradict them.
         keys["train.global_batch"] = "auto"
-    return [f"{key}={value}" for key, value in keys.items() if key not in user_keys]
+    return [f"{key}={value}" for key, value in keys.items() if key not in set_by_user]
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Print the `redline train` command that the flags amount to, and run it."""
+    """Run the `redline train` command that the flags stand for."""
     flags, rest = parser().parse_known_args(arguments)
     for flag, meaning in ALWAYS.items():
         if getattr(flags, flag):
             print(f"--{flag}: {meaning}", file=sys.stderr)
-    user_keys = {canonical(word.removeprefix("+").split("=")[0], None)[0] for word in rest if "=" in word}
-    # A resumed run has its recipe in its lock, so neither the recipe nor the flags are passed on.
-    resumes = any(word.split("=")[0] == "--resume" for word in rest)
-    translated = [] if resumes else [RECIPE, *overrides(flags, user_keys)]
-    print("redline train", *translated, *rest, file=sys.stderr)
-    sys.argv = ["redline", "train", *translated, *rest]
-    main()
+    translated = [] if resumes(rest) else [RECIPE, *overrides(flags, user_keys(rest))]
+    run_train([*translated, *rest])
 
 
 if __name__ == "__main__":

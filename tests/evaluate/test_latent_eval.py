@@ -79,10 +79,10 @@ def test_eval_reports_every_condition(run: Path, typed: Typed) -> None:
         assert one["prefix"] == 4 < one["prompt_tokens"]
         latent, int8, int4 = (one["conditions"][name]["nll"] for name in ("latent", "latent int8", "latent int4"))
         assert abs(latent - int8) < abs(latent - int4) + 1e-3 < 1.0
-    wire = result["wire"]
-    assert (wire["fp16"], wire["int8"], wire["int4"]) == (128, 68, 36)
-    assert wire["larger_than_text"] == {"fp16": True, "int8": True, "int4": False}
-    assert wire["int8"] > wire["utf8"] == 64 > wire["int4"], "as much as the encoder reads"
+    latent_sizes = result["wire"]
+    assert (latent_sizes["fp16"], latent_sizes["int8"], latent_sizes["int4"]) == (128, 68, 36)
+    assert latent_sizes["larger_than_text"] == {"fp16": True, "int8": True, "int4": False}
+    assert latent_sizes["int8"] > latent_sizes["utf8"] == 64 > latent_sizes["int4"], "as much as the encoder reads"
     assert -1 <= result["latent_cosine"] <= 1
     shown = typed("eval", str(run), "--answers", "match", "--questions", "2", "--tokens", "2")
     assert "larger than the text" in shown
@@ -176,8 +176,8 @@ def test_latents_are_compared_with_the_part_of_the_text_that_is_read(run: Path) 
     objective.options = objective.options.model_copy(update={"bytes": 16})
     result = compare(objective, count=3, tokens=2, where="a run")
     whole = sum(len(pair.text.encode()) for pair in objective.held_out_pairs()[:3]) / 3
-    assert result.wire["utf8"] == 16
-    assert result.wire["unread"] == pytest.approx(whole - 16)
+    assert result.latent_sizes["utf8"] == 16
+    assert result.latent_sizes["unread"] == pytest.approx(whole - 16)
     assert any(f"{whole - 16:.0f} bytes" in line for line in result.lines())
     shared, private = torch.zeros(2, 3, 8), torch.ones(2, 5, 8)
     assert _all_slots({"0": shared, "1": private}, 2).shape == (3 + 2, 8)
@@ -193,7 +193,7 @@ def test_answers_are_compared_as_numbers_or_as_words() -> None:
     assert (result["exact_match"], result["strict_match"], result["flexible_extract"]) == (1.0, 1.0, 1.0)
     conditions = {"latent": {**result, "nll": None, "first_top1": 0.5, "first_top5": 1.0}}
     model = {"title": "one", "conditions": conditions, "prompt_tokens": 8.0, "prefix": 2}
-    wire = {"utf8": 4.0, "gzip": 4.0, "unread": 0.0, **dict.fromkeys(BITS, 4)}
-    header, row = Comparison({"0": model}, wire, None, 1, 1.0).lines()[1:3]
+    latent_sizes = {"utf8": 4.0, "gzip": 4.0, "unread": 0.0, **dict.fromkeys(BITS, 4)}
+    header, row = Comparison({"0": model}, latent_sizes, None, 1, 1.0).lines()[1:3]
     assert header.split() == ["EM", "strict", "flexible", "F1", "NLL/token", "top-1", "top-5"]
     assert row.split()[:4] == ["latent", "1.000", "1.000", "1.000"]

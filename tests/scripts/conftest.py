@@ -41,9 +41,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
         spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
         assert spec is not None
         assert spec.loader is not None
-        found = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, found)
-        spec.loader.exec_module(found)
-        return found
+        loaded = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, loaded)
+        spec.loader.exec_module(loaded)
+        return loaded
 
     return load

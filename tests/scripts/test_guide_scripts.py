@@ -48,8 +48,8 @@ def recipe(words: list[str]) -> Recipe:
     return load(name, [word for word in rest if "=" in word]).recipe
 
 
-def batch(found: Recipe) -> tuple[Any, Any, Any]:
-    return found.train.micro_batch, found.train.accumulation, found.train.global_batch
+def batch(loaded: Recipe) -> tuple[Any, Any, Any]:
+    return loaded.train.micro_batch, loaded.train.accumulation, loaded.train.global_batch
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

@@ -20,8 +20,10 @@ GUIDE = (
 @pytest.fixture
 def translate(module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     def run(*words: str) -> list[str]:
+        flags = module("guide_flags")
+        monkeypatch.setitem(sys.modules, "guide_flags", flags)
+        monkeypatch.setattr(flags, "main", lambda: None)
         launcher = module("latentwire_train")
-        monkeypatch.setattr(launcher, "main", lambda: None)
         monkeypatch.setattr(sys, "argv", ["script", *words])
         launcher.run()
         return sys.argv[1:]

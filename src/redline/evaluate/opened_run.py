@@ -429,5 +429,5 @@ def _load_adapter(objective: Objective, folder: AdapterFolder) -> None:
     except UserError as error:
         fix = "Copy the adapter again, or say where its base lies: --base PATH."
         raise UserError(error.what, where=str(folder.folder), fix=fix) from None
-    learnt = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
-    copy_weights(learnt, tensors, str(folder.folder))
+    trainable = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
+    copy_weights(trainable, tensors, str(folder.folder))

@@ -482,18 +482,18 @@ def candidates(spec: MaskSpec, device: str, dtype: torch.dtype, head_dim: int) -
     }
 
 
-def select(asked: str, spec: MaskSpec, *, device: str, dtype: torch.dtype, shape: Shape) -> Selection:
+def select(requested: str, spec: MaskSpec, *, device: str, dtype: torch.dtype, shape: Shape) -> Selection:
     """Return the back-end asked for, or with `auto` the fastest at the run's own shape [B, H, T, K].
 
     On a GPU it is measured; on later starts the measurement is read from the cache.
     """
     able = candidates(spec, device, dtype, shape[-1])
-    if asked != "auto":
-        if able[asked]:
+    if requested != "auto":
+        if able[requested]:
             working = ", ".join(name for name, why in able.items() if not why)
             fix = f"Use model.attention=auto, or one of {working}."
-            raise UserError(f"model.attention={asked} {able[asked]}.", where="model.attention", fix=fix)
-        return Selection(asked, "as asked")
+            raise UserError(f"model.attention={requested} {able[requested]}.", where="model.attention", fix=fix)
+        return Selection(requested, "as asked")
     if device == "cpu":
         return Selection("dense", f"flash: {why}") if (why := able["flash"]) else Selection("flash", _FUSED_CPU)
     able_here = [name for name in BACKENDS if name != "dense" and not able[name]]

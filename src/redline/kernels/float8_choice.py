@@ -78,17 +78,17 @@ class Float8Choice:
         return f"{self.backend}: {', '.join(self.linears)}" if self.linears else "none"
 
 
-def choose(asked: str, shapes: Shapes, *, fused: bool, learns: bool = True) -> Float8Choice:
+def choose(requested: str, shapes: Shapes, *, fused: bool, learns: bool = True) -> Float8Choice:
     """Choose the linears to run in fp8: by `native` in fused blocks, by `torchao` in compiled ones.
 
     A linear that cannot run in fp8, or is not faster, stays in bf16. So does one whose trial raises an error (cuBLASLt
     does not support every shape); the reason names the error. `learns` is False for a frozen weight: it has no
     gradient, and its cast is not counted because bf16 pays a similar one.
     """
-    if not fused and (asked == "native" or not learns):
+    if not fused and (requested == "native" or not learns):
         return Float8Choice("none", (), "native fp8 needs model.kernels=fused")
     if not fused and missing():
-        if asked == "torchao":  # asked for by name: do not train in bf16 silently
+        if requested == "torchao":  # asked for by name: do not train in bf16 silently
             fix = "Install it, or use train.fp8=auto or train.precision=bf16."
             raise UserError(f"{missing()}.", where="train.fp8", fix=fix)
         return Float8Choice("none", (), missing())

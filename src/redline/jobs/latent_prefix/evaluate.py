@@ -123,7 +123,7 @@ class Comparison:
     """The result of `compare`: metrics of each model under each condition, and sizes of texts and latents."""
 
     models: dict[str, dict[str, Any]]  # by number: title, conditions, prompt tokens, prefix length
-    wire: dict[str, Any]  # sizes in bytes of text and latents, averaged over the questions
+    latent_sizes: dict[str, Any]  # sizes in bytes of text and latents, averaged over the questions
     latent_cosine: float | None
     questions: int
     seconds: float
@@ -133,7 +133,7 @@ class Comparison:
             "questions": self.questions,
             "latent_cosine": self.latent_cosine,
             "models": self.models,
-            "wire": self.wire,
+            "wire": self.latent_sizes,
             "answers_per_s": self.questions * len(CONDITIONS) * len(self.models) / self.seconds,
         }
 
@@ -155,7 +155,7 @@ class Comparison:
             lines.append(f"  text {tokens:.0f} tokens, prefix {prefix}: {tokens / prefix:.2f}× compression")
         shown = "unknown" if self.latent_cosine is None else f"{self.latent_cosine:.3f} (1 is mode collapse)"
         lines.append(f"mean cosine of latents of different texts: {shown}")
-        sizes = self.wire
+        sizes = self.latent_sizes
         unread = f"; {sizes['unread']:.0f} bytes more were not read" if sizes["unread"] >= 0.5 else ""
         lines.append(f"text: {sizes['utf8']:.0f} bytes, gzip {sizes['gzip']:.0f}{unread}")
         lines += [
@@ -202,9 +202,9 @@ def compare(
     packed = {kind: len(pack_latents(slots, kind)) for kind in BITS}
     text = {key: float(np.mean([one[key] for one in sizes])) for key in ("utf8", "gzip")}
     text["unread"] = float(np.mean([len(whole) - len(part) for whole, part in zip(full, read, strict=True)]))
-    wire = {**text, **packed, "larger_than_text": {kind: size > text["utf8"] for kind, size in packed.items()}}
+    latent_sizes = {**text, **packed, "larger_than_text": {kind: size > text["utf8"] for kind, size in packed.items()}}
     cosine = mean_cosine(torch.cat(list(latents.values()), 1))
-    return Comparison(models, wire, cosine, len(pairs), max(1e-9, time.monotonic() - started))
+    return Comparison(models, latent_sizes, cosine, len(pairs), max(1e-9, time.monotonic() - started))
 
 
 def _all_slots(latents: dict[str, Tensor], private: int) -> npt.NDArray[np.float32]:
