@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 import pytest
 from live_logs import PLAN, evaluation, lines, sample, start, step, write_run
+
+from redline.runs.live import server as page_scripts
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -19,6 +22,13 @@ CHARTS = {
     *("loss", "tokens_per_s", "mfu", "step_ms", "data_wait_ms", "grad_norm", "lr", "gpu_util", "power_w"),
     *("sm_clock_mhz", "temperature_c", "memory_gib"),
 }
+
+
+def test_every_chart_of_the_page_is_in_these_tests() -> None:
+    """A new chart that the test's log has no values for would never be drawn here."""
+    source = Path(page_scripts.__file__).with_name("page").joinpath("charts.js").read_text(encoding="utf-8")
+    keys = set(re.findall(r'^\s*\{?\s*key: "(\w+)"', source, re.MULTILINE))
+    assert {"data_wait_ms" if key == "data_wait" else key for key in keys} == CHARTS
 
 
 def shown(page: Any) -> set[str]:

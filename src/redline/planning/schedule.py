@@ -3,7 +3,8 @@
 `one_cycle` is torch's OneCycleLR with its defaults (Smith and Topin, arXiv 1708.07120), step for step. `cosine_cycle`
 is the shape that older versions called one_cycle; runs that began with it keep it.
 
-To add a schedule, add its name to `SCHEDULES` and its shape to `lr_factor`.
+To add a schedule, add its name to `SCHEDULES` and its shape to `lr_factor`. Tests require of every schedule that it
+ends at `floor` when progress is 1, follows a horizon that moves, and never jumps.
 """
 
 from __future__ import annotations
