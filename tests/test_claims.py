@@ -127,8 +127,8 @@ def test_canonical_keys_in_the_guides_page_exist() -> None:
     here = [line.split(" | ")[1] for line in SEEDS.splitlines() if line.startswith("| ") and " | " in line]
     known = {*known_keys(Recipe), *ALIASES}
     sections = {key.split(".")[0] for key in known if "." in key}
-    said = {word for cell in here for word in re.findall(r"`(\w+\.\w+)(?:[=:][^`]*)?`", cell)}
-    named = {word for word in said if word.split(".")[0] in sections}
+    words = {word for cell in here for word in re.findall(r"`(\w+\.\w+)(?:[=:][^`]*)?`", cell)}
+    named = {word for word in words if word.split(".")[0] in sections}
     assert len(named) > 20
     assert named <= known
 

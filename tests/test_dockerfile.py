@@ -67,8 +67,8 @@ def test_what_is_copied_is_enough_to_set_up(tmp_path: Path) -> None:
     wanted = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
     assert (tmp_path / wanted["readme"]).is_file()
     script = [sys.executable, "-S", "scripts/setup.py", "no-such-extra"]
-    said = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True).stderr
-    assert "there is no extra 'no-such-extra'" in said
+    errors = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True).stderr
+    assert "there is no extra 'no-such-extra'" in errors
 
 
 def test_its_commands_are_those_of_the_makefile_and_the_package() -> None:

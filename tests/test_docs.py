@@ -50,15 +50,15 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def examples() -> list[Example]:
-    found = []
+    examples = []
     for page in PAGES:
         for block in blocks(page.read_text(encoding="utf-8"), "console"):
             for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
                 command, *output = part.rstrip("\n").split("\n")
                 words = shlex.split(command, comments=True)
                 if words and words[0] == "redline":
-                    found.append(Example(page.name, tuple(words[1:]), tuple(output)))
-    return found
+                    examples.append(Example(page.name, tuple(words[1:]), tuple(output)))
+    return examples
 
 
 def table(page: str, heading: str) -> list[list[str]]:

@@ -31,11 +31,11 @@ def rows(page: str) -> list[tuple[str, str]]:
     return [(theirs, ours) for theirs, ours in cells if ours != "redline"]
 
 
-def said(cell: str) -> list[str]:
+def keys_in(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-OURS = sorted({word for page in PAGES for _, ours in rows(page) for word in said(ours)} - THINGS)
+OURS = sorted({word for page in PAGES for _, ours in rows(page) for word in keys_in(ours)} - THINGS)
 KEYS = {*known_keys(Recipe)} | {f"{job}.{key}" for job in JOBS for key in known_keys(options_of(job))}
 
 
@@ -67,7 +67,7 @@ def test_what_a_table_names_is_there(word: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_row_says_whose_it_is_and_what_becomes_of_it(page: str) -> None:
     assert len(rows(page)) > 40
-    assert [row for row in rows(page) if not said(row[0]) or not row[1]] == []
+    assert [row for row in rows(page) if not keys_in(row[0]) or not row[1]] == []
 
 
 def test_what_is_not_there_would_be_noticed() -> None:

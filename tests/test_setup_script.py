@@ -117,15 +117,15 @@ def test_a_kept_torch_is_what_the_constraints_say(script: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "asked", "ready"),
+    ("made", "requested", "ready"),
     [("", "", True), ("", "dev", False), ("dev", "", True), ("data dev", "dev", True), ("dev", "data dev", False)],
 )
 def test_a_set_up_with_more_serves_for_less(
-    script: ModuleType, clone: Path, made: str, asked: str, ready: bool
+    script: ModuleType, clone: Path, made: str, requested: str, ready: bool
 ) -> None:
     stamp = script.stamp_text(clone, frozenset(made.split()))
     assert script.stamped_extras(stamp) == set(made.split())
-    assert script.is_ready(stamp, clone, frozenset(asked.split())) is ready
+    assert script.is_ready(stamp, clone, frozenset(requested.split())) is ready
 
 
 def test_no_stamp_is_not_ready(script: ModuleType, clone: Path) -> None:

@@ -24,8 +24,8 @@ ENDINGS = {  # reason: status, exit code if saved, exit code if not saved
 
 
 def test_every_reason_has_a_status_and_an_exit_code():
-    found = {reason: (reason.status, reason.exit_code(), reason.exit_code(saved=False)) for reason in StopReason}
-    assert found == ENDINGS
+    endings = {reason: (reason.status, reason.exit_code(), reason.exit_code(saved=False)) for reason in StopReason}
+    assert endings == ENDINGS
 
 
 def test_reasons_are_plain_strings_in_json():

@@ -41,7 +41,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def said(conversation: Conversation) -> list[tuple[str, str]]:
+def turns_of(conversation: Conversation) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in conversation.messages]
 
 
@@ -70,12 +70,12 @@ CHAT = [("system", ""), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assi
     ],
 )
 def test_kinds_of_rows(tmp_path: Path, row: dict[str, Any], turns: list[Any], is_pair: bool) -> None:
-    (found,), stats = read(write(tmp_path / "a.jsonl", [row]))
-    assert (said(found), found.is_pair, found.place) == (turns, is_pair, "a.jsonl:1")
+    (conversation,), stats = read(write(tmp_path / "a.jsonl", [row]))
+    assert (turns_of(conversation), conversation.is_pair, conversation.place) == (turns, is_pair, "a.jsonl:1")
     assert (stats.rows, stats.bad_rows.total()) == (1, 0)
     if "value" not in str(row) and "input" not in row:
         (same,), _ = read(write_parquet(tmp_path / "a.parquet", [{**row, "id": 7}]))
-        assert said(same) == turns
+        assert turns_of(same) == turns
 
 
 def turns(*pairs: tuple[Any, Any]) -> dict[str, Any]:
@@ -112,8 +112,8 @@ BAD = [
 
 @pytest.mark.parametrize(("row", "reason"), BAD)
 def test_what_cannot_be_used_is_counted(tmp_path: Path, row: Any, reason: str) -> None:
-    found, stats = read(write(tmp_path / "a.jsonl", [GOOD, "", row, GOOD]))  # a blank line is no row
-    assert [c.place for c in found] == ["a.jsonl:1", "a.jsonl:4"]
+    conversations, stats = read(write(tmp_path / "a.jsonl", [GOOD, "", row, GOOD]))  # a blank line is no row
+    assert [c.place for c in conversations] == ["a.jsonl:1", "a.jsonl:4"]
     assert dict(stats.bad_rows) == {reason: 1}
     assert stats.examples == [f"a.jsonl:3: {reason}"]
     assert stats.empty_rows == reason.startswith("empty")
@@ -122,8 +122,8 @@ def test_what_cannot_be_used_is_counted(tmp_path: Path, row: Any, reason: str) -
 
 
 def test_the_limit_is_half_of_the_rows(tmp_path: Path) -> None:
-    found, stats = read(write(tmp_path / "a.jsonl", [GOOD, BAD[0][0]] * 7))
-    assert (len(found), stats.bad_rows.total(), len(stats.examples)) == (7, 7, 5)  # a few examples, not all
+    conversations, stats = read(write(tmp_path / "a.jsonl", [GOOD, BAD[0][0]] * 7))
+    assert (len(conversations), stats.bad_rows.total(), len(stats.examples)) == (7, 7, 5)  # a few examples, not all
     with pytest.raises(UserError, match=r"8 of 15 rows.*a\.jsonl:2: none of the known fields"):
         read(write(tmp_path / "a.jsonl", [GOOD, BAD[0][0]] * 7 + [BAD[2][0]]))
 
@@ -131,8 +131,10 @@ def test_the_limit_is_half_of_the_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.jsonl.zst"])
 def test_forms_of_files(tmp_path: Path, name: str) -> None:
     rows = [{"prompt": f"naïve {n} 日本語", "completion": f"{n}\n🙂"} for n in range(50)]
-    found, stats = read(write(tmp_path / name, rows))
-    assert [said(c) for c in found] == [[("user", r["prompt"]), ("assistant", r["completion"])] for r in rows]
+    conversations, stats = read(write(tmp_path / name, rows))
+    assert [turns_of(c) for c in conversations] == [
+        [("user", r["prompt"]), ("assistant", r["completion"])] for r in rows
+    ]
     assert stats.bytes == (tmp_path / name).stat().st_size
 
 
@@ -141,8 +143,8 @@ def test_a_folder_is_read_by_name_and_what_is_no_table_is_left_out(tmp_path: Pat
     write(tmp_path / "d/a/z.jsonl.gz", [{"prompt": "0", "completion": "0"}])
     write_parquet(tmp_path / "d/c.parquet", [{"question": "3", "answer": "3"}])
     (tmp_path / "d/LICENSE").write_text("MIT")
-    found, stats = read(tmp_path / "d")
-    assert [c.place for c in found] == ["a/z.jsonl.gz:1", "b.jsonl:1", "b.jsonl:2", "c.parquet:1"]
+    conversations, stats = read(tmp_path / "d")
+    assert [c.place for c in conversations] == ["a/z.jsonl.gz:1", "b.jsonl:1", "b.jsonl:2", "c.parquet:1"]
     assert stats.binary_files == 1
 
 
@@ -166,8 +168,8 @@ def test_a_dataset_of_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("datasets")
     module.load_dataset = lambda *args, **words: [GOOD, {"prompt": "x", "completion": None}, GOOD]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
-    found, stats = read("owner/name:main@train")
-    assert [c.place for c in found] == ["owner/name:main@train:1", "owner/name:main@train:3"]
+    conversations, stats = read("owner/name:main@train")
+    assert [c.place for c in conversations] == ["owner/name:main@train:1", "owner/name:main@train:3"]
     assert stats.rows == 3
 
     def broken(*args: Any, **words: Any) -> Any:
@@ -182,14 +184,14 @@ def test_a_dataset_of_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_key_stands_for_what_is_said(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This."}]}
     other = {"prompt": "Which?This", "completion": "."}
-    found, _ = read(write(tmp_path / "a.jsonl", [GOOD, chat, {"answer": "This.", "question": "Which?"}, other]))
-    keys = [conversation.key() for conversation in found]
+    conversations, _ = read(write(tmp_path / "a.jsonl", [GOOD, chat, {"answer": "This.", "question": "Which?"}, other]))
+    keys = [conversation.key() for conversation in conversations]
     assert keys[0] == keys[1] == keys[2] != keys[3]
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not on this machine")
 def test_gsm8k_as_it_is_published() -> None:
-    found, stats = read(GSM8K / "train.jsonl")
-    assert (len(found), stats.bad_rows.total()) == (7473, 0)
+    conversations, stats = read(GSM8K / "train.jsonl")
+    assert (len(conversations), stats.bad_rows.total()) == (7473, 0)
     rows = [json.loads(line) for line in (GSM8K / "train.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [said(c) for c in found] == [[("user", r["question"]), ("assistant", r["answer"])] for r in rows]
+    assert [turns_of(c) for c in conversations] == [[("user", r["question"]), ("assistant", r["answer"])] for r in rows]

@@ -48,8 +48,8 @@ def test_mixtures_are_summed(texts: Path, tmp_path: Path, tokenizer: str) -> Non
     data = data_of(f"data.source=[{texts}, {tmp_path / 'more.txt'}]", f"data.tokenizer={tokenizer}")
     assert expected_facts(data).estimated
     measured = open_corpus(data).facts
-    found = expected_facts(data)
-    assert (found.train_tokens, found.val_tokens, found.estimated) == (
+    facts = expected_facts(data)
+    assert (facts.train_tokens, facts.val_tokens, facts.estimated) == (
         measured.train_tokens,
         measured.val_tokens,
         False,
@@ -60,8 +60,8 @@ def test_raw_tokens_are_counted_by_their_size(tmp_path: Path) -> None:
     np.zeros(10_000, dtype="<u2").tofile(tmp_path / "train.bin")
     for source in (tmp_path, tmp_path / "train.bin"):
         data = data_of(f"data.source={source}", "data.tokenizer=gpt2")
-        found, opened = expected_facts(data), open_corpus(data).facts
-        assert (found.train_tokens, found.val_tokens, found.estimated) == (
+        facts, opened = expected_facts(data), open_corpus(data).facts
+        assert (facts.train_tokens, facts.val_tokens, facts.estimated) == (
             opened.train_tokens,
             opened.val_tokens,
             False,

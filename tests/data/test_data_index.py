@@ -53,11 +53,11 @@ def test_each_epoch_visits_every_window_once_in_an_order_of_its_own() -> None:
 )
 def test_starts_are_a_function_of_the_sample_alone(tokens: int, seq_len: int, seed: int, step: int) -> None:
     samples = step * 8 + np.arange(8)
-    whole = WindowIndex(tokens, seq_len, seed).starts(samples)
+    starts = WindowIndex(tokens, seq_len, seed).starts(samples)
     halves = [WindowIndex(tokens, seq_len, seed).starts(half) for half in (samples[:4], samples[4:])]
-    assert np.array_equal(whole, np.concatenate(halves))
-    assert np.array_equal(whole[::-1], WindowIndex(tokens, seq_len, seed).starts(samples[::-1]))
-    assert np.all((whole >= 0) & (whole + seq_len + 1 <= tokens))
+    assert np.array_equal(starts, np.concatenate(halves))
+    assert np.array_equal(starts[::-1], WindowIndex(tokens, seq_len, seed).starts(samples[::-1]))
+    assert np.all((starts >= 0) & (starts + seq_len + 1 <= tokens))
 
 
 def test_in_order_without_shuffling() -> None:

@@ -89,9 +89,9 @@ def test_a_mixture_is_prepared_part_by_part(parts: tuple[Path, Path]) -> None:
 
 
 def test_the_fingerprint_names_parts_and_weights(parts: tuple[Path, Path]) -> None:
-    found = mixture(parts).facts.fingerprint
-    assert found == mixture(parts).facts.fingerprint
-    assert found != open_corpus(data_of(f"data.source=[{parts[0]}, {parts[1]}]")).facts.fingerprint
+    fingerprint = mixture(parts).facts.fingerprint
+    assert fingerprint == mixture(parts).facts.fingerprint
+    assert fingerprint != open_corpus(data_of(f"data.source=[{parts[0]}, {parts[1]}]")).facts.fingerprint
 
 
 def test_validation_is_the_union_and_begins_with_all_of_it(
@@ -147,11 +147,11 @@ def test_a_mixture_trains_and_resumes_exactly(
     parts: tuple[Path, Path], world: Any, tmp_path: Path, tensors_of: Any
 ) -> None:
     source = f"data.source=[{{source: {parts[0]}, weight: 3}}, {parts[1]}]"
-    whole = world.run(tmp_path / "whole", source)
+    uninterrupted = world.run(tmp_path / "whole", source)
     world.run(tmp_path / "cut", source, stop_at=3)
     resumed = world.run(tmp_path / "cut", source, resume=True)
-    assert whole.state.step == resumed.state.step == 6
+    assert uninterrupted.state.step == resumed.state.step == 6
     first, second = (tensors_of(tmp_path / name / "checkpoints/step-00000006") for name in ("whole", "cut"))
     assert all((first[name] == second[name]).all() for name in first)
-    metrics = whole.objective.evaluate(4)
+    metrics = uninterrupted.objective.evaluate(4)
     assert metrics["bits_per_byte"] == pytest.approx(metrics["loss"] / np.log(2), rel=0.1), "a byte is a token here"

@@ -109,12 +109,12 @@ def test_long_document_in_pieces_has_the_tokens_of_the_whole(tmp_path: Path, mon
 
 
 def test_progress_counts_tokens(documents: list[Document], tmp_path: Path) -> None:
-    said: list[Progress] = []
-    data = prepare(documents, load_tokenizer("bytes"), tmp_path / "out", progress=said.append)
-    heard = [progress.tokens for progress in said]
-    assert len(heard) >= 3
-    assert heard == sorted(heard)
-    assert heard[-1] == len(data.train) + (len(data.val) if data.val else 0)
+    reports: list[Progress] = []
+    data = prepare(documents, load_tokenizer("bytes"), tmp_path / "out", progress=reports.append)
+    reported = [progress.tokens for progress in reports]
+    assert len(reported) >= 3
+    assert reported == sorted(reported)
+    assert reported[-1] == len(data.train) + (len(data.val) if data.val else 0)
 
 
 def test_content_is_never_overwritten(documents: list[Document], tmp_path: Path) -> None:

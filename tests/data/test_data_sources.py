@@ -190,16 +190,16 @@ def test_a_long_file_is_split_like_one_in_memory(
         path = write(tmp_path / name, text.encode())
         (document,) = source_documents(str(path), ReadStats(""))
         assert isinstance(document, LongDocument)
-        whole = Document(document.name, text.removeprefix("\ufeff"))
-        assert document.digest() == whole.digest()
+        from_whole_text = Document(document.name, text.removeprefix("\ufeff"))
+        assert document.digest() == from_whole_text.digest()
         if not text.startswith("\ufeff"):  # a mark counts as three bytes of the file, and is none of the text
-            long, short = (list(cut_pieces(split_documents([one], fraction))) for one in (document, whole))
+            long, short = (list(cut_pieces(split_documents([one], fraction))) for one in (document, from_whole_text))
             assert long == short
         pieces = list(cut_pieces(split_documents([document], fraction)))
         for split in (TRAIN, VAL):
             assert [piece.begins for piece in pieces if piece.split == split][1:].count(True) == 0
         train, val = ("".join(piece.text for piece in pieces if piece.split == split) for split in (TRAIN, VAL))
-        assert train + val == whole.text
+        assert train + val == from_whole_text.text
 
 
 def test_junk_at_the_end_of_a_long_file_is_found_before_it_is_used(tmp_path: Path, tiny_chunks: None) -> None:
@@ -215,28 +215,28 @@ def test_pieces_follow_from_the_text_alone(text: str, cuts: list[int]) -> None:
     chunks = [text[a:b] for a, b in itertools.pairwise(borders)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encode, "_PIECE_CHARACTERS", 9)
-        whole, arrived = list(encode._cut_text([text])), list(encode._cut_text(chunks))
-    assert arrived == whole
-    assert "".join(whole) == text
-    assert max(map(len, whole), default=0) <= 9 * encode._MAX_PIECE + 1
+        from_whole_text, arrived = list(encode._cut_text([text])), list(encode._cut_text(chunks))
+    assert arrived == from_whole_text
+    assert "".join(from_whole_text) == text
+    assert max(map(len, from_whole_text), default=0) <= 9 * encode._MAX_PIECE + 1
 
 
 def test_a_stream_holds_out_only_at_its_beginning() -> None:
     documents = [Document(f"{i}", f"{i:03d}" + "x" * 97) for i in range(400)]
-    found = [split for split, _ in split_documents(documents, 0.2, val_within=10_000)]
-    assert found[:100].count(VAL) > 5
-    assert set(found[100:]) == {REST}
-    assert [split for split, _ in split_documents(documents, 0.2)][:100] == found[:100]
+    splits = [split for split, _ in split_documents(documents, 0.2, val_within=10_000)]
+    assert splits[:100].count(VAL) > 5
+    assert set(splits[100:]) == {REST}
+    assert [split for split, _ in split_documents(documents, 0.2)][:100] == splits[:100]
     assert [split for split, _ in split_documents(documents[:3], 0.2, val_within=1)] == [VAL] * 3 + [REST] * 3
 
 
 def test_no_copy_of_what_a_stream_holds_out_is_trained_on() -> None:
     documents = [Document(f"{i}", f"{i:03d}" + "x" * 97) for i in range(200)]
-    found = list(split_documents([*documents, *documents], 0.2, val_within=10_000))
-    held_out = {document.text for split, document in found if split == VAL}
+    splits = list(split_documents([*documents, *documents], 0.2, val_within=10_000))
+    held_out = {document.text for split, document in splits if split == VAL}
     assert len(held_out) > 5
-    assert held_out.isdisjoint(document.text for split, document in found if split != VAL)
-    assert sum(split == REST for split, _ in found) == 300 - len(held_out)
+    assert held_out.isdisjoint(document.text for split, document in splits if split != VAL)
+    assert sum(split == REST for split, _ in splits) == 300 - len(held_out)
 
 
 def test_whoever_splits_otherwise_raises_the_number_of_the_rules() -> None:
@@ -284,11 +284,11 @@ def test_a_folder_that_is_there_is_no_dataset_id(tmp_path: Path, monkeypatch: py
 
 
 def fake_datasets(monkeypatch: pytest.MonkeyPatch, rows: Any) -> list[Any]:
-    """A package whose `load_dataset` yields these rows, or raises when it is told to."""
-    asked: list[Any] = []
+    """Install a package whose `load_dataset` yields these rows or raises an error."""
+    calls: list[Any] = []
 
     def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> Any:
-        asked.append((name, config, split, streaming))
+        calls.append((name, config, split, streaming))
         if isinstance(rows, Exception):
             raise rows
         return rows
@@ -296,14 +296,14 @@ def fake_datasets(monkeypatch: pytest.MonkeyPatch, rows: Any) -> list[Any]:
     module = types.ModuleType("datasets")
     module.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
-    return asked
+    return calls
 
 
 def test_a_dataset_is_read_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = fake_datasets(monkeypatch, [{"body": "one"}, {"body": None}, {"body": "two"}])
+    calls = fake_datasets(monkeypatch, [{"body": "one"}, {"body": None}, {"body": "two"}])
     texts, counted = read("owner/name:en@test", "body")
     assert texts == ["one", "two"]
-    assert asked == [("owner/name", "en", "test", True)]
+    assert calls == [("owner/name", "en", "test", True)]
     assert (counted.rows, counted.first_bad_row) == (3, "owner/name:en@test:2: 'body' is not text")
     with pytest.raises(UserError, match="no column 'text'; the columns are body"):
         read("owner/name:en@test")

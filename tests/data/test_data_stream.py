@@ -1,4 +1,4 @@
-"""Training while the text is prepared: the same samples whether one waited or not, and however often it was killed."""
+"""Training while the text is prepared: the samples depend neither on waiting for it nor on how often it was killed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def job_of(source: Path, folder: Path, tokenizer: str = "bytes") -> dict[str, An
 
 
 def begun(job: dict[str, Any], records: int) -> bool:
-    """Prepares as the background does, but falls over after so many records of its state; whether it did."""
+    """Prepare as the background process does, but fail after some writes of its state. Return whether it failed."""
     record, left = stream.StreamWriter._record, records
 
     def stop_after(self: Any, **more: Any) -> None:
@@ -136,7 +136,7 @@ def test_a_stream_in_the_background_gives_what_was_ready(texts: Path) -> None:
     assert open_corpus(data_of(texts, "data.stream=false")).facts.fingerprint != corpus.facts.fingerprint
 
 
-def test_a_killed_preparation_is_said_and_goes_on(texts: Path, tmp_path: Path) -> None:
+def test_a_killed_preparation_is_reported_and_resumed(texts: Path, tmp_path: Path) -> None:
     assert stream.write_stream(job_of(texts, tmp_path / "whole")) == 0
     folder = tmp_path / "killed"
     assert begun(job_of(texts, folder), 3)
@@ -149,15 +149,15 @@ def test_a_killed_preparation_is_said_and_goes_on(texts: Path, tmp_path: Path) -
         with pytest.raises(UserError, match=r"texts\.jsonl: .* killed .*-9.*Resume"):
             running.wait(lambda state: False)
     running.close()
-    running.wait(lambda state: False)  # another look starts it again
+    running.wait(lambda state: False)  # the next wait starts it again
     assert open_tokens(folder).fingerprint == open_tokens(tmp_path / "whole").fingerprint
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "train:300"])
 def test_wherever_it_stops_the_shards_are_the_same(texts: Path, tmp_path: Path, tokenizer: str) -> None:
     assert stream.write_stream(job_of(texts, tmp_path / "whole", tokenizer)) == 0
-    whole = open_tokens(tmp_path / "whole")
-    whole.verify()
+    uninterrupted = open_tokens(tmp_path / "whole")
+    uninterrupted.verify()
     stops = 0
     while begun(job_of(texts, tmp_path / "cut", tokenizer), 1 + stops % 2):
         stops += 1
@@ -168,7 +168,7 @@ def test_wherever_it_stops_the_shards_are_the_same(texts: Path, tmp_path: Path, 
     open_tokens(tmp_path / "cut").verify()
 
 
-def test_a_failure_in_the_background_is_a_sentence_here(
+def test_a_failure_in_the_background_is_a_user_error(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -190,12 +190,12 @@ def test_a_damaged_stream_is_made_again(texts: Path) -> None:
     corpus = open_corpus(data_of(texts))
     corpus.index(32, 5).starts(np.arange(3000))
     shard = corpus.tokens.source / "train-00001.tok"
-    whole = shard.read_bytes()
+    uninterrupted = shard.read_bytes()
     os.truncate(shard, 100)
     again = open_corpus(data_of(texts))
     again.index(32, 5).starts(np.arange(3000))
     open_tokens(again.tokens.source).verify()
-    assert shard.read_bytes() == whole
+    assert shard.read_bytes() == uninterrupted
 
 
 def test_the_background_ends_with_the_run(texts: Path, tmp_path: Path) -> None:
@@ -220,9 +220,9 @@ def test_an_epoch_or_a_mixture_cannot_be_streamed() -> None:
 
 def test_a_streamed_run_resumes_exactly(texts: Path, world: Any, tmp_path: Path, tensors_of: Any) -> None:
     options = (f"data.source={texts}", "data.stream=true", "train.steps=30")
-    whole = world.run(tmp_path / "whole", *options)
+    uninterrupted = world.run(tmp_path / "whole", *options)
     world.run(tmp_path / "cut", *options, stop_at=11)
     resumed = world.run(tmp_path / "cut", *options, resume=True)
-    assert whole.state.step == resumed.state.step == 30
+    assert uninterrupted.state.step == resumed.state.step == 30
     first, second = (tensors_of(tmp_path / name / "checkpoints/step-00000030") for name in ("whole", "cut"))
     assert all((first[name] == second[name]).all() for name in first)

@@ -1,4 +1,4 @@
-"""Word problems say what their solutions compute: whoever reads the question alone comes to the same number."""
+"""Word problems agree with their solutions: a reader of the question alone gets the same number."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ any_problem = st.builds(
 
 
 def thing_of(first: str) -> str:
-    """What the story is about: the first thing that it counts."""
+    """Return the first thing that the story counts."""
     words = re.findall(r"\w+", first)
     return next(PLURAL[word] for word in words if word in PLURAL)
 
 
 class Reader:
-    """Reads a question sentence by sentence, as a pupil would, and knows nothing of how it was made."""
+    """Solves a question sentence by sentence, without access to the code that generated it."""
 
     def __init__(self, question: str) -> None:
         sentences = re.findall(r"[^.?]+[.?]", question)
@@ -47,43 +47,43 @@ class Reader:
                 self.unread.append(text)
 
     def match(self, pattern: str, text: str) -> tuple[str, ...] | None:
-        found = re.fullmatch(pattern.replace("THINGS", self.thing), text)
-        return None if found is None else found.groups()
+        groups = re.fullmatch(pattern.replace("THINGS", self.thing), text)
+        return None if groups is None else groups.groups()
 
     def read(self, text: str) -> bool:
         has = self.has
-        if found := self.match(r"(\w+) has (\d+) THINGS", text):
-            has[found[0]] = int(found[1])
-        elif found := self.match(r"(\w+) (?:has|gets) (\d+) \w+ with (\d+) THINGS in each", text):
-            has[found[0]] = has.get(found[0], 0) + int(found[1]) * int(found[2])
-        elif found := self.match(r"(\w+) has (\d+) (\w+) THINGS and (\d+) (\w+) THINGS", text):
-            assert found[2] != found[4]
-            has[found[0]] = int(found[1]) + int(found[3])
-        elif found := self.match(rf"(\w+) (?:{GAINS}) (\d+) THINGS every day for (\d+) days", text):
-            has[found[0]] = has.get(found[0], 0) + int(found[1]) * int(found[2])
-        elif found := self.match(rf"(\w+) (?:{LOSSES}) (\d+) THINGS every day for (\d+) days", text):
-            has[found[0]] -= int(found[1]) * int(found[2])
-        elif found := self.match(rf"(\w+) (?:{GAINS}) (\d+) more THINGS", text):
-            has[found[0]] += int(found[1])
-        elif found := self.match(rf"(\w+) (?:{LOSSES}) (\d+) THINGS", text):
-            has[found[0]] -= int(found[1])
-        elif found := self.match(rf"(\w+) (?:{LOSSES}) half of the THINGS", text):
-            has[found[0]] = self.whole(Fraction(has[found[0]], 2))
-        elif found := self.match(r"(\w+) has (\d+) (more|fewer) THINGS than (\w+)", text):
-            has[found[0]] = has[found[3]] + int(found[1]) * (1 if found[2] == "more" else -1)
-        elif found := self.match(r"(\w+) has (\d+) times as many THINGS as (\w+)", text):
-            has[found[0]] = int(found[1]) * has[found[2]]
-        elif found := self.match(
+        if groups := self.match(r"(\w+) has (\d+) THINGS", text):
+            has[groups[0]] = int(groups[1])
+        elif groups := self.match(r"(\w+) (?:has|gets) (\d+) \w+ with (\d+) THINGS in each", text):
+            has[groups[0]] = has.get(groups[0], 0) + int(groups[1]) * int(groups[2])
+        elif groups := self.match(r"(\w+) has (\d+) (\w+) THINGS and (\d+) (\w+) THINGS", text):
+            assert groups[2] != groups[4]
+            has[groups[0]] = int(groups[1]) + int(groups[3])
+        elif groups := self.match(rf"(\w+) (?:{GAINS}) (\d+) THINGS every day for (\d+) days", text):
+            has[groups[0]] = has.get(groups[0], 0) + int(groups[1]) * int(groups[2])
+        elif groups := self.match(rf"(\w+) (?:{LOSSES}) (\d+) THINGS every day for (\d+) days", text):
+            has[groups[0]] -= int(groups[1]) * int(groups[2])
+        elif groups := self.match(rf"(\w+) (?:{GAINS}) (\d+) more THINGS", text):
+            has[groups[0]] += int(groups[1])
+        elif groups := self.match(rf"(\w+) (?:{LOSSES}) (\d+) THINGS", text):
+            has[groups[0]] -= int(groups[1])
+        elif groups := self.match(rf"(\w+) (?:{LOSSES}) half of the THINGS", text):
+            has[groups[0]] = self.whole(Fraction(has[groups[0]], 2))
+        elif groups := self.match(r"(\w+) has (\d+) (more|fewer) THINGS than (\w+)", text):
+            has[groups[0]] = has[groups[3]] + int(groups[1]) * (1 if groups[2] == "more" else -1)
+        elif groups := self.match(r"(\w+) has (\d+) times as many THINGS as (\w+)", text):
+            has[groups[0]] = int(groups[1]) * has[groups[2]]
+        elif groups := self.match(
             r"(\w+) (?:shares all the THINGS equally among|puts all the THINGS into \w+,) (\d+) (?:friends|in each)",
             text,
         ):
-            self.answer = self.whole(Fraction(has[found[0]], int(found[1])))
-        elif found := self.match(r"(\w+) sells all the THINGS for (\d+) dollars each", text):
-            self.answer = has[found[0]] * int(found[1])
-        elif found := self.match(r"How many THINGS do (\w+) and (\w+) have together", text):
-            self.answer = has[found[0]] + has[found[1]]
-        elif found := self.match(r"How many THINGS does (\w+) have(?: now)?", text):
-            self.answer = has[found[0]]
+            self.answer = self.whole(Fraction(has[groups[0]], int(groups[1])))
+        elif groups := self.match(r"(\w+) sells all the THINGS for (\d+) dollars each", text):
+            self.answer = has[groups[0]] * int(groups[1])
+        elif groups := self.match(r"How many THINGS do (\w+) and (\w+) have together", text):
+            self.answer = has[groups[0]] + has[groups[1]]
+        elif groups := self.match(r"How many THINGS does (\w+) have(?: now)?", text):
+            self.answer = has[groups[0]]
         else:
             return text.startswith("How many") and self.answer is not None
         assert all(count >= 0 for count in has.values())
@@ -96,13 +96,13 @@ class Reader:
 
 
 def check_equations(record: Record) -> None:
-    """Each line computes rightly, with numbers that the question gives or an earlier line found."""
+    """Check that each line computes correctly, from numbers of the question or of earlier lines."""
     known = {int(number) for number in re.findall(r"\d+", record.question)}
     known |= {2} if "half" in record.question else set()
     for line in record.execution.splitlines():
-        found = EQUATION.findall(line)
-        assert len(found) == 1, line
-        (a, sign, b, result) = (int(found[0][0]), found[0][1], int(found[0][2]), int(found[0][3]))
+        equations = EQUATION.findall(line)
+        assert len(equations) == 1, line
+        (a, sign, b, result) = (int(equations[0][0]), equations[0][1], int(equations[0][2]), int(equations[0][3]))
         assert {a, b} <= known, line
         computed = {"+": a + b, "-": a - b, "*": a * b, "/": Fraction(a, b or 1)}[sign]
         assert computed == result, line
@@ -145,7 +145,7 @@ def test_english(drawn: tuple[str, Record]) -> None:
 
 
 def test_a_problem_is_a_function_of_its_number() -> None:
-    """The same on every machine, with every Python: whoever changes the stories changes what others trained on."""
+    """Problems are equal on every machine and Python. Changing the stories would change the data of existing runs."""
     record = problem(0, 0, "easy")
     assert record == problem(0, 0, "easy") != problem(1, 0, "easy") != problem(1, 1, "easy")
     assert record == Record(
@@ -156,7 +156,7 @@ def test_a_problem_is_a_function_of_its_number() -> None:
     )
 
 
-def test_there_are_enough_of_them_and_all_kinds() -> None:
+def test_problems_are_many_and_of_all_kinds() -> None:
     questions = [problem(0, number, "easy").question for number in range(21_000)]
     assert len(set(questions)) >= 20_000
     for part in ("every day", "in each", "more", "fewer", "times as many", "half of", "equally", "together", "dollars"):
@@ -165,10 +165,10 @@ def test_there_are_enough_of_them_and_all_kinds() -> None:
     assert max(answers.count(value) for value in set(answers)) < 300, "no answer is a good guess"
 
 
-def test_a_source_has_as_many_as_it_asks_for_and_its_test_split_is_apart() -> None:
-    found = problems("problems:easy:300")
-    assert len({record.question for record in found}) == len(found) == 300
-    assert problems("problems:easy:200") == problems("problems:easy:200@train") == found[:200]
+def test_a_source_has_the_requested_number_and_a_disjoint_test_split() -> None:
+    records = problems("problems:easy:300")
+    assert len({record.question for record in records}) == len(records) == 300
+    assert problems("problems:easy:200") == problems("problems:easy:200@train") == records[:200]
     assert len(problems("problems:medium:1k")) == 1000
     held_out = problems("problems:easy:500@test")
     assert len({record.question for record in held_out}) == 500
@@ -189,6 +189,6 @@ def test_a_source_has_as_many_as_it_asks_for_and_its_test_split_is_apart() -> No
         ("problems:easy:5:6", "not valid"),
     ],
 )
-def test_sources_that_are_none(source: str, message: str) -> None:
+def test_invalid_sources_are_refused(source: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         problems(source)

@@ -49,14 +49,14 @@ def chatml(load: Load) -> ChatTokenizer:
 
 def learnt_texts(tokenizer: ChatTokenizer, conversation: Conversation) -> list[str]:
     """Of each sample the runs of learnt tokens, parted by ¦."""
-    found = []
+    texts = []
     for coded in tokenizer.encode_rendered(tokenizer.render(conversation), ANSWERS):
         text, before = "", True
         for token, learnt in zip(coded.tokens, coded.loss_mask, strict=True):
             text += ("" if before else "¦") + tokenizer.decode([token]) if learnt else ""
             before = bool(learnt) or not text
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts
 
 
 def test_answers_and_their_end_marks(chatml: ChatTokenizer) -> None:
@@ -92,8 +92,8 @@ def test_a_token_is_learnt_if_it_begins_inside_an_answer(load: Load, own: str | 
     in_bytes = [tuple(len(rendered.text[:place].encode()) for place in span) for span in rendered.spans]
     expected = [any(begin <= start < end for begin, end in in_bytes) for start in starts]
     assert coded.loss_mask.tolist() == [False, *expected[1:]]
-    for (begin, end), said in zip(rendered.spans, turns[1::2], strict=False):
-        words = said.strip() if own == INSTRUCT else said
+    for (begin, end), turn in zip(rendered.spans, turns[1::2], strict=False):
+        words = turn.strip() if own == INSTRUCT else turn
         assert rendered.text[begin:end].removeprefix(" " if own == INSTRUCT else "").startswith(words)
 
 
@@ -112,10 +112,10 @@ def test_tokens_are_those_of_transformers(chatml: ChatTokenizer, load: Load) -> 
         (coded,) = tokenizer.encode_rendered(tokenizer.render(conversation), ANSWERS)
         own = tokenizer._tokenizer.apply_chat_template(conversation.as_dicts(), return_dict=False)
         assert coded.tokens.tolist() == own
-        asked = tokenizer._tokenizer.apply_chat_template(
+        prompt = tokenizer._tokenizer.apply_chat_template(
             conversation.as_dicts(1), add_generation_prompt=True, return_dict=False
         )
-        assert tokenizer.encode("How many clips?") == asked == own[: len(asked)]
+        assert tokenizer.encode("How many clips?") == prompt == own[: len(prompt)]
 
 
 def test_a_token_across_the_border_is_not_learnt(load: Load, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def unstated(count: int) -> list[Part]:
 
 @st.composite
 def weighted(draw: st.DrawFn) -> tuple[list[int], list[Part]]:
-    """At least two sources, of which at least one states a weight."""
+    """Draw two or more sources, at least one of them with a weight."""
     sizes = draw(st.lists(st.integers(1, 40), min_size=2, max_size=4))
     weights = draw(st.lists(st.none() | st.integers(1, 9), min_size=len(sizes), max_size=len(sizes)))
     weights[draw(st.integers(0, len(sizes) - 1))] = draw(st.integers(1, 9))
@@ -42,7 +42,7 @@ def weighted(draw: st.DrawFn) -> tuple[list[int], list[Part]]:
 
 
 def owners(rows: np.ndarray, sizes: list[int]) -> np.ndarray:
-    """Which source each row belongs to."""
+    """Return the source of each row."""
     return np.searchsorted(np.cumsum(sizes), rows, side="right")
 
 
@@ -55,7 +55,7 @@ def test_without_weights_every_row_and_window_comes_once_an_epoch(
     rows = row_index(sizes, parts, seed, shuffle=shuffle)
     assert len(rows) == count
     assert sorted(rows.sequences(samples).tolist()) == list(range(count))
-    tokens = [size * SEQ_LEN + 1 + size % SEQ_LEN for size in sizes]  # so many windows, and an incomplete one
+    tokens = [size * SEQ_LEN + 1 + size % SEQ_LEN for size in sizes]  # `size` windows and an incomplete one
     offsets = [sum(tokens[:number]) for number in range(len(tokens))]
     every = [first + SEQ_LEN * n for first, size in zip(offsets, sizes, strict=True) for n in range(size)]
     windows = window_index(tokens, parts, SEQ_LEN, seed, shuffle=shuffle)
@@ -72,13 +72,13 @@ def test_stated_weights_are_shares_of_the_samples_at_any_point(
     assert shares_of(sizes, parts) == pytest.approx(shares.tolist())
     rows = row_index(sizes, parts, seed, shuffle=True)
     assert len(rows) == sum(sizes), "an epoch has as many samples as there are rows"
-    found = rows.sequences(np.arange(samples))
-    assert np.abs(np.bincount(owners(found, sizes), minlength=len(sizes)) - shares * samples).max() < 1
+    rows_drawn = rows.sequences(np.arange(samples))
+    assert np.abs(np.bincount(owners(rows_drawn, sizes), minlength=len(sizes)) - shares * samples).max() < 1
     tokens = [size * SEQ_LEN + 1 for size in sizes]
     starts = window_index(tokens, parts, SEQ_LEN, seed, shuffle=True).starts(np.arange(samples))
-    assert np.array_equal(owners(starts, tokens), owners(found, sizes)), "the same source, whatever the job reads"
+    assert np.array_equal(owners(starts, tokens), owners(rows_drawn, sizes)), "the same source, whatever the job reads"
     for number, size in enumerate(sizes):
-        own = found[owners(found, sizes) == number]
+        own = rows_drawn[owners(rows_drawn, sizes) == number]
         times = np.bincount(own - sum(sizes[:number]), minlength=size)
         assert times.max() - times.min() <= 1, "every row of a source is read before one is read again"
 
@@ -127,9 +127,9 @@ def test_a_single_source_is_read_alike_with_and_without_a_weight(folder: Path) -
         assert corpus.facts.fingerprint == "16b447b0511f8cc1"
         assert digest(corpus.index(16, 7).starts(np.arange(2000))) == "6fc76bf429cde83a"
     for source in ("one.jsonl", "[one.jsonl]", "[{source: one.jsonl, weight: 3}]"):
-        found = records(recipe_of(f"data.source={source}", "gsm8k-hdp").data)
-        assert (found.facts.fingerprint, len(found.index)) == ("2baa167fe9529fcb", 34)
-        assert digest(found.index.sequences(np.arange(500))) == "cdc9918ae6aec5e6"
+        data = records(recipe_of(f"data.source={source}", "gsm8k-hdp").data)
+        assert (data.facts.fingerprint, len(data.index)) == ("2baa167fe9529fcb", 34)
+        assert digest(data.index.sequences(np.arange(500))) == "cdc9918ae6aec5e6"
 
 
 def test_unweighted_texts_are_read_once_an_epoch(folder: Path) -> None:
@@ -149,8 +149,8 @@ def test_a_repeat_lengthens_the_epoch_of_every_job(folder: Path) -> None:
     assert set(np.bincount(corpus.index(16, 7).starts(np.arange(3 * windows)) // 16)) == {3}
     assert corpus.facts.fingerprint != once.facts.fingerprint
     both = "[{source: one.jsonl, repeat: 2}, two.jsonl]"
-    found = records(recipe_of(f"data.source={both}", "gsm8k-hdp").data)
-    assert set(np.bincount(found.index.sequences(np.arange(len(found.index))))) == {1, 2}
+    data = records(recipe_of(f"data.source={both}", "gsm8k-hdp").data)
+    assert set(np.bincount(data.index.sequences(np.arange(len(data.index))))) == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_weight_and_a_repeat_do_not_go_together(source: str) -> None:
         ("[a, b]", []),
     ],
 )
-def test_what_the_rules_make_of_missing_weights_is_said(source: str, noted: list[str]) -> None:
+def test_missing_weights_are_explained(source: str, noted: list[str]) -> None:
     machine = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
     facts = DataFacts(257, 100_000, 5_000, "data", "bytes", "tokenizer")
     warnings = resolve(recipe_of(f"data.source={source}"), machine, facts).warnings
@@ -218,17 +218,17 @@ def test_a_run_of_an_older_lock_reads_the_same_windows(folder: Path, case: str) 
 def test_a_run_of_an_older_lock_reads_the_same_rows(folder: Path, case: str) -> None:
     parts, tokens, fingerprint, order = OLD_ROWS[case]
     lock = old_lock(recipe_of("data.source=one.jsonl", "gsm8k-hdp"), parts)
-    found = records(locked_recipe(folder, lock).recipe.data)
-    assert (found.facts.fingerprint, found.facts.train_tokens) == (fingerprint, tokens)
-    assert digest(found.index.sequences(np.arange(500))) == order
+    data = records(locked_recipe(folder, lock).recipe.data)
+    assert (data.facts.fingerprint, data.facts.train_tokens) == (fingerprint, tokens)
+    assert digest(data.index.sequences(np.arange(500))) == order
 
 
 def test_a_new_lock_keeps_the_new_meaning(folder: Path) -> None:
     source = "data.source=[{source: one.jsonl, weight: 0.5}, {source: two.jsonl, weight: 2}]"
     recipe = recipe_of(source, "gsm8k-hdp")
-    found = records(recipe.data)
+    data = records(recipe.data)
     machine = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
-    lock = make_lock("gsm8k-hdp", "id", resolve(recipe, machine, found.facts), found.facts)
+    lock = make_lock("gsm8k-hdp", "id", resolve(recipe, machine, data.facts), data.facts)
     again = locked_recipe(folder, json.loads(json.dumps(lock))).recipe
     assert dict(flatten(again.model_dump()))["data.source"] == dict(flatten(recipe.model_dump()))["data.source"]
-    assert records(again.data).facts == found.facts
+    assert records(again.data).facts == data.facts

@@ -1,4 +1,4 @@
-"""Large inputs, and commands whose time and memory are measured."""
+"""Large inputs, and commands with their time and memory measured."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-# A process begins with the peak of the one that it is a fork of: so a small one stands between, and looks.
-_LOOK = """
+# A forked process inherits the peak memory of its parent, so a small process starts the command and measures it.
+_MEASURE = """
 import json, resource, subprocess, sys, time
 begin = time.perf_counter()
 done = subprocess.run(sys.argv[2:], capture_output=True, text=True)
 seconds, used = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
-found = [seconds, used.ru_maxrss / 1024, done.returncode, done.stdout, done.stderr]
-open(sys.argv[1], "w", encoding="utf-8").write(json.dumps(found))
+result = [seconds, used.ru_maxrss / 1024, done.returncode, done.stdout, done.stderr]
+open(sys.argv[1], "w", encoding="utf-8").write(json.dumps(result))
 """
 
 
@@ -39,11 +39,11 @@ class Done:
 
 @pytest.fixture
 def measured(tmp_path: Path) -> Callable[..., Done]:
-    """Runs `redline …` in the test's folder."""
+    """Return a function that runs `redline …` in the test's folder."""
 
     def run(*words: str) -> Done:
         command = [sys.executable, "-m", "redline", *words]
-        subprocess.run([sys.executable, "-S", "-c", _LOOK, ".done.json", *command], cwd=tmp_path, check=True)
+        subprocess.run([sys.executable, "-S", "-c", _MEASURE, ".done.json", *command], cwd=tmp_path, check=True)
         return Done(*json.loads((tmp_path / ".done.json").read_text(encoding="utf-8")))
 
     return run
@@ -51,7 +51,7 @@ def measured(tmp_path: Path) -> Callable[..., Done]:
 
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Figures that are shown whether or not the test passes."""
+    """Print figures even if the test passes."""
 
     def write(text: str) -> None:
         with capsys.disabled():

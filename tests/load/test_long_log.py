@@ -1,4 +1,4 @@
-"""A log of very many events: who reads it answers in time, at a memory that is said."""
+"""A log of very many events: the commands that read it stay within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 
 def write_log(run: Path, steps: int) -> None:
-    """As a run writes it, a checkpoint and an evaluation now and then, torn lines among them."""
+    """Write a log as a run does, with some checkpoints, evaluations and torn lines."""
     run.mkdir(parents=True)
     (run / "lock.json").write_text(json.dumps({"recipe": {"objective": "causal_lm"}, "name": "long"}), encoding="utf-8")
     with open(run / "events.jsonl", "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Text in quantities: much of it with bad rows, very many short documents, very long ones. Memory stays where it is."""
+"""Large texts: many bad rows, very many short documents, very long documents. Memory stays bounded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 
 def write_rows(path: Path, size: int, words: int, bad_every: int) -> tuple[int, int]:
-    """Rows of so many words until the file has that size; how many are good, and how many are not."""
+    """Write rows until the file has that size. Return the numbers of good and of bad rows."""
     chance, good, bad, written = random.Random(7), 0, 0, 0
     pool = [" ".join(chance.choices(WORDS, k=words)) for _ in range(500)]
     with open(path, "wb", buffering=1 << 20) as file:
@@ -67,7 +67,7 @@ def test_very_many_short_documents(measured: Callable[..., Any], tmp_path: Path,
 def test_documents_of_a_hundred_thousand_tokens(
     measured: Callable[..., Any], tmp_path: Path, say: Any, count: int
 ) -> None:
-    """Each longer than any sequence: prepared whole, cut by windows, and numbered within them."""
+    """Each is longer than any sequence: it is prepared in one piece, cut into windows, and numbered within them."""
     length = 100_000
     with open(tmp_path / "long.jsonl", "w", encoding="utf-8") as file:
         for number in range(count):

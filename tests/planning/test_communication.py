@@ -141,10 +141,12 @@ def test_a_world_size_that_does_not_divide_the_batch_is_listed_as_left_out() -> 
 def test_shards_are_gathered_for_every_micro_batch() -> None:
     """FSDP saves memory and pays for it with gathers."""
     small = ("train.micro_batch=4", "train.global_batch=128")
-    whole, shared = (forecast(planned("h100", *small, f"parallel.mode={mode}", gpus=8)) for mode in ("ddp", "fsdp"))
-    assert (whole.mode, shared.mode) == ("ddp", "fsdp")
-    assert shared.volume.gathered > 4 * 2 * 4 * 298_844_160, "four micro-batches, each block twice"
-    assert shared.volume.sent(8) > whole.volume.sent(8)
+    replicated, sharded = (
+        forecast(planned("h100", *small, f"parallel.mode={mode}", gpus=8)) for mode in ("ddp", "fsdp")
+    )
+    assert (replicated.mode, sharded.mode) == ("ddp", "fsdp")
+    assert sharded.volume.gathered > 4 * 2 * 4 * 298_844_160, "four micro-batches, each block twice"
+    assert sharded.volume.sent(8) > replicated.volume.sent(8)
 
 
 def test_an_unknown_link_gives_no_scaling() -> None:

@@ -136,8 +136,8 @@ def counted_step(resolved: Resolved) -> Callable[[int], dict[str, int]]:
 def test_counted_tensors_are_those_of_the_built_model(kind: str) -> None:
     resolved = planned(kind, "ddp", 1)
     model = built(resolved).model
-    found = [(p.shape[0], p.numel() // p.shape[0]) for p in model.blocks[0].parameters()]
-    assert sorted(found) == sorted(block_tensors(resolved.shape))
+    sizes = [(p.shape[0], p.numel() // p.shape[0]) for p in model.blocks[0].parameters()]
+    assert sorted(sizes) == sorted(block_tensors(resolved.shape))
     rest = [p for name, p in model.named_parameters() if not name.startswith("blocks.")]
     assert sorted((p.shape[0], p.numel() // p.shape[0]) for p in rest) == sorted(root_tensors(resolved.shape))
 
@@ -164,12 +164,12 @@ def test_socket_bytes_follow_the_ring_formula(world: int, tmp_path: Path) -> Non
     size = 3 * 4 << 18
 
     def action(rank: int) -> list[int]:
-        whole, share = torch.ones(size // 4), torch.ones(size // 4 // world)
+        tensor, share = torch.ones(size // 4), torch.ones(size // 4 // world)
         sent = []
         for collective in (dist.all_reduce, lambda tensor: dist.all_gather_into_tensor(tensor, share)):
-            collective(whole)
+            collective(tensor)
             begin = written()
-            collective(whole)
+            collective(tensor)
             sent.append(written() - begin)
         return sent
 

@@ -124,8 +124,8 @@ def test_padded_vocabulary(vocab: int) -> None:
 def test_a_size_is_about_what_its_name_says(name: str) -> None:
     layers, d_model, heads, d_ff = SIZES[name]
     shape = DecoderShape(layers, d_model, heads, heads, d_model // heads, d_ff, 50304 if d_model >= 768 else 4096)
-    said = float(name[:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
-    assert 0.6 < shape.parameters / said < 1.7
+    advertised = float(name[:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
+    assert 0.6 < shape.parameters / advertised < 1.7
     assert d_model % heads == 0
     assert d_ff % 64 == 0
 
@@ -175,9 +175,9 @@ def test_a_checkpointed_block_keeps_no_cast_weights() -> None:
     assert kept_casts("full") == kept_casts("selective") == 0
     eight = DecoderShape(32, 4096, 32, 8, 128, 14336, 128_256, tied=False)
     how: dict[str, Any] = {"tokens": 8192, "bytes_per_value": 2, "optimizer": "adamw", "ema": False}
-    whole, again = (training_memory(eight, **how, checkpointing=level).workspace for level in ("none", "full"))
+    stored, recomputed = (training_memory(eight, **how, checkpointing=level).workspace for level in ("none", "full"))
     spared = 2 * (eight.layers - 1) * eight.layer_matmul_parameters  # one block is cast again, and the head once
-    assert whole - again == spared > 12.5 * GIB
+    assert stored - recomputed == spared > 12.5 * GIB
 
 
 def test_an_fsdp_rank_holds_unsharded_gradients_only_while_accumulating() -> None:

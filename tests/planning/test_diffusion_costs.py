@@ -33,7 +33,7 @@ def planned(name: str, *overrides: str, gpu: str = "h200") -> Resolved:
 
 
 def memory(plan: Resolved, sequences: int, **how: Any) -> float:
-    asked = {
+    options = {
         "tokens": sequences * plan.recipe.data.seq_len,
         "bytes_per_value": 2,
         "optimizer": "adamw",
@@ -42,7 +42,7 @@ def memory(plan: Resolved, sequences: int, **how: Any) -> float:
         "kernels": Kernels(),
         **how,
     }
-    peak: float = costs(plan.recipe).memory(plan.shape, **asked).peak
+    peak: float = costs(plan.recipe).memory(plan.shape, **options).peak
     return peak
 
 

@@ -87,10 +87,10 @@ def test_the_published_count_for_eight_billion() -> None:
 
 
 def test_recomputation_keeps_less() -> None:
-    whole, again = (resolved(f"train.grad_checkpointing={how}") for how in ("none", "full"))
-    assert again.memory.activations < whole.memory.activations
-    assert again.flops.computed > again.flops.executed == whole.flops.executed
-    assert again.flops.useful == whole.flops.useful
+    stored, recomputed = (resolved(f"train.grad_checkpointing={how}") for how in ("none", "full"))
+    assert recomputed.memory.activations < stored.memory.activations
+    assert recomputed.flops.computed > recomputed.flops.executed == stored.flops.executed
+    assert recomputed.flops.useful == stored.flops.useful
 
 
 def test_each_adapter_target_is_a_matrix_of_a_block() -> None:

@@ -84,38 +84,38 @@ def torch_cycle(steps: int, pct_start: float) -> list[tuple[float, float]]:
     """Return the learning rate and beta1 of each step by torch's OneCycleLR with a peak of 1."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=steps, pct_start=pct_start)
-    found = []
+    rates = []
     for step in range(steps):
         if step:
             optimizer.step()
             scheduler.step()
         group = optimizer.param_groups[0]
-        found.append((group["lr"], group["betas"][0]))
-    return found
+        rates.append((group["lr"], group["betas"][0]))
+    return rates
 
 
 @pytest.mark.parametrize("steps", [2, 7, 40, 333])
 @pytest.mark.parametrize("pct_start", [0.0, 0.1, 0.3, 0.47, 1.0])
 def test_one_cycle_is_that_of_torch_at_every_step(steps: int, pct_start: float) -> None:
     horizon = Horizon(steps, None)
-    found = []
+    rates = []
     for step in range(steps):
         where = {"step": step, "warmup": 5, "progress": horizon.progress(step), "per_step": horizon.per_step(step)}
         rate = lr_factor("one_cycle", **where, pct_start=pct_start, floor=0.1)  # type: ignore[arg-type]
         momentum = cycled_momentum(0.85, 0.95, **where, pct_start=pct_start)  # type: ignore[arg-type]
-        found.append((rate, momentum))
-    for ours, theirs in zip(found, torch_cycle(steps, pct_start), strict=True):
+        rates.append((rate, momentum))
+    for ours, theirs in zip(rates, torch_cycle(steps, pct_start), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-9)
 
 
 def test_one_cycle_with_a_counted_warm_up_peaks_at_its_end() -> None:
     """train.warmup_steps=12 of 40 steps is pct_start=0.3."""
     horizon = Horizon(40, None)
-    found = [
+    rates = [
         lr_factor("one_cycle", step=s, warmup=12, progress=horizon.progress(s), per_step=horizon.per_step(s))
         for s in range(40)
     ]
-    assert found == pytest.approx([rate for rate, _ in torch_cycle(40, 0.3)], rel=1e-9)
+    assert rates == pytest.approx([rate for rate, _ in torch_cycle(40, 0.3)], rel=1e-9)
 
 
 def test_one_cycle_by_share_does_not_jump_when_the_horizon_moves() -> None:

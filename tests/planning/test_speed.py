@@ -131,9 +131,9 @@ def test_speed_up_is_at_most_the_number_of_gpus() -> None:
 
 @given(share=st.floats(0.01, 1e6), gpus=st.integers(1, 16))
 def test_a_chosen_batch_has_divisors(share: float, gpus: int) -> None:
-    found = round_to_divisible(share)
-    assert found == pytest.approx(share, rel=0.07, abs=1)
-    assert largest_micro_batch(found * gpus, gpus, lambda micro: micro <= 128).micro >= min(found, 8)
+    batch = round_to_divisible(share)
+    assert batch == pytest.approx(share, rel=0.07, abs=1)
+    assert largest_micro_batch(batch * gpus, gpus, lambda micro: micro <= 128).micro >= min(batch, 8)
 
 
 def test_three_gpus_are_as_quick_as_two_each() -> None:
