@@ -35,7 +35,7 @@ def test_a_resumed_run_says_what_remains(recipe: str, inside: Any, tmp_path: Pat
         assert "6 of 10 steps" in line
     assert events(tmp_path, "start")[-1]["stops"] == {"steps": 10, "tokens": None, "epochs": None}
     again = inside("train", "--resume", "toy", "eval.every=3")
-    assert "at step 10 already" in again.err, "what a resume replaced stays replaced"
+    assert "already, at step 10 (steps)" in again.err, "what a resume replaced stays replaced"
 
 
 def test_a_run_ended_by_its_time_budget_says_so(recipe: str, inside: Any, tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ from redline.vocabulary import RECIPE_LOCK_FILE
         (
             np.full(500, 40_000, "<u2").tobytes(),
             "other.bin",
-            "holds the token id 40000, outside the vocabulary of bytes",
+            "the token id 40000 is outside the vocabulary of bytes",
         ),
-        (b"too short", "short.txt", "the data hold 10 tokens, less than one sequence of 33. Give more data"),
+        (b"too short", "short.txt", "the data has 10 tokens, less than one sequence of 33. Give more data"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." in value and " " not in value else "",
 )

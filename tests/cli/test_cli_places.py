@@ -43,7 +43,7 @@ def test_an_unusable_cache_folder(
     answer = inside(*(word.replace("RECIPE", recipe).replace("CORPUS", str(corpus)) for word in words))
     assert answer.code == 1
     assert "the cache cannot be written (No" in answer.message
-    assert "name another folder with REDLINE_CACHE." in answer.message
+    assert "REDLINE_CACHE" in answer.message, "how to fix it"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -77,7 +77,8 @@ def test_teachers_cannot_be_kept_without_a_cache() -> None:
 def test_tokens_that_cannot_be_written(inside: Any, corpus: Path) -> None:
     answer = inside("prepare", str(corpus), "--tokenizer", "bytes", "--out", "/proc/x")
     assert answer.code == 1
-    assert "/proc/x: cannot be written (No such file or directory). Name another folder with --out." in answer.message
+    assert "/proc/x: the output cannot be written (No such file or directory)" in answer.message
+    assert "--out" in answer.message, "how to fix it"
 
 
 @pytest.mark.parametrize("kind", [errno.EROFS, errno.EACCES, errno.EPERM])
@@ -180,10 +181,11 @@ def test_a_report_in_a_read_only_place(inside: Any, home: Path, monkeypatch: pyt
 
 
 def test_a_profile_checks_the_folder_first(inside: Any, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("redline.cli.profile._profile", lambda *_: pytest.fail("worked in vain"))
+    monkeypatch.setattr("redline.launch.profile.profile_recipe", lambda *_, **__: pytest.fail("worked in vain"))
     answer = inside("profile", recipe, "--out", "/proc/x")
     assert answer.code == 1
-    assert "/proc/x: cannot be written (No such file or directory). Name another folder with --out." in answer.message
+    assert "/proc/x: the output cannot be written (No such file or directory)" in answer.message
+    assert "--out" in answer.message, "how to fix it"
 
 
 def test_a_profile_in_a_folder_that_is_read_only(
@@ -196,17 +198,17 @@ def test_a_profile_in_a_folder_that_is_read_only(
     monkeypatch.setattr("tempfile.TemporaryFile", refused)
     answer = inside("profile", recipe, "--out", "mine")
     assert answer.code == 1
-    assert "mine: cannot be written (Read-only file system)." in answer.message
+    assert "mine: the output cannot be written (Read-only file system)." in answer.message
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError("no.")], ids=str)
 def test_a_failed_profile_leaves_no_folder(
     inside: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any
 ) -> None:
-    def stopped(*_: Any) -> None:
+    def stopped(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr("redline.cli.profile._profile", stopped)
+    monkeypatch.setattr("redline.launch.profile.profile_recipe", stopped)
     assert inside("profile", recipe).code != 0
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine").mkdir()

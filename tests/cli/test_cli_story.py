@@ -166,7 +166,7 @@ def test_stopping_from_another_process(
 
 def test_finished_members_are_not_repeated(recipe: str, inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is stopped while it writes its report has nothing left to resume."""
-    from redline.launch import session as one_run
+    from redline.launch import session
 
-    monkeypatch.setattr(one_run, "closing", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(session, "print_next_steps", lambda *_: signal.raise_signal(signal.SIGTERM))
     assert inside("train", recipe, "train.steps=1").code == 0

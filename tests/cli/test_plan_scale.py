@@ -69,7 +69,7 @@ def test_the_figure_is_an_svg_that_stands_by_itself(tmp_path: Path) -> None:
     text = out.read_text(encoding="utf-8")
     assert "var(--" not in text, "outside of the report nothing defines its colours"
     words = [node.firstChild.data for node in document.getElementsByTagName("text")]
-    for word in ("tokens/s", "hours", "dollars", "cards", "32", "pretrain-350m on h100: estimates, not measurements"):
+    for word in ("tokens/s", "hours", "dollars", "GPUs", "32", "pretrain-350m on h100: estimates, not measurements"):
         assert word in words
 
 
