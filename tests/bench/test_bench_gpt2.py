@@ -195,7 +195,7 @@ def test_micro_batches_have_at_most_32_sequences(batch: int, micro: int) -> None
 
 
 def test_unsupported_options_are_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nanogpt, "MOST_LOGITS", 1000)
+    monkeypatch.setattr(nanogpt, "MAX_LOGITS", 1000)
     with pytest.raises(UserError, match="more logits"):
         measure(words, 0.3, 30.0)
     with pytest.raises(RecipeError, match="divisor"):
