@@ -19,14 +19,14 @@ from redline.evaluate.questions import generative_perplexity
 def runs(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Train a diffusion run and a causal_lm run for a few steps on the same text."""
     monkeypatch.chdir(tmp_path)
-    result = {}
+    paths = {}
     for name, job in (("diffusion", ("objective=block_diffusion", "block_diffusion.block_size=8")), ("causal", ())):
         lines = [*world.tiny, f"data.source={world.corpus}", "data.pack=false", "train.steps=30", "train.lr=1e-2", *job]
         run = str(tmp_path / name)
         result = CliRunner().invoke(app, ["train", "quickstart", *lines, "--run", run])
         assert result.exit_code == 0, result.output
-        result[name] = run
-    return result
+        paths[name] = run
+    return paths
 
 
 def evaluated(*words: str) -> dict[str, Any]:
