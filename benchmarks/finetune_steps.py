@@ -23,11 +23,10 @@ from torch import Tensor
 
 from benchmarks.reply import reply
 from redline.bench.throughput import why_not_fp8
-from redline.data.index import cu_seqlens
+from redline.data.loader import cu_seqlens
 from redline.errors import UserError
 from redline.recipe.resolve import DataFacts
-from redline.training.step import step_batch, to_device
-from redline.training.step_log import peak_memory_gib
+from redline.training.step import peak_memory_gib, step_batch, to_device
 from redline.training.trial import WarmTrainer, warm_trainer
 
 SETTLE_STEPS = 3  # before the timed steps

@@ -167,7 +167,7 @@ class World:
     def run(self, path: Path, *overrides: str, resume: bool = False, stop_at: int | None = None, **options: Any) -> Any:
         """Train a run. With `stop_at`, SIGTERM arrives while that step is computed."""
         from redline.training.checkpoint import newest_valid
-        from redline.training.run_directory import RunDirectory
+        from redline.training.control import RunDirectory
 
         with RunDirectory(path) as run:
             checkpoint = newest_valid(run.checkpoints) if resume else None

@@ -103,7 +103,7 @@ class Several:
 
         def train(ranks: Any) -> int:
             from redline.training.checkpoint import newest_valid
-            from redline.training.run_directory import RunDirectory
+            from redline.training.control import RunDirectory
 
             directory = RunDirectory(run)
             if ranks.is_main:

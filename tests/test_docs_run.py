@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redline.training.run_directory import RunDirectory
+from redline.training.control import RunDirectory
 from test_docs import EXAMPLES, FAILING, HELP, Example, blocks
 
 ROOT = Path(__file__).parents[1]

@@ -22,10 +22,11 @@ from benchmarks.finetune_steps import Figures, document_tokens, installed, rando
 from benchmarks.reply import has_room, reply
 from redline.errors import UserError
 from redline.fields import none_if_auto
+from redline.jobs.base import export_problems
 from redline.kernels.attention import Attention, MaskSpec
 from redline.kernels.matmul import DTYPES
 from redline.models.decoder import Decoder
-from redline.models.families import export_problems, shape_of, tensor_names, to_config
+from redline.models.families import shape_of, tensor_names, to_config
 from redline.models.pretrained import random_tensors
 from redline.planning.batch import BatchPlan
 from redline.recipe.load import validate

@@ -24,12 +24,12 @@ from benchmarks.latent_steps import ANCHOR, BEGIN, TimedRows, rename_to_texts, t
 from benchmarks.peers.hf_qlora import PACKAGES, random_model
 from benchmarks.reply import has_room, reply
 from redline.errors import UserError
+from redline.jobs.base import export_problems
 from redline.jobs.latent_prefix.costs import PrefixShape
 from redline.jobs.latent_prefix.data import options_of
 from redline.jobs.latent_prefix.encoder import PrefixModel, word_loss
 from redline.kernels.cross_entropy import IGNORE
 from redline.kernels.matmul import DTYPES
-from redline.models.families import export_problems
 from redline.planning.batch import BatchPlan
 from redline.planning.shapes import DecoderShape
 from redline.recipe.load import validate

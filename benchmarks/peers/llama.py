@@ -20,14 +20,14 @@ from redline.bench.throughput import card_figures, data_wait_share, median
 from redline.errors import UserError
 from redline.hardware.nvml import Nvml
 from redline.hardware.probe import detect_machine
+from redline.jobs.base import export_problems
 from redline.jobs.objective import Batch, Objective, job_runtime
-from redline.models.families import export_problems, to_config
+from redline.models.families import to_config
 from redline.planning.batch import BatchPlan
 from redline.recipe.load import load
 from redline.recipe.resolve import Resolved, resolve
 from redline.training.profiling import kernel_time
-from redline.training.step import BatchLoader, to_device
-from redline.training.step_log import Rates, Throughput, peak_memory_gib
+from redline.training.step import BatchLoader, Rates, Throughput, peak_memory_gib, to_device
 
 MAX_LOGITS = 1 << 31  # compiled kernels index in 32 bits
 PROFILED_STEPS = 3

@@ -29,8 +29,7 @@ from redline.recipe.load import nest, parse_overrides, validate
 from redline.recipe.lock import git_state, versions
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 from redline.recipe.schema import Recipe
-from redline.training.step import BatchLoader, StepBatch, step_batch, to_device
-from redline.training.step_log import peak_memory_gib
+from redline.training.step import BatchLoader, StepBatch, peak_memory_gib, step_batch, to_device
 
 NAME = "nanogpt"
 MICRO = 32  # sequences

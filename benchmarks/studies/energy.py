@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from redline.kernels.activations import swiglu, swiglu_backward_
 from redline.kernels.rms_norm import add_rms_norm, rms_norm_backward
 from redline.kernels.rotary import merge_rotated_gradients, rotate_qkv_
-from redline.models.layers import rotary_table
+from redline.models.decoder import rotary_table
 
 D, F, H, K, T, N = 1024, 2688, 16, 64, 1024, 131_072
 if len(sys.argv) < 2 or not torch.cuda.is_available():

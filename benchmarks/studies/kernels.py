@@ -20,7 +20,7 @@ from benchmarks.studies.rates import copy_rate, seconds
 from redline.kernels.activations import swiglu, swiglu_backward_
 from redline.kernels.rms_norm import add_rms_norm, rms_norm_backward
 from redline.kernels.rotary import merge_rotated_gradients, rotate_qkv_
-from redline.models.layers import rotary_table
+from redline.models.decoder import rotary_table
 
 D, F, H, K, T = 1024, 2688, 16, 64, 1024
 PEAK = 989e12

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from benchmarks.studies.rates import seconds
 from redline.jobs.objective import role_groups
-from redline.kernels import muon as kernels
 from redline.kernels.attention import Attention, MaskSpec
-from redline.kernels.muon import descend_, gram, nesterov_, square
 from redline.models.decoder import Decoder
 from redline.planning.shapes import DecoderShape
 from redline.recipe.load import load
 from redline.recipe.schema import Train
 from redline.training import muon
+from redline.training.muon import descend_, gram, nesterov_, square
 
 DEVICE, VOCAB = "cuda", 50_304
 SHAPES = {  # batch, rows, columns
@@ -80,7 +79,7 @@ def time_updates(optimizer: muon.Muon) -> dict[str, float]:
         work[f"descend_ {name}"] = descend
     times: dict[str, float] = {}
     for library, use_triton in (("Triton", True), ("torch", False)):
-        with patch.object(kernels, "by_triton", partial(_constant, use_triton)):
+        with patch.object(muon, "by_triton", partial(_constant, use_triton)):
             times |= {f"{name}, by {library}": 1e3 * seconds(call, 0.3) for name, call in work.items()}
     for name, ms in times.items():
         print(f"{name:48s} {ms:8.3f} ms", flush=True)

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.data.prepare import default_workers, prepare_source, tokenizer_for
-from redline.data.sources import Reading
-from redline.data.text import embedded_documents
+from redline.data.sources import Reading, embedded_documents
 from redline.recipe.lock import git_state, versions
 
 TOKENIZERS = ("bytes", "train:16384", "gpt2")

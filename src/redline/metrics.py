@@ -1,9 +1,8 @@
-"""Scores of answers: the number of a GSM8K solution, JSON, SQuAD's exact match and F1; and perplexity."""
+"""Scores of answers: the number of a GSM8K solution, JSON, SQuAD's exact match and F1."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import string
 from collections import Counter
@@ -169,15 +168,6 @@ def _mean(predictions: Sequence[str], references: Sequence[Any], score: Callable
 
 # ----------------------------------------------------------------------------------------------------
 # Functions of a loss in nats.
-
-
-def perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-def bits_per_byte(loss: float, tokens: int, utf8_bytes: int) -> float:
-    """Return the loss in bits per byte of text, which can be compared across tokenizers."""
-    return loss / math.log(2) * tokens / utf8_bytes
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def test_a_slow_evaluation_takes_no_time(world: Any, tmp_path: Path, monkeypatch
         return evaluate(self, micro)
 
     monkeypatch.setattr(CausalLM, "evaluate", slow)
-    from redline.training.run_directory import RunDirectory
+    from redline.training.control import RunDirectory
 
     words = ("train.steps=7", "eval.every=2", "monitor.log_every=2", "checkpoint.best=false")
     with RunDirectory(tmp_path / "run") as run:

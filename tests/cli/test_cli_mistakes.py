@@ -48,8 +48,7 @@ def test_data_that_cannot_be_trained_on(
 
 def test_prepared_shards_of_another_tokenizer(recipe: str, inside: Any, corpus: Path, tmp_path: Path) -> None:
     from redline.data.prepare import prepare
-    from redline.data.rows import ReadStats
-    from redline.data.sources import source_documents
+    from redline.data.sources import ReadStats, source_documents
     from redline.data.tokenizer import load_tokenizer
 
     prepare(source_documents(str(corpus), ReadStats("")), load_tokenizer("bytes"), tmp_path / "shards")

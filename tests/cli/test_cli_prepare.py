@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from redline.cli.progress import PreparationBar
-from redline.data.rows import Progress
+from redline.data.sources import Progress
 from redline.data.tokens import open_tokens
 
 

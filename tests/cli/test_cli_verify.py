@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from redline.data.shards import HEADER_BYTES
+from redline.data.tokens import HEADER_BYTES
 
 
 @pytest.fixture

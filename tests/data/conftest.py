@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from redline.data.text import Document
+from redline.data.sources import Document
 from redline.data.tokenizer import Tokenizer, load_tokenizer
 
 # A busy machine makes single examples slow; that is no failure.

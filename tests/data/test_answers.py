@@ -20,7 +20,7 @@ from redline.cli.preview import show_samples
 from redline.data import time_limit
 from redline.data.chat_template import ChatTokenizer, load_chat_tokenizer
 from redline.data.corpus import EpochIndex
-from redline.data.index import IGNORE
+from redline.data.loader import IGNORE
 from redline.errors import UserError
 from redline.jobs.finetune import data as answer_store
 from redline.jobs.finetune.data import AnswerData, PackedSplit, best_fit, load_answers, preview_samples

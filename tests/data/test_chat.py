@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from redline.data.chat import Conversation, read_conversations
-from redline.data.rows import ReadStats
+from redline.data.sources import ReadStats
 from redline.errors import UserError
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k"

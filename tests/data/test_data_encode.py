@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from redline.data import prepare as encode
 from redline.data.prepare import Piece, encode_pieces, prepare_source
-from redline.data.sources import Reading
+from redline.data.sources import Document, Reading
 from redline.data.splits import TRAIN
-from redline.data.text import Document
 from redline.data.tokenizer import (
     LibraryTokenizer,
     Tokenizer,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data.index import WindowIndex, permute
+from redline.data.loader import WindowIndex, permute
 from redline.errors import UserError
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from redline.data import corpus as corpus_module
 from redline.data.corpus import Corpus, MixtureIndex, open_corpus, turns, whole_shares
-from redline.data.index import WindowIndex
+from redline.data.loader import WindowIndex
 from redline.data.prepare import prepare_cached
 from redline.errors import RecipeError, UserError
 from redline.recipe.load import load

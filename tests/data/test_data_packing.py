@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from redline.data.index import cu_seqlens, document_ids, inputs_and_targets
+from redline.data.loader import cu_seqlens, document_ids, inputs_and_targets
 
 EOT = 0
 ROWS = np.array([[5, 6, EOT, 7, 8], [EOT, 9, EOT, EOT, 4]])

@@ -15,10 +15,8 @@ from redline.data import prepare as encode
 from redline.data import prepare as module
 from redline.data import sources
 from redline.data.prepare import prepare, prepare_cached
-from redline.data.rows import Progress
-from redline.data.sources import Reading
+from redline.data.sources import Document, Progress, Reading, cut_tail
 from redline.data.splits import is_held_out
-from redline.data.text import Document, cut_tail
 from redline.data.tokenizer import Tokenizer, load_tokenizer
 from redline.data.tokens import TokenData, TokenSplit
 from redline.errors import UserError

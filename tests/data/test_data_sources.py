@@ -19,10 +19,19 @@ from redline.data import rows, sources
 from redline.data import rows as read_stats
 from redline.data import text as filetext
 from redline.data.prepare import cut_pieces, prepare_source, training_texts
-from redline.data.rows import DatasetId, DigestSet, ReadStats, dataset_id, omission_messages
-from redline.data.sources import Reading, source_bytes, source_documents
+from redline.data.sources import (
+    DatasetId,
+    DigestSet,
+    Document,
+    LongDocument,
+    Reading,
+    ReadStats,
+    dataset_id,
+    omission_messages,
+    source_bytes,
+    source_documents,
+)
 from redline.data.splits import REST, TRAIN, VAL, split_documents
-from redline.data.text import Document, LongDocument
 from redline.data.tokenizer import load_tokenizer
 from redline.errors import UserError
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from redline.data import prepare as encode
 from redline.data import stream
 from redline.data.corpus import open_corpus
-from redline.data.index import WindowIndex
+from redline.data.loader import WindowIndex
 from redline.data.sources import Reading, prepared_folder
 from redline.data.stream import StreamSplit, TokenStream, read_state, stream_starts
 from redline.data.tokens import open_tokens

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from redline.data.rows import ReadStats
-from redline.data.sources import source_documents
+from redline.data.sources import Document, ReadStats, embedded_documents, embedded_files, source_documents
 from redline.data.splits import is_held_out, split_documents
-from redline.data.text import Document, embedded_documents, embedded_files
 from redline.errors import UserError
 
 

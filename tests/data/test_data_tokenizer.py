@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.data import tokenizer as tokenizer_module
-from redline.data.text import Document
+from redline.data.sources import Document
 from redline.data.time_limit import within_seconds
 from redline.data.tokenizer import Tokenizer, load_tokenizer, named_vocabulary
 from redline.errors import UserError

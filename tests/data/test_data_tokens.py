@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from redline.data import tokens as raw
 from redline.data.prepare import prepare
-from redline.data.shards import ShardWriter, token_dtype
-from redline.data.text import Document
+from redline.data.sources import Document
 from redline.data.tokenizer import Tokenizer, load_tokenizer
-from redline.data.tokens import TokenSplit, open_tokens
+from redline.data.tokens import ShardWriter, TokenSplit, open_tokens, token_dtype
 from redline.errors import UserError
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from redline.data.chat import Conversation, Message, read_conversations
 from redline.data.chat_template import ALL, ANSWERS, ChatTokenizer, TemplateRefusalError, load_chat_tokenizer
-from redline.data.rows import ReadStats
+from redline.data.sources import ReadStats
 from redline.errors import UserError
 
 pytest.importorskip("transformers")

@@ -106,7 +106,7 @@ def test_the_runs_own_tokenizer(trained: Callable[..., Path], tmp_path: Path) ->
 
 def test_tokens_that_another_tokenizer_made(trained: Callable[..., Path], tmp_path: Path) -> None:
     from redline.data.prepare import prepare
-    from redline.data.text import Document
+    from redline.data.sources import Document
 
     run = trained()
     own = load_tokenizer("train:300", lambda: ["a river and a stone"] * 9)
@@ -168,7 +168,7 @@ def test_all_of_prepared_tokens(trained: Callable[..., Path], tmp_path: Path, fo
     import numpy as np
 
     from redline.data.prepare import prepare
-    from redline.data.text import Document
+    from redline.data.sources import Document
 
     run = trained("data.pack=false")  # there are two marks, and the reference looks across them
     text = "the king of stone and light\n" * 30

@@ -19,8 +19,7 @@ from redline.data.tokenizer import ByteTokenizer, load_tokenizer
 from redline.errors import UserError
 from redline.export import folder as contents
 from redline.export import tensors
-from redline.export.folder import export_run
-from redline.export.tokenizer import byte_definition, write_tokenizer
+from redline.export.folder import byte_definition, export_run, write_tokenizer
 
 transformers = pytest.importorskip("transformers")
 FILES = ["README.md", "config.json", "generation_config.json", "model.safetensors", "redline.json"]

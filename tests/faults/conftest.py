@@ -17,7 +17,7 @@ import torch
 
 from redline.training import checkpoint
 from redline.training.checkpoint import Snapshot, newest_valid, remove_temporaries
-from redline.training.run_directory import RunDirectory
+from redline.training.control import RunDirectory
 
 
 class Child:

@@ -16,14 +16,21 @@ import pytest
 from redline.data import shards as verify
 from redline.data.corpus import open_corpus
 from redline.data.prepare import prepare_cached, prepare_source, tokenizer_for
-from redline.data.shards import HEADER_BYTES, BackgroundCheck, DamagedDataError, TokenFile, scan_tokens
 from redline.data.sources import Reading
-from redline.data.tokens import digest_of, open_tokens
+from redline.data.tokens import (
+    HEADER_BYTES,
+    BackgroundCheck,
+    DamagedDataError,
+    TokenFile,
+    digest_of,
+    open_tokens,
+    scan_tokens,
+)
 from redline.errors import UserError
 from redline.recipe.schema import Data
 from redline.runs.events import read_events
 from redline.runs.summary import run_status
-from redline.training.run_directory import RunDirectory
+from redline.training.control import RunDirectory
 from several import run_ranks
 
 

@@ -11,8 +11,7 @@ import pytest
 from redline.runs.events import EventLog, read_events
 from redline.runs.summary import run_status
 from redline.training.checkpoint import transaction
-from redline.training.run_directory import RunDirectory
-from redline.training.signals import preemption_signals
+from redline.training.control import RunDirectory, preemption_signals
 
 
 def test_a_run_that_was_moved_away_is_not_created_again(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from redline.errors import EXIT_DONE, EXIT_USAGE
 from redline.runs.events import read_events
 from redline.training.checkpoint import committed_steps
-from redline.training.run_directory import RunDirectory
+from redline.training.control import RunDirectory
 from redline.vocabulary import status_of_stop
 from several import run_ranks
 

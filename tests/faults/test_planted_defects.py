@@ -24,8 +24,8 @@ from redline.runs.events import read_events
 from redline.training import checkpoint, muon, step
 from redline.training import checkpoint as saving
 from redline.training.checkpoint import HostCopy, commit, committed_steps, step_name, verify
+from redline.training.control import RunDirectory
 from redline.training.optim import Adam, Ema
-from redline.training.run_directory import RunDirectory
 
 RUNS = ("whole", "parts")
 

@@ -34,7 +34,7 @@ from redline.training.checkpoint import (
     step_name,
     verify,
 )
-from redline.training.run_directory import RunDirectory
+from redline.training.control import RunDirectory
 from redline.training.schedule import StepTimer
 from redline.vocabulary import RECIPE_LOCK_FILE
 

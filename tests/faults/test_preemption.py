@@ -20,7 +20,7 @@ from redline.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from redline.runs.events import read_events
 from redline.training import checkpoint as saving
 from redline.training.checkpoint import commit, newest_valid, step_name, verify
-from redline.training.signals import Signals, StopRequested
+from redline.training.control import Signals, StopRequested
 
 OPTIONS = ("train.steps=10", "checkpoint.every=2", "eval.every=3", "train.ema=0.9")
 
@@ -288,7 +288,7 @@ def test_signal_handlers_are_restored() -> None:
 def test_exiting_at_once_promises_no_checkpoint() -> None:
     """There may be no checkpoint yet."""
     twice = (
-        "import os, signal\nfrom redline.training.signals import Signals\n"
+        "import os, signal\nfrom redline.training.control import Signals\n"
         "with Signals():\n  for _ in range(2): os.kill(os.getpid(), signal.SIGINT)\n"
     )
     left = subprocess.run([sys.executable, "-c", twice], capture_output=True, text=True, timeout=60)

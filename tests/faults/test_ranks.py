@@ -18,9 +18,9 @@ from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
 from redline.runs.events import read_events
 from redline.training import supervisor as watching
 from redline.training.checkpoint import committed_steps, newest_valid, read_state, verify
+from redline.training.control import FOLDER_VARIABLE, RECOVERY, read_heartbeats
 from redline.training.distributed import join
-from redline.training.heartbeat import FOLDER_VARIABLE, read_heartbeats
-from redline.training.supervisor import RECOVERY, SUPERVISED, supervise
+from redline.training.supervisor import SUPERVISED, supervise
 from several import Fork, free_port, rank_environment
 
 OPTIONS = (

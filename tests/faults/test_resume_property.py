@@ -15,7 +15,7 @@ import torch
 from finetuning import Tuning
 from latents import Latents, other_base, write_rows
 from redline.training.checkpoint import newest_valid, step_name
-from redline.training.run_directory import RunDirectory
+from redline.training.control import RunDirectory
 
 STEPS = 7
 OF_ALL = {

@@ -76,7 +76,7 @@ READERS = (
     "evaluate",
     "export",
     "recipe/lock.py",
-    "data/shards.py",
+    "data/tokens.py",
     "data/tokens.py",
 )
 
@@ -108,8 +108,8 @@ def test_every_reader_of_runs_and_tokens_uses_the_opener() -> None:
     own = {
         "training/profiling.py",
         "export/tensors.py",
-        "export/tokenizer.py",
-        "training/heartbeat.py",
+        "export/folder.py",
+        "training/control.py",
         "runs/live/watch.py",
         "runs/live/server.py",
         "recipe/lock.py",

@@ -15,7 +15,7 @@ import pytest
 from redline.errors import UserError
 from redline.runs.events import read_events
 from redline.runs.summary import is_locked
-from redline.training.run_directory import RunDirectory
+from redline.training.control import RunDirectory
 from redline.vocabulary import PROCESS_LOCK_FILE
 
 REFUSED = 3

@@ -10,7 +10,7 @@ from redline.kernels.activations import swiglu, swiglu8, swiglu_backward8, swigl
 from redline.kernels.float8 import Float8, Scale, input_gradient8, linear8, quantise, weight_gradient8
 from redline.kernels.rms_norm import add_rms_norm, add_rms_norm8, rms_norm_backward, rms_norm_backward8
 from redline.kernels.rotary import merge_rotated_gradients, merge_rotated_gradients8, rotate_qkv_
-from redline.models.layers import rotary_table
+from redline.models.decoder import rotary_table
 
 pytestmark = [
     pytest.mark.gpu,

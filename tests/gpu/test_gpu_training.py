@@ -170,7 +170,7 @@ def test_a_cuda_graph_gives_the_same_bits(
     accumulation: int,
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr("redline.training.warmup._MAX_SLOWDOWN", 1e9)  # keep the graph even if it is slower
+    monkeypatch.setattr("redline.training.step._MAX_SLOWDOWN", 1e9)  # keep the graph even if it is slower
     micro = f"train.micro_batch={8 // accumulation}"
     shape = (f"train.accumulation={accumulation}", micro, "train.deterministic=true", "train.steps=8")
     found = {}

@@ -164,7 +164,7 @@ def test_a_step_event_carries_what_the_card_said(world: Any, tmp_path: Any, monk
     assert all({name: step[name] for name in FIELDS} == dict.fromkeys(FIELDS) for step in steps)
 
     hot = Reading(gpu_util=99.0, sm_clock_mhz=900.0, sm_clock_max_mhz=1980.0, temperature_c=92.0, throttle="thermal")
-    monkeypatch.setattr("redline.training.step_log.Reading", lambda: hot)
+    monkeypatch.setattr("redline.training.step.Reading", lambda: hot)
     world.run(tmp_path / "hot", "train.steps=6")
     events = read_events(tmp_path / "hot/events.jsonl")
     assert [event["throttle"] for event in events if event["type"] == "step"] == ["thermal"] * 6

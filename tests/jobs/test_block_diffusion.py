@@ -15,7 +15,7 @@ from torch import Tensor
 
 from redline.jobs.diffusion.objective import FULL_RANGE, Rows
 from redline.kernels.attention import Bound
-from redline.training.run_directory import RunDirectory
+from redline.training.control import RunDirectory
 
 SEED = 7
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.jobs.diffusion.noise import Clip, expand_to_positions, mask_probabilities, masked_positions, noised_blocks
+from redline.jobs.diffusion.data import Clip, expand_to_positions, mask_probabilities, masked_positions, noised_blocks
 from redline.planning.layout import Layout, Segment, uniform
 
 RECORDS = Layout((Segment("question", 6, 6, given=True), Segment("plan", 8, 8), Segment("execution", 12, 4)))

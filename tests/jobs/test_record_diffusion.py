@@ -16,7 +16,7 @@ from redline.evaluate.opened_run import open_run
 from redline.evaluate.questions import score_answers
 from redline.jobs.objective import Sampling
 from redline.recipe.lock import locked_recipe
-from redline.training.run_directory import RunDirectory
+from redline.training.control import RunDirectory
 
 HDP = (
     "objective=hierarchical_diffusion",

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data.index import cu_seqlens
+from redline.data.loader import cu_seqlens
 from redline.jobs.causal_lm.objective import CausalLM
 from redline.kernels.attention import MaskSpec
 from redline.training.step import to_device

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from redline.kernels.attention import Attention, Bound, MaskSpec
-from redline.models.decoder import Decoder
+from redline.models.decoder import Decoder, RMSNorm, rotary_table, rotate
 from redline.models.generate import generate, sample_token
-from redline.models.layers import RMSNorm, rotary_table, rotate
 from redline.planning.layout import Layout, Segment, uniform
 from redline.planning.shapes import DecoderShape
 

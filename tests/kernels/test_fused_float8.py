@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eight_bits import in_triton, kernels, randoms, scale_of
 from redline.kernels.float8 import LARGEST, Float8, Scale
-from redline.models.layers import rotary_table
+from redline.models.decoder import rotary_table
 
 __all__ = ["kernels"]  # a fixture
 pytestmark = pytest.mark.usefixtures("casts_as_on_a_gpu")

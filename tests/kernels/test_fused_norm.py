@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from redline.models.layers import RMSNorm
+from redline.models.decoder import RMSNorm
 
 KERNELS = "rms_norm"
 EPS = 1e-5

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from redline.models.layers import RMSNorm, rotary_table, rotate
+from redline.models.decoder import RMSNorm, rotary_table, rotate
 
 KERNELS = "qk_norm"
 pytestmark = pytest.mark.usefixtures("casts_as_on_a_gpu")

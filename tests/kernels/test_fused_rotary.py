@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from redline.models.layers import rotary_table, rotate
+from redline.models.decoder import rotary_table, rotate
 
 KERNELS = "rotary"
 # a half-precision result is one rounding away from float32's; the interpreter rounds bf16 towards zero

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from redline.jobs.objective import ParamGroup
-from redline.kernels.muon import descend_, nesterov_
 from redline.recipe.schema import Train
 from redline.training import muon
+from redline.training.muon import descend_, nesterov_
 
 KERNELS = "muon"
 references = SimpleNamespace(nesterov_=nesterov_.reference, descend_=descend_.reference)

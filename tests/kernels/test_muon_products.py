@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from redline.kernels.muon import gram, square
 from redline.planning.shapes import DecoderShape
 from redline.planning.speed import SYMMETRIC_TILE, decoder_work
 from redline.training import muon
+from redline.training.muon import gram, square
 
 KERNELS = "muon"
 ROUNDING = 2**-8

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redline.data.index import WindowIndex, document_ids
+from redline.data.loader import WindowIndex, document_ids
 from redline.data.tokens import open_tokens
 
 BAD = (b"{broken", b'{"text": 5}', b'{"other": "x"}', b'["a row"]', b'\xff\xfe{"text": "x"}')

@@ -14,19 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from redline.errors import RecipeError, UserError
+from redline.jobs.base import export_problems
 from redline.kernels.attention import Attention, MaskSpec
 from redline.models import pretrained as packed
-from redline.models.decoder import Decoder
-from redline.models.families import (
-    FAMILIES,
-    architecture,
-    export_problems,
-    from_llama,
-    parse_config,
-    to_config,
-    to_llama,
-)
-from redline.models.layers import inverse_frequencies
+from redline.models.decoder import Decoder, inverse_frequencies
+from redline.models.families import FAMILIES, architecture, from_llama, parse_config, to_config, to_llama
 from redline.models.pretrained import open_base
 from redline.planning.shapes import DecoderShape
 from redline.recipe.load import load, validate

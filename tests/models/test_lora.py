@@ -20,7 +20,7 @@ from redline.errors import UsageError, UserError
 from redline.jobs.objective import role_groups
 from redline.kernels.low_rank import keep_probability
 from redline.models.adapters import FrozenMatrix, LoraLinear
-from redline.models.layers import CHECKPOINTING
+from redline.models.decoder import CHECKPOINTING
 
 QKV = {"q": 40, "k": 24, "v": 24}
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetuning import Tuning
 from latents import Latents, other_base
 from redline.jobs.latent_prefix.costs import longest_bucket_chances
-from redline.training.run_directory import RunDirectory
+from redline.training.control import RunDirectory
 
 aten = torch.ops.aten
 

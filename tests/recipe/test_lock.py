@@ -10,8 +10,7 @@ import pytest
 
 from redline.errors import RecipeError, UsageError, UserError
 from redline.hardware.machine import Machine
-from redline.recipe.horizon import STOPS
-from redline.recipe.load import flatten, load
+from redline.recipe.load import STOPS, flatten, load
 from redline.recipe.lock import locked_recipe, make_lock, read_lock, write_lock
 from redline.recipe.resolve import DataFacts, resolve
 from redline.vocabulary import RECIPE_LOCK_FILE

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from redline.data.rows import dataset_id
+from redline.data.sources import dataset_id
 from redline.hardware.machine import named_gpu
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, resolve
 from redline.runs.events import read_events
-from redline.training.run_directory import RunDirectory
+from redline.training.control import RunDirectory
 from test_docs import EXAMPLES, Example
 
 NAME = "owt-cs336"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from redline.errors import RecipeError
 from redline.fields import AUTO
 from redline.hardware.machine import Machine
-from redline.recipe.horizon import recipe_steps
+from redline.recipe.forecast import recipe_steps
 from redline.recipe.load import flatten, load, shipped
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 

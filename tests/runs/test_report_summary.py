@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from redline.recipe.load import load
 from redline.runs.events import EventLog
-from redline.runs.prose import dollars, ending, gap_sentence, totals
 from redline.runs.report.figures import draw_timeline, time_unit, timeline
 from redline.runs.report.page import PlanRow, how_to_repeat, report_data, write_report
 from redline.runs.roofline import Bar, Roofline, data_wait_share, largest_gap
+from redline.runs.summary import dollars, ending, gap_sentence, totals
 from redline.vocabulary import Status, status_of_stop
 
 PLAN: dict[str, Any] = {

@@ -14,10 +14,10 @@ from redline.hardware.machine import Machine
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, resolve
 from redline.runs.events import EventLog
-from redline.runs.prose import limit_sentences
 from redline.runs.report.figures import draw_roofline
 from redline.runs.report.page import report_data, write_report
 from redline.runs.roofline import LimitKind, analyse, step_points, step_roofs
+from redline.runs.summary import limit_sentences
 
 RESULT = json.loads(
     (Path(__file__).parents[2] / "benchmarks/results/pretrain-350m-h200-20261115.json").read_text(encoding="utf-8")

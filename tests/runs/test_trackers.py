@@ -209,7 +209,7 @@ def test_training_writes_its_curves(world: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
     sinks = sinks_for(MonitorSection(), run, {})
     trainer = None
-    from redline.training.run_directory import RunDirectory
+    from redline.training.control import RunDirectory
 
     with RunDirectory(run) as directory:
         trainer = world.trainer(directory, "train.steps=3", "eval.samples=1", "eval.sample_tokens=4")

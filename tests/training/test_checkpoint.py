@@ -32,9 +32,8 @@ from redline.training.checkpoint import (
     step_name,
     verify,
 )
-from redline.training.run_directory import RunDirectory
+from redline.training.control import RECOVERY, RunDirectory
 from redline.training.schedule import TrainState
-from redline.training.supervisor import RECOVERY
 from redline.vocabulary import STOP_REQUEST_FILE
 
 

@@ -10,8 +10,7 @@ import pytest
 from redline.errors import EXIT_PREEMPTED, UserError
 from redline.runs.events import read_events
 from redline.training.checkpoint import newest_valid
-from redline.training.run_directory import RunDirectory
-from redline.training.signals import Deadline
+from redline.training.control import Deadline, RunDirectory
 
 OPTIONS = ("train.steps=8", "train.schedule=cosine")
 END = 1000.0

@@ -108,7 +108,7 @@ def test_the_split_of_a_batch_changes_nothing(tuning: Tuning, tmp_path: Path) ->
 
 
 def test_a_bad_step_changes_nothing(tuning: Tuning, tmp_path: Path) -> None:
-    from redline.training.run_directory import RunDirectory
+    from redline.training.control import RunDirectory
 
     with RunDirectory(tmp_path / "run") as run:
         trainer = tuning.world.trainer(run, "train.steps=4")

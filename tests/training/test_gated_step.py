@@ -11,7 +11,7 @@ import torch
 from redline.errors import EXIT_FAILED
 from redline.runs.events import read_events
 from redline.training.checkpoint import newest_valid
-from redline.training.run_directory import RunDirectory
+from redline.training.control import RunDirectory
 
 
 def poison(trainer: Any, at: set[int], value: float) -> None:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from redline.runs.events import read_events
 from redline.training import warmup
-from redline.training.step import StepBatch
-from redline.training.warmup import GraphedBackward, graph_if_faster, not_graphable, use_graph
+from redline.training.step import GraphedBackward, StepBatch, graph_if_faster, not_graphable, use_graph
 
 
 class FakeGraph:

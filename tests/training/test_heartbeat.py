@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from redline.training import heartbeat as pulse
-from redline.training.heartbeat import FOLDER_VARIABLE, Heartbeat, read_heartbeats
+from redline.training.control import FOLDER_VARIABLE, Heartbeat, read_heartbeats
 
 
 @pytest.fixture

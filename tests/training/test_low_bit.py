@@ -17,8 +17,8 @@ from redline.planning.memory import LOW_BIT, moment_bytes, training_memory
 from redline.planning.shapes import DecoderShape
 from redline.recipe.schema import Train
 from redline.runs.events import read_events
+from redline.training.control import RunDirectory
 from redline.training.optim import Optimizer
-from redline.training.run_directory import RunDirectory
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 

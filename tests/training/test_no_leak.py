@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from redline.training.run_directory import RunDirectory
-from redline.training.signals import StopRequested
+from redline.training.control import RunDirectory, StopRequested
 from redline.vocabulary import PROCESS_LOCK_FILE
 
 

@@ -15,7 +15,7 @@ from redline.jobs.causal_lm.objective import CausalLM
 from redline.jobs.latent_prefix.objective import LatentPrefix
 from redline.planning.flops import FlopsPerToken
 from redline.runs.events import read_events
-from redline.training.step_log import Throughput
+from redline.training.step import Throughput
 
 FLOPS = FlopsPerToken(useful=2.404e9, executed=2.253e9)
 PEAK = 989e12

@@ -11,8 +11,8 @@ import torch
 
 from redline.errors import UserError
 from redline.runs.events import read_events
+from redline.training.control import RunDirectory
 from redline.training.recovery import read_failures, reduce_memory
-from redline.training.run_directory import RunDirectory
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,6 @@ from redline.cli import (
     report,
     runs,
     sample,
-    stop,
     train,
     watch,
 )
@@ -88,7 +87,7 @@ def _register(heading: str, **verbs: Callable[..., None] | typer.Typer) -> None:
 
 _register("Data", prepare=prepare.prepare)
 _register("Plan", recipes=recipes.recipes, plan=plan.plan)
-_register("Train", train=train.train, launch=launch.launch, stop=stop.stop)
+_register("Train", train=train.train, launch=launch.launch, stop=runs.stop)
 _register("Inspect", runs=runs.app, watch=watch.watch, report=report.report, profile=profile.profile)
 _register("Use", eval=evaluate.evaluate, sample=sample.sample, export=export.export)
 _register("Machine", doctor=doctor.doctor, bench=bench.app, completion=completion.completion)

@@ -121,7 +121,7 @@ def _verify(folder: Path, tokenizer: str, json_: bool) -> None:
 @contextmanager
 def _exit_on_preemption() -> Iterator[None]:
     """Turn preemption signals into SystemExit, so that a half-written folder is removed as after any failure."""
-    from redline.training.signals import preemption_signals
+    from redline.training.control import preemption_signals
 
     previous = {
         number: signal.signal(number, lambda number, frame: sys.exit(EXIT_FAILED)) for number in preemption_signals()

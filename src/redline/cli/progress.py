@@ -12,7 +12,7 @@ import typer
 from redline.units import format_count, format_seconds
 
 if TYPE_CHECKING:
-    from redline.data.rows import Progress
+    from redline.data.sources import Progress
 
 _REDRAW_S = 0.1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
@@ -10,10 +11,11 @@ import typer
 
 from redline.cli.completion import complete_words
 from redline.cli.help import VerbCommand, VerbGroup
-from redline.cli.options import JsonOption
-from redline.errors import UsageError
+from redline.cli.options import JsonOption, RunArgument
+from redline.errors import UsageError, UserError
+from redline.runs.summary import is_locked, run_without_checkpoint
 from redline.units import format_bytes, format_seconds, format_usd
-from redline.vocabulary import RUNS
+from redline.vocabulary import RUNS, STOP_REQUEST_FILE
 
 if TYPE_CHECKING:
     from redline.runs.summary import RunSummary
@@ -156,3 +158,27 @@ def _show(results: list[PruneResult], verb: str) -> None:
         if result.reason:
             typer.echo(f"{result.run}  skipped: it {result.reason}")
     typer.echo(f"{verb} {format_bytes(sum(result.bytes for result in results))}")
+
+
+# ----------------------------------------------------------------------------------------------------
+# redline stop
+
+
+def stop(run: RunArgument = "latest") -> None:
+    """Ask a run to finish its step, save and stop.
+
+    This works from any machine that shares the directory.
+
+    Examples:
+      redline stop latest
+      redline stop runs/pretrain-350m-20261115-101500
+    """
+    path = run_without_checkpoint(run)
+    if not is_locked(path):
+        raise UserError("the run is not running.", where=str(path), fix="`redline runs` shows the status of every run.")
+    try:
+        (path / STOP_REQUEST_FILE).touch()
+    except OSError as error:
+        what = f"the folder cannot be written ({error.strerror})."
+        raise UserError(what, where=str(path), fix="Ask the owner of the run to stop it.") from None
+    typer.echo(f"asked {path} to save and stop; resume it later with: redline train --resume {shlex.quote(str(path))}")

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from redline.data.rows import Fields, ReadStats, UnusableRowError, parse_rows, source_rows, text_field
+from redline.data.sources import Fields, ReadStats, UnusableRowError, parse_rows, source_rows, text_field
 from redline.data.splits import key_of
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from redline.cache import discard_dir, explain_write_errors, read_bytes, read_text, temporary_sibling, write_atomically
 from redline.data.estimate import expected_facts
-from redline.data.index import (
+from redline.data.loader import (
     Index,
     PassIndex,
     WindowIndex,
@@ -30,16 +30,22 @@ from redline.data.index import (
     permute,
 )
 from redline.data.prepare import default_workers, prepare_cached, tokenizer_for
-from redline.data.rows import Progress, ProgressCallback
-from redline.data.shards import check_shard
-from redline.data.sources import Reading, holds_tokens, prepared_folder, shared_tokenizer
+from redline.data.sources import (
+    EMBEDDED,
+    Progress,
+    ProgressCallback,
+    Reading,
+    holds_tokens,
+    prepared_folder,
+    shared_tokenizer,
+)
 from redline.data.stream import StreamIndex, StreamSplit, StreamState, TokenStream, read_state
-from redline.data.text import EMBEDDED
 from redline.data.tokenizer import Tokenizer, load_tokenizer, trained_size
 from redline.data.tokens import (
     TokenData,
     TokenSplit,
     check_definition,
+    check_shard,
     digest_of,
     document_keys,
     first_tokens,

@@ -14,10 +14,17 @@ from typing import Any
 
 from redline.cache import read_text
 from redline.data.problems import is_problems, problem_count
-from redline.data.rows import dataset_id
-from redline.data.sources import Reading, holds_tokens, prepared_folder, shared_tokenizer
+from redline.data.sources import (
+    EMBEDDED,
+    EMBEDDED_BYTES,
+    Reading,
+    dataset_id,
+    holds_tokens,
+    prepared_folder,
+    shared_tokenizer,
+    text_files,
+)
 from redline.data.splits import tail_tokens
-from redline.data.text import EMBEDDED, EMBEDDED_BYTES, text_files
 from redline.data.tokenizer import named_vocabulary, trained_size
 from redline.errors import UserError
 from redline.recipe.resolve import DataFacts

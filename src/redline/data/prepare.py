@@ -26,21 +26,31 @@ import numpy as np
 import numpy.typing as npt
 
 from redline.cache import atomic_dir, discard_dir, explain_write_errors, read_text, write_atomically
-from redline.data.rows import Progress, ProgressCallback, ReadStats, nothing_to_train_on
-from redline.data.shards import ShardWriter, TokenFile, token_dtype
 from redline.data.sources import (
+    EMBEDDED,
     SCHEMA,
     AnyDocument,
+    Progress,
+    ProgressCallback,
     Reading,
+    ReadStats,
     holds_tokens,
+    nothing_to_train_on,
     prepared_folder,
     source_bytes,
     source_documents,
 )
 from redline.data.splits import TRAIN, VAL, split_documents, without_duplicates
-from redline.data.text import EMBEDDED
 from redline.data.tokenizer import ByteTokenizer, LibraryTokenizer, Tokenizer, load_tokenizer, tokenizer_from
-from redline.data.tokens import TokenData, data_fingerprint, open_tokens, with_digest
+from redline.data.tokens import (
+    ShardWriter,
+    TokenData,
+    TokenFile,
+    data_fingerprint,
+    open_tokens,
+    token_dtype,
+    with_digest,
+)
 from redline.errors import UsageError, UserError
 
 if TYPE_CHECKING:

@@ -17,9 +17,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from redline.data.rows import DigestSet, ReadStats
-from redline.data.sources import AnyDocument
-from redline.data.text import Document, LongDocument, cut_tail
+from redline.data.sources import AnyDocument, DigestSet, Document, LongDocument, ReadStats, cut_tail
 from redline.errors import UserError
 
 if TYPE_CHECKING:  # `redline plan` calls `tail_tokens` and has to start without numpy
@@ -160,7 +158,7 @@ def _held_out_keys(keys: UInt64s, seed: int, fraction: float) -> UInt64s:
     """Return the keys whose seeded hash falls below `fraction`; at least one, and not all."""
     import numpy as np
 
-    from redline.data.index import order_keys
+    from redline.data.loader import order_keys
 
     distinct = np.unique(keys)
     if not fraction:

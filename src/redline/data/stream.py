@@ -26,14 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from redline.cache import explain_write_errors, open_regular, read_text, write_atomically
-from redline.data.index import order_keys, permute
+from redline.data.loader import order_keys, permute
 from redline.data.prepare import Piece, count_piece, cut_pieces, description, encode_pieces, training_texts
-from redline.data.rows import ReadStats, nothing_to_train_on
-from redline.data.shards import ShardWriter, TokenFile, check_shard
-from redline.data.sources import Reading, source_documents
+from redline.data.sources import Reading, ReadStats, nothing_to_train_on, source_documents
 from redline.data.splits import REST, TRAIN, VAL, split_documents, without_duplicates
 from redline.data.tokenizer import Tokenizer, load_tokenizer
-from redline.data.tokens import DEFINITION, TokenSplit, shard_files, with_digest
+from redline.data.tokens import DEFINITION, ShardWriter, TokenFile, TokenSplit, check_shard, shard_files, with_digest
 from redline.errors import UserError
 
 Int64s = npt.NDArray[np.int64]

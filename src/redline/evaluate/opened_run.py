@@ -17,7 +17,7 @@ from torch import Tensor
 
 from redline.cache import check_regular, read_text
 from redline.data.chat_template import load_chat_tokenizer
-from redline.data.shards import OtherTokenizerError
+from redline.data.tokens import OtherTokenizerError
 from redline.errors import UsageError, UserError
 from redline.export.adapter import ADAPTER, ADAPTER_CONFIG, from_peft
 from redline.export.folder import ORIGIN

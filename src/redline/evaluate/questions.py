@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from redline.data.estimate import expected_facts
 from redline.data.problems import is_problems
-from redline.data.rows import is_clean
-from redline.data.sources import source_bytes
+from redline.data.sources import is_clean, source_bytes
 from redline.errors import UserError
 from redline.fields import none_if_auto
 from redline.metrics import METRICS, RULE, answer_text, final_answer

@@ -221,6 +221,29 @@ def unused_base_keys(recipe: Any) -> list[Problem]:
     return [Problem(f"model.{name}", what, fix) for name in unused]
 
 
+def export_problems(model: Any) -> list[Problem]:
+    """Return a problem for each option of the model that no class of transformers computes exactly."""
+    problems = []
+    if model.mlp != "swiglu":
+        fix = "Only model.mlp=swiglu can be exported."
+        what = f"{model.mlp} does not exist in transformers' Llama, which has a gated feed-forward layer."
+        problems.append(Problem("model.mlp", what, fix))
+    if model.softcap is not None:
+        what = f"{model.softcap:g} does not exist in transformers' Llama, which has no softcap on its logits."
+        problems.append(Problem("model.softcap", what, "Only model.softcap=null can be exported."))
+    for key, off in {"value_embeddings": 0, "skips": "none"}.items():
+        if (value := getattr(model, key)) != off:
+            what = f"{value} does not exist in transformers' Llama, which has no such part."
+            problems.append(Problem(f"model.{key}", what, f"Only model.{key}={off} can be exported."))
+    if model.qkv_bias and model.qk_norm:
+        what = "true does not go with model.qk_norm: Qwen2 has biases, Qwen3 has norms, and no class has both."
+        problems.append(Problem("model.qkv_bias", what, "Only one of the two can be exported."))
+    if not model.qk_norm and model.d_model % model.heads:
+        what = f"{model.heads} does not divide model.d_model={model.d_model}, as transformers' Llama requires."
+        problems.append(Problem("model.heads", what, "Only a width that is a multiple of the heads can be exported."))
+    return problems
+
+
 class DecoderCosts:
     """Parameters, FLOPs, memory and work of training a decoder of a given shape with a recipe."""
 

@@ -7,6 +7,7 @@ decoder.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from redline.data.index import cu_seqlens
-from redline.data.rows import ProgressCallback
-from redline.data.shards import TokenFile
+from redline.data.loader import cu_seqlens
+from redline.data.sources import ProgressCallback
+from redline.data.tokens import TokenFile
 from redline.errors import UserError
 from redline.jobs.base import job, load_attribute
 from redline.jobs.preview import SamplePreview
@@ -30,9 +31,8 @@ from redline.kernels.cross_entropy import IGNORE, compile_loss, linear_cross_ent
 from redline.kernels.float8_choice import Float8Choice, Shapes, choose
 from redline.kernels.matmul import DTYPES
 from redline.models.adapters import LoraLinear
-from redline.models.decoder import Decoder
+from redline.models.decoder import Decoder, Linear
 from redline.models.float8 import LINEARS
-from redline.models.layers import Linear
 from redline.planning.shapes import Adapter
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Lora, Recipe
@@ -316,6 +316,20 @@ class Objective(ABC):
 
 
 # ----------------------------------------------------------------------------------------------------
+# Metrics that follow from a validation loss.
+
+
+def perplexity(loss: float) -> float:
+    """Return e^loss, or infinity where that is larger than a float."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def bits_per_byte(loss: float, tokens: int, utf8_bytes: int) -> float:
+    """Return the loss in bits per byte of text, which can be compared across tokenizers."""
+    return loss / math.log(2) * tokens / utf8_bytes
+
+
+# ----------------------------------------------------------------------------------------------------
 # Opening a job's data and making its objective.
 
 
@@ -373,7 +387,6 @@ def job_runtime(name: str) -> JobRuntime[Any]:
 
 # ----------------------------------------------------------------------------------------------------
 # What jobs that train the decoder share: parameter groups, choice of attention, batch layout, loss, fp8.
-
 
 # ----------------------------------------------------------------------------------------------------
 # The optimizer's role of each parameter.

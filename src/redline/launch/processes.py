@@ -24,9 +24,8 @@ from redline.launch.session import CONSOLE, exit_code_of
 from redline.planning.batch import indivisible_batch
 from redline.recipe.schema import Recipe
 from redline.runs.monitor import require_packages
-from redline.training.heartbeat import FOLDER_VARIABLE, PARENT_VARIABLE
-from redline.training.run_directory import NOT_WRITABLE_FIX, open_no_follow
-from redline.training.supervisor import RECOVERY, SUPERVISED, supervise
+from redline.training.control import FOLDER_VARIABLE, NOT_WRITABLE_FIX, PARENT_VARIABLE, RECOVERY, open_no_follow
+from redline.training.supervisor import SUPERVISED, supervise
 from redline.vocabulary import CHECKPOINTS_FOLDER, RECIPE_LOCK_FILE
 
 LOG = "ranks.log"  # in the run directory: the output of all ranks, with the stacks of hung ones

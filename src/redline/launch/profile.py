@@ -19,7 +19,7 @@ from redline.runs.breakdown import MATMUL, Breakdown, MemoryHistory, breakdown
 from redline.runs.roofline import limits_ms
 
 if TYPE_CHECKING:
-    from redline.data.rows import Progress
+    from redline.data.sources import Progress
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def profile_recipe(
     from redline.hardware.probe import detect_machine
     from redline.jobs.objective import job_runtime
     from redline.training.profiling import Recording, memory_recorded, profiled
-    from redline.training.step_log import peak_memory_gib
+    from redline.training.step import peak_memory_gib
     from redline.training.trial import SilentView, trainer_without_run
 
     recording = Recording(**options)

@@ -31,17 +31,16 @@ from redline.errors import (
     redact_all,
 )
 from redline.jobs.base import job
-from redline.recipe.horizon import STOPS, remaining_fields
-from redline.recipe.load import validate
+from redline.recipe.forecast import remaining_fields
+from redline.recipe.load import STOPS, validate
 from redline.recipe.lock import make_lock, read_lock, write_lock
 from redline.recipe.resolve import Choice, DataFacts, Resolved, adapt_to_world, resolve
 from redline.recipe.schema import Recipe
 from redline.runs.events import SCHEMA, Event, EventLog, NullEventLog, number, read_events
 from redline.runs.monitor import Monitor, View, paid_until, price_of, sinks_for
 from redline.training import recovery
-from redline.training.heartbeat import FOLDER_VARIABLE, HEARTBEAT
-from redline.training.run_directory import RunDirectory
-from redline.training.supervisor import LOST, RECOVERY, REFUSED, SUPERVISED
+from redline.training.control import FOLDER_VARIABLE, HEARTBEAT, RECOVERY, RunDirectory
+from redline.training.supervisor import LOST, REFUSED, SUPERVISED
 from redline.vocabulary import (
     CHECKPOINTS_FOLDER,
     EVENTS_FILE,
@@ -459,7 +458,7 @@ def print_next_steps(path: Path, outcome: Outcome, recipe: Recipe) -> None:
 
 
 def _next_commands(path: Path, recipe: Recipe, reason: StopReason) -> list[str]:
-    from redline.models.families import export_problems
+    from redline.jobs.base import export_problems
 
     answers = f" --answers {answers_kind(recipe)}" if job(recipe.objective).can_answer(recipe) else ""
     python = recipe.data.source == "embedded"

@@ -22,7 +22,7 @@ import typer
 
 from redline.errors import EXIT_DONE, UsageError
 from redline.launch.session import RankLog, Session, SignalExit, join_ranks, refuse_run, resolve_on_all_ranks
-from redline.recipe.horizon import recipe_steps, remaining_fields
+from redline.recipe.forecast import recipe_steps, remaining_fields
 from redline.recipe.load import Loaded, load, validate
 from redline.recipe.lock import locked_recipe, read_lock
 from redline.recipe.resolve import Resolved, adapt_to_world, resolve
@@ -31,8 +31,7 @@ from redline.runs.console import Console
 from redline.runs.events import Event, number, read_events
 from redline.runs.monitor import View, price_notes, price_of, require_packages
 from redline.runs.summary import refuse_links, refuse_too_long, refuse_unreadable, resolve_run
-from redline.training.heartbeat import HEARTBEAT, PREPARING, STARTING
-from redline.training.signals import preemption_signals
+from redline.training.control import HEARTBEAT, PREPARING, STARTING, preemption_signals
 from redline.units import format_count
 from redline.vocabulary import (
     CHECKPOINTS_FOLDER,
@@ -45,7 +44,7 @@ from redline.vocabulary import (
 )
 
 if TYPE_CHECKING:
-    from redline.data.rows import Progress
+    from redline.data.sources import Progress
     from redline.evaluate.init_from import Initial
     from redline.training.distributed import Ranks
 

@@ -23,7 +23,7 @@ from redline.recipe.load import load
 from redline.runs.console import print_table
 from redline.runs.report.compare import Row, sweep_row
 from redline.runs.summary import run_status
-from redline.training.signals import preemption_signals
+from redline.training.control import preemption_signals
 from redline.units import format_count, format_seconds
 from redline.vocabulary import EVENTS_FILE, RECIPE_LOCK_FILE, SWEEP_FILE, Status
 

@@ -38,8 +38,8 @@ from redline.models.adapters import (
     low_rank_backward,
     low_rank_backward8,
 )
+from redline.models.decoder import Block, Linear, RMSNorm, Skip
 from redline.models.float8 import AmaxProbe, BlockScales, Scales, Storage
-from redline.models.layers import Block, Linear, RMSNorm
 from redline.planning.shapes import DecoderShape
 
 # ----------------------------------------------------------------------------------------------------
@@ -287,13 +287,6 @@ class _OperandRelay:
         if held is not None and held[0] == grad.data_ptr():
             return held[1]
         return store(grad, grad.dtype, storage)
-
-
-class Skip(NamedTuple):
-    """A skip connection: the state that went into block `source`, times `weight`, is added to another block's input."""
-
-    source: int
-    weight: Tensor
 
 
 class _BlockSpec(NamedTuple):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from redline.kernels.attention import Bound
-from redline.models.decoder import Decoder
-from redline.models.layers import KVCache
+from redline.models.decoder import Decoder, KVCache
 
 # The largest batch of prompts: rows, and positions in the key-value cache, which bound its memory.
 _MOST_ROWS, _MOST_TOKENS = 64, 1 << 15

@@ -27,9 +27,8 @@ from redline.cache import atomic_dir, cache_dir, check_regular, explain_write_er
 from redline.errors import UsageError, UserError
 from redline.kernels.attention import Attention, MaskSpec
 from redline.models.adapters import FrozenMatrix, LoraLinear
-from redline.models.decoder import Decoder
+from redline.models.decoder import Decoder, Linear
 from redline.models.families import BaseConfig, parse_config, read_config, tensor_names
-from redline.models.layers import Linear
 from redline.planning.shapes import SHAPE_KEYS, TARGETS, Adapter, DecoderShape
 from redline.recipe.schema import Lora
 

@@ -6,7 +6,7 @@ All mistakes are collected and raised together in one `RecipeError`, each with t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -23,7 +23,6 @@ from redline.planning.memory import MUON
 from redline.planning.schedule import ONE_CYCLE
 from redline.planning.shapes import SIZES
 from redline.recipe.aliases import ALIASES, canonical_keys
-from redline.recipe.horizon import replace_stop_conditions
 from redline.recipe.schema import Model, Recipe, Train, recipe_class
 
 # ----------------------------------------------------------------------------------------------------
@@ -69,6 +68,25 @@ def preset_text(preset: str) -> str:
     """Describe what a preset sets."""
     fraction, factor = PRESETS[preset]
     return f"{fraction:.0%} of the memory, the recipe's batch × {factor:g}"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Stop conditions: what the user typed replaces what the recipe brings.
+
+
+STOPS = ("train.steps", "train.tokens", "train.epochs")  # the counted stop conditions; train.hours is a time budget
+
+
+def replace_stop_conditions(base: Mapping[str, Any], typed: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return `base` without the counted stop conditions that typed ones replace, and a note for each of those.
+
+    Otherwise `train.steps=40` on a recipe of three epochs would end after three epochs, which may be a single step.
+    """
+    set_keys = [key for key in STOPS if typed.get(key) is not None]
+    dropped = [key for key in STOPS if set_keys and key not in typed]
+    replacement = " and ".join(f"{key}={typed[key]}" for key in set_keys)
+    notes = [f"{replacement} replaces {key}={base[key]} of the recipe" for key in dropped if base.get(key) is not None]
+    return {key: value for key, value in base.items() if key not in dropped}, notes
 
 
 # ----------------------------------------------------------------------------------------------------

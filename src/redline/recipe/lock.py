@@ -21,8 +21,7 @@ from redline.errors import UsageError, UserError, did_you_mean, is_secret_name, 
 from redline.jobs.base import is_job, job, options_of
 from redline.planning.schedule import COSINE_CYCLE, ONE_CYCLE
 from redline.recipe.aliases import canonical_keys
-from redline.recipe.horizon import replace_stop_conditions
-from redline.recipe.load import Loaded, flatten, known_keys, nest, parse_overrides, validate
+from redline.recipe.load import Loaded, flatten, known_keys, nest, parse_overrides, replace_stop_conditions, validate
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import RESUMABLE, Recipe
 from redline.vocabulary import RECIPE_LOCK_FILE

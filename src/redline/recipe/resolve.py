@@ -20,13 +20,16 @@ from redline.planning.flops import FlopsPerToken
 from redline.planning.memory import LOW_BIT, MemoryParts, fsdp_rank_memory
 from redline.planning.schedule import ONE_CYCLE, PCT_START, sqrt_scaled_lr
 from redline.planning.shapes import SHAPE_KEYS, SIZES, DecoderShape, padded_vocab
-from redline.recipe.forecast import CPU_SHARE, ProbeResult, forecast, planned_kernels
-from redline.recipe.horizon import (
+from redline.recipe.forecast import (
+    CPU_SHARE,
     UNKNOWN_WARMUP,
+    ProbeResult,
     default_warmup,
     epoch_tokens,
+    forecast,
     horizon_fields,
     horizon_warnings,
+    planned_kernels,
     recipe_steps,
     requested_batch,
     token_limit,

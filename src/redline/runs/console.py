@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from redline.runs.events import Event, clean, finite, number, one_line, section
-from redline.runs.prose import ending, totals
+from redline.runs.summary import ending, totals
 from redline.units import format_bytes, format_count, format_seconds, format_usd
 from redline.vocabulary import status_of_stop
 

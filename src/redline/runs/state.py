@@ -27,7 +27,7 @@ from redline.runs.events import (
     section,
     throttling,
 )
-from redline.runs.prose import describe_event
+from redline.runs.summary import describe_event
 
 # ----------------------------------------------------------------------------------------------------
 # Curves of bounded size: of very many points those with the lowest and highest values are kept.

@@ -33,7 +33,7 @@ from redline.errors import UserError
 from redline.recipe.schema import Checkpoint
 from redline.runs.monitor import Monitor
 from redline.runs.summary import disk_bytes, is_locked, run_status
-from redline.training.run_directory import RunDirectory
+from redline.training.control import RunDirectory
 from redline.training.schedule import StepTimer
 from redline.vocabulary import CHECKPOINTS_FOLDER, Status
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.errors import UsageError, UserError
-from redline.training.heartbeat import HEARTBEAT
+from redline.training.control import HEARTBEAT
 from redline.training.supervisor import LOST
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a single process may not need it here

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from redline.jobs.objective import Objective, ParamGroup
-from redline.models.layers import ShardedBlock
+from redline.models.decoder import ShardedBlock
 from redline.planning.communication import BUCKET
 from redline.recipe.schema import Train
+from redline.training.control import HEARTBEAT
 from redline.training.distributed import Ranks
-from redline.training.heartbeat import HEARTBEAT
 from redline.training.muon import Muon, ShardedMuon, first_row
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 from redline.cache import make_folder, read_text
 from redline.errors import UserError
 from redline.planning.batch import BatchPlan
-from redline.training.run_directory import open_no_follow
+from redline.training.control import open_no_follow
 
 FOLDER = "trouble"
 MEMORY, NONFINITE = "memory", "nonfinite"

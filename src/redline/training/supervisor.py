@@ -22,12 +22,10 @@ from types import FrameType
 from typing import Any, Protocol
 
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USAGE
-from redline.training.heartbeat import EVERY_S, PREPARING, STACK_SIGNAL, read_heartbeats
-from redline.training.signals import preemption_signals
+from redline.training.control import EVERY_S, PREPARING, STACK_SIGNAL, preemption_signals, read_heartbeats
 
 # Environment variables that the supervisor sets for the ranks.
 SUPERVISED = "REDLINE_SUPERVISED"  # the process is restarted after a failure
-RECOVERY = "REDLINE_RECOVERY"  # why the process before it failed, for the log of the run
 MAX_FAILURES = 5  # in a row from the same checkpoint
 MAX_PAUSE_S = 60.0
 SLOW_FACTOR = 6  # compiling, evaluating and saving may take this many times as long as a step

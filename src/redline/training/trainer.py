@@ -11,29 +11,38 @@ from typing import Any
 
 import torch
 
-from redline.data.shards import BackgroundCheck, DamagedDataError
+from redline.data.tokens import BackgroundCheck, DamagedDataError
 from redline.errors import UserError
 from redline.jobs.objective import Objective, Sampling
 from redline.planning.batch import BatchPlan
 from redline.planning.schedule import cycled_momentum, lr_factor
-from redline.recipe.horizon import warmup_warnings
+from redline.recipe.forecast import warmup_warnings
 from redline.recipe.lock import check_model_identity, model_identity
 from redline.recipe.resolve import Resolved
 from redline.recipe.schema import Eval
 from redline.runs.monitor import Monitor
 from redline.training import recovery
 from redline.training.checkpoint import CheckpointManager, Tensors, committed_steps, copy_weights, read_state
+from redline.training.control import HEARTBEAT, Deadline, RunDirectory, Signals, StopRequested
 from redline.training.distributed import SINGLE_PROCESS, Ranks
-from redline.training.heartbeat import HEARTBEAT
 from redline.training.optim import Ema, Optimizer
 from redline.training.parallel import ParallelStrategy, build_on_all_ranks, parallelize
-from redline.training.run_directory import RunDirectory
 from redline.training.schedule import Horizon, StepTimer, TrainState
 from redline.training.sharded_checkpoint import SharedCommit, read_rows
-from redline.training.signals import Deadline, Signals, StopRequested
-from redline.training.step import BatchLoader, LossScale, Step, data_step, step_batch, to_device
-from redline.training.step_log import StepLog, Throughput
-from redline.training.warmup import SmallestBatchTooLargeError, graph_if_possible, resumed_batch_plan, warm_up
+from redline.training.step import (
+    BatchLoader,
+    LossScale,
+    SmallestBatchTooLargeError,
+    Step,
+    StepLog,
+    Throughput,
+    data_step,
+    graph_if_possible,
+    resumed_batch_plan,
+    step_batch,
+    to_device,
+    warm_up,
+)
 from redline.vocabulary import Status, StopReason
 
 

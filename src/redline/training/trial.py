@@ -28,10 +28,9 @@ from redline.recipe.load import validate
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 from redline.runs.events import Event, EventLog
 from redline.runs.monitor import Monitor, View
+from redline.training.control import RunDirectory
 from redline.training.profiling import kernel_time
-from redline.training.run_directory import RunDirectory
-from redline.training.step import step_batch, to_device
-from redline.training.step_log import peak_memory_gib
+from redline.training.step import peak_memory_gib, step_batch, to_device
 from redline.training.trainer import Trainer
 
 

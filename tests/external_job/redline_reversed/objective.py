@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from redline.data.corpus import TextData, load_text, random_text, text_tokenizer, training_index
-from redline.data.index import inputs_and_targets
-from redline.jobs.objective import Batch, DecoderObjective, JobRuntime, Sample, Sampling
-from redline.metrics import perplexity
+from redline.data.loader import inputs_and_targets
+from redline.jobs.objective import Batch, DecoderObjective, JobRuntime, Sample, Sampling, perplexity
 from redline.models.generate import generate
 
 

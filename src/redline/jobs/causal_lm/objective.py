@@ -11,20 +11,28 @@ import torch
 from torch import Tensor
 
 from redline.data.corpus import TextData, load_text, random_text, text_tokenizer, training_index
-from redline.data.index import Index, document_ids, inputs_and_targets
-from redline.data.rows import ProgressCallback
-from redline.data.shards import TokenFile
+from redline.data.loader import Index, document_ids, inputs_and_targets
+from redline.data.sources import ProgressCallback
 from redline.data.tokenizer import LibraryTokenizer
-from redline.data.tokens import TokenSplit
+from redline.data.tokens import TokenFile, TokenSplit
 from redline.errors import UserError
-from redline.jobs.objective import Batch, Float8Objective, JobRuntime, Sample, Sampling, TransformersModel
+from redline.jobs.base import export_problems
+from redline.jobs.objective import (
+    Batch,
+    Float8Objective,
+    JobRuntime,
+    Sample,
+    Sampling,
+    TransformersModel,
+    bits_per_byte,
+    perplexity,
+)
 from redline.kernels.attention import Attention, MaskSpec
 from redline.kernels.cross_entropy import IGNORE, chunk_tokens, linear_cross_entropy8
 from redline.kernels.float8_choice import Shapes
 from redline.kernels.matmul import DTYPES
-from redline.metrics import bits_per_byte, perplexity
 from redline.models.decoder import Decoder
-from redline.models.families import export_problems, shape_of, to_config, to_generation, to_llama
+from redline.models.families import shape_of, to_config, to_generation, to_llama
 from redline.models.generate import generate
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Model, Recipe

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from redline.kernels.attention import Bound
-from redline.models.decoder import Decoder
+from redline.models.decoder import Decoder, KVCache
 from redline.models.generate import MIN_TEMPERATURE
-from redline.models.layers import KVCache
 from redline.planning.layout import Layout
 
 Bools = npt.NDArray[np.bool_]

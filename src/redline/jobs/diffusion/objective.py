@@ -26,35 +26,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.data.rows import ProgressCallback
-from redline.data.shards import TokenFile
+from redline.data.sources import ProgressCallback
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
+from redline.data.tokens import TokenFile
 from redline.errors import UserError
 from redline.jobs.diffusion.data import (
+    Clip,
     RecordSequences,
     Rows,
     Sequences,
     TextSequences,
+    expand_to_positions,
     layout_of,
     load_data,
+    mask_probabilities,
+    masked_positions,
+    noised_blocks,
     preview_records,
     question_row,
     reads_records,
     tokenizer_alone,
 )
 from redline.jobs.diffusion.denoise import Denoised, SamplerOptions, denoise
-from redline.jobs.diffusion.noise import (
-    Clip,
-    expand_to_positions,
-    mask_probabilities,
-    masked_positions,
-    noised_blocks,
+from redline.jobs.objective import (
+    Answer,
+    Batch,
+    Float8Objective,
+    JobRuntime,
+    Log,
+    Question,
+    Sample,
+    Sampling,
+    Term,
+    bits_per_byte,
+    perplexity,
 )
-from redline.jobs.objective import Answer, Batch, Float8Objective, JobRuntime, Log, Question, Sample, Sampling, Term
 from redline.jobs.preview import SamplePreview
 from redline.kernels.attention import Bound, MaskSpec, Selection
 from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy
-from redline.metrics import bits_per_byte, perplexity
 from redline.planning.layout import uniform
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Recipe

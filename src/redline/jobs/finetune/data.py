@@ -36,9 +36,8 @@ from redline.data.chat_template import (
     load_chat_tokenizer,
 )
 from redline.data.corpus import RowIndex, epoch_sample, row_index, row_mixture_key, shares_of
-from redline.data.index import IGNORE, best_fit, order_keys, permute
-from redline.data.rows import EMPTY, Progress, ProgressCallback, ReadStats
-from redline.data.sources import source_bytes, source_identity
+from redline.data.loader import IGNORE, best_fit, order_keys, permute
+from redline.data.sources import EMPTY, Progress, ProgressCallback, ReadStats, source_bytes, source_identity
 from redline.data.splits import split_rows
 from redline.data.tokens import digest_of
 from redline.errors import UserError

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from redline.data.chat_template import ANSWERS, ChatTokenizer, load_chat_tokenizer
-from redline.data.rows import ProgressCallback
+from redline.data.sources import ProgressCallback
 from redline.errors import Problem, RecipeError, UserError
 from redline.fields import AUTO
+from redline.jobs.base import export_problems
 from redline.jobs.finetune.costs import adapter_of
 from redline.jobs.finetune.data import (
     DROP,
@@ -36,12 +37,11 @@ from redline.jobs.objective import (
     Question,
     Sample,
     Sampling,
+    perplexity,
     with_scored_positions,
 )
 from redline.jobs.preview import SamplePreview
 from redline.kernels.cross_entropy import IGNORE
-from redline.metrics import perplexity
-from redline.models.families import export_problems
 from redline.models.generate import generate, greedy_answers
 from redline.models.pretrained import Base, fill_frozen, load_base, open_base, random_tensors
 from redline.recipe.resolve import DataFacts, Resolved

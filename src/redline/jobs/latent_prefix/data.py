@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from redline.data.chat_template import load_chat_tokenizer
 from redline.data.corpus import RowIndex, epoch_sample, row_index, row_mixture_key
-from redline.data.index import IGNORE
+from redline.data.loader import IGNORE
 from redline.data.problems import PREFIX, is_problems, problems
-from redline.data.rows import (
+from redline.data.sources import (
     Progress,
     ProgressCallback,
     ReadStats,

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redline.jobs.latent_prefix.costs import BYTES, WORDS, PrefixShape
-from redline.models.layers import CHECKPOINTING, Linear, rotary_table, rotate
+from redline.models.decoder import CHECKPOINTING, Linear, rotary_table, rotate
 
 PAD = BYTES - 1
 _THETA = 10000.0

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.data.rows import ProgressCallback
+from redline.data.sources import ProgressCallback
 from redline.fields import AUTO
 from redline.jobs.latent_prefix.costs import WORDS, PrefixShape, needs_teacher, prefix_length
 from redline.jobs.latent_prefix.data import (
@@ -46,13 +46,13 @@ from redline.jobs.objective import (
     Sample,
     Sampling,
     Term,
+    perplexity,
     role_groups,
 )
 from redline.jobs.preview import SamplePreview, SampleView, TokenRun
 from redline.kernels.attention import Selection
 from redline.kernels.cross_entropy import IGNORE
 from redline.kernels.matmul import DTYPES
-from redline.metrics import perplexity
 from redline.models.decoder import Decoder
 from redline.models.generate import continue_embeddings, generate, greedy_answers
 from redline.planning.shapes import DecoderShape

@@ -19,10 +19,19 @@ from redline.cache import read_text
 from redline.errors import UserError
 from redline.runs.console import plan_rows, step_facts
 from redline.runs.events import number, one_line, section
-from redline.runs.prose import answers, expected_usd, limit_sentences, recent, remaining_s, speed_levels
 from redline.runs.roofline import analyse
 from redline.runs.state import RunState
-from redline.runs.summary import is_locked, resolve_run, run_paths
+from redline.runs.summary import (
+    answers,
+    expected_usd,
+    is_locked,
+    limit_sentences,
+    recent,
+    remaining_s,
+    resolve_run,
+    run_paths,
+    speed_levels,
+)
 from redline.vocabulary import EVENTS_FILE, RECIPE_LOCK_FILE, Status, status_of_stop
 
 # ----------------------------------------------------------------------------------------------------

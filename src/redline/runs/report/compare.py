@@ -15,10 +15,9 @@ import numpy as np
 from redline.jobs.base import is_job, options_of
 from redline.recipe.load import flatten
 from redline.runs.events import Event, number, numbers, one_line, read_events, section
-from redline.runs.prose import dollars
 from redline.runs.report.figures import RUN_INKS, Figure, draw_curve, drawing, ink, series, time_unit
 from redline.runs.report.page import comparable_evals, lock_at_the_end, read_run, render, run_data, write_page
-from redline.runs.summary import summarise
+from redline.runs.summary import dollars, summarise
 from redline.units import format_count, format_seconds
 from redline.vocabulary import COMPARISON_FILE, EVENTS_FILE, Status
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from redline.runs.events import Event, number
-from redline.runs.prose import describe_event
 from redline.runs.roofline import THIS_RUN, Bar, Point, Roof, Roofline
+from redline.runs.summary import describe_event
 from redline.units import format_count
 
 if TYPE_CHECKING:

@@ -31,10 +31,17 @@ from redline.runs.events import (
     read_events,
     section,
 )
-from redline.runs.prose import describe_event, dollars, limit_sentences, resume_command, summary_paragraph
 from redline.runs.report.figures import MAX_POINTS, draw_figures, draw_roofline, draw_timeline, timeline
 from redline.runs.roofline import Roofline, analyse
-from redline.runs.summary import RunSummary, summarise
+from redline.runs.summary import (
+    RunSummary,
+    describe_event,
+    dollars,
+    limit_sentences,
+    resume_command,
+    summarise,
+    summary_paragraph,
+)
 from redline.units import format_bytes, format_count, format_seconds
 from redline.vocabulary import EVENTS_FILE, RECIPE_LOCK_FILE, REPORT_FILE, Status, StopReason, parse_stop_reason
 
