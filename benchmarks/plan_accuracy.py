@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from redline.bench.child import ask_trial
 from redline.bench.record import Row
 from redline.bench.throughput import why_not_fp8
-from redline.bench.trial import ask_trial
 from redline.data.estimate import vocabulary
 from redline.errors import UsageError, UserError, did_you_mean
 from redline.recipe.load import load

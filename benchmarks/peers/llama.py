@@ -26,8 +26,8 @@ from redline.models.families import to_config
 from redline.planning.batch import BatchPlan
 from redline.recipe.load import load
 from redline.recipe.resolve import Resolved, resolve
-from redline.training.profiling import kernel_time
 from redline.training.step import BatchLoader, Rates, Throughput, peak_memory_gib, to_device
+from redline.training.trial import kernel_time
 
 MAX_LOGITS = 1 << 31  # compiled kernels index in 32 bits
 PROFILED_STEPS = 3

@@ -22,13 +22,14 @@ from torch import Tensor
 
 from benchmarks.studies.rates import seconds
 from redline.jobs.objective import role_groups
+from redline.kernels import muon as kernels
 from redline.kernels.attention import Attention, MaskSpec
+from redline.kernels.muon import descend_, gram, nesterov_, square
 from redline.models.decoder import Decoder
 from redline.planning.shapes import DecoderShape
 from redline.recipe.load import load
 from redline.recipe.schema import Train
-from redline.training import muon
-from redline.training.muon import descend_, gram, nesterov_, square
+from redline.training import optim
 
 DEVICE, VOCAB = "cuda", 50_304
 SHAPES = {  # batch, rows, columns
@@ -51,7 +52,7 @@ TILE_CHANGES: tuple[dict[str, int], ...] = (
 )
 
 
-def hidden_matrices() -> muon.Muon:
+def hidden_matrices() -> optim.Muon:
     """Return Muon over the matrices of pretrain-350m, each with a random gradient."""
     model = load("pretrain-350m").recipe.model
     layers, d, heads, d_ff = (int(size) for size in (model.layers, model.d_model, model.heads, model.d_ff))
@@ -62,10 +63,10 @@ def hidden_matrices() -> muon.Muon:
     for group in groups:
         for parameter in group.parameters.values():
             parameter.grad = torch.randn_like(parameter)
-    return muon.Muon(groups, Train(lr=1e-3, optimizer="muon", weight_decay=0.1))
+    return optim.Muon(groups, Train(lr=1e-3, optimizer="muon", weight_decay=0.1))
 
 
-def time_updates(optimizer: muon.Muon) -> dict[str, float]:
+def time_updates(optimizer: optim.Muon) -> dict[str, float]:
     """Return the milliseconds of an update and of its parts, with Triton and with torch."""
     one, skip = torch.ones((), device=DEVICE), torch.zeros((), device=DEVICE)
     work: dict[str, Callable[[], Any]] = {"update": partial(optimizer.step, 1.0, (one, skip), 1000)}
@@ -75,11 +76,11 @@ def time_updates(optimizer: muon.Muon) -> dict[str, float]:
         total, squares = nesterov_(gradients, optimizer.first[shape], one, skip, 0.95)
         descend = partial(descend_, weights, total, None, skip, rate=1e-6, decay=1e-6, cautious=False)
         work[f"nesterov_ {name}"] = partial(nesterov_, gradients, optimizer.first[shape], one, skip, 0.95)
-        work[f"orthogonalise {name}"] = partial(muon.orthogonalize, total, squares)
+        work[f"orthogonalise {name}"] = partial(optim.orthogonalize, total, squares)
         work[f"descend_ {name}"] = descend
     times: dict[str, float] = {}
     for library, use_triton in (("Triton", True), ("torch", False)):
-        with patch.object(muon, "by_triton", partial(_constant, use_triton)):
+        with patch.object(kernels, "by_triton", partial(_constant, use_triton)):
             times |= {f"{name}, by {library}": 1e3 * seconds(call, 0.3) for name, call in work.items()}
     for name, ms in times.items():
         print(f"{name:48s} {ms:8.3f} ms", flush=True)

@@ -26,8 +26,8 @@ from redline.bench.throughput import card_figures, why_not_fp8
 from redline.hardware.machine import Machine
 from redline.runs.breakdown import covered
 from redline.runs.events import History
-from redline.training import profiling as kernels
-from redline.training.profiling import Busy, kernel_time
+from redline.training import trial as kernels
+from redline.training.trial import Busy, kernel_time
 
 ROOT = Path(__file__).parents[2]
 H200 = Machine("cuda", "NVIDIA H200", 150 << 30, 16, (9, 0), fast_bf16=True)

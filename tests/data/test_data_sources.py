@@ -15,9 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.data import prepare as encode
-from redline.data import rows, sources
-from redline.data import rows as read_stats
-from redline.data import text as filetext
+from redline.data import sources
 from redline.data.prepare import cut_pieces, prepare_source, training_texts
 from redline.data.sources import (
     DatasetId,
@@ -141,13 +139,13 @@ def test_mostly_bad_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = write(tmp_path / "a.jsonl", lines(TEXTS[:3], "body") + lines(TEXTS[:2]))
     with pytest.raises(UserError, match=r"3 of 5 rows cannot be used; the first is a\.jsonl:1: .*body, id"):
         read(path)
-    monkeypatch.setattr(read_stats, "_CHECK_FROM_ROWS", 2)  # a large file need not be read to its end
+    monkeypatch.setattr(sources, "_CHECK_FROM_ROWS", 2)  # a large file need not be read to its end
     with pytest.raises(UserError, match="2 of 2 rows"):
         read(path)
 
 
 def test_an_endless_row_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 64)
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 64)
     path = write(tmp_path / "a.jsonl", lines(["short", "x" * 1000, "after"]))
     texts, counted = read(path)
     assert texts == ["short", "after"]
@@ -185,8 +183,8 @@ def test_duplicates_are_counted_and_dropped_when_asked(tmp_path: Path, dedup: bo
 
 @pytest.fixture
 def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filetext, "_IN_MEMORY_BYTES", 10)
-    monkeypatch.setattr(filetext, "_CHUNK_BYTES", 7)
+    monkeypatch.setattr(sources, "_IN_MEMORY_BYTES", 10)
+    monkeypatch.setattr(sources, "_CHUNK_BYTES", 7)
     monkeypatch.setattr(encode, "_PIECE_CHARACTERS", 12)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from redline import cache
-from redline.training import checkpoint, run_directory, step
+from redline.training import checkpoint, control, step
 from redline.training.checkpoint import (
     BackgroundSaver,
     Committed,
@@ -46,7 +46,7 @@ def only_sync(wanted: Callable[[Path], bool]) -> Plant:
 
 
 def run_not_synced(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(run_directory, "make_folder", lambda path: path.mkdir(parents=True, exist_ok=True))
+    patch.setattr(control, "make_folder", lambda path: path.mkdir(parents=True, exist_ok=True))
 
 
 def synced_late(patch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redline.data import rows, shards
-from redline.data import rows as read_stats
+from redline.data import sources
+from redline.data import tokens as shards
 from redline.data.chat_template import load_chat_tokenizer
 from redline.data.prepare import prepare_source
 from redline.data.sources import Reading
@@ -117,7 +117,7 @@ def no_chat(rng: random.Random, row: Row) -> Row:
 
 @pytest.fixture
 def kinds(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Kind]:
-    monkeypatch.setattr(rows, "MAX_ROW_BYTES", LONGEST_ROW)
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", LONGEST_ROW)
     monkeypatch.setattr(answering, "load_chat_tokenizer", functools.cache(load_chat_tokenizer))
     how: Row = {"seq_len": 512, "pack": True, "learn": "answers", "overlong": "drop", "template": None, "seed": 1}
 
@@ -236,7 +236,7 @@ def test_bad_parquet(kinds: dict[str, Kind], tmp_path: Path, name: str, damage: 
 
 def test_reasons_for_bad_rows_are_few_and_short() -> None:
     """Rows that each fail with another message must not fill the memory or the terminal."""
-    stats = read_stats.ReadStats("rows")
+    stats = sources.ReadStats("rows")
     for number in range(900):
         stats.rows += 2
         stats.bad_row("here", f"a turn of {number}{'x' * 9000}\ud800", "\udfff" * 9000)
@@ -346,12 +346,12 @@ def test_tokens_of_another_tokenizer(tokens: Path) -> None:
 
 def test_planted_defects_are_caught(kinds: dict[str, Kind], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R18: a reader that accepts binary data or drops rows silently fails the test above."""
-    monkeypatch.setattr(rows, "is_clean", lambda text: True)
+    monkeypatch.setattr(sources, "is_clean", lambda text: True)
     with pytest.raises((AssertionError, UnicodeEncodeError)):
         test_bad_rows(kinds, tmp_path, lambda _: None, 60)
     monkeypatch.undo()
-    monkeypatch.setattr(rows, "MAX_ROW_BYTES", LONGEST_ROW)
-    monkeypatch.setattr(rows, "_parse_object", lambda line, *_: None)
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", LONGEST_ROW)
+    monkeypatch.setattr(sources, "_parse_object", lambda line, *_: None)
     (tmp_path / "again").mkdir()
     with pytest.raises(AssertionError):
         test_bad_rows(kinds, tmp_path / "again", lambda _: None, 60)

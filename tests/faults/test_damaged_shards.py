@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redline.data import shards as verify
+from redline.data import tokens as verify
 from redline.data.corpus import open_corpus
 from redline.data.prepare import prepare_cached, prepare_source, tokenizer_for
 from redline.data.sources import Reading

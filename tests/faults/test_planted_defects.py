@@ -21,7 +21,7 @@ from planted import Plant, always
 from test_power_loss import Guarantees, all_cases, cut_at_random
 
 from redline.runs.events import read_events
-from redline.training import checkpoint, muon, step
+from redline.training import checkpoint, optim, step
 from redline.training import checkpoint as saving
 from redline.training.checkpoint import HostCopy, commit, committed_steps, step_name, verify
 from redline.training.control import RunDirectory
@@ -208,7 +208,7 @@ DEFECTS = [
     Defect("noise does not depend on the step", planted.seed_without_step, r7),
     Defect("a bad step writes NaN into all", planted.never_bad, r8),
     Defect("a bad step writes NaN into AdamW's moments", planted.ungated(Adam, "step", 2), r8),
-    Defect("a bad step writes NaN into Muon's momentum", planted.ungated(muon, "nesterov_", 3), r8_muon),
+    Defect("a bad step writes NaN into Muon's momentum", planted.ungated(optim, "nesterov_", 3), r8_muon),
     Defect("a bad step moves the average", planted.ungated(Ema, "update", 1), r8),
 ]
 OWN_CHECKS = [r7, r8, r8_muon, retention, copies]  # the other checks are tests of the suite, where they pass

@@ -106,7 +106,7 @@ def test_every_reader_of_runs_and_tokens_uses_the_opener() -> None:
     assert all((SOURCE / name).exists() for name in READERS), "a moved module would not be checked"
     # These open files that this process has just written, that belong to the package, or that are open already.
     own = {
-        "training/profiling.py",
+        "training/trial.py",
         "export/tensors.py",
         "export/folder.py",
         "training/control.py",

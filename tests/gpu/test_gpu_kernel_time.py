@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from redline.kernels.timing import kernel_ms
-from redline.training.profiling import kernel_time
+from redline.training.trial import kernel_time
 
 pytestmark = [
     pytest.mark.gpu,

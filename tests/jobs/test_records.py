@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.data import rows as hub
+from redline.data import sources
 from redline.errors import UserError
 from redline.jobs.diffusion.data import Record, parse_record, read_records, split_records
 
@@ -130,7 +130,7 @@ def test_parquet_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         asked.append((dataset.name, dataset.config, dataset.split))
         return iter([MAIN, {"question": "q", "answer": "none"}, SOCRATIC])
 
-    monkeypatch.setattr(hub, "open_dataset", rows)
+    monkeypatch.setattr(sources, "open_dataset", rows)
     records, report = read_records("openai/gsm8k:socratic@test")
     assert asked == [("openai/gsm8k", "socratic", "test")]
     assert [bool(record.plan) for record in records] == [False, True]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from redline.jobs.objective import ParamGroup
+from redline.kernels.muon import descend_, nesterov_
 from redline.recipe.schema import Train
-from redline.training import muon
-from redline.training.muon import descend_, nesterov_
+from redline.training import optim
 
 KERNELS = "muon"
 references = SimpleNamespace(nesterov_=nesterov_.reference, descend_=descend_.reference)
@@ -135,10 +135,10 @@ def test_they_train_as_the_references_do(
             total, squares = nesterov_(*arguments)
             return total.bfloat16(), squares
 
-        monkeypatch.setattr(muon, "nesterov_", rounded)
-        monkeypatch.setattr(muon, "descend_", functions.descend_)
+        monkeypatch.setattr(optim, "nesterov_", rounded)
+        monkeypatch.setattr(optim, "descend_", functions.descend_)
         weight = nn.Parameter(start.clone().to(device))
-        ours = muon.Muon([ParamGroup("matrix", {"qkv": weight}, {"qkv": (12, 8)})], train)
+        ours = optim.Muon([ParamGroup("matrix", {"qkv": weight}, {"qkv": (12, 8)})], train)
         for step, grad in enumerate(grads):
             weight.grad = grad.clone().to(device)
             ours.step(1.0, gate(device, float(step == 2)), step)

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from redline.kernels.muon import gram, square
 from redline.planning.shapes import DecoderShape
 from redline.planning.speed import SYMMETRIC_TILE, decoder_work
-from redline.training import muon
-from redline.training.muon import gram, square
+from redline.training import optim
 
 KERNELS = "muon"
 ROUNDING = 2**-8
@@ -136,10 +136,10 @@ def test_operands_may_have_any_strides(kernels: Any, device: str) -> None:
 def test_orthogonalised_matrices_are_orthogonal(
     kernels: Any, device: str, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int]
 ) -> None:
-    monkeypatch.setattr(muon, "gram", kernels.gram)
-    monkeypatch.setattr(muon, "square", kernels.square)
+    monkeypatch.setattr(optim, "gram", kernels.gram)
+    monkeypatch.setattr(optim, "square", kernels.square)
     x = matrices(*shape, device)
-    actual = muon.orthogonalize(x, x.float().square().sum((1, 2)))
+    actual = optim.orthogonalize(x, x.float().square().sum((1, 2)))
     u, values, v = torch.linalg.svd(x.double(), full_matrices=False)
     assert torch.linalg.svdvals(actual.double()).sub(1)[values / values[:, :1] > 0.05].abs().max() < 0.2
     assert torch.nn.functional.cosine_similarity(actual.double().flatten(1), (u @ v).flatten(1)).min() > 0.98

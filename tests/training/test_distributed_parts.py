@@ -28,7 +28,7 @@ from redline.training.checkpoint import (
     read_tensors,
     verify,
 )
-from redline.training.muon import assign_owners, first_row
+from redline.training.optim import assign_owners, first_row
 from redline.training.parallel import buckets
 from redline.training.recovery import Failure, reduce_memory
 from redline.training.step import data_step

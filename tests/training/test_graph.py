@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from redline.runs.events import read_events
-from redline.training import warmup
+from redline.training import step as training_step
 from redline.training.step import GraphedBackward, StepBatch, graph_if_faster, not_graphable, use_graph
 
 
@@ -115,7 +115,7 @@ def test_a_graph_is_used_unless_it_is_slower(
     monkeypatch: pytest.MonkeyPatch, plain_s: float, graph_s: float, used: bool
 ) -> None:
     plain, graphed = Sum(), Sum()
-    monkeypatch.setattr(warmup, "_seconds", lambda work, _: plain_s if work is plain else graph_s)
+    monkeypatch.setattr(training_step, "_seconds", lambda work, _: plain_s if work is plain else graph_s)
     graph, message = graph_if_faster(lambda: graphed, plain, batch_of(1.0))
     assert graph is (graphed if used else None)
     assert f"{1e3 * plain_s:.1f}" in message
@@ -137,8 +137,8 @@ class FakeMonitor:
 def test_both_times_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     work, monitor = Sum(), FakeMonitor()
     step = SimpleNamespace(backward=work, graph=None, parameters=[work.parameter])
-    monkeypatch.setattr(warmup, "GraphedBackward", lambda *_: work)
-    monkeypatch.setattr(warmup, "_seconds", lambda *_: 0.01)
+    monkeypatch.setattr(training_step, "GraphedBackward", lambda *_: work)
+    monkeypatch.setattr(training_step, "_seconds", lambda *_: 0.01)
     use_graph(step, batch_of(1.0), monitor)  # type: ignore[arg-type]
     assert step.graph is work
     ((kind, message),) = monitor.events
@@ -151,7 +151,7 @@ def test_a_graph_that_cannot_be_recorded_is_a_warning(monkeypatch: pytest.Monkey
 
     work = Sum()
     step = SimpleNamespace(backward=work, graph=None, parameters=[work.parameter])
-    monkeypatch.setattr(warmup, "GraphedBackward", fail)
+    monkeypatch.setattr(training_step, "GraphedBackward", fail)
     monitor = FakeMonitor()
     use_graph(step, batch_of(1.0), monitor)  # type: ignore[arg-type]
     assert step.graph is None

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from redline.training import heartbeat as pulse
+from redline.training import control
 from redline.training.control import FOLDER_VARIABLE, Heartbeat, read_heartbeats
 
 
 @pytest.fixture
 def heart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Heartbeat]]:
-    monkeypatch.setattr(pulse, "EVERY_S", 0.01)
+    monkeypatch.setattr(control, "EVERY_S", 0.01)
     begun: list[Heartbeat] = []
 
     def start(folder: Path) -> Heartbeat:
@@ -55,7 +55,7 @@ def test_a_failed_heartbeat_is_tried_again(
         raise OSError(error, os.strerror(error))
 
     with monkeypatch.context() as patch:
-        patch.setattr(pulse.os, "pwrite", refuse)
+        patch.setattr(control.os, "pwrite", refuse)
         deadline = time.monotonic() + 20
         while len(failed) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)

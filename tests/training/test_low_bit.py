@@ -79,7 +79,7 @@ def test_a_batch_of_parameters_learns_as_each_alone(monkeypatch: pytest.MonkeyPa
     shapes = {"a": (33, 129), "b": (64, 64), "c": (5, 1001), "d": (71, 83)}
     found = []
     for most in (1, 9000, 1 << 26):
-        monkeypatch.setattr("redline.training.low_bit._MAX_BATCH", most)
+        monkeypatch.setattr("redline.training.optim._MAX_BATCH", most)
         torch.manual_seed(0)
         named = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
         ours = Optimizer([ParamGroup("matrix", named, dict.fromkeys(named, (1,)))], options())

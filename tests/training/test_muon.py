@@ -17,8 +17,15 @@ from redline.planning.memory import moment_bytes
 from redline.planning.shapes import DecoderShape
 from redline.planning.speed import _hidden_matrices, decoder_work
 from redline.recipe.schema import Train
-from redline.training.muon import NORM_MARGIN, POLAR_EXPRESS, SMALLEST_SINGULAR_VALUE, Muon, momentum_at, orthogonalize
-from redline.training.optim import Optimizer
+from redline.training.optim import (
+    NORM_MARGIN,
+    POLAR_EXPRESS,
+    SMALLEST_SINGULAR_VALUE,
+    Muon,
+    Optimizer,
+    momentum_at,
+    orthogonalize,
+)
 
 GOOD, BAD, ONE = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(1.0)
 KELLER_JORDAN = ((3.4445, -4.7750, 2.0315),) * 5

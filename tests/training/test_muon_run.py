@@ -13,8 +13,8 @@ from redline.hardware.machine import Machine
 from redline.kernels import float8_choice
 from redline.recipe.load import load
 from redline.runs.events import read_events
-from redline.training import muon
-from redline.training.muon import momentum_at
+from redline.training import optim
+from redline.training.optim import momentum_at
 
 ALL = (
     "train.optimizer=normuon",
@@ -54,7 +54,7 @@ def test_the_momentum_follows_the_steps_of_the_whole_run(
         asked.append((step, momentum, warmup))
         return momentum_at(step, momentum, warmup)
 
-    monkeypatch.setattr(muon, "momentum_at", spy)
+    monkeypatch.setattr(optim, "momentum_at", spy)
     world.run(tmp_path / "run", *ALL, "train.steps=5", stop_at=3)
     world.run(tmp_path / "run", *ALL, "train.steps=5", resume=True)
     warmup = 0  # each start has one, which changes nothing

@@ -8,14 +8,18 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from redline.errors import UserError
+from redline.recipe.forecast import ProbeResult
+from redline.recipe.resolve import DataFacts, Resolved
 from redline.runs.events import Event, History, read_events
 from redline.vocabulary import StopReason
 
 LIMIT_S = 3600
+TRIAL_LIMIT_S = 900
 _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")  # as a traceback ends
 
 
@@ -73,6 +77,27 @@ def ask(module: str, request: dict[str, Any], limit_s: float = LIMIT_S) -> dict[
     if "error" in answer:
         raise ChildError(str(answer["error"]))
     return dict(answer)
+
+
+def ask_trial(resolved: Resolved, facts: DataFacts, *, least_steps: int | None = None) -> dict[str, Any]:
+    """Run a few real steps of a planned recipe (see `training/trial.py`) and return what they measured.
+
+    At least `least_steps` steps are timed, for up to ten seconds.
+    """
+    request: dict[str, Any] = {"recipe": resolved.recipe.model_dump(mode="json"), "facts": asdict(facts)}
+    if least_steps is not None:
+        request["least_steps"] = least_steps
+    return ask("redline.training.trial", request, TRIAL_LIMIT_S)
+
+
+def run_trial(resolved: Resolved, facts: DataFacts) -> ProbeResult:
+    """Return the measured speed and memory that `redline plan --probe` shows."""
+    try:
+        answer = ask_trial(resolved, facts)
+    except ChildError as error:
+        fix = "Plan without --probe, or check the machine with `redline doctor`."
+        raise UserError(f"the trial steps failed: {error}", where="--probe", fix=fix) from None
+    return ProbeResult(answer["tokens_per_s"], answer["memory_gib"], answer["step_ms"], answer["compile_s"])
 
 
 def _run(command: list[str], given: str, environment: dict[str, str] | None = None, limit_s: float = LIMIT_S) -> str:

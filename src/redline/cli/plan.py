@@ -67,7 +67,7 @@ def plan(
       redline plan quickstart --probe --json
       redline plan pretrain-350m --gpu h100 --gpus 8 --nodes 4 --price 2.5 --figure scaling.svg
     """
-    from redline.bench.trial import run_trial
+    from redline.bench.child import run_trial
     from redline.launch.plan import plan_recipe
     from redline.recipe.load import load
 

@@ -49,7 +49,7 @@ def profile_recipe(
 ) -> StepProfile:
     """Train a few steps under the profiler, and write profile.json and the trace into the folder.
 
-    `options` are fields of `training.profiling.Recording`. `preparation` shows the progress of preparing the data, and
+    `options` are fields of `training.trial.Recording`. `preparation` shows the progress of preparing the data, and
     `on_step` is called with the number of finished steps and of all steps.
     """
     set_environment(loaded.recipe)
@@ -57,9 +57,8 @@ def profile_recipe(
     # These import torch, which reads the environment when it is imported.
     from redline.hardware.probe import detect_machine
     from redline.jobs.objective import job_runtime
-    from redline.training.profiling import Recording, memory_recorded, profiled
     from redline.training.step import peak_memory_gib
-    from redline.training.trial import SilentView, trainer_without_run
+    from redline.training.trial import Recording, SilentView, memory_recorded, profiled, trainer_without_run
 
     recording = Recording(**options)
     runtime = job_runtime(loaded.recipe.objective)

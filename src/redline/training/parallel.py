@@ -20,7 +20,7 @@ from redline.planning.communication import BUCKET
 from redline.recipe.schema import Train
 from redline.training.control import HEARTBEAT
 from redline.training.distributed import Ranks
-from redline.training.muon import Muon, ShardedMuon, first_row
+from redline.training.optim import Muon, ShardedMuon, first_row
 
 if TYPE_CHECKING:
     # Only FSDP imports these: they bring in 640 modules (sympy among them), 0.05 GiB that `redline plan` does not count
