@@ -87,12 +87,12 @@ def test_a_failure_is_exit_code_1_with_its_fix(inside: Any, tmp_path: Path, monk
 
 
 def test_a_broken_torch_is_a_sentence(inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from redline.hardware import selftest
+    from redline.hardware import trials
 
-    def no_torch(command: list[str], names: list[str]) -> tuple[dict[str, Any], str, bool]:
+    def no_torch(*_: Any) -> tuple[dict[str, Any], str, bool]:
         return {}, "ImportError: libtorch_cpu.so: cannot open shared object file", False
 
-    monkeypatch.setattr(selftest, "_run_process", no_torch)
+    monkeypatch.setattr(trials, "_run_process", no_torch)
     answer = inside("doctor", "--json")
     assert answer.code == 1
     lines = {check["name"]: check for check in json.loads(answer.out)["checks"]}

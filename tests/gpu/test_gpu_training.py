@@ -84,7 +84,7 @@ def test_compiled_half_precision_follows_fp32(
 
 
 @pytest.fixture
-def fp8_measured_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def fp8_measured_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fp8_tried_here: None) -> None:
     """At the size of these tests bf16 is faster and would be chosen."""
     monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("redline.kernels.float8_choice.measure", lambda *_, **__: (2.0, 1.0))

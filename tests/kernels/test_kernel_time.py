@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from redline.kernels.timing import kernel_ms
+from redline.kernels.timing import TimingError, kernel_ms
 
 CYCLES_A_MS = 2_000_000.0
 
@@ -49,10 +49,19 @@ class Event:
         return other.at - self.at
 
 
-@pytest.mark.parametrize("launch_ms", [0.001, 0.5, 5.0, 100.0])
-def test_launches_are_not_counted_however_slow_the_host(monkeypatch: pytest.MonkeyPatch, launch_ms: float) -> None:
+def simulated(monkeypatch: pytest.MonkeyPatch, launch_ms: float) -> Gpu:
     gpu = Gpu(launch_ms, kernel_ms=0.3)
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
     monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.queue(cycles / CYCLES_A_MS), raising=False)
-    assert kernel_ms(gpu.work) == pytest.approx(0.3)
+    return gpu
+
+
+@pytest.mark.parametrize("launch_ms", [0.001, 0.5, 5.0, 100.0])
+def test_launches_are_not_counted_on_a_slow_host(monkeypatch: pytest.MonkeyPatch, launch_ms: float) -> None:
+    assert kernel_ms(simulated(monkeypatch, launch_ms).work) == pytest.approx(0.3)
+
+
+def test_a_host_that_is_too_slow_is_an_error_and_not_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TimingError, match="too slow"):
+        kernel_ms(simulated(monkeypatch, launch_ms=500.0).work)

@@ -19,7 +19,7 @@ EIGHT = ("train.precision=fp8", "model.kernels=fused", "train.micro_batch=4")
 
 
 @pytest.fixture(autouse=True)
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bool]:
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fp8_tried_here: None) -> list[bool]:
     """Record for each linear layer that was measured whether its weight is trained."""
     asked: list[bool] = []
 

@@ -21,7 +21,7 @@ FACTS = DataFacts(256, 10**6, 10**4, "", "bytes", "")
 
 
 @pytest.fixture(autouse=True)
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fp8_tried_here: None) -> list[tuple[Any, ...]]:
     """Replace the measurement: the matrix `down` is slower in fp8 and stays in bf16."""
     asked: list[tuple[Any, ...]] = []
 

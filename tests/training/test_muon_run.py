@@ -110,6 +110,7 @@ def test_muon_learns_more_in_as_many_steps(world: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", ["true", "false"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.usefixtures("fp8_tried_here")
 def test_zero_initialisation_in_low_precision(
     world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, tied: str
 ) -> None:

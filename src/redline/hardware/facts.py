@@ -21,7 +21,8 @@ from redline.cache import cache_dir
 from redline.errors import is_secret_name
 from redline.hardware import host, nvml
 from redline.hardware.measurements import Rates
-from redline.hardware.selftest import CAPABILITIES, Answers, run_selftests
+from redline.hardware.selftest import CAPABILITIES, run_selftests
+from redline.hardware.trials import Answers
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,6 @@ def collect_facts(runs: Path, *, probe: bool = False) -> Facts:
     """Collect everything `redline doctor` checks. `probe` also measures matmul and copy rates."""
     answers = run_selftests(["torch", *CAPABILITIES, *(["probe"] if probe else [])])
     gpus, visible = _gpu_facts()
-    library = nvml.open_nvml()
     probed = answers.get("probe", {}).get("about") or {}
     return Facts(
         python=sys.version_info[:3],
@@ -131,7 +131,7 @@ def collect_facts(runs: Path, *, probe: bool = False) -> Facts:
         gpus=gpus,
         visible=visible,
         driver=nvml.driver_version(),
-        driver_cuda=nvml.none_on_error(lambda: _cuda_version(library.nvmlSystemGetCudaDriverVersion())),
+        driver_cuda=None if (cuda := nvml.driver_cuda_version()) is None else ".".join(map(str, cuda)),
         pci_gpu=has_pci_gpu(),
         selftests={name: _selftest_result(answers[name]) for name in (*CAPABILITIES, "probe") if name in answers},
         compiler=host.cpp_compiler(),
@@ -212,11 +212,6 @@ def _gpu_process(process: Any) -> GpuProcess:
     except OSError:
         name = "?"  # it runs in another container
     return GpuProcess(int(process.pid), name, None if process.usedGpuMemory is None else int(process.usedGpuMemory))
-
-
-def _cuda_version(number: int) -> str:
-    """Return "12.4" for 12040."""
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def has_pci_gpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:

@@ -30,6 +30,7 @@ class Machine:
     fast_bf16: bool = False
     compiler: bool = True  # there is a C++ compiler, which torch.compile needs on a CPU
     measured: Rates | None = field(default=None, hash=False)  # by hardware/probe.py on this machine
+    fused_failure: str = ""  # why the fused kernels failed their trial on this card (models/fused_trial.py)
 
     @property
     def spec(self) -> GpuSpec | None:
@@ -47,7 +48,10 @@ class Machine:
 
     def facts(self) -> dict[str, Any]:
         """Return the fields that lock.json records."""
-        return {**asdict(self), "memory_gib": round(self.memory_bytes / GIB, 1)}
+        facts = {**asdict(self), "memory_gib": round(self.memory_bytes / GIB, 1)}
+        if not self.fused_failure:
+            del facts["fused_failure"]
+        return facts
 
 
 def cpu_machine(measured: Rates) -> Machine:

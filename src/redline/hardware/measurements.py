@@ -18,6 +18,7 @@ SCHEMA = 2  # changes when what is measured, or how, changes
 RATES = "machine.json"
 ATTENTION = "attention.json"
 FLOAT8 = "float8.json"
+KERNELS = "kernels.json"
 
 # FLOP/s of a matmul under fp32, tf32, bf16, fp16 and fp8; bytes/s under copy, to_device and to_host. What the device
 # cannot do is missing.

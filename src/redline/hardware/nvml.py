@@ -15,6 +15,7 @@ from redline.units import GIB
 
 T = TypeVar("T")
 
+_NOTICED_BYTES = 2 * GIB  # in use by others before a run starts; drivers and desktops need less
 _SM_CLOCK, _MEMORY_CLOCK, _GPU_SENSOR = 1, 2, 0  # NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU
 
 # Bits of NVML's clock event reasons → the words in `throttle` of step events.
@@ -195,6 +196,33 @@ def text(value: str | bytes) -> str:
 def driver_version() -> str | None:
     nvml = open_nvml()
     return none_on_error(lambda: text(nvml.nvmlSystemGetDriverVersion())) if nvml else None
+
+
+def driver_cuda_version() -> tuple[int, int] | None:
+    """Return the newest CUDA version that the driver supports."""
+    nvml = open_nvml()
+    number = none_on_error(lambda: int(nvml.nvmlSystemGetCudaDriverVersion())) if nvml else None
+    return None if number is None else (number // 1000, number % 1000 // 10)  # 12040 is 12.4
+
+
+def foreign_use() -> str:
+    """Return a warning if other processes hold memory of the first visible GPU; "" if they hold next to none.
+
+    Call it before this process uses the GPU. In a container NVML reports process ids of the host, so this process could
+    not tell its own memory from that of others later.
+    """
+    nvml = open_nvml()
+    handles = none_on_error(lambda: visible_handles(nvml)) if nvml else None
+    if not handles:
+        return ""
+    memory = none_on_error(lambda: nvml.nvmlDeviceGetMemoryInfo(handles[0], nvml.nvmlMemory_v2))
+    memory = memory or none_on_error(lambda: nvml.nvmlDeviceGetMemoryInfo(handles[0]))
+    if memory is None or memory.used < _NOTICED_BYTES:
+        return ""
+    processes = none_on_error(lambda: list(nvml.nvmlDeviceGetComputeRunningProcesses(handles[0]))) or []
+    who = ", ".join(f"process {process.pid}" for process in processes[:5]) or "another program"
+    held = f"{memory.used / GIB:.1f} of {memory.total / GIB:.1f} GiB of the GPU's memory are in use already ({who})"
+    return f"{held}: the run may run out of memory and will be slower. Stop the other program, or choose another GPU"
 
 
 def first_gpu() -> GpuInfo | None:

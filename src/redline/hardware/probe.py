@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,7 +16,7 @@ import torch
 from redline.errors import UserError
 from redline.hardware.machine import Machine, cpu_machine, gpu_machine
 from redline.hardware.measurements import Rates, cpu_key, gpu_key, measurement_count, read_rates, store_rates
-from redline.hardware.nvml import driver_version
+from redline.hardware.nvml import driver_cuda_version, driver_version, first_gpu
 
 Work = Callable[[], object]
 
@@ -34,19 +35,45 @@ def detect_machine(device: str = "auto", option: str = "train.device=") -> Machi
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu" and torch.version.cuda is not None and first_gpu() is not None:
+            device = "cuda"  # refused below: to train on the CPU of a machine with a GPU, without a word, wastes hours
     if device == "cpu":
         known = read_rates(cpu_key()) if measurement_count(cpu_key()) >= _CPU_MEASUREMENTS else None
         return cpu_machine(known or measure_and_store("cpu"))
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
         raise UserError(
-            f"torch {torch.__version__} ({built}) finds no GPU that it can use.",
+            _driver_too_old() or f"torch {torch.__version__} ({built}) finds no GPU that it can use.",
             where=option.rstrip("= "),
             fix=f"`redline doctor` says why. To train on the CPU, use {option}cpu.",
         )
     card = torch.cuda.get_device_properties(0)
+    _check_capability(card.name, (card.major, card.minor), option)
     measured = read_rates(gpu_key(card.name, driver_version()))
     return gpu_machine(card.name, card.total_memory, (card.major, card.minor), measured)
+
+
+def _driver_too_old() -> str:
+    """Return how the driver is too old for this build of torch, or "" if it is not."""
+    supported = driver_cuda_version()
+    if torch.version.cuda is None or supported is None:
+        return ""
+    built = tuple(int(part) for part in torch.version.cuda.split("."))
+    if built[0] <= supported[0]:  # within a major version every driver works with every build
+        return ""
+    driver = f"the NVIDIA driver {driver_version() or ''} supports CUDA {'.'.join(map(str, supported))}"
+    return f"{driver}: too old for torch {torch.__version__}, which is built for CUDA {torch.version.cuda}."
+
+
+def _check_capability(name: str, capability: tuple[int, int], option: str) -> None:
+    """Refuse a card that is older than every one that this build of torch has kernels for."""
+    built = [re.fullmatch(r"(?:sm|compute)_(\d+)(\d)[a-z]*", arch) for arch in torch.cuda.get_arch_list()]
+    oldest = min((int(found[1]), int(found[2])) for found in built if found) if any(built) else (0, 0)
+    if capability < oldest:
+        needs = f"torch {torch.__version__} needs {oldest[0]}.{oldest[1]} or newer"
+        what = f"the {name} has compute capability {capability[0]}.{capability[1]}; {needs}."
+        fix = f"Install a build of torch that supports the card, or train on the CPU with {option}cpu."
+        raise UserError(what, where=option.rstrip("= "), fix=fix)
 
 
 def measure(device: str = "cpu") -> Rates:

@@ -1,114 +1,34 @@
-"""Test what torch can do on this machine: `python -m redline.hardware.selftest NAME …`.
+"""The self-tests of `redline doctor`: what torch can do on this machine, each with a tiny tensor.
 
-Each test computes with a tiny tensor. The tests run in a child process, because a driver that does not fit torch can
-crash or hang the process. `run_selftests` starts that child and survives whatever happens to it; this module imports
-torch in the child only. The child writes one line of JSON for each test, as soon as the test has ended.
+    python -m redline.hardware.selftest NAME …
+
+runs them in a child process (see `hardware/trials.py`), because a driver that does not fit torch can crash or hang the
+process. This module imports torch in the child only.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import json
-import os
-import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.cache import cache_dir
+from redline.hardware.trials import Answers, answer_trials, run_trials
 
 if TYPE_CHECKING:
     import torch
 
-# test name → {"works": bool, "about": result} or {"works": False, "detail": first line, "whole": whole error}
-Answers = dict[str, dict[str, Any]]
-
 CAPABILITIES = ("bf16", "fp8", "cudnn", "flash", "efficient", "flex", "compile")  # these need a GPU
-_SECONDS = {"torch": 60, "flex": 120, "compile": 120, "probe": 120}  # time limits; the other tests take milliseconds
-_DEFAULT_SECONDS = 30
-_PROCESS_SECONDS = 300.0  # the child enforces the limits above; this one is for a child that cannot even do that
-_CUDA_ERROR = "CUDA error"  # after one, every further CUDA call in the same process fails
-
-
-# --- the parent
+# Time limits that differ from the default; the other tests take milliseconds.
+_SECONDS = {"torch": 60, "flex": 120, "compile": 120, "probe": 120}
 
 
 def run_selftests(names: list[str], command: list[str] | None = None) -> Answers:
     """Run the named tests and return the answer of each.
 
-    If a test kills its process, run the remaining ones in a new process. A test that needs a GPU has no answer on a
-    machine without one.
+    A test that needs a GPU has no answer on a machine without one. If torch cannot be imported, no other test can run.
     """
-    command = command or [sys.executable, "-P", "-m", "redline.hardware.selftest"]
-    answers: Answers = {}
-    waiting = list(names)
-    while waiting:
-        given, failure, finished = _run_process(command, waiting)
-        answers |= given
-        if finished:
-            break
-        waiting = [name for name in waiting if name not in answers]
-        if failure and waiting:
-            # The first test without an answer is the one that killed the process.
-            killer = waiting.pop(0)
-            answers[killer] = {"works": False, "detail": failure, "whole": failure}
-            if killer == "torch":  # torch cannot be imported, so no other test can run either
-                break
-    return answers
-
-
-def _run_process(command: list[str], names: list[str]) -> tuple[Answers, str, bool]:
-    """Run one child. Return its answers, why it died (empty if it did not), and whether all tests were run."""
-    process = subprocess.Popen(
-        [*command, *names],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env=_child_environment(),
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=_PROCESS_SECONDS)
-        timed_out = "Timeout (" in err  # written by faulthandler
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        (out, err), timed_out = process.communicate(), True
-    answers = dict(answer for line in out.splitlines() if (answer := _parse_answer(line)))
-    if timed_out:
-        return answers, "timed out", False
-    if process.returncode < 0:
-        return answers, f"crashed ({signal.Signals(-process.returncode).name})", False
-    if process.returncode:
-        last = [line for line in err.splitlines() if line.strip()][-1:]
-        return answers, last[0].strip()[:160] if last else f"exited with code {process.returncode}", False
-    # After a CUDA error the child ends early, so that the remaining tests run in a new process.
-    return answers, "", not any(_CUDA_ERROR in str(answer.get("whole")) for answer in answers.values())
-
-
-def _parse_answer(line: str) -> tuple[str, dict[str, Any]] | None:
-    try:
-        answer = json.loads(line)
-        return str(answer.pop("test")), answer
-    except (ValueError, KeyError, AttributeError, TypeError):
-        return None  # a line that some library printed
-
-
-def _child_environment() -> dict[str, str]:
-    source = str(Path(__file__).parents[2])
-    path = [source, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return {
-        "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "compile"),  # the same folder as in training
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a pool of compile workers could outlive the test
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(part for part in path if part),
-    }
-
-
-# --- the child
+    return run_trials("redline.hardware.selftest", names, vital="torch", command=command)
 
 
 def _describe_torch() -> dict[str, Any]:
@@ -215,23 +135,8 @@ def _check_finite(out: torch.Tensor | None) -> None:
 def main(names: list[str]) -> None:
     import torch  # here, so that an import error ends the process and not each test on its own
 
-    for name in names:
-        if name in CAPABILITIES and not torch.cuda.is_available():
-            continue
-        # faulthandler ends the process even if a driver call hangs, which no Python exception could interrupt.
-        faulthandler.dump_traceback_later(_SECONDS.get(name, _DEFAULT_SECONDS), exit=True)
-        answer: dict[str, Any]
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                answer = {"works": True, "about": SELFTESTS[name]()}
-        except Exception as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            answer = {"works": False, "detail": lines[0][:160] if lines else type(error).__name__, "whole": str(error)}
-        print(json.dumps({"test": name, **answer}), flush=True)
-        if _CUDA_ERROR in str(answer.get("whole")):
-            break
-    faulthandler.cancel_dump_traceback_later()
+    able = [name for name in names if name not in CAPABILITIES or torch.cuda.is_available()]
+    answer_trials(able, SELFTESTS, _SECONDS)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from redline.errors import UserError
 from redline.hardware.measurements import ATTENTION, gpu_key, read_measurement, store_measurement
 from redline.hardware.nvml import driver_version
-from redline.kernels.timing import kernel_ms
+from redline.kernels.timing import TimingError, kernel_ms
 from redline.planning.layout import Layout
 
 # ----------------------------------------------------------------------------------------------------
@@ -499,6 +499,8 @@ def select(requested: str, spec: MaskSpec, *, device: str, dtype: torch.dtype, s
     able_here = [name for name in BACKENDS if name != "dense" and not able[name]]
     ranking = _recall_ranking(able_here, spec, dtype, shape) or _measure_ranking(able_here, spec, dtype, shape)
     failed = {**{name: why for name, why in able.items() if why}, **ranking.failed}
+    if not ranking.ms and ranking.untimed:  # BACKENDS has the fastest first, as measured on an H200
+        return Selection(ranking.untimed[0], f"runs, but {failed[ranking.untimed[0]]}")
     if not ranking.ms:
         return Selection("dense", "; ".join(f"{n}: {w}" for n, w in failed.items()))
     best = min(ranking.ms, key=ranking.ms.__getitem__)
@@ -517,21 +519,25 @@ class Ranking:
     ms: dict[str, float]
     failed: dict[str, str]
     date: str = ""  # of the measurement, if it comes from the cache
+    untimed: tuple[str, ...] = ()  # back-ends that ran, but on a host too slow to time them
 
 
 def _measure_ranking(names: list[str], spec: MaskSpec, dtype: torch.dtype, shape: Shape) -> Ranking:
-    times, failed, cacheable = {}, {}, True
+    times, failed, untimed, cacheable = {}, {}, [], True
     for name in names:
         try:
             with ignore_warnings():
                 times[name] = measure(name, spec, dtype=dtype, shape=shape)
         except Exception as error:  # kernels refuse shapes with all kinds of errors; the others can still be used
             failed[name] = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
-            cacheable &= not isinstance(error, torch.OutOfMemoryError)  # later there may be enough memory
+            # Later there may be enough memory, or a host that is not busy.
+            cacheable &= not isinstance(error, torch.OutOfMemoryError | TimingError)
+            if isinstance(error, TimingError):
+                untimed.append(name)
     if times and cacheable:
         ms = {name: round(value, 4) for name, value in times.items()}
         store_measurement(ATTENTION, _ranking_key(spec, dtype, shape), {"ms": ms, "failed": failed})
-    return Ranking(times, failed)
+    return Ranking(times, failed, untimed=tuple(untimed))
 
 
 def _recall_ranking(names: list[str], spec: MaskSpec, dtype: torch.dtype, shape: Shape) -> Ranking | None:

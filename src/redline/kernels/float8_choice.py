@@ -1,10 +1,18 @@
-"""The choice of the matmuls that run in fp8: those that are faster, measured once at the run's own shapes."""
+"""The choice of the matmuls that run in fp8: those that are faster, measured once at the run's own shapes.
+
+    python -m redline.kernels.float8_choice LINEAR … < request.json
+
+is the child process of `choose`, in which each linear is tried.
+"""
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +22,7 @@ from torch import Tensor, nn
 from redline.errors import UserError, install_hint
 from redline.hardware.measurements import FLOAT8, gpu_key, read_measurement, store_measurement
 from redline.hardware.nvml import driver_version
+from redline.hardware.trials import Answers, answer_trials, run_trials
 from redline.kernels.float8 import (
     MULTIPLE,
     Scale,
@@ -61,6 +70,7 @@ def float8_linear() -> Float8Linear:
 
 
 CAST = ("out", "head")  # native: linears whose input no fused kernel writes in fp8, so that it must be cast
+_NATIVE_SECONDS, _TORCHAO_SECONDS = 60, 180  # time limits of the trial of one linear; torchao's is compiled first
 Shapes = dict[str, tuple[int, int, int]]  # linear → tokens, width of its input and of its output
 
 
@@ -71,7 +81,7 @@ class Float8Choice:
     backend: str  # native, torchao, or none
     linears: tuple[str, ...]
     reason: str
-    failed: tuple[str, ...] = ()  # the linears whose trial raised an error: they stay in bf16
+    failed: tuple[str, ...] = ()  # the linears whose trial failed, crashed, hung or was wrong: they stay in bf16
 
     @property
     def text(self) -> str:
@@ -81,9 +91,9 @@ class Float8Choice:
 def choose(requested: str, shapes: Shapes, *, fused: bool, learns: bool = True) -> Float8Choice:
     """Choose the linears to run in fp8: by `native` in fused blocks, by `torchao` in compiled ones.
 
-    A linear that cannot run in fp8, or is not faster, stays in bf16. So does one whose trial raises an error (cuBLASLt
-    does not support every shape); the reason names the error. `learns` is False for a frozen weight: it has no
-    gradient, and its cast is not counted because bf16 pays a similar one.
+    A linear that cannot run in fp8, or is not faster, stays in bf16. So does one whose trial fails (cuBLASLt does not
+    support every shape), crashes, hangs or computes something else than bf16 does; the reason says which. `learns` is
+    False for a frozen weight: it has no gradient, and its cast is not counted because bf16 pays a similar one.
     """
     if not fused and (requested == "native" or not learns):
         return Float8Choice("none", (), "native fp8 needs model.kernels=fused")
@@ -99,17 +109,14 @@ def choose(requested: str, shapes: Shapes, *, fused: bool, learns: bool = True) 
     times, date = _recall(key, able), ""
     errors: dict[str, str] = {}
     if times is None:
-        times = {}
-        for name, shape in able.items():
-            try:
-                times[name] = measure(backend, *shape, cast=name in CAST, learns=learns)
-            except torch.OutOfMemoryError:
-                raise  # the trainer recovers with smaller micro-batches
-            except Exception as error:
-                errors[name] = _first_line(error)
+        answers = try_linears(backend, able, learns=learns)
+        if any(answer.get("kind") == "OutOfMemoryError" for answer in answers.values()):
+            # The trainer recovers with smaller micro-batches, at whose shapes the linears are tried again.
+            raise torch.OutOfMemoryError("the trial of the fp8 matmuls ran out of GPU memory")
+        times = {name: tuple(answer["about"]) for name, answer in answers.items() if answer["works"]}
+        errors = {name: answer["detail"] for name, answer in answers.items() if not answer["works"]}
         if not errors:  # otherwise the next run tries again
             store_measurement(FLOAT8, key, {"ms": times})
-        torch.cuda.empty_cache()  # the model needs this memory in blocks of other sizes
     else:
         date = ", as measured before"
     faster = tuple(name for name, (bf16, fp8) in times.items() if fp8 < bf16)
@@ -120,9 +127,18 @@ def choose(requested: str, shapes: Shapes, *, fused: bool, learns: bool = True) 
     return Float8Choice(backend if faster else "none", faster, reason, tuple(errors))
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:120] if lines else type(error).__name__
+def try_linears(backend: str, shapes: Shapes, *, learns: bool) -> Answers:
+    """Try each linear in a child process, which may crash or hang, and return what `measure` answered."""
+    if not shapes:
+        return {}
+    torch.cuda.empty_cache()  # the child needs memory for the operands
+    request = json.dumps({"backend": backend, "shapes": shapes, "learns": learns})
+    return run_trials("redline.kernels.float8_choice", list(shapes), request=request)
+
+
+def linear_trials(backend: str, shapes: Shapes, *, learns: bool) -> dict[str, Callable[[], tuple[float, float]]]:
+    """Return the trial of each linear."""
+    return {name: partial(measure, backend, *shape, cast=name in CAST, learns=learns) for name, shape in shapes.items()}
 
 
 def measure(
@@ -130,7 +146,8 @@ def measure(
 ) -> tuple[float, float]:
     """Return the milliseconds of forward and both gradients in bf16 and in fp8, the cast of the weight included.
 
-    For a frozen weight, measure the forward and the gradient of the input only.
+    For a frozen weight, measure the forward and the gradient of the input only. Raise an ArithmeticError if a result in
+    fp8 is further from that in bf16 than rounding explains.
     """
     x, grad = (torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16) for width in (inner, outer))
     weight = torch.randn(outer, inner, device="cuda") / inner**0.5
@@ -139,9 +156,28 @@ def measure(
     else:
         bf16 = _bf16(x, grad, weight)
         fp8 = _native(x, grad, weight, cast) if backend == "native" else _torchao(x, grad, weight)
+    _check_results(bf16, fp8)
     pairs = [(kernel_ms(bf16), kernel_ms(fp8)) for _ in range(3)]  # alternately, because the clock of the GPU drifts
     first, second = zip(*pairs, strict=True)
     return round(statistics.median(first), 4), round(statistics.median(second), 4)
+
+
+# Relative to the norm of the result. Rounding both operands to e4m3, which has three bits of mantissa, costs 0.04.
+_TOLERANCE = 0.1
+_ROWS_CHECKED = 4096  # of each result: all rows in float32 would need several times the memory of the trial
+
+
+def _check_results(bf16: Callable[[], Sequence[Tensor]], fp8: Callable[[], Sequence[Tensor]]) -> None:
+    exact, found = _sampled_rows(bf16()), _sampled_rows(fp8())
+    # torchao's work returns the two gradients alone.
+    for expected, result in zip(exact[-len(found) :], found, strict=True):
+        difference = float((result - expected).norm() / expected.norm())
+        if not difference < _TOLERANCE:
+            raise ArithmeticError(f"the result is wrong: it differs from bf16's by {difference:.0%}")
+
+
+def _sampled_rows(results: Sequence[Tensor]) -> list[Tensor]:
+    return [result[:: max(1, len(result) // _ROWS_CHECKED)].float() for result in results]
 
 
 def _bf16(x: Tensor, grad: Tensor, weight: Tensor) -> Callable[[], Any]:
@@ -200,3 +236,15 @@ def _key(backend: str, shapes: Shapes, learns: bool) -> str:
     machine = gpu_key(torch.cuda.get_device_properties(0).name, driver_version())
     sizes = ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
     return f"{machine}; {backend}{'' if learns else ', frozen'}: {sizes}"
+
+
+def main(names: list[str]) -> None:
+    """Try the named linears of the request on standard input."""
+    request = json.load(sys.stdin)
+    trials = linear_trials(**request)
+    seconds = _TORCHAO_SECONDS if request["backend"] == "torchao" else _NATIVE_SECONDS
+    answer_trials(names, trials, dict.fromkeys(trials, seconds))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -9,14 +9,19 @@ import torch
 
 _CALLS = 5
 _WAIT_CYCLES = 20_000_000  # about 10 ms
+_WAIT_MS = 10.0
 _ATTEMPTS = 4  # each waits four times as long as the one before
+
+
+class TimingError(RuntimeError):
+    """The host queued the work too slowly to time it on the GPU."""
 
 
 def kernel_ms(work: Callable[[], Any]) -> float:
     """Return the milliseconds of one call on the GPU's clock.
 
     The GPU is made to wait until all calls are queued. Otherwise the time of many small kernels would be that of their
-    launches, and most of all on a busy host.
+    launches, and most of all on a busy host. Raise a TimingError if the host is too slow even for the longest wait.
     """
     for _ in range(2):
         work()  # warm up: the first calls compile code, choose algorithms and allocate workspaces
@@ -31,5 +36,6 @@ def kernel_ms(work: Callable[[], Any]) -> float:
         all_queued_in_time = not begin.query()  # the GPU is still waiting
         end.synchronize()
         if all_queued_in_time:
-            break
-    return begin.elapsed_time(end) / _CALLS
+            return begin.elapsed_time(end) / _CALLS
+    longest = _WAIT_MS * 4 ** (_ATTEMPTS - 1)
+    raise TimingError(f"the host takes more than {longest:.0f} ms to queue {_CALLS} calls, too slow to time the GPU")

@@ -390,9 +390,15 @@ def resolve_on_all_ranks(
     The other ranks might choose differently, because their GPUs may have a little less memory or be in use.
     """
     several = {"gpus": ranks.size // ranks.nodes, "nodes": ranks.nodes}
-    own = resolve(adapt_to_world(recipe, ranks.size) if resumed else recipe, machine, facts, **several)
-    tree = ranks.broadcast(own.recipe.model_dump(mode="json"))
-    return own if ranks.is_main else resolve(validate(tree, where="rank 0"), machine, facts, **several)
+    wanted = adapt_to_world(recipe, ranks.size) if resumed else recipe
+    if not ranks.is_main:
+        resolve(wanted, machine, facts, **several)  # raises what rank 0 raises, instead of waiting for it in vain
+        return resolve(validate(ranks.broadcast(None), where="rank 0"), machine, facts, **several)
+    from redline.models.fused_trial import resolve_tried
+
+    own = resolve_tried(wanted, machine, facts, falls_back=resumed, **several)
+    ranks.broadcast(own.recipe.model_dump(mode="json"))
+    return own
 
 
 def exit_code_of(work: Callable[[], int]) -> int:

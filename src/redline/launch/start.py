@@ -353,6 +353,7 @@ def unused_run_path(recipe: str, suffix: str = "") -> Path:
 def _plan(recipe: Recipe, console: View, ranks: Ranks, *, resumed: bool, gpus: int) -> tuple[Resolved, Any]:
     """Prepare the data and resolve the recipe; return the plan and the data."""
     console.event({"type": "warmup", "message": "preparing data"})
+    from redline.hardware.nvml import foreign_use
     from redline.hardware.probe import detect_machine
     from redline.jobs.objective import job_runtime
 
@@ -368,6 +369,8 @@ def _plan(recipe: Recipe, console: View, ranks: Ranks, *, resumed: bool, gpus: i
     for line in data.messages:  # for example how many rows were left out
         console.event({"type": "warmup", "message": line})
     console.event({"type": "warmup", "message": "detecting the machine"})
+    if ranks.is_main and recipe.train.device != "cpu" and (warning := foreign_use()):
+        console.event({"type": "warning", "message": warning})
     machine = detect_machine(recipe.train.device)
     if gpus > 1 and not ranks.joined:  # a dry run for several GPUs
         return resolve(adapt_to_world(recipe, gpus) if resumed else recipe, machine, data.facts, gpus=gpus), data

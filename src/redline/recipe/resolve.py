@@ -65,6 +65,7 @@ def reason_not_fused(
         return "set in the recipe"
     reasons = {
         "the fused kernels need a GPU": machine.device != "cuda",
+        f"the fused kernels failed their trial on this card: {machine.fused_failure}": bool(machine.fused_failure),
         "the fused kernels are measured on Hopper only": (machine.capability or (0, 0)) < (9, 0),
         "the fused kernels support half precision only": precision == "fp32",
         (unmeasured := costs(recipe).unmeasured(shape)): bool(unmeasured),
@@ -476,6 +477,8 @@ class _Resolver:
         if self.recipe.model.kernels == AUTO:
             value, why = ("torch", reason) if reason else ("fused", "reads and writes each value between matmuls once")
             self.choose("model.kernels", value, why)
+            if self.machine.fused_failure:
+                self.warnings.append(f"model.kernels is torch, which is slower: {why}")
 
     def reason_not_fused(self, shape: DecoderShape, precision: str, checkpointing: str) -> str:
         sharded = self.values["parallel"].get("mode") == FSDP
