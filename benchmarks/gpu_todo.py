@@ -42,7 +42,7 @@ class Task:
 
 
 TASKS = (
-    Task("tests", 300, "no failure", "every kernel, and the paths that changed, beside their references"),
+    Task("tests", 430, "no failure", "every kernel, and the paths that changed, beside their references"),
     Task(
         "throughput",
         330,
@@ -52,7 +52,7 @@ TASKS = (
     Task(
         "startup",
         220,
-        "34 s and 12 s; fp8 39 s and 12 s. Cold starts take longer now: kernels are tried in a child process",
+        "34.5 s and 10.6 s; fp8 51 s and 9.7 s",
         "the trials of fused blocks and fp8 matmuls at the first start",
     ),
     Task("packed", 120, "205k tokens/s", "the ranking of attention back-ends for rows of several documents"),

@@ -53,7 +53,7 @@ last_losses() { # RUN: of the evaluations
 for part in "$@"; do
     case $part in
     tests)
-        limited tests 280 python3 -m pytest tests/gpu tests/kernels tests/jobs -m gpu -n ${WORKERS:-8} -o addopts= -v \
+        limited tests 420 python3 -m pytest tests/gpu tests/kernels tests/jobs -m gpu -n ${WORKERS:-8} -o addopts= -v \
             -p no:cacheprovider --timeout=150 --tb=short
         grep -E "FAILED|ERROR|passed|failed" "$out/tests.log" | sort -u | cut -c1-160
         ;;
