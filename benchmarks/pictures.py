@@ -11,7 +11,7 @@ from redline.units import format_count
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-from benchmarks.time_to_loss import BASELINE, best_entries
+from benchmarks.time_to_loss import ADAMW, BASELINE, best_entries, is_control
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,14 +39,14 @@ RC: Any = {
 def headed(canvas: Figure, result: dict[str, Any], title: str) -> None:
     """Write the title above, and the date and versions below."""
     git, versions = result.get("git") or {}, result.get("versions") or {}
-    commit = str(git.get("commit") or "")[:7]
+    commit = str(git.get("commit") or "")[:7] + (" with uncommitted changes" if git.get("dirty") else "")
     words = [result.get("date"), f"torch {versions['torch']}" if "torch" in versions else "", f"commit {commit}"]
     canvas.suptitle(title, x=0.02, ha="left", size=13.5, weight="bold")
     foot = " · ".join(str(word) for word in words[: 3 if commit else 2] if word)
     canvas.supxlabel(foot, x=0.985, ha="right", size=8.5, color=FAINT)
 
 
-_COLOURS = {BASELINE: SECOND, "pretrain-350m": INK, "speedrun-350m": ACCENT}
+_COLOURS = {BASELINE: SECOND, "pretrain-350m": INK, ADAMW: "#3d7a5a", "speedrun-50m": ACCENT}
 _ABOVE = 2.2  # how far the axis reaches above the target, in units of the distance from the target to the lowest loss
 
 
@@ -68,16 +68,18 @@ def draw_time_to_loss(canvas: Figure, result: dict[str, Any]) -> None:
         ax.set_ylabel("validation loss")
         ax.grid(visible=True)
         ax.set_xlim(left=0)
-        ax.legend(frameon=False, loc="upper right", fontsize=9)
+        ax.legend(facecolor=CARD, edgecolor="none", framealpha=0.85, loc="upper right", fontsize=9)
     headed(canvas, result, f"Time to loss on one {result['machine']['name']}")
 
 
 def _draw_table(ax: Axes, table: dict[str, Any], rows: dict[str, Row], budget: str) -> None:
     target, lowest = table["baseline"]["final_loss"], table["baseline"]["final_loss"]
-    for entry in best_entries(table):
+    controls = [entry for entry in table["entries"] if is_control(entry["arm"], entry["overrides"])]
+    for entry in (*best_entries(table), *controls):
         colour, lowest = _colour(entry["arm"]), min(lowest, entry["final_loss"])
         for number, name in enumerate(entry["names"]):
-            _draw_curve(ax, rows[name], colour, None if number else _label(entry))
+            label = None if number else _label(entry, rows[name])
+            _draw_curve(ax, rows[name], colour, label, dashed=entry in controls)
         if entry["passes_s"] is not None and entry["arm"] != BASELINE:
             ax.plot(entry["passes_s"], target, "o", color=colour, markersize=7, zorder=5)
             ax.annotate(
@@ -93,17 +95,27 @@ def _draw_table(ax: Axes, table: dict[str, Any], rows: dict[str, Row], budget: s
     ax.set_title(f"{budget}: {BASELINE} ends at {target:.3f}", loc="left", size=10.5, weight="bold")
 
 
-def _draw_curve(ax: Axes, row: Row, colour: str, label: str | None) -> None:
+def _draw_curve(ax: Axes, row: Row, colour: str, label: str | None, *, dashed: bool = False) -> None:
     known = [point for point in row["evaluations"] if point["loss"] is not None]
     seconds, losses = ([point[key] for point in known] for key in ("seconds", "loss"))
-    ax.plot(seconds, losses, "-o", color=colour, linewidth=1.6, markersize=2.8, label=label)
+    ax.plot(seconds, losses, "--o" if dashed else "-o", color=colour, linewidth=1.6, markersize=2.8, label=label)
 
 
-def _label(entry: dict[str, Any]) -> str:
+def _label(entry: dict[str, Any], row: Row) -> str:
+    """Return the arm with its size, seeds and time: a smaller model and a single seed must be visible."""
+    total = (row["lock"].get("parameters") or {}).get("total")
+    seeds = "one seed" if len(entry["seeds"]) == 1 else f"{len(entry['seeds'])} seeds"
+    about = ", ".join([*([format_count(total)] if total else []), seeds])
     ratio = entry["ratio"]
+    if is_control(entry["arm"], entry["overrides"]):
+        return f"control, {entry['arm']}'s loop ({about}): " + _time_share(ratio)
     if entry["arm"] == BASELINE:
-        return f"{entry['arm']}: {entry['seconds']:.0f} s"
-    return f"{entry['arm']}: " + ("does not pass" if ratio is None else f"{ratio:.2f} of its time")
+        return f"{entry['arm']} ({about}): {entry['seconds']:.0f} s"
+    return f"{entry['arm']} ({about}): " + _time_share(ratio)
+
+
+def _time_share(ratio: float | None) -> str:
+    return "does not pass" if ratio is None else f"{ratio:.2f} of its time"
 
 
 def _colour(arm: str) -> str:
@@ -260,5 +272,6 @@ _PICTURES = {
     "throughput": _draw_throughput,
     "finetune": _draw_throughput,
     "plan-accuracy": _draw_plan_accuracy,
+    "plan-accuracy-held-out": _draw_plan_accuracy,
     "time-to-loss": draw_time_to_loss,
 }
