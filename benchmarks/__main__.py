@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,7 +12,7 @@ import benchmarks
 from benchmarks import finetune as finetuning
 from benchmarks import latent as latents
 from benchmarks import pages, plan_accuracy, time_to_loss
-from benchmarks.record import Record
+from benchmarks.record import Record, refuse_dirty
 from redline.bench import throughput as speeds
 from redline.bench.record import check_out, file_for, read_earlier
 from redline.bench.setting import choose_setting
@@ -33,13 +33,20 @@ OverridesArgument = Annotated[
 ]
 ArmOption = Annotated[
     str | None,
-    typer.Option("--arm", metavar="NAME[,NAME]", help="nanogpt, pretrain-350m, speedrun-350m; default: all."),
+    typer.Option("--arm", metavar="NAME[,NAME]", help=f"{', '.join(time_to_loss.ARMS)}; default: all."),
 ]
 BudgetOption = Annotated[
     str | None, typer.Option("--budget", metavar="TIME", help="Training time per arm: 2m (default on a GPU), 90s, 480.")
 ]
 SeedOption = Annotated[str, typer.Option("--seed", metavar="N[,N]", help="Train each arm once per seed.")]
 AgainOption = Annotated[bool, typer.Option("--again", help="Train runs again that --out already holds.")]
+DirtyOption = Annotated[
+    bool, typer.Option("--allow-dirty", help="Accept uncommitted changes, here and in --out; the rows are marked.")
+]
+
+HeldOutOption = Annotated[
+    bool, typer.Option("--held-out", help="Measure the held-out configurations, which no constant was fitted to.")
+]
 
 LLAMA = speeds.Contender(
     "transformers",
@@ -106,22 +113,34 @@ def latent(
 
 @app.command("plan-accuracy")
 def compare_plan(
-    words: cli.WordsArgument = None, json_: JsonOption = False, out: OutOption = None, only: cli.OnlyOption = None
+    words: cli.WordsArgument = None,
+    json_: JsonOption = False,
+    out: OutOption = None,
+    only: cli.OnlyOption = None,
+    held_out: HeldOutOption = False,
+    allow_dirty: DirtyOption = False,
 ) -> None:
     """Compare planned with measured memory and tokens per second, by a few real steps of each configuration.
 
     With an --out file of an earlier call, only configurations without a figure, or those of --only, are measured.
+    --held-out measures another list: configurations that no constant of the plan was fitted to.
     """
     check_out(out, may_exist=True)
     name, overrides = split_words(words)
     if name is not None and only is not None:
         raise UsageError("selects from the list; a recipe is measured alone.", where="--only", fix="Leave one out.")
+    if name is not None and held_out:
+        what = "measures its own list of configurations; a recipe is measured alone."
+        raise UsageError(what, where="--held-out", fix="Leave one out.")
     machine = detect_machine(load(name or "pretrain-350m", overrides).recipe.train.device)
-    out = file_for(out, "plan-accuracy", machine, may_exist=True, siblings=Record.siblings)
-    earlier = read_earlier(out, "plan-accuracy", machine)
-    known = plan_accuracy.cases(name, overrides, machine.device)
+    benchmark = plan_accuracy.NAMES[held_out]
+    out = file_for(out, benchmark, machine, may_exist=True, siblings=Record.siblings)
+    earlier = read_earlier(out, benchmark, machine)
+    if earlier:
+        _refuse_dirty(earlier, out, allow_dirty=allow_dirty)
+    known = plan_accuracy.cases(name, overrides, machine.device, held_out=held_out)
     chosen = plan_accuracy.due(known, only, earlier["rows"] if earlier else [])
-    record = cli.start_record(Record("plan-accuracy", machine, {}, out))
+    record = cli.start_record(Record(benchmark, machine, {}, out))
     if earlier:
         record.continue_from(earlier)
         typer.echo(f"  continues  {len(earlier['rows'])} rows exist, {len(chosen)} to measure", err=True)
@@ -141,6 +160,7 @@ def race(
     again: AgainOption = False,
     json_: JsonOption = False,
     out: OutOption = None,
+    allow_dirty: DirtyOption = False,
 ) -> None:
     """Measure the training seconds until each arm passes the final loss of a nanoGPT-style baseline on the same tokens.
 
@@ -157,10 +177,14 @@ def race(
     if name is not None:
         raise UsageError(f"{name!r} is not key=value.", fix="Name an arm with --arm.")
     time_to_loss.check_overrides(arms, overrides)
+    time_to_loss.check_tree(allow_dirty=allow_dirty)
     machine = detect_machine(time_to_loss.device_of(overrides))
     time_to_loss.check_data(overrides, machine)
     out = file_for(out, "time-to-loss", machine, may_exist=True, siblings=Record.siblings)
     earlier = read_earlier(out, "time-to-loss", machine, time_to_loss.KNOWN_BY)
+    if earlier:
+        _refuse_dirty(earlier, out, allow_dirty=allow_dirty)
+        earlier["rows"] = time_to_loss.with_current_names(earlier["rows"])
     time_to_loss.check_rows(earlier["rows"] if earlier else [], out, overrides, machine)
     seconds = time_to_loss.BUDGETS[machine.device] if seconds is None else seconds
     ordered = time_to_loss.in_order(overrides)
@@ -175,6 +199,12 @@ def race(
     names = {trial.name for trial in asked}
     if any("error" in row for row in record.rows if row["name"] in names):
         raise typer.Exit(EXIT_FAILED)
+
+
+def _refuse_dirty(earlier: dict[str, Any], out: Path | None, *, allow_dirty: bool) -> None:
+    """Refuse to add rows to a result that holds some of an unknown state of the code, unless it is asked for."""
+    if not allow_dirty:
+        refuse_dirty(earlier, out)
 
 
 def _exit_if_first_failed(record: Record) -> None:

@@ -295,6 +295,7 @@ def _caption(benchmark: str) -> str:
         "throughput": "tokens per second",
         "finetune": "tokens per second",
         "plan-accuracy": "planned against measured",
+        "plan-accuracy-held-out": "planned against measured, configurations that nothing was fitted to",
         "time-to-loss": "validation loss over seconds of training",
     }
     return captions.get(benchmark, benchmark)
@@ -397,6 +398,7 @@ _COLUMNS: dict[str, Sequence[Column]] = {
         ("evaluation and step", _shown("evaluation_and_step_s", "{:.1f}")),
     ),
 }
+_COLUMNS["plan-accuracy-held-out"] = _COLUMNS["plan-accuracy"]
 
 
 def accuracy_line(row: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from redline.units import format_count
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-from benchmarks.time_to_loss import BASELINE, best_entries
+from benchmarks.time_to_loss import ADAMW, BASELINE, best_entries, is_control
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,14 +39,14 @@ RC: Any = {
 def headed(canvas: Figure, result: dict[str, Any], title: str) -> None:
     """Write the title above, and the date and versions below."""
     git, versions = result.get("git") or {}, result.get("versions") or {}
-    commit = str(git.get("commit") or "")[:7]
+    commit = str(git.get("commit") or "")[:7] + (" with uncommitted changes" if git.get("dirty") else "")
     words = [result.get("date"), f"torch {versions['torch']}" if "torch" in versions else "", f"commit {commit}"]
     canvas.suptitle(title, x=0.02, ha="left", size=13.5, weight="bold")
     foot = " · ".join(str(word) for word in words[: 3 if commit else 2] if word)
     canvas.supxlabel(foot, x=0.985, ha="right", size=8.5, color=FAINT)
 
 
-_COLOURS = {BASELINE: SECOND, "pretrain-350m": INK, "speedrun-350m": ACCENT}
+_COLOURS = {BASELINE: SECOND, "pretrain-350m": INK, ADAMW: "#3d7a5a", "speedrun-50m": ACCENT}
 _ABOVE = 2.2  # how far the axis reaches above the target, in units of the distance from the target to the lowest loss
 
 
@@ -54,7 +54,7 @@ def draw_time_to_loss(canvas: Figure, result: dict[str, Any]) -> None:
     """Draw a panel for each table, with each arm at its best overrides; without a baseline, all curves in one panel."""
     rows = {row["name"]: row for row in result["rows"]}
     tables = result["comparison"]
-    canvas.set_size_inches(max(9.0, 6.2 * len(tables)), 4.6)
+    canvas.set_size_inches(max(9.0, 6.2 * len(tables)), 5.6)
     panels = canvas.subplots(1, max(1, len(tables)), squeeze=False)[0]
     several = len({table["data"]["fingerprint"] for table in tables}) > 1
     for ax, table in zip(panels, tables, strict=False):
@@ -68,16 +68,18 @@ def draw_time_to_loss(canvas: Figure, result: dict[str, Any]) -> None:
         ax.set_ylabel("validation loss")
         ax.grid(visible=True)
         ax.set_xlim(left=0)
-        ax.legend(frameon=False, loc="upper right", fontsize=9)
+        ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.0, -0.16), fontsize=9)  # below: it hides no curve
     headed(canvas, result, f"Time to loss on one {result['machine']['name']}")
 
 
 def _draw_table(ax: Axes, table: dict[str, Any], rows: dict[str, Row], budget: str) -> None:
     target, lowest = table["baseline"]["final_loss"], table["baseline"]["final_loss"]
-    for entry in best_entries(table):
+    controls = [entry for entry in table["entries"] if is_control(entry["arm"], entry["overrides"])]
+    for entry in (*best_entries(table), *controls):
         colour, lowest = _colour(entry["arm"]), min(lowest, entry["final_loss"])
         for number, name in enumerate(entry["names"]):
-            _draw_curve(ax, rows[name], colour, None if number else _label(entry))
+            label = None if number else _label(entry, rows[name])
+            _draw_curve(ax, rows[name], colour, label, dashed=entry in controls)
         if entry["passes_s"] is not None and entry["arm"] != BASELINE:
             ax.plot(entry["passes_s"], target, "o", color=colour, markersize=7, zorder=5)
             ax.annotate(
@@ -93,17 +95,27 @@ def _draw_table(ax: Axes, table: dict[str, Any], rows: dict[str, Row], budget: s
     ax.set_title(f"{budget}: {BASELINE} ends at {target:.3f}", loc="left", size=10.5, weight="bold")
 
 
-def _draw_curve(ax: Axes, row: Row, colour: str, label: str | None) -> None:
+def _draw_curve(ax: Axes, row: Row, colour: str, label: str | None, *, dashed: bool = False) -> None:
     known = [point for point in row["evaluations"] if point["loss"] is not None]
     seconds, losses = ([point[key] for point in known] for key in ("seconds", "loss"))
-    ax.plot(seconds, losses, "-o", color=colour, linewidth=1.6, markersize=2.8, label=label)
+    ax.plot(seconds, losses, "--o" if dashed else "-o", color=colour, linewidth=1.6, markersize=2.8, label=label)
 
 
-def _label(entry: dict[str, Any]) -> str:
+def _label(entry: dict[str, Any], row: Row) -> str:
+    """Return the arm with its size, seeds and time: a smaller model and a single seed must be visible."""
+    total = (row["lock"].get("parameters") or {}).get("total")
+    seeds = "one seed" if len(entry["seeds"]) == 1 else f"{len(entry['seeds'])} seeds"
+    about = ", ".join([*([format_count(total)] if total else []), seeds])
     ratio = entry["ratio"]
+    if is_control(entry["arm"], entry["overrides"]):
+        return f"control, {entry['arm']}'s loop ({about}): " + _time_share(ratio)
     if entry["arm"] == BASELINE:
-        return f"{entry['arm']}: {entry['seconds']:.0f} s"
-    return f"{entry['arm']}: " + ("does not pass" if ratio is None else f"{ratio:.2f} of its time")
+        return f"{entry['arm']} ({about}): {entry['seconds']:.0f} s"
+    return f"{entry['arm']} ({about}): " + _time_share(ratio)
+
+
+def _time_share(ratio: float | None) -> str:
+    return "does not pass" if ratio is None else f"{ratio:.2f} of its time"
 
 
 def _colour(arm: str) -> str:
@@ -162,14 +174,15 @@ def _draw_throughput(canvas: Figure, result: dict[str, Any]) -> None:
             weight="bold" if ours else "normal",
         )
     reach = _draw_limits(ax, rows, most)
-    ax.set_yticks(range(len(rows)), [_NAMES.get(str(row["name"]), str(row["name"])) for row in rows])
+    ax.set_yticks(range(len(rows)), [_named(row) for row in rows])
     ax.set_ylim(len(rows) - 0.45, -0.55)
     room = 1.85 if any("times_plain" in row for row in rows) else 1.42  # for the text beside the longest bar
     ax.set_xlim(0, max(room * most, 1.02 * reach))
     ax.xaxis.set_major_formatter(lambda value, _: format_count(value))
     ax.grid(visible=True, axis="x")
     ax.spines["left"].set_visible(False)
-    ax.set_xlabel("tokens per second")
+    has_mfu = any(row.get("mfu") is not None for row in rows)
+    ax.set_xlabel("tokens per second" + ("; MFU is of the dense bf16 peak, also in fp8" if has_mfu else ""))
     headed(canvas, result, f"{result.get('recipe', 'training')} on one {result['machine']['name']}")
 
 
@@ -179,6 +192,13 @@ def _beside(row: Row) -> str:
     slower = "" if not ratio or str(row["name"]).startswith("redline") else f"  ·  redline is {ratio:.2f}×"
     times = f"  ·  {row['times_plain']:.2f}× plain" if row.get("times_plain") else ""
     return f"{row['tokens_per_s']:,.0f}{share}{slower}{times}"
+
+
+def _named(row: Row) -> str:
+    """Return the label of a bar; that of fp8 has the share of its own limit, because MFU is of the bf16 peak."""
+    name, limit = _NAMES.get(str(row["name"]), str(row["name"])), row.get("ceiling_tokens_per_s")
+    is_fp8 = row.get("precision") == "fp8" and limit
+    return f"{name}\n{row['tokens_per_s'] / limit:.0%} of the fp8 limit" if is_fp8 else name
 
 
 def _draw_limits(ax: Axes, rows: Sequence[Row], most: float) -> float:
@@ -211,15 +231,22 @@ def _draw_plan_accuracy(canvas: Figure, result: dict[str, Any]) -> None:
         ax.set_xlabel("planned ÷ measured − 1", loc="left")
     left.set_yticks(range(len(rows)), [_short(row) for row in rows])
     left.set_ylim(len(rows) - 0.4, -0.6)
-    headed(canvas, result, f"The plan against real steps on one {result['machine']['name']}")
+    is_fitted = any(row.get("planned_before") for row in rows)
+    about = ": after fitting (full) and before (hollow)" if is_fitted else ""
+    headed(canvas, result, f"The plan against real steps on one {result['machine']['name']}{about}")
 
 
 def _draw_errors(ax: Axes, rows: Sequence[Row], key: str, most: float, show: Callable[[float], str]) -> None:
-    """Draw a dot for each case at the error of its plan, red beyond `most`, and both figures at the right."""
+    """Draw a dot for each case at the error of its plan, red beyond `most`, and both figures at the right.
+
+    A hollow dot is the error of the plan before its constants were fitted to the case, where the result has it.
+    """
     for width, colour in _BANDS:
         ax.axvspan(-width, width, color=colour, zorder=0, linewidth=0)
     ax.axvline(0, color=FAINT, linewidth=0.8)
     for place, row in enumerate(rows):
+        if (before := _error({**row, "planned": row.get("planned_before") or {}}, key)) is not None:
+            _draw_error(ax, place, before, FAINT, hollow=True)
         if (error := _error(row, key)) is not None:
             _draw_error(ax, place, error, ACCENT if abs(error) > most else INK)
         values = " → ".join(
@@ -232,15 +259,16 @@ def _draw_errors(ax: Axes, rows: Sequence[Row], key: str, most: float, show: Cal
     ax.spines["bottom"].set_visible(False)
 
 
-def _draw_error(ax: Axes, place: int, error: float, colour: str) -> None:
+def _draw_error(ax: Axes, place: int, error: float, colour: str, *, hollow: bool = False) -> None:
     """Draw an error; one beyond the axis is drawn at its end, with its value."""
+    fill = {"markerfacecolor": "none", "markeredgewidth": 1.0} if hollow else {"markeredgewidth": 0}
     if abs(error) <= _REACH:
-        ax.plot(error, place, "o", color=colour, markersize=5.5, markeredgewidth=0)
+        ax.plot(error, place, "o", color=colour, markersize=5.5, **fill)
         return
-    ax.plot(_REACH if error > 0 else -_REACH, place, ">" if error > 0 else "<", color=colour, markersize=6)
+    ax.plot(_REACH if error > 0 else -_REACH, place, ">" if error > 0 else "<", color=colour, markersize=6, **fill)
     side = "right" if error > 0 else "left"
     near = (_REACH - 0.008) * (1 if error > 0 else -1)
-    ax.text(near, place, f"{error:+.0%}", ha=side, va="center", size=8.5, color=colour)
+    ax.text(near, place - (0.3 if hollow else 0.0), f"{error:+.0%}", ha=side, va="center", size=8.5, color=colour)
 
 
 def _error(row: Row, key: str) -> float | None:
@@ -260,5 +288,6 @@ _PICTURES = {
     "throughput": _draw_throughput,
     "finetune": _draw_throughput,
     "plan-accuracy": _draw_plan_accuracy,
+    "plan-accuracy-held-out": _draw_plan_accuracy,
     "time-to-loss": draw_time_to_loss,
 }

@@ -22,6 +22,8 @@
 # bounds     TOKENS: −log p by block size; goes on from OUT/bounds.json
 # tune       TOKENS: trials of the race to a loss; goes on from OUT/tune.json
 # parts      TOKENS: what each part is worth in that race; goes on from OUT/parts.json
+# decide     TOKENS: trials of pretrain-350m with AdamW in bf16, the arm that decides (goes on from OUT/tune.json); with ADAMW="the words that
+#            won": that arm in the race, three seeds of two minutes
 # race       TOKENS: the race itself with what won its trials, three seeds of two minutes and one of eight; goes on from OUT/race.json
 #
 # GPT-2's tokenizer, where a part needs it: REDLINE_GPT2=folder of its tokenizer.json.
@@ -147,14 +149,21 @@ for part in "$@"; do
         limited parts "${LIMIT:-560}" python3 -m benchmarks.studies.tune_race "$out/parts.json" "${TOKENS:?a folder of tokens}" --parts --at-once 3
         cat "$out/parts.log"
         ;;
+    decide)
+        limited tune "${LIMIT:-560}" python3 -m benchmarks.studies.tune_race "$out/tune.json" "${TOKENS:?a folder of tokens}" --at-once 3 --adamw
+        cat "$out/tune.log"
+        # shellcheck disable=SC2086 # words, not a word
+        [[ -z ${ADAMW:-} ]] || bench race "${LIMIT:-2400}" time-to-loss "data.source=$TOKENS" --arm pretrain-350m-adamw $ADAMW --budget 120 \
+            --seed 1337,1338,1339
+        ;;
     race)
         [[ -d /dev/shm ]] && export TMPDIR=/dev/shm # where each arm's last checkpoint is written, and deleted
         ours="train.optimizer=normuon train.muon_lr=0.01 train.muon_momentum=0.9 train.lr=1.2e-2 train.betas=[0.7,0.998] train.weight_decay=0 \
             train.global_batch=16 train.precision=fp8 train.graph=true model.init=zero model.embedding_std=0.005 \
             train.schedule=wsd train.decay_fraction=0.6 train.min_lr_ratio=0.0"
         for arm in "120 1337,1338,1339 nanogpt train.lr=6e-4 train.global_batch=16 train.warmup_steps=280" \
-            "24 1337,1338,1339 pretrain-350m $ours train.warmup_steps=56" "6 1337,1338,1339 speedrun-350m train.warmup_steps=20" \
-            "82 1337 pretrain-350m $ours" "24 1337 speedrun-350m train.warmup_steps=20" \
+            "24 1337,1338,1339 pretrain-350m $ours train.warmup_steps=56" "6 1337,1338,1339 speedrun-50m train.warmup_steps=20" \
+            "82 1337 pretrain-350m $ours" "24 1337 speedrun-50m train.warmup_steps=20" \
             "480 1337 nanogpt train.lr=6e-4 train.global_batch=16 train.warmup_steps=280"; do
             read -r budget seeds name words <<<"$arm"
             # shellcheck disable=SC2086 # words, not a word

@@ -32,16 +32,23 @@ from typing import NamedTuple
 
 from redline.bench.setting import TINY, with_defaults
 from redline.errors import did_you_mean
-from redline.recipe.load import parse_overrides, shipped
+from redline.recipe.load import current_name, parse_overrides, shipped
 from redline.runs.events import Event, number
 
 BASELINE = "nanogpt"
-ARMS = (BASELINE, "pretrain-350m", "speedrun-350m")  # all but the first are recipes
+# The arm that decides: the architecture, kernels and code of `pretrain-350m` with AdamW in bf16. What lies between it
+# and `pretrain-350m` is the optimizer and fp8; what lies between it and the baseline is the architecture and the loop.
+ADAMW = "pretrain-350m-adamw"
+RECIPES = {"pretrain-350m": "pretrain-350m", ADAMW: "pretrain-350m", "speedrun-50m": "speedrun-50m"}  # arm → recipe
+ARMS = (BASELINE, *RECIPES)
+# Overrides that an arm is named for; the user may not change them.
+FORCED: dict[str, tuple[str, ...]] = {ADAMW: ("train.optimizer=adamw", "train.precision=bf16")}
 # Keys that the baseline's loop reads. It would ignore any other without a word, so others are refused.
 BASELINE_READS = {
     *(f"data.{key}" for key in ("source", "tokenizer", "seq_len", "shuffle", "workers", "val_fraction", "text_key")),
     *(f"model.{key}" for key in ("layers", "d_model", "heads")),
     *(f"train.{key}" for key in ("lr", "global_batch", "micro_batch", "warmup_steps", "weight_decay", "min_lr_ratio")),
+    *(f"train.{key}" for key in ("betas", "schedule", "decay_fraction")),
     *(f"train.{key}" for key in ("device", "precision", "compile")),
     "eval.sequences",
 }
@@ -105,6 +112,16 @@ def in_order(overrides: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in sorted(values.items()))
 
 
+def with_current_names(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows of an earlier result with the present names of arms that were renamed since."""
+    return [_with_current_name(row) for row in rows]
+
+
+def _with_current_name(row: Row) -> Row:
+    arm = current_name(row["arm"])
+    return row if arm == row["arm"] else {**row, "arm": arm, "name": row["name"].replace(row["arm"], arm, 1)}
+
+
 def is_control(arm: str, overrides: Iterable[str]) -> bool:
     """Return whether this is a control: the baseline's loop with another shape, which shows what size is worth."""
     return arm == BASELINE and any(key_of(word).startswith("model.") for word in overrides)
@@ -114,15 +131,15 @@ def choose_arms(asked: str | None) -> list[str]:
     """Return the named arms, or all that this version has a recipe for."""
     known = shipped()
     if asked is None:
-        return [arm for arm in ARMS if arm == BASELINE or arm in known]
-    names = list(dict.fromkeys(name.strip() for name in asked.split(",") if name.strip()))
+        return [arm for arm in ARMS if arm == BASELINE or RECIPES[arm] in known]
+    names = list(dict.fromkeys(current_name(name.strip()) for name in asked.split(",") if name.strip()))
     if not names:
         raise UsageError("names no arm.", where="--arm", fix=f"There are {', '.join(ARMS)}.")
     for name in names:
         if name not in ARMS:
             hint = did_you_mean(name, ARMS) or f"There are {', '.join(ARMS)}."
             raise UsageError(f"{name!r} is none of the arms.", where="--arm", fix=hint)
-        if name != BASELINE and name not in known:
+        if name != BASELINE and RECIPES[name] not in known:
             what = f"{name!r} has no recipe in this version."
             raise UsageError(what, where="--arm", fix=f"There are {', '.join(choose_arms(None))}.")
     return names
@@ -136,10 +153,19 @@ def check_overrides(arms: Iterable[str], overrides: Iterable[str]) -> None:
             raise UsageError("the benchmark sets this itself.", where=word, fix=OWN[key])
     for arm in arms:
         if arm != BASELINE:
-            load(arm, list(overrides))  # report a mistake before anything is measured
+            load(RECIPES[arm], list(overrides))  # report a mistake before anything is measured
+            _refuse_forced(arm, keys)
         elif unread := [word for key, word in keys.items() if key not in BASELINE_READS]:
             fix = "Name the other arms with --arm, and run nanogpt in a call of its own."
             raise UsageError("nanogpt does not read this.", where=unread[0], fix=fix)
+
+
+def _refuse_forced(arm: str, keys: dict[str, str]) -> None:
+    """Refuse an override of what the arm is named for: its row would have the wrong name."""
+    for forced in FORCED.get(arm, ()):
+        word = keys.get(key_of(forced))
+        if word is not None and word != forced:
+            raise UsageError(f"{arm} is defined by {forced}.", where=word, fix="Leave it out, or name another --arm.")
 
 
 def device_of(overrides: Iterable[str]) -> str:
@@ -154,7 +180,7 @@ def words_for(arm: str, overrides: Iterable[str], device: str) -> list[str]:
     common = [*SAME_FOR_ALL[device], *(TINY_TEXT if device == "cpu" and not own_text else ())]
     if arm == BASELINE:
         common = [word for word in common if key_of(word) in BASELINE_READS]
-    return with_defaults(common, overrides)
+    return with_defaults(with_defaults(common, FORCED.get(arm, ())), overrides)
 
 
 Point = dict[str, Any]  # step, tokens, seconds, loss
@@ -498,11 +524,24 @@ class Call:
     card_anchor_ms: float | None
 
 
+UNCOMMITTED = "measured in a tree with uncommitted changes: its commit does not say what was measured"
+
+
+def check_tree(*, allow_dirty: bool) -> None:
+    """Refuse to race in a tree with uncommitted changes: the commit in the rows would not say what was measured."""
+    state = git_state()
+    if state["dirty"] and not allow_dirty:
+        what = f"the code has uncommitted changes since commit {str(state['commit'])[:7]}."
+        raise UsageError(what, where="time-to-loss", fix="Commit them, or add --allow-dirty, which marks the rows.")
+
+
 def run_time_to_loss(trials: Sequence[Trial], machine: Machine, rows: Sequence[Row], *, again: bool) -> Iterator[Row]:
     """Yield a row for each trial; the row of one that cannot run has the reason in `error`.
 
-    Existing `rows` provide the time of a step, unless everything is measured `again`.
+    Existing `rows` provide the time of a step, unless everything is measured `again`. Rows that are measured in a tree
+    with uncommitted changes have `dirty`.
     """
+    dirty = bool(git_state()["dirty"])
     anchor, anchor_warnings = _card_anchor(machine) if trials else (None, [])
     known = [] if again else list(rows)
     with tempfile.TemporaryDirectory(prefix="redline-bench-") as folder:
@@ -514,10 +553,12 @@ def run_time_to_loss(trials: Sequence[Trial], machine: Machine, rows: Sequence[R
                 "budget_s": trial.budget_s,
                 "seed": trial.seed,
                 "card_anchor_ms": anchor,
+                **({"dirty": True} if dirty else {}),
             }
             try:
                 trained = _train(trial, Call(machine.device, Path(folder), anchor), known)
                 warnings = [*anchor_warnings, *trained["warnings"], *_warnings(trial, trained)]
+                warnings += [UNCOMMITTED] if dirty else []
                 row |= trained | {"warnings": warnings} | _error_of(trained)
                 known.append(row)
                 yield row
@@ -589,7 +630,7 @@ def _redline(trial: Trial, words: list[str], last: list[str], call: Call, limit_
     given = {key_of(word) for word in last}
     words = [word for word in words if key_of(word) not in given]
     try:
-        return train([trial.arm, *common, *words, *_NO_OTHER_STOP, *last], run, limit_s=limit_s)
+        return train([RECIPES[trial.arm], *common, *words, *_NO_OTHER_STOP, *last], run, limit_s=limit_s)
     finally:
         shutil.rmtree(run, ignore_errors=True)
 
@@ -598,7 +639,7 @@ def _warmup(trial: Trial, words: list[str], steps: int) -> list[str]:
     """Return the override of the warm-up: none if the user set it, else the recipe's, limited to a share of the run."""
     if any(key_of(word) == "train.warmup_steps" for word in trial.overrides):
         return []
-    own, most = load(trial.arm, words).recipe.train.warmup_steps, max(1, round(MOST_WARMUP * steps))
+    own, most = load(RECIPES[trial.arm], words).recipe.train.warmup_steps, max(1, round(MOST_WARMUP * steps))
     return [] if own == AUTO or int(own) <= most else [f"train.warmup_steps={most}"]
 
 

@@ -60,6 +60,7 @@ class Gpt2Block(nn.Module):
 class Gpt2(nn.Module):
     def __init__(self, shape: Gpt2Shape) -> None:
         super().__init__()
+        self.shape = shape
         self.tokens = nn.Embedding(shape.vocab, shape.width)
         self.positions = nn.Embedding(shape.length, shape.width)
         self.blocks = nn.ModuleList(Gpt2Block(shape) for _ in range(shape.layers))
@@ -84,6 +85,31 @@ class Gpt2(nn.Module):
             std = STD / math.sqrt(2 * len(self.blocks)) if added else STD
             weight.copy_(torch.empty(weight.shape).normal_(0.0, std, generator=generator))
 
+    def description(self) -> dict[str, Any]:
+        """Return the shape as it is, for the lock: redline's recipe has no words for parts of it."""
+        shape = self.shape
+        return {
+            "architecture": "gpt2",
+            "layers": shape.layers,
+            "d_model": shape.width,
+            "heads": shape.heads,
+            "kv_heads": shape.heads,
+            "head_dim": shape.width // shape.heads,
+            "d_ff": 4 * shape.width,
+            "vocab": shape.vocab,
+            "mlp": "gelu",
+            "norm": "layernorm",
+            "positions": "learned",
+            "bias": False,
+            "dropout": 0.0,
+            "tied": True,
+            "qk_norm": False,
+            "init": "gpt2",
+            "embedding_std": STD,
+            "kernels": "torch",
+            "attention": "sdpa",
+        }
+
     def counts(self) -> dict[str, int]:
         """Count parameters as the plan does: with the head, without positions and norms."""
         total = sum(weight.numel() for weight in self.parameters())
@@ -91,12 +117,14 @@ class Gpt2(nn.Module):
         return {"total": total, "trainable": total, "matmul": total - norms - self.positions.weight.numel()}
 
 
-def adamw(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
+def adamw(
+    model: nn.Module, *, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.95)
+) -> torch.optim.AdamW:
     """Return fused AdamW, with decay on tensors of two dimensions or more."""
     matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
     rest = [weight for weight in model.parameters() if weight.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 
 class Gpt2Job(CausalLM):

@@ -5,6 +5,7 @@
 The request holds `key=value` words, the budget in seconds, and the milliseconds of a step where they are known already;
 the answer is one JSON line. Fused AdamW (0.9, 0.95), decay on matrices, gradients clipped at 1, a cosine to a tenth of
 the learning rate that is fitted to the budget, bf16 autocast, the whole model compiled, micro-batches accumulated.
+Betas and the schedule may be set, as for every other arm.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from redline.errors import UserError
 from redline.fields import none_if_auto
 from redline.hardware.probe import detect_machine
 from redline.jobs.objective import Batch
-from redline.planning.schedule import lr_factor
+from redline.planning.schedule import ONE_CYCLE, lr_factor
 from redline.recipe.aliases import canonical_keys
 from redline.recipe.load import nest, parse_overrides, validate
 from redline.recipe.lock import git_state, versions
@@ -84,7 +85,8 @@ class Baseline:
         self.optimizer = self._optimizer()
 
     def _optimizer(self) -> torch.optim.AdamW:
-        return adamw(self.job.model, lr=float(self.options.lr), weight_decay=self.options.weight_decay)
+        options = self.options
+        return adamw(self.job.model, lr=float(options.lr), weight_decay=options.weight_decay, betas=options.betas)
 
     def warm_up(self) -> None:
         """Compile and allocate without changing a weight."""
@@ -138,8 +140,14 @@ class Baseline:
         return self.job.evaluate(self.resolved.batch.micro)["loss"]
 
     def _lr_factor(self, step: int, steps: int) -> float:
-        floor = self.options.min_lr_ratio
-        return lr_factor("cosine", step=step, warmup=self.warmup(steps), progress=step / steps, floor=floor)
+        return lr_factor(
+            self.options.schedule,
+            step=step,
+            warmup=self.warmup(steps),
+            progress=step / steps,
+            floor=self.options.min_lr_ratio,
+            decay_fraction=self.options.decay_fraction,
+        )
 
     def warmup(self, steps: int) -> int:
         return max(1, round(WARMUP_SHARE * steps)) if self.warmup_steps is None else self.warmup_steps
@@ -173,12 +181,16 @@ def measure(words: list[str], budget_s: float, known_step_ms: float | None = Non
 
 
 def _lock(baseline: Baseline, facts: DataFacts, steps: int) -> dict[str, Any]:
-    """Return the lock of a run: the part of the recipe that this loop reads, and the machine."""
+    """Return the lock of a run: the part of the recipe that this loop reads, and the machine.
+
+    A recipe describes redline's decoder. So its model is replaced by GPT-2's true shape, and its optimizer's keys by
+    what the loop uses.
+    """
     resolved = baseline.resolved
-    chosen = {"steps": steps, "warmup_steps": baseline.warmup(steps)}
+    chosen = {"steps": steps, "warmup_steps": baseline.warmup(steps), "optimizer": "adamw", "clip": CLIP}
     recipe = resolved.recipe.model_copy(update={"train": resolved.recipe.train.model_copy(update=chosen)})
     return {
-        "recipe": recipe.model_dump(mode="json"),
+        "recipe": {**recipe.model_dump(mode="json"), "model": baseline.job.model.description()},
         "parameters": baseline.job.model.counts(),
         "batch": {"micro": resolved.batch.micro, "global": resolved.batch.global_batch},
         "data": vars(facts),
@@ -193,6 +205,9 @@ def _check_supported(resolved: Resolved) -> None:
     if resolved.batch.micro * recipe.data.seq_len * resolved.shape.vocab >= MAX_LOGITS:
         fix = f"Use train.micro_batch={MICRO} or less."
         raise UserError("makes more logits than compiled kernels can index.", where="train.micro_batch", fix=fix)
+    if recipe.train.schedule == ONE_CYCLE:
+        fix = "Use cosine, linear, wsd or constant."
+        raise UserError("supports no schedule that also changes the momentum.", where="train.schedule", fix=fix)
     if recipe.train.precision not in ("bf16", "fp32"):
         raise UserError(f"supports bf16 and fp32, not {recipe.train.precision}.", where=NAME)
 

@@ -1,6 +1,6 @@
 """Extrapolate the final loss of a long run from short runs by a power law, with the range that fits the data.
 
-    python -m benchmarks.studies.expect RACE.json TOKENS [ARM] [key=value …]
+    python -m benchmarks.studies.expect [--allow-dirty] RACE.json TOKENS [ARM] [key=value …]
 
 Read the rows of one arm of `python -m benchmarks time-to-loss` at several budgets, each trained with a schedule that
 ends with its budget, and fit `loss = floor + a·tokens^−b`. Many floors fit: keep each one whose curve is within the
@@ -9,12 +9,16 @@ noise between seeds of every row, and print the range of their predictions. It i
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks.record import read_result
+from benchmarks.time_to_loss import with_current_names
+from redline.errors import UsageError
+from redline.recipe.load import current_name
 
 SEED_NOISE = 0.03  # nats: half the range of three seeds
 MIN_BUDGETS = 3  # two points fit any floor
@@ -24,7 +28,8 @@ MIN_FLOOR = 1.7  # Hoffmann et al. (2022) found 1.69 for text, with tokens of ab
 
 def points(result: dict[str, Any], arm: str, words: list[str]) -> list[tuple[float, float]]:
     """Return (tokens, final loss) of each row that has these overrides, by tokens."""
-    rows = [row for row in result["rows"] if row["arm"] == arm and "error" not in row]
+    named = with_current_names(result["rows"])
+    rows = [row for row in named if row["arm"] == current_name(arm) and "error" not in row]
     rows = [row for row in rows if set(words) <= set(row["overrides"])]
     if len({tuple(row["overrides"]) for row in rows}) > 1:
         sys.exit("These rows have several settings. Add key=value words that only one setting has.")
@@ -52,13 +57,16 @@ def curves(known: list[tuple[float, float]]) -> Iterator[tuple[float, float, flo
 
 
 def main() -> None:
-    if len(sys.argv) < 3:
-        sys.exit("usage: python -m benchmarks.studies.expect RACE.json TOKENS [ARM] [key=value …]")
-    file, tokens, *rest = sys.argv[1:]
+    given = [word for word in sys.argv[1:] if word != "--allow-dirty"]
+    if len(given) < 2:
+        sys.exit("usage: python -m benchmarks.studies.expect [--allow-dirty] RACE.json TOKENS [ARM] [key=value …]")
+    file, tokens, *rest = given
     arm, words = next((word for word in rest if "=" not in word), "pretrain-350m"), [w for w in rest if "=" in w]
     try:
-        known = points(json.loads(Path(file).read_text(encoding="utf-8")), arm, words)
+        known = points(read_result(Path(file), allow_dirty=len(given) < len(sys.argv) - 1), arm, words)
         log_tokens = math.log(float(tokens))
+    except UsageError as error:
+        sys.exit(error.message())
     except (OSError, ValueError, KeyError) as error:
         sys.exit(
             f"{error}. RACE.json is a file of `python -m benchmarks time-to-loss --out`; TOKENS is above 0, like 1e9."

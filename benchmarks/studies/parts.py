@@ -105,7 +105,7 @@ AROUND_THE_RACE: dict[str, tuple[str, ...]] = {
         for seed in (0, 1)
     },
 }
-# `speedrun-350m` as shipped, and whether its projections and those of RACE gain from zero initialisation.
+# `speedrun-50m` as shipped, and whether its projections and those of RACE gain from zero initialisation.
 SPEEDRUN = (
     *(*GUIDES, "train.lr=6e-3", "train.betas=[0.7,0.998]", "train.weight_decay=0"),
     *("model.qk_norm=true", "model.heads=2"),

@@ -1,20 +1,23 @@
 """Plot committed results: tokens per second as bars, or the loss curves of `time-to-loss`.
 
-usage: python -m benchmarks.studies.picture OUT.svg RESULT.json [RESULT.json …]
+usage: python -m benchmarks.studies.picture [--allow-dirty] OUT.svg RESULT.json [RESULT.json …]
 
 RESULT.json is a file of `redline bench throughput --out` or of pretrain_350m.py in this folder, or a single file of
-`python -m benchmarks time-to-loss --out`, from which the text with the most budgets is plotted.
+`python -m benchmarks time-to-loss --out`, from which the text with the most budgets is plotted. Results that were
+measured with uncommitted changes are refused, except those that are committed here already, and marked.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pictures import draw
+from benchmarks.record import read_result
+from benchmarks.time_to_loss import compare, with_current_names
+from redline.errors import UsageError
 from redline.hardware.specs import spec_of
 
 
@@ -46,9 +49,11 @@ def about(result: dict[str, Any]) -> dict[str, Any]:
 
 def on_one_text(race: dict[str, Any]) -> dict[str, Any]:
     """Keep the tables of one text: a table of another text would look like one more budget."""
-    texts = [table["data"]["fingerprint"] for table in race["comparison"]]
+    rows = with_current_names(race["rows"])
+    tables = compare(rows)
+    texts = [table["data"]["fingerprint"] for table in tables]
     most = max(texts, key=texts.count, default=None)
-    return {**race, "comparison": [table for table in race["comparison"] if table["data"]["fingerprint"] == most]}
+    return {**race, "rows": rows, "comparison": [table for table in tables if table["data"]["fingerprint"] == most]}
 
 
 def plot_results(results: list[dict[str, Any]]) -> str | None:
@@ -65,10 +70,13 @@ def plot_results(results: list[dict[str, Any]]) -> str | None:
 
 
 def main() -> None:
-    if len(sys.argv) < 3:
+    words = [word for word in sys.argv[1:] if word != "--allow-dirty"]
+    if len(words) < 2:
         sys.exit(f"usage:{(__doc__ or '').partition('usage:')[2].splitlines()[0]}")
     try:
-        results = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[2:]]
+        results = [read_result(Path(name), allow_dirty=len(words) < len(sys.argv) - 1) for name in words[1:]]
+    except UsageError as error:
+        sys.exit(error.message())
     except (OSError, ValueError) as error:
         sys.exit(f"Cannot read a result: {error}. RESULT.json is a file that `redline bench throughput --out` wrote.")
     try:
@@ -79,7 +87,7 @@ def main() -> None:
         )
     if svg is None:
         sys.exit("These results hold no figures to plot.")
-    Path(sys.argv[1]).write_text(svg, encoding="utf-8")
+    Path(words[0]).write_text(svg, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Tune learning rates and batch sizes for `python -m benchmarks time-to-loss`, with a fixed number of tokens per trial.
 
     python -m benchmarks.studies.tune_race OUT.json TOKENS_DIR [--at-once 3] [--share 1] [NAME …]
-    python -m benchmarks.studies.tune_race OUT.json TOKENS_DIR --parts
+    python -m benchmarks.studies.tune_race OUT.json TOKENS_DIR --parts | --adamw
 
 Several trials share the card, so that one compiles while another trains: the losses are valid, the times are not. The
 tokens of a trial are its budget in seconds times the throughput measured by `redline bench throughput` or an earlier
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.studies.runs import evaluations, read_existing, run_training
-from benchmarks.time_to_loss import BASELINE, EVALUATIONS, words_for
+from benchmarks.time_to_loss import ADAMW, BASELINE, EVALUATIONS, RECIPES, words_for
 from redline.bench.child import ChildError, ask
 from redline.bench.setting import UNDISTURBED, with_defaults
 
@@ -51,7 +51,7 @@ def pretrain(muon_lr: str, lr: str, batch: int, *more: str, thousands: int = 280
     return Trial("pretrain-350m", 1000 * thousands * seconds, batch, words)
 
 
-# The settings of `speedrun-350m` at the time of its first trials.
+# The settings of `speedrun-50m` at the time of its first trials.
 FIRST_SPEEDRUN = (
     *("model.mlp=relu2", "model.tied=false", "model.embedding_std=0.02", "model.value_embeddings=1"),
     *("train.betas=[0.9,0.95]", "train.weight_decay=0.1"),
@@ -63,7 +63,7 @@ def speedrun(muon_lr: str, lr: str, batch: int, layers: int, d_model: int, *more
     shape = (f"model.layers={layers}", f"model.d_model={d_model}")
     heads = (f"model.heads={d_model // 128}", f"model.d_ff={4 * d_model}")
     words = (f"train.muon_lr={muon_lr}", f"train.lr={lr}", *shape, *heads, *FIRST_SPEEDRUN, *more)
-    return Trial("speedrun-350m", 24_000 * thousands, batch, words)
+    return Trial("speedrun-50m", 24_000 * thousands, batch, words)
 
 
 def baseline(lr: str, batch: int, *more: str, thousands: int) -> Trial:
@@ -71,7 +71,42 @@ def baseline(lr: str, batch: int, *more: str, thousands: int) -> Trial:
     return Trial(BASELINE, 120_000 * thousands, batch, (f"train.lr={lr}", *more))
 
 
+def adamw(lr: str, batch: int, *more: str, thousands: int = 190, seconds: int = 60) -> Trial:
+    """Return a trial of half of two minutes of `pretrain-350m` with AdamW in bf16, the arm that decides."""
+    return Trial(ADAMW, 1000 * thousands * seconds, batch, (f"train.lr={lr}", *more))
+
+
+# The trials of the arm with AdamW: nine, as many as the baseline and the arm with NorMuon had on a GPU. They include
+# what helped those two: a small batch, a long warm-up, other betas without decay, a schedule that falls at the end.
+_OTHER_BETAS = ("train.betas=[0.7,0.998]", "train.weight_decay=0")
+ADAMW_TRIALS: dict[str, Trial] = {
+    "adamw 6e-4 16": adamw("6e-4", 16),
+    "adamw 6e-4 16, a fifth of it warming up": adamw("6e-4", 16, "train.warmup_steps=140"),
+    "adamw 1e-3 16, a fifth of it warming up": adamw("1e-3", 16, "train.warmup_steps=140"),
+    "adamw 2e-3 16, a fifth of it warming up": adamw("2e-3", 16, "train.warmup_steps=140"),
+    "adamw 1e-3 16, falling over the last 0.6": adamw("1e-3", 16, "train.warmup_steps=140", *DECAYED),
+    "adamw 1e-3 16, betas 0.9 0.99": adamw("1e-3", 16, "train.warmup_steps=140", "train.betas=[0.9,0.99]", *DECAYED),
+    "adamw 1e-3 16, betas 0.7 0.998, no decay": adamw("1e-3", 16, "train.warmup_steps=140", *_OTHER_BETAS, *DECAYED),
+    "adamw 1e-3 16, small embeddings": adamw(
+        "1e-3", 16, "train.warmup_steps=140", "model.init=zero", "model.embedding_std=0.005", *_OTHER_BETAS, *DECAYED
+    ),
+    "adamw 1e-3 8, falling over the last 0.6": adamw("1e-3", 8, "train.warmup_steps=280", *DECAYED, thousands=170),
+}
+# What the second betas, the decay and the schedule of the other arms are worth to the baseline.
+BASELINE_TRIALS: dict[str, Trial] = {
+    "nanogpt 6e-4 16, falling over the last 0.6": baseline(
+        "6e-4", 16, "train.warmup_steps=280", "train.schedule=wsd", "train.decay_fraction=0.6", thousands=192
+    ),
+    "nanogpt 6e-4 16, betas 0.9 0.99": baseline(
+        "6e-4", 16, "train.warmup_steps=280", "train.betas=[0.9,0.99]", thousands=192
+    ),
+    "nanogpt 6e-4 16, betas 0.7 0.998, no decay": baseline(
+        "6e-4", 16, "train.warmup_steps=280", *_OTHER_BETAS, thousands=192
+    ),
+}
 TRIALS: dict[str, Trial] = {
+    **ADAMW_TRIALS,
+    **BASELINE_TRIALS,
     "nanogpt 6e-4 16, a fifth of it warming up": baseline("6e-4", 16, "train.warmup_steps=280", thousands=192),
     "nanogpt 1e-3 16, a fifth of it warming up": baseline("1e-3", 16, "train.warmup_steps=280", thousands=192),
     "nanogpt 4e-4 8": baseline("4e-4", 8, thousands=176),
@@ -126,7 +161,7 @@ TRIALS: dict[str, Trial] = {
 }
 
 
-# The effect of each part on `speedrun-350m` in a tenth of two minutes. Each trial differs from the first in this alone.
+# The effect of each part on `speedrun-50m` in a tenth of two minutes. Each trial differs from the first in this alone.
 PARTS: dict[str, tuple[str, ...]] = {
     "all": (),
     "all, seed 1338": ("train.seed=1338",),
@@ -152,7 +187,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "the rest's rate 1.2e-2": ("train.lr=1.2e-2",),
     "betas 0.9 and 0.95": ("train.betas=[0.9,0.95]",),
 }
-TRIALS |= {f"part: {name}": Trial("speedrun-350m", 14_400_000, 32, words) for name, words in PARTS.items()}
+TRIALS |= {f"part: {name}": Trial("speedrun-50m", 14_400_000, 32, words) for name, words in PARTS.items()}
 
 
 def settings_of(trial: Trial, source: str, share: float) -> dict[str, Any]:
@@ -174,7 +209,7 @@ def train_baseline(words: list[str], steps: int) -> CurveAndLock:
 def train_redline(arm: str, words: list[str], steps: int) -> CurveAndLock:
     stop = (f"train.steps={steps}", f"eval.every={max(1, steps // EVALUATIONS)}")
     usual = with_defaults([f"train.warmup_steps={max(1, steps // 20)}"], words)
-    run = run_training([arm, *UNDISTURBED, *usual, *NO_OTHER_STOP, *stop], LIMIT_S)
+    run = run_training([RECIPES[arm], *UNDISTURBED, *usual, *NO_OTHER_STOP, *stop], LIMIT_S)
     return evaluations(run), run.lock
 
 
@@ -195,6 +230,7 @@ def main() -> None:
     parser.add_argument("source")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--parts", action="store_true", help="run the trials that remove or add one part")
+    parser.add_argument("--adamw", action="store_true", help="run the trials of AdamW in bf16, and its baseline's")
     parser.add_argument("--at-once", type=int, default=3)
     parser.add_argument(
         "--share", type=float, default=1.0, help="train on this share of each trial's tokens, to test the script"
@@ -203,7 +239,8 @@ def main() -> None:
     if unknown := [name for name in options.names if name not in TRIALS]:
         sys.exit(f"There is no trial {unknown[0]!r}. Choose from: {'; '.join(TRIALS)}")
     rows = read_existing(options.out, {})
-    chosen = options.names or [name for name in TRIALS if name.startswith("part: ") == options.parts]
+    adamw_alone = [*ADAMW_TRIALS, *BASELINE_TRIALS] if options.adamw else []
+    chosen = options.names or adamw_alone or [name for name in TRIALS if name.startswith("part: ") == options.parts]
     settings = {name: settings_of(TRIALS[name], options.source, options.share) for name in chosen}
     finished = [name for name, row in rows.items() if name in settings and settings[name].items() <= row.items()]
     rows_lock = Lock()

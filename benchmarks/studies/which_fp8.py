@@ -2,7 +2,7 @@
 
     python -m benchmarks.studies.which_fp8 OUT.json TOKENS_DIR
 
-The shapes are those of `time-to-loss`: `race-350m` at 16 × 1024 tokens, `speedrun-350m` at 32 × 1024. One way waits for
+The shapes are those of `time-to-loss`: `race-350m` at 16 × 1024 tokens, `speedrun-50m` at 32 × 1024. One way waits for
 each call, so that it times the launch where the kernel is small; the other queues all calls first. Then the real loop
 trains with each choice, and with every matmul in fp8, alone on the card.
 """
@@ -46,7 +46,7 @@ def shapes(tokens: int, width: int, inner: int) -> Shapes:
     }
 
 
-MODELS = {"race-350m": shapes(16 * 1024, 1024, 2688), "speedrun-350m": shapes(32 * 1024, 512, 1408)}
+MODELS = {"race-350m": shapes(16 * 1024, 1024, 2688), "speedrun-50m": shapes(32 * 1024, 512, 1408)}
 
 
 def waiting_ms(work: Callable[[], Any]) -> float:

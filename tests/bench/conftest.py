@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,20 @@ monitor: {log_every: 1}
 def _children_find_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let contenders, which are `python -m benchmarks.peers.…` processes, find this checkout."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
+
+
+@pytest.fixture(autouse=True)
+def tree(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Replace the state of the checkout by a clean one; a test may make it dirty."""
+    state = {"commit": "0123456789abcdef", "dirty": False}
+    for module in (
+        "redline.recipe.lock",
+        "redline.bench.record",
+        "benchmarks.time_to_loss",
+        "benchmarks.peers.nanogpt",
+    ):
+        monkeypatch.setattr(f"{module}.git_state", lambda: dict(state))
+    return state
 
 
 @dataclass

@@ -83,13 +83,13 @@ def test_passing_is_counted_in_the_baselines_seconds() -> None:
 
 
 def test_a_slower_gpu_is_corrected_for_with_a_note() -> None:
-    slow = row("speedrun-350m", losses=[10.0, 5.1, 4.0], anchor=110.0)
+    slow = row("speedrun-50m", losses=[10.0, 5.1, 4.0], anchor=110.0)
     (table,) = compare([*ROWS, slow])
-    entry = next(entry for entry in table["entries"] if entry["arm"] == "speedrun-350m")
+    entry = next(entry for entry in table["entries"] if entry["arm"] == "speedrun-50m")
     assert entry["ratio"] == pytest.approx(0.5)
     assert entry["ratio_corrected"] == pytest.approx(0.5 / 1.1)
     page = markdown(result([*ROWS, slow]))
-    assert "- speedrun-350m: the card's anchor step took +10.0% against the baseline's call" in page
+    assert "- speedrun-50m: the card's anchor step took +10.0% against the baseline's call" in page
     assert "anchor step took" not in markdown(result([*ROWS, slow | {"card_anchor_ms": 102.0}]))
     (table,) = compare([*ROWS, slow | {"card_anchor_ms": None}])
     assert table["entries"][0]["ratio_corrected"] is None, "nothing to correct by"
@@ -129,7 +129,7 @@ def test_a_diverged_trial_counts_as_a_trial() -> None:
 
 
 def test_a_seed_without_a_curve_did_not_pass() -> None:
-    good = [row("speedrun-350m", losses=[10.0, 5.0, 4.0], seed=seed) for seed in (1, 2)]
+    good = [row("speedrun-50m", losses=[10.0, 5.0, 4.0], seed=seed) for seed in (1, 2)]
     diverged = {**good[0], "name": "c", "seed": 3, "error": "it diverged", "diverged": True}
     failed = {key: good[0][key] for key in ("arm", "overrides", "budget_s")} | {
         "name": "d",
@@ -138,11 +138,11 @@ def test_a_seed_without_a_curve_did_not_pass() -> None:
     }
     for failures, count in (([diverged], 1), ([failed], 1), ([diverged, failed], 2)):
         (table,) = compare([*ROWS, *good, *failures])
-        (entry,) = [entry for entry in table["entries"] if entry["arm"] == "speedrun-350m"]
+        (entry,) = [entry for entry in table["entries"] if entry["arm"] == "speedrun-50m"]
         assert (entry["passes_s"], entry["lost_seeds"], entry["passed_seeds"]) == (None, count, 2)
         page = markdown(result([*ROWS, *good, *failures]))
         assert f"only 2 of {2 + count} seeds" in page
-        assert f"- speedrun-350m: {count} of its seeds have no curve." in page
+        assert f"- speedrun-50m: {count} of its seeds have no curve." in page
     (table,) = compare([*ROWS, failed, *good, {**good[0], "name": "e", "seed": 4}])
     assert table["entries"][0]["lost_seeds"] == 0, "it was made up for"
 
@@ -198,8 +198,8 @@ def test_a_smaller_model_in_the_baselines_loop_is_a_control() -> None:
 
 
 def test_a_run_off_its_budget_is_marked_in_the_table() -> None:
-    late = row("speedrun-350m", losses=[10.0, 5.0, 4.0]) | {"seconds": 131.0}
-    assert "| speedrun-350m, trained 131.0 s |" in markdown(result([*ROWS, late]))
+    late = row("speedrun-50m", losses=[10.0, 5.0, 4.0]) | {"seconds": 131.0}
+    assert "| speedrun-50m, trained 131.0 s |" in markdown(result([*ROWS, late]))
 
 
 def test_the_step_time_of_other_code_is_not_taken() -> None:
@@ -234,7 +234,7 @@ def result(rows: list[Any], **fields: Any) -> dict[str, Any]:
 def test_the_page_and_the_console_show_the_same_figures() -> None:
     warnings = ["its 57.1M tokens repeat: 1.40 epochs"]
     repeated = row("pretrain-350m", "train.lr=2", losses=[10.0, 9.0], epochs=1.4, warnings=warnings)
-    failed = {"name": "speedrun-350m · 120 s · seed 1", "arm": "speedrun-350m", "overrides": [], "budget_s": 120.0}
+    failed = {"name": "speedrun-50m · 120 s · seed 1", "arm": "speedrun-50m", "overrides": [], "budget_s": 120.0}
     failed |= {"seed": 1, "error": "no room"}
     page = markdown(result([*ROWS, repeated, failed]), "l.svg")
     assert page.startswith("# bench time-to-loss: NVIDIA H200, 2026-11-15\n\n![validation loss over seconds")
@@ -243,7 +243,7 @@ def test_the_page_and_the_console_show_the_same_figures() -> None:
     assert "| **nanogpt `train.lr=1e-3`** | 5.1000 ± 0.1000 |  | 120.0 s | 1 |  | 2 | 200,000 |" in page
     assert "| 4.7000 ± 0.1000 | -0.4000 | 66.9 ± 8.1 s | 0.558 | 0.558 | 2 |" in page
     assert "its 57.1M tokens repeat: 1.40 epochs." in page
-    assert "- speedrun-350m · 120 s · seed 1: no figure. no room" in page
+    assert "- speedrun-50m · 120 s · seed 1: no figure. no room" in page
     for block in page.split("\n\n"):
         table = [line for line in block.splitlines() if line.startswith("|")]
         assert len({line.count("|") for line in table}) <= 1, block

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from benchmarks.pages import markdown
 from benchmarks.pictures import draw
+from benchmarks.record import KNOWN_DIRTY, dirty_rows, read_result
 from redline.bench import throughput
 from redline.bench.child import ChildError, TrainedRun
 from redline.bench.record import file_for
@@ -250,13 +251,13 @@ def picture(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_committed_results_become_one_picture(tmp_path: Path) -> None:
-    (tmp_path / "t.json").write_text(json.dumps(result()))
+    (tmp_path / "t.json").write_text(json.dumps(result(git={"commit": "abcdef1234", "dirty": False})))
     committed = str(ROOT / "benchmarks/results/pretrain-350m-h200-20261115.json")
     done = picture(str(tmp_path / "out.svg"), str(tmp_path / "t.json"), committed)
     assert done.returncode == 0, done.stderr
     ElementTree.parse(tmp_path / "out.svg")
     cpu = Machine("cpu", "a CPU", 8 << 30, 2).facts()
-    (tmp_path / "cpu.json").write_text(json.dumps(result(machine=cpu)))
+    (tmp_path / "cpu.json").write_text(json.dumps(result(machine=cpu, git={})))
     done = picture(str(tmp_path / "no.svg"), str(tmp_path / "cpu.json"), committed)
     assert done.returncode == 1
     assert "one machine per picture" in done.stderr
@@ -275,6 +276,48 @@ def test_time_to_loss_is_plotted_for_one_text_only(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     unlike = picture(str(tmp_path / "no.svg"), str(tmp_path / "list.json"))
     assert (unlike.returncode, unlike.stderr.startswith("A result lacks")) == (1, True)
+
+
+def test_results_of_uncommitted_code_become_no_picture(tmp_path: Path) -> None:
+    committed = ROOT / "benchmarks/results/race-h200-20261118.json"
+    race = json.loads(committed.read_text(encoding="utf-8"))
+    assert len(dirty_rows(race)) > 5, "the reason why the file is listed by its digest"
+    changed = tmp_path / committed.name
+    changed.write_text(json.dumps(race))
+    for script, words in (("picture", []), ("plan_table", []), ("expect", ["1e9"])):
+        command = [sys.executable, "-m", f"benchmarks.studies.{script}"]
+        out = [] if script == "expect" else [str(tmp_path / "out.svg")]
+        done = subprocess.run(
+            [*command, *out, str(changed), *words], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
+        )
+        assert done.returncode == 1, script
+        assert changed.name in done.stderr
+        assert "--allow-dirty" in done.stderr
+        assert not (tmp_path / "out.svg").exists()
+    assert picture("--allow-dirty", str(tmp_path / "out.svg"), str(changed)).returncode == 0
+    (tmp_path / "t.json").write_text(json.dumps(result(git={"commit": "abc", "dirty": True})))
+    assert picture(str(tmp_path / "t.svg"), str(tmp_path / "t.json")).returncode == 1
+
+
+def test_a_row_is_as_dirty_as_the_tree_it_was_measured_in() -> None:
+    dirty, clean = {"commit": "a", "dirty": True}, {"commit": "b", "dirty": False}
+    rows = [
+        {"name": "of the call"},
+        {"name": "earlier", "from": {"git": dirty}},
+        {"name": "run", "lock": {"git": clean}},
+    ]
+    assert dirty_rows({"git": clean, "rows": rows}) == ["earlier"]
+    assert dirty_rows({"git": dirty, "rows": rows}) == ["of the call", "earlier"]
+    assert dirty_rows({"lock": {"git": dirty}}) == ["its run"]
+    assert dirty_rows({"git": "abc", "arms": {}}) == dirty_rows([]) == []
+
+
+def test_every_dirty_result_that_is_committed_is_listed() -> None:
+    """A new one cannot be added: the list ends with the decision to refuse them."""
+    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
+        assert read_result(path) is not None
+        is_dirty = bool(dirty_rows(json.loads(path.read_text(encoding="utf-8"))))
+        assert is_dirty == (path.name in KNOWN_DIRTY), path.name
 
 
 def test_without_a_row_of_redline_there_are_no_ratios() -> None:

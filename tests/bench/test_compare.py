@@ -183,3 +183,32 @@ def test_a_mistake_is_one_sentence(words: tuple[str, ...], message: str, compare
     assert message in answer.message
     assert (tmp_path / "there.json").read_text() == (tmp_path / "page.md").read_text() == "mine"
     assert json.loads((tmp_path / "other.json").read_text()) == other
+
+
+def test_the_held_out_configurations_are_apart(compare: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(plan_accuracy, "ask_trial", lambda *_, **__: MEASURED)
+    answer = compare("plan-accuracy", "train.device=cpu", "--held-out", "--out", "held.json", "--json")
+    assert answer.code == 0, answer.err
+    result = json.loads(answer.out)
+    assert result["benchmark"] == "plan-accuracy-held-out"
+    assert [row["name"] for row in result["rows"]] == list(plan_accuracy.HELD_OUT["cpu"])
+    assert "nothing was fitted" in (tmp_path / "held.md").read_text()
+    mixed = compare("plan-accuracy", "train.device=cpu", "--out", "held.json")
+    assert mixed.code == 2, "fitted and held-out configurations are never in one file"
+    alone = compare("plan-accuracy", "quickstart", "train.device=cpu", "--held-out")
+    assert (alone.code, "--held-out" in alone.message) == (2, True)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_no_held_out_configuration_was_ever_measured_for_a_fit(device: str) -> None:
+    """A measured result of one is a report. Once it is among the results that constants are fitted to, it is not."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    files = [path for path in results.glob("plan-*.json") if "held-out" not in path.name]
+    used = {row["case"] for path in files for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+    held = plan_accuracy.HELD_OUT[device]
+    assert not {*held.values()} & (used | {*plan_accuracy.CASES[device].values()})
+    assert not held.keys() & plan_accuracy.CASES[device].keys()
+    assert len({*held.values()}) == len(held)
+    for words in held.values():
+        name, *overrides = words.split()
+        assert load(name, overrides).recipe

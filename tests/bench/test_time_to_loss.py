@@ -24,6 +24,7 @@ from redline.bench.setting import choose_setting
 from redline.errors import UserError
 from redline.recipe.load import load
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FIGURES = {"steps", "tokens", "tokens_per_s", "anchor_step_ms", "step_ms", "evaluations", "final_loss", "warmup_s"}
 
 
@@ -168,7 +169,7 @@ def test_only_complete_rows_of_the_same_text_are_continued(
 
 def test_a_signal_ends_the_run_that_is_timed(words: Any, tmp_path: Path) -> None:
     requests = [word if word != "0.3s" else "60s" for word in words]
-    command = [sys.executable, "-m", "benchmarks", *requests, "--arm", "nanogpt"]
+    command = [sys.executable, "-m", "benchmarks", *requests, "--arm", "nanogpt", "--allow-dirty"]
     bench = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         timed = _wait_for(lambda: _children(bench.pid, "benchmarks.peers.nanogpt"))
@@ -247,7 +248,7 @@ def test_an_alias_replaces_a_default() -> None:
 def test_every_arm_has_a_recipe(device: str) -> None:
     for arm in arms.choose_arms(None):
         words = arms.words_for(arm, [], device)
-        recipe = nanogpt.recipe_of(words) if arm == arms.BASELINE else load(arm, words).recipe
+        recipe = nanogpt.recipe_of(words) if arm == arms.BASELINE else load(arms.RECIPES[arm], words).recipe
         assert recipe.eval.sequences == (256 if device == "cuda" else 16), "the same for all"
 
 
@@ -283,10 +284,69 @@ def test_a_mistake_is_one_sentence(words: tuple[str, ...], expected: str, compar
 
 def test_an_arm_without_a_recipe_is_left_out(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arms, "shipped", lambda: {"pretrain-350m": Path()})
-    assert arms.choose_arms(None) == ["nanogpt", "pretrain-350m"]
-    answer = compare("time-to-loss", "--arm", "speedrun-350m")
+    assert arms.choose_arms(None) == ["nanogpt", "pretrain-350m", "pretrain-350m-adamw"]
+    answer = compare("time-to-loss", "--arm", "speedrun-50m")
     assert answer.code == 2
-    assert "'speedrun-350m' has no recipe in this version. There are nanogpt, pretrain-350m." in answer.message
+    assert "'speedrun-50m' has no recipe in this version. There are nanogpt, pretrain-350m" in answer.message
+
+
+def test_an_arm_is_known_by_its_older_name() -> None:
+    assert arms.choose_arms("speedrun-350m,nanogpt") == ["speedrun-50m", "nanogpt"]
+    committed = json.loads((RESULTS / "race-h200-20261118.json").read_text(encoding="utf-8"))
+    rows = arms.with_current_names(committed["rows"])
+    assert {row["arm"] for row in rows} == {"nanogpt", "pretrain-350m", "speedrun-50m"}
+    assert all(row["name"].startswith(row["arm"]) for row in rows)
+    again = json.dumps(arms.compare(rows)).replace("speedrun-50m", "speedrun-350m")
+    assert json.loads(again) == committed["comparison"], "the figures of the committed race are the same"
+
+
+def test_the_adamw_arm_is_the_recipe_with_adamw_in_bf16(compare: Any, here: Here, words: Any) -> None:
+    betas = ("train.betas=[0.8,0.99]", "train.schedule=wsd", "train.decay_fraction=0.6")
+    answer = compare(*words, "--arm", "nanogpt,pretrain-350m-adamw", *betas, "--json")
+    assert answer.code == 0, answer.err
+    baseline, ours = json.loads(answer.out)["rows"]
+    assert (baseline["arm"], ours["arm"]) == ("nanogpt", "pretrain-350m-adamw")
+    for row in (baseline, ours):
+        train = row["lock"]["recipe"]["train"]
+        assert (train["optimizer"], train["betas"], train["schedule"]) == ("adamw", [0.8, 0.99], "wsd")
+    assert ours["lock"]["recipe"]["train"]["precision"] == "bf16"
+    assert ours["lock"]["recipe"]["model"]["mlp"] == "swiglu"
+    assert here.trained[0][0] == "pretrain-350m", "the recipe that the arm trains"
+    for word in ("train.optimizer=muon", "train.precision=fp8"):
+        refused = compare(*words, "--arm", "pretrain-350m-adamw", word)
+        assert refused.code == 2
+        assert word in refused.message
+
+
+def test_the_baselines_lock_has_its_true_shape(compare: Any, here: Here, words: Any) -> None:
+    answer = compare(*words, "--arm", "nanogpt", "model.d_model=32", "model.heads=4", "--json")
+    (row,) = json.loads(answer.out)["rows"]
+    shape, counts = row["lock"]["recipe"]["model"], row["lock"]["parameters"]
+    assert (shape["architecture"], shape["mlp"], shape["norm"]) == ("gpt2", "gelu", "layernorm")
+    assert (shape["d_model"], shape["heads"], shape["head_dim"], shape["d_ff"]) == (32, 4, 8, 128)
+    assert shape["positions"] == "learned"
+    layer = 12 * 32**2
+    assert counts["matmul"] == shape["layers"] * layer + shape["vocab"] * 32
+
+
+def test_a_race_needs_committed_code(
+    compare: Any, here: Here, words: Any, tree: dict[str, Any], tmp_path: Path
+) -> None:
+    tree["dirty"] = True
+    refused = compare(*words, "--arm", "nanogpt")
+    assert (refused.code, here.requests) == (2, [])
+    assert "--allow-dirty" in refused.message
+    marked = compare(*words, "--arm", "nanogpt", "--allow-dirty", "--json")
+    (row,) = json.loads(marked.out)["rows"]
+    assert row["dirty"] is row["lock"]["git"]["dirty"] is True
+    assert time_to_loss.UNCOMMITTED in row["warnings"]
+    assert time_to_loss.UNCOMMITTED in (tmp_path / "loss.md").read_text()
+    tree["dirty"] = False
+    refused = compare(*words, "--arm", "nanogpt", "--seed", "2")
+    assert refused.code == 2, "a comparison with a row whose code is not known"
+    assert "loss.json" in refused.message
+    accepted = compare(*words, "--arm", "nanogpt", "--seed", "2", "--allow-dirty", "--json")
+    assert ["dirty" in row for row in json.loads(accepted.out)["rows"]] == [True, False]
 
 
 def test_a_gpu_needs_a_text_of_the_users() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from redline.errors import RecipeError
 from redline.recipe.aliases import ALIASES
-from redline.recipe.load import known_keys, load
+from redline.recipe.load import OLDER_NAMES, known_keys, load, shipped
+from redline.recipe.lock import spelled_as_locked, write_lock
 from redline.recipe.schema import Recipe
 
 # alias → what is written, what the canonical key then holds
@@ -139,3 +140,22 @@ def test_an_override_wins_over_the_file_whatever_the_spelling(tmp_path: Path) ->
     assert load(str(path), ["train.lr=2e-3"]).recipe.train.lr == 2e-3
     path.write_text("model: {size: 1m}\ntrain: {steps: 5, lr: 1e-3}\n")
     assert load(str(path), ["train.learning_rate=2e-3"]).recipe.train.lr == 2e-3
+
+
+@pytest.mark.parametrize(("older", "name"), OLDER_NAMES.items())
+def test_a_renamed_recipe_is_known_by_its_older_name(older: str, name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert older not in shipped()
+    by_older, by_name = load(older, ["train.steps=3"]), load(name, ["train.steps=3"])
+    assert (by_older.name, by_older.recipe.model_dump()) == (name, by_name.recipe.model_dump())
+    assert [older in note for note in by_older.notes if note not in by_name.notes] == [True]
+    for locked in (older, name):
+        lock = {"schema": 1, "run_id": "1", "recipe_name": locked, "recipe": {}}
+        write_lock(tmp_path, lock)
+        assert {spelled_as_locked(typed, tmp_path) for typed in (older, name)} == {locked}
+        assert spelled_as_locked("quickstart", tmp_path) == "quickstart"
+        assert spelled_as_locked(None, tmp_path) is None
+    assert spelled_as_locked(older, tmp_path / "no-run") == older
+    (tmp_path / older).write_text("description: a file of the user's\nmodel: {size: 1m}\ntrain: {steps: 3}\n")
+    assert load(older).recipe.description == "a file of the user's"
+    assert spelled_as_locked(older, tmp_path) == older

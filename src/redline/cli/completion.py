@@ -60,12 +60,12 @@ def enable() -> None:
 
 def complete_recipes(ctx: Any, incomplete: str) -> list[str]:
     """Return recipe names, and keys as `key=` once a recipe is named or a key is begun."""
-    from redline.recipe.load import known_keys, read_recipe, shipped
+    from redline.recipe.load import current_name, known_keys, read_recipe, shipped
     from redline.recipe.schema import recipe_class
 
     recipes = shipped()
     typed = ctx.params.get("recipe") or ctx.params.get("words") or ()
-    chosen = next((word for word in typed if "=" not in word), None)
+    chosen = next((current_name(word) for word in typed if "=" not in word), None)
     objective = read_recipe(recipes[chosen]).get("objective") if chosen in recipes else None
     keys = [f"{key}=" for key in known_keys(recipe_class(objective))] if incomplete or chosen else []
     return _starting(incomplete, keys if chosen else [*recipes, *keys])

@@ -98,8 +98,9 @@ def _resumed(run: Path | None, name: str | None, overrides: list[str]) -> Loaded
     if run is None or not (run / RECIPE_LOCK_FILE).is_file():
         return None
     from redline.launch.start import plan_continue
+    from redline.recipe.lock import spelled_as_locked
 
-    return plan_continue(run, name, overrides).loaded
+    return plan_continue(run, spelled_as_locked(name, run), overrides).loaded
 
 
 def _check_batch(loaded: Loaded, world: int) -> None:

@@ -95,14 +95,14 @@ def _did_you_mean(words: list[str]) -> str:
 
 def _split_recipe(typed: list[str]) -> tuple[list[str], list[str]]:
     """Split typed words into a recipe with its data and model, the latter two as overrides, and the other words."""
-    from redline.recipe.load import shipped
+    from redline.recipe.load import current_name, shipped
 
     recipe: list[str] = []
     rest: list[str] = []
     for index, word in enumerate(typed):
         is_option_value = index > 0 and typed[index - 1].startswith("--") and "=" not in typed[index - 1]
         kind = None if is_option_value or word.startswith("-") or "=" in word else _kind(word)
-        if not is_option_value and word in shipped():
+        if not is_option_value and current_name(word) in shipped():
             recipe.insert(0, word)
         elif kind in ("data", "conversations"):
             recipe.append(f"data.source={word}")
@@ -132,11 +132,11 @@ def _complete_recipe(words: list[str], *, finetunes: bool) -> list[str]:
 
 def _kind(name: str) -> Kind | None:
     """Return what a typed name is, judged by the files it names; None if it may be a recipe or names nothing."""
-    from redline.recipe.load import shipped
+    from redline.recipe.load import current_name, shipped
 
     path = Path(name).expanduser()
     try:
-        if name in shipped() or path.suffix in (".yaml", ".yml"):
+        if current_name(name) in shipped() or path.suffix in (".yaml", ".yml"):
             return None
         if (path / "lock.json").is_file() or (RUNS / name / "lock.json").is_file():
             return "run"

@@ -136,6 +136,9 @@ def _continue(recipe: str | None, overrides: list[str], run: Path, gpus: int, *,
     """Run `train --continue` and return the exit code."""
     from redline.launch.processes import ChildCommand, train_or_supervise
     from redline.launch.start import continue_run, plan_continue
+    from redline.recipe.lock import spelled_as_locked
+
+    recipe = spelled_as_locked(recipe, run)
 
     def child_command() -> ChildCommand:
         due = plan_continue(run, recipe, overrides)

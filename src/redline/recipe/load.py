@@ -177,10 +177,19 @@ class Loaded:
     notes: list[str] = field(default_factory=list)  # a line for each alias and each replaced stop condition
 
 
+# Shipped recipes under their older names, which commands, scripts and the locks of earlier runs still contain.
+OLDER_NAMES = {"speedrun-350m": "speedrun-50m"}
+
+
 def shipped() -> dict[str, Path]:
     """Return the recipes that ship with redline, by name."""
     folder = Path(str(resources.files("redline") / "recipes"))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def current_name(name: str) -> str:
+    """Return the present name of a shipped recipe that is given by an older one, or else the same name."""
+    return OLDER_NAMES.get(name, name)
 
 
 def find_recipe(name: str) -> Path:
@@ -191,8 +200,8 @@ def find_recipe(name: str) -> Path:
         is_file = path.is_file()
     except OSError:  # a name too long for any file, or a folder without permission
         is_file = False
-    if name in known and not is_file:
-        return known[name]
+    if current_name(name) in known and not is_file:
+        return known[current_name(name)]
     if is_file:
         return path
     if path.suffix in {".yaml", ".yml"} or "/" in name:
@@ -338,7 +347,9 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     defaults = job(str(objective)).defaults(keys) if is_job(objective) else {}
     tree, clashes = nest({**defaults, **keys})
     recipe = validate(tree, where=name, problems=[*problems, *more, *clashes], written=True)
-    return Loaded(path.stem, recipe, [*notes, *more_notes, *replaced])
+    is_renamed = path.stem != name and path == shipped().get(current_name(name))
+    renamed = [f"{name} is the older name of the recipe {path.stem}"] if is_renamed else []
+    return Loaded(path.stem, recipe, [*renamed, *notes, *more_notes, *replaced])
 
 
 def _without_replaced(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

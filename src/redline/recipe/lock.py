@@ -21,7 +21,16 @@ from redline.errors import UsageError, UserError, did_you_mean, is_secret_name, 
 from redline.jobs.base import is_job, job, options_of
 from redline.planning.schedule import COSINE_CYCLE, ONE_CYCLE
 from redline.recipe.aliases import canonical_keys
-from redline.recipe.load import Loaded, flatten, known_keys, nest, parse_overrides, replace_stop_conditions, validate
+from redline.recipe.load import (
+    Loaded,
+    current_name,
+    flatten,
+    known_keys,
+    nest,
+    parse_overrides,
+    replace_stop_conditions,
+    validate,
+)
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import RESUMABLE, Recipe
 from redline.vocabulary import RECIPE_LOCK_FILE
@@ -124,6 +133,17 @@ def write_lock(run: Path, lock: dict[str, Any]) -> None:
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     temporary.rename(run / RECIPE_LOCK_FILE)
+
+
+def spelled_as_locked(recipe: str | None, run: Path) -> str | None:
+    """Return the name of a shipped recipe as the run's lock has it, so that a command may use its older or newer name.
+
+    Any other recipe, and any recipe where there is no run yet, is returned as it is.
+    """
+    if recipe is None or not (run / RECIPE_LOCK_FILE).is_file() or Path(recipe).exists():
+        return recipe
+    locked = str(read_lock(run)["recipe_name"])
+    return locked if current_name(locked) == current_name(recipe) else recipe
 
 
 def read_lock(run: Path) -> dict[str, Any]:

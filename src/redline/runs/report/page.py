@@ -17,7 +17,7 @@ from typing import Any
 from redline.cache import check_regular, open_regular, read_text
 from redline.errors import UserError, redact_all
 from redline.fields import AUTO
-from redline.recipe.load import flatten, load, shipped
+from redline.recipe.load import current_name, flatten, load, shipped
 from redline.recipe.lock import locked_recipe
 from redline.runs.events import (
     Event,
@@ -161,7 +161,7 @@ def _gpus_option(plan: Event) -> list[str]:
 
 def _is_shipped(name: str, overrides: list[str], resolved: Mapping[str, Any]) -> bool:
     """Return whether the shipped recipe of this name still gives this run: a user's own file may have the same name."""
-    if name not in shipped():
+    if current_name(name) not in shipped():
         return False
     try:
         shipped_values = dict(flatten(load(name, overrides).recipe.model_dump(mode="json")))
