@@ -71,8 +71,8 @@ def baseline(lr: str, batch: int, *more: str, thousands: int) -> Trial:
     return Trial(BASELINE, 120_000 * thousands, batch, (f"train.lr={lr}", *more))
 
 
-def adamw(lr: str, batch: int, *more: str, thousands: int = 190, seconds: int = 60) -> Trial:
-    """Return a trial of half of two minutes of `pretrain-350m` with AdamW in bf16, the arm that decides."""
+def adamw(lr: str, batch: int, *more: str, thousands: int = 190, seconds: int = 30) -> Trial:
+    """Return a trial of 30 seconds of `pretrain-350m` with AdamW in bf16, the arm that decides."""
     return Trial(ADAMW, 1000 * thousands * seconds, batch, (f"train.lr={lr}", *more))
 
 
@@ -81,16 +81,16 @@ def adamw(lr: str, batch: int, *more: str, thousands: int = 190, seconds: int = 
 _OTHER_BETAS = ("train.betas=[0.7,0.998]", "train.weight_decay=0")
 ADAMW_TRIALS: dict[str, Trial] = {
     "adamw 6e-4 16": adamw("6e-4", 16),
-    "adamw 6e-4 16, a fifth of it warming up": adamw("6e-4", 16, "train.warmup_steps=140"),
-    "adamw 1e-3 16, a fifth of it warming up": adamw("1e-3", 16, "train.warmup_steps=140"),
-    "adamw 2e-3 16, a fifth of it warming up": adamw("2e-3", 16, "train.warmup_steps=140"),
-    "adamw 1e-3 16, falling over the last 0.6": adamw("1e-3", 16, "train.warmup_steps=140", *DECAYED),
-    "adamw 1e-3 16, betas 0.9 0.99": adamw("1e-3", 16, "train.warmup_steps=140", "train.betas=[0.9,0.99]", *DECAYED),
-    "adamw 1e-3 16, betas 0.7 0.998, no decay": adamw("1e-3", 16, "train.warmup_steps=140", *_OTHER_BETAS, *DECAYED),
+    "adamw 6e-4 16, a fifth of it warming up": adamw("6e-4", 16, "train.warmup_steps=70"),
+    "adamw 1e-3 16, a fifth of it warming up": adamw("1e-3", 16, "train.warmup_steps=70"),
+    "adamw 2e-3 16, a fifth of it warming up": adamw("2e-3", 16, "train.warmup_steps=70"),
+    "adamw 1e-3 16, falling over the last 0.6": adamw("1e-3", 16, "train.warmup_steps=70", *DECAYED),
+    "adamw 1e-3 16, betas 0.9 0.99": adamw("1e-3", 16, "train.warmup_steps=70", "train.betas=[0.9,0.99]", *DECAYED),
+    "adamw 1e-3 16, betas 0.7 0.998, no decay": adamw("1e-3", 16, "train.warmup_steps=70", *_OTHER_BETAS, *DECAYED),
     "adamw 1e-3 16, small embeddings": adamw(
-        "1e-3", 16, "train.warmup_steps=140", "model.init=zero", "model.embedding_std=0.005", *_OTHER_BETAS, *DECAYED
+        "1e-3", 16, "train.warmup_steps=70", "model.init=zero", "model.embedding_std=0.005", *_OTHER_BETAS, *DECAYED
     ),
-    "adamw 1e-3 8, falling over the last 0.6": adamw("1e-3", 8, "train.warmup_steps=280", *DECAYED, thousands=170),
+    "adamw 1e-3 8, falling over the last 0.6": adamw("1e-3", 8, "train.warmup_steps=140", *DECAYED, thousands=170),
 }
 # What the second betas, the decay and the schedule of the other arms are worth to the baseline.
 BASELINE_TRIALS: dict[str, Trial] = {
