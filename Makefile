@@ -11,7 +11,7 @@ FIND_PYTHON = @command -v $(PYTHON) >/dev/null || \
 	{ echo "$(PYTHON) was not found. Install Python 3.11 or newer, or choose another with PYTHON=…" >&2; exit 1; }
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
-.PHONY: help setup tools train test lint soak nightly bench audit
+.PHONY: help setup tools train test lint soak nightly bench kernels audit
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -47,6 +47,10 @@ nightly: tools ## run everything in parts; a restart goes on with the parts that
 
 bench: setup ## compare with other programs [ARGS="throughput, finetune, latent, plan-accuracy or time-to-loss …"]
 	.venv/bin/python -m benchmarks $(or $(ARGS),throughput)
+
+# About five CPU minutes the first time; what has not changed is taken from .kernels/.
+kernels: tools ## compile every Triton kernel for six GPU architectures, without a GPU [ARGS=--check]
+	.venv/bin/python scripts/compile_kernels.py $(ARGS)
 
 # pip-audit gets an environment of its own, because nothing here needs what it installs.
 audit: ## look up known vulnerabilities of the pinned versions in public databases

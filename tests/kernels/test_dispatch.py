@@ -13,7 +13,7 @@ import torch
 
 from redline.kernels import activations, cross_entropy, float8, low_rank, muon, nf4, qk_norm, rms_norm, rotary, skip
 from redline.kernels.activations import ACTIVATIONS
-from redline.kernels.dispatch import Op, op, sm_count, triton_compiles_for
+from redline.kernels.dispatch import Op, op, sm_count, triton_serves
 from redline.planning.shapes import ACTIVATIONS as NAMES
 
 MODULES = (activations, cross_entropy, float8, low_rank, muon, nf4, qk_norm, rms_norm, rotary, skip)
@@ -67,7 +67,7 @@ def test_triton_is_not_imported_where_no_tensor_is_on_a_gpu() -> None:
 
 def test_without_a_gpu_there_is_one_program_at_a_time() -> None:
     assert sm_count(torch.device("cpu")) == 1
-    assert not triton_compiles_for(torch.device("cpu"), (7, 0))
+    assert not triton_serves(torch.device("cpu"), "muon._descend")
 
 
 def test_every_activation_of_a_recipe_has_its_functions() -> None:

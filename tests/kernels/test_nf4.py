@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -258,64 +254,3 @@ def test_moved_without_loss(device: str) -> None:
     moved = matrix.to(torch.device("cpu"))
     out = torch.empty(9, 64)
     assert torch.equal(dequantise_into.reference(moved, out), dequantise_nf4(matrix, out.dtype).cpu())
-
-
-def test_the_kernels_compile_for_hopper(tmp_path: Any) -> None:
-    """Compile in a child process: Triton interprets or compiles, not both."""
-    pytest.importorskip("triton", reason="the kernels need triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    compiled = json.loads(done.stdout)
-    assert [kernel["name"] for kernel in compiled] == ["_dequantise"] * 9
-    for kernel in compiled:
-        assert "fma.rn.f32" not in kernel["ptx"]  # a scale's product is rounded before its mean is added
-        assert ".local" not in kernel["ptx"]
-        if kernel["aligned"]:  # 16 bytes at a time
-            assert "ld.global.v4.b32" in kernel["ptx"]
-            assert "st.global.v4.b32" in kernel["ptx"]
-
-
-def main() -> None:
-    import triton
-    from test_kernel_compile import TYPES, compile_launch
-    from triton.runtime.jit import JITFunction
-
-    from redline.kernels.triton import nf4 as nf4_triton
-
-    TYPES["torch.uint8"] = "*u8"
-    found: list[dict[str, Any]] = []
-    fusing, plain = {"enable_fp_fusion": True}, triton.compile
-    triton.compile = lambda source, target, options: plain(source, target=target, options=options | fusing)
-
-    def catch(self: Any, grid: Any) -> Any:
-        def launch(*arguments: Any, **options: Any) -> None:
-            aligned = arguments[0].numel() % 16 == 0
-            fusing["enable_fp_fusion"] = options.get("enable_fp_fusion", True)
-            ptx = compile_launch(self, arguments, options).asm["ptx"]
-            found.append({"name": self.__name__, "ptx": ptx, "aligned": aligned})
-
-        return launch
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(*shape, device="meta", dtype=dtype)
-
-    def matrices(rows: int, columns: int) -> tuple[NF4, NF4]:
-        blocks = -(-rows * columns // 64)
-        codes = empty((rows * columns + 1) // 2, dtype=torch.uint8)
-        nested = (empty(256), empty(-(-blocks // 256)), empty(()))
-        single = NF4(codes, empty(blocks), None, (rows, columns))
-        return single, NF4(codes, empty(blocks, dtype=torch.uint8), nested, (rows, columns))
-
-    JITFunction.__getitem__ = catch  # type: ignore[method-assign]
-    for rows, columns, dtype in ((4096, 14336, torch.bfloat16), (33, 77, torch.float32)):
-        for matrix in matrices(rows, columns):
-            for buffer in (empty(rows, columns, dtype=dtype), empty(rows, columns + 16, dtype=dtype)):
-                nf4_triton.dequantise_into(matrix, buffer[:, :columns])
-    nf4_triton.dequantise_into(matrices(4096, 14336)[1], empty(4096, 14336, dtype=torch.float8_e4m3fn), empty(()))
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -264,39 +260,6 @@ def test_the_form_for_the_compiler_is_the_same(softcap: float | None) -> None:
     expected, expected_gradient = reference(logits.clone(), target, softcap=softcap, scale=2.0)
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
-
-
-FOR_HOPPER = """
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from redline.kernels.triton.cross_entropy import _softmax_loss as kernel
-import sys
-sizes = ["row_stride", "vocab"]
-types = {"logits_ptr": "*bf16", "target_ptr": "*i64", "loss_ptr": "*fp32", "weight_ptr": "*fp32", "classes": "i32"}
-types |= {"softcap": "fp32", "scale": "fp32"}
-fixed = {"target_stride": 1, "IGNORED": -100, "CAPPED": True, "GRADIENT": True, "BLOCK": 8192}
-fixed |= dict.fromkeys(["WEIGHTED", "LIMITED"], sys.argv[1] == "both")
-types |= dict.fromkeys(sizes, "i32") | dict.fromkeys(fixed, "constexpr")
-order = kernel.arg_names
-aligned = {(order.index(n),): [["tt.divisibility", 16]] for n in ["logits_ptr", "target_ptr", "loss_ptr", *sizes]}
-values = {(order.index(name),): value for name, value in fixed.items()}
-source = ASTSource(kernel, {name: types[name] for name in order}, values, aligned)
-print(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"])
-"""
-
-
-@pytest.mark.parametrize("more", ["neither", "both"])
-def test_it_compiles_for_hopper_with_wide_loads(tmp_path: Path, more: str) -> None:
-    """Needs no GPU: what the interpreter accepts, the compiler may still refuse. However many columns are classes."""
-    pytest.importorskip("triton", reason="the kernel needs triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", FOR_HOPPER, more], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    wide_accesses = [line for line in done.stdout.splitlines() if "global" in line and ".v4.b32" in line]
-    assert len([line for line in wide_accesses if "ld.global" in line]) == 8, (
-        "two of 16 bytes in each sweep, and before it"
-    )
-    assert len([line for line in wide_accesses if "st.global" in line]) == 4
 
 
 @pytest.mark.gpu

@@ -16,10 +16,10 @@ from redline.errors import RecipeError
 from redline.hardware.machine import named_gpu
 from redline.hardware.trials import run_trials
 from redline.models import fused, fused_trial
-from redline.models.fused_trial import compare_blocks, resolve_tried, trial_shape
+from redline.models.fused_trial import compare_blocks, fused_failure, trial_shape
 from redline.planning.shapes import DecoderShape
 from redline.recipe.load import load
-from redline.recipe.resolve import DataFacts, Resolved
+from redline.recipe.resolve import DataFacts, Resolved, resolve_tried
 
 SHAPE = DecoderShape(layers=12, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=96, vocab=50_304)
 FEATURES: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ def resolve_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
         child = [sys.executable, "-c", f"import json, os, sys\nfor name in sys.argv[1:]:\n    {line}"]
         monkeypatch.setattr(fused_trial, "run_trials", partial(run_trials, command=child))
         recipe = load("pretrain-350m", overrides).recipe
-        return resolve_tried(recipe, named_gpu("h100"), FACTS, **options)
+        return resolve_tried(recipe, named_gpu("h100"), FACTS, fused_failure, **options)
 
     return run
 

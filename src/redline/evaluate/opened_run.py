@@ -24,11 +24,11 @@ from redline.export.folder import ORIGIN
 from redline.hardware.probe import detect_machine
 from redline.jobs.base import BASE_MODEL_JOB, job
 from redline.jobs.objective import Log, Objective, ignore_message, job_runtime
-from redline.models.fused_trial import resolve_tried
+from redline.models.fused_trial import fused_failure
 from redline.models.pretrained import Base, open_base
 from redline.planning.shapes import TARGETS
 from redline.recipe.load import parse_overrides, validate
-from redline.recipe.resolve import DataFacts, adapt_to_world
+from redline.recipe.resolve import DataFacts, adapt_to_world, resolve_tried
 from redline.recipe.schema import Recipe
 from redline.training.checkpoint import copy_weights
 from redline.training.saved_run import SavedRun
@@ -109,7 +109,7 @@ def open_run(
     if identity["tokenizer"] != facts.tokenizer_fingerprint:
         raise _other_tokenizer(run)
     # One process evaluates, however many trained the run.
-    resolved = resolve_tried(adapt_to_world(recipe, 1), machine, facts, falls_back=True)
+    resolved = resolve_tried(adapt_to_world(recipe, 1), machine, facts, fused_failure, falls_back=True)
     objective = runtime.create(resolved, data)
     objective.log = log
     if source and not writes_only and not (answers and objective.reloads_rows_for_questions):
@@ -351,7 +351,7 @@ def open_pretrained(
         data = runtime.load_data(recipe, for_evaluation=True)
         for message in data.messages:  # the figures do not cover rows that are left out
             log(message)
-    resolved = resolve_tried(recipe, machine, data.facts)
+    resolved = resolve_tried(recipe, machine, data.facts, fused_failure)
     objective = runtime.create(resolved, data)
     if adapter is None:
         objective.remove_adapters()

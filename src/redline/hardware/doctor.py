@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from redline.errors import install_hint
+from redline.hardware.compiled_kernels import kernels_off
 from redline.hardware.facts import Facts, FolderFacts, GpuFacts, Package
 from redline.hardware.nvml import SLOWDOWNS
 from redline.hardware.specs import spec_of
@@ -178,12 +179,24 @@ def _one_gpu(card: GpuFacts) -> list[Check]:
         Check(name, "ok", f"{card.name}{capability}, {card.memory_bytes / GIB:.1f} GiB"),
         _gpu_memory(name, card),
         _gpu_modes(name, card),
+        _triton_kernels(name, card),
     ]
     slow = [word for word in card.throttle.split("+") if word in SLOWDOWNS]
     if slow:
         fix = "Check its cooling and power supply; until then it is slower than planned."
         lines.append(Check(f"{name} clock", "warn", f"throttled: {', '.join(slow)}", fix))
     return lines
+
+
+def _triton_kernels(name: str, card: GpuFacts) -> Check:
+    off = kernels_off(card.capability)
+    if not off:
+        return Check(f"{name} kernels", "ok", "every Triton kernel was compiled for this architecture")
+    count = (
+        "none of the Triton kernels is used" if len(set(off.values())) == 1 else f"{len(off)} Triton kernels are off"
+    )
+    fix = "Nothing to do: plain torch does their work, more slowly."
+    return Check(f"{name} kernels", "warn", f"{count}: {next(iter(off.values()))}", fix)
 
 
 def _gpu_memory(name: str, card: GpuFacts) -> Check:

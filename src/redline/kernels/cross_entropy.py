@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.kernels.dispatch import op, triton_compiles_for
+from redline.kernels.dispatch import op, triton_serves
 from redline.kernels.float8 import (
     MULTIPLE,
     Float8,
@@ -38,11 +38,11 @@ IGNORE = -100  # a target with this value adds nothing to the loss
 # The loss of given logits and its gradient, which takes the logits' place.
 
 
-def _on_volta_or_newer(logits_NV: Tensor, *_: Any, **__: Any) -> bool:
-    return triton_compiles_for(logits_NV.device, (7, 0))
+def _compiled(logits_NV: Tensor, *_: Any, **__: Any) -> bool:
+    return triton_serves(logits_NV.device, "cross_entropy._softmax_loss")
 
 
-@op(triton="cross_entropy:softmax_loss", uses_triton=_on_volta_or_newer)
+@op(triton="cross_entropy:softmax_loss", uses_triton=_compiled)
 def in_place_softmax_loss(
     logits_NV: Tensor,
     target_N: Tensor,

@@ -23,6 +23,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
+from redline.hardware.compiled_kernels import objection
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -67,9 +69,9 @@ def op(*, triton: str, uses_triton: Callable[..., bool] = first_is_cuda) -> Call
 
 
 @cache
-def triton_compiles_for(device: torch.device, least: tuple[int, int]) -> bool:
-    """Return whether triton is installed and the device is a GPU of at least this compute capability."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < least:
+def triton_serves(device: torch.device, *kernels: str) -> bool:
+    """Return whether Triton is installed and all these kernels may run on the device, a GPU that they compile for."""
+    if device.type != "cuda" or objection(torch.cuda.get_device_capability(device), kernels):
         return False
     return find_spec("triton") is not None
 

@@ -8,12 +8,13 @@ The input may be in fp8 (e4m3): its values are the stored ones times `unscale`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from redline.kernels.dispatch import op
+from redline.kernels.dispatch import op, triton_serves
 
 GOLDEN = 0x9E3779B9  # 2³² divided by the golden ratio: multiples of it are spread evenly over 32-bit words
 _WORD = 0xFFFFFFFF
@@ -44,14 +45,25 @@ def keep_probability(p: float) -> float:
     return 1 - Dropout(p, 0).threshold / 65536
 
 
-@op(triton="low_rank:project_down")
+def _compiled(kernel: str) -> Callable[..., bool]:
+    """Return a function of an operation's arguments: whether its kernel may run on their device, in their precision."""
+
+    def serves(*arguments: object) -> bool:
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        on_fp8 = " on fp8" if any(x.dtype == _E4M3 for x in tensors) else ""
+        return triton_serves(tensors[0].device, kernel + on_fp8)
+
+    return serves
+
+
+@op(triton="low_rank:project_down", uses_triton=_compiled("low_rank._project_down"))
 def project_down(x_NI: Tensor, a_RI: Tensor, dropout: Dropout | None, unscale: Tensor | None = None) -> Tensor:
     """Return dropout(x)·Aᵀ [N, R], summed in float32: in x's dtype, or in bf16 when x is in fp8."""
     product = _drop(x_NI.float(), dropout) @ a_RI.float().T
     return (product if unscale is None else product * unscale).to(projected_dtype(x_NI))
 
 
-@op(triton="low_rank:project_down_weight_gradient")
+@op(triton="low_rank:project_down_weight_gradient", uses_triton=_compiled("low_rank._weight_gradient"))
 def project_down_weight_gradient(
     grad_NR: Tensor, x_NI: Tensor, dropout: Dropout | None, unscale: Tensor | None = None
 ) -> Tensor:
@@ -60,7 +72,7 @@ def project_down_weight_gradient(
     return product if unscale is None else product * unscale
 
 
-@op(triton="low_rank:project_down_input_gradient")
+@op(triton="low_rank:project_down_input_gradient", uses_triton=_compiled("low_rank._input_gradient"))
 def project_down_input_gradient(
     grad_NR: Tensor, a_RI: Tensor, dropout: Dropout | None, out_NI: Tensor | None = None
 ) -> Tensor:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redline.kernels.dispatch import op, triton_compiles_for
+from redline.kernels.dispatch import op, triton_serves
 
 
 def by_triton(device: torch.device) -> bool:
-    """Return whether Triton serves Muon on this device. Before Ampere, GPUs have no bf16 units."""
-    return triton_compiles_for(device, (8, 0))
+    """Return whether Triton serves Muon's passes over gradients and weights on this device."""
+    return triton_serves(device, "muon._nesterov", "muon._descend")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def descend_(
 
 def _in_bf16_on_a_gpu(x: Tensor, **_: Any) -> bool:
     # float32 goes to torch, which follows the user's setting for the precision of float32 matmuls
-    return x.dtype == torch.bfloat16 and by_triton(x.device)
+    return x.dtype == torch.bfloat16 and triton_serves(x.device, "muon._times_transposed")
 
 
 @op(triton="muon:gram", uses_triton=_in_bf16_on_a_gpu)

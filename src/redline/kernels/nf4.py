@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.errors import UserError
-from redline.kernels.dispatch import op
+from redline.kernels.dispatch import op, triton_serves
 from redline.planning.shapes import NESTED_BLOCK
 from redline.planning.shapes import NF4_BLOCK as BLOCK
 
@@ -97,7 +97,12 @@ def dequantise_nf4(matrix: NF4, dtype: torch.dtype, out: Tensor | None = None, f
     return dequantise_into(matrix, out, factor)
 
 
-@op(triton="nf4:dequantise_into")
+def _compiled(_: NF4, out: Tensor, factor: Tensor | None = None) -> bool:
+    on_fp8 = " on fp8" if out.dtype == torch.float8_e4m3fn else ""
+    return triton_serves(out.device, "nf4._dequantise" + on_fp8)
+
+
+@op(triton="nf4:dequantise_into", uses_triton=_compiled)
 def dequantise_into(matrix: NF4, out: Tensor, factor: Tensor | None = None) -> Tensor:
     """Write the values of the matrix, times `factor`, to `out`, and return it."""
     scales, n = block_scales(matrix), out.numel()

@@ -14,7 +14,7 @@ from redline.cache import write_atomically
 from redline.launch.start import set_environment
 from redline.recipe.forecast import step_work
 from redline.recipe.load import Loaded
-from redline.recipe.resolve import Resolved
+from redline.recipe.resolve import Resolved, resolve_tried
 from redline.runs.breakdown import MATMUL, Breakdown, MemoryHistory, breakdown
 from redline.runs.roofline import limits_ms
 
@@ -57,7 +57,7 @@ def profile_recipe(
     # These import torch, which reads the environment when it is imported.
     from redline.hardware.probe import detect_machine
     from redline.jobs.objective import job_runtime
-    from redline.models.fused_trial import resolve_tried
+    from redline.models.fused_trial import fused_failure
     from redline.training.step import peak_memory_gib
     from redline.training.trial import Recording, SilentView, memory_recorded, profiled, trainer_without_run
 
@@ -66,7 +66,7 @@ def profile_recipe(
     recipe = runtime.complete(loaded.recipe, log)
     with preparation as progress:
         data = runtime.load_data(recipe, progress=progress)
-    resolved = resolve_tried(recipe, detect_machine(recipe.train.device), data.facts)
+    resolved = resolve_tried(recipe, detect_machine(recipe.train.device), data.facts, fused_failure)
     # A teacher model generates data for the profiled steps only.
     resolved = replace(resolved, horizon_steps=recording.steps)
     objective = runtime.create(resolved, data)

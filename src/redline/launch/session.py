@@ -34,7 +34,7 @@ from redline.jobs.base import job
 from redline.recipe.forecast import remaining_fields
 from redline.recipe.load import STOPS, validate
 from redline.recipe.lock import make_lock, read_lock, write_lock
-from redline.recipe.resolve import Choice, DataFacts, Resolved, adapt_to_world, resolve
+from redline.recipe.resolve import Choice, DataFacts, Resolved, adapt_to_world, resolve, resolve_tried
 from redline.recipe.schema import Recipe
 from redline.runs.events import SCHEMA, Event, EventLog, NullEventLog, number, read_events
 from redline.runs.monitor import Monitor, View, paid_until, price_of, sinks_for
@@ -394,9 +394,9 @@ def resolve_on_all_ranks(
     if not ranks.is_main:
         resolve(wanted, machine, facts, **several)  # raises what rank 0 raises, instead of waiting for it in vain
         return resolve(validate(ranks.broadcast(None), where="rank 0"), machine, facts, **several)
-    from redline.models.fused_trial import resolve_tried
+    from redline.models.fused_trial import fused_failure
 
-    own = resolve_tried(wanted, machine, facts, falls_back=resumed, **several)
+    own = resolve_tried(wanted, machine, facts, fused_failure, falls_back=resumed, **several)
     ranks.broadcast(own.recipe.model_dump(mode="json"))
     return own
 

@@ -18,9 +18,6 @@ from importlib import metadata
 import torch
 
 from redline import __version__
-from redline.errors import Problem, RecipeError
-from redline.fields import AUTO
-from redline.hardware.machine import Machine
 from redline.hardware.measurements import KERNELS, gpu_key, read_measurement, store_measurement
 from redline.hardware.nvml import driver_version
 from redline.hardware.trials import answer_trials, run_trials
@@ -28,35 +25,12 @@ from redline.kernels.attention import Attention, MaskSpec
 from redline.kernels.matmul import DTYPES
 from redline.models.decoder import Decoder
 from redline.planning.shapes import DecoderShape
-from redline.recipe.resolve import DataFacts, Resolved, resolve
-from redline.recipe.schema import Recipe
 
 TRIAL = "blocks"
 _SECONDS = 180  # most of it for Triton, which compiles the kernels
 _ROWS, _LENGTH, _VOCAB = 2, 128, 256
 # The error of a tensor relative to float32's may be this many times that of plain blocks in the same precision.
 _MARGIN, _SLACK = 2.0, 5e-3
-
-
-def resolve_tried(
-    recipe: Recipe, machine: Machine, facts: DataFacts, *, falls_back: bool = False, **ranks: int
-) -> Resolved:
-    """Resolve the recipe; if that gives the fused blocks on a GPU, try them, and do without them if they fail.
-
-    A recipe that asks for them by name is refused then, unless it `falls_back`: a run that was trained with them can be
-    resumed and evaluated on a card that cannot use them.
-    """
-    resolved = resolve(recipe, machine, facts, **ranks)
-    if machine.device != "cuda" or resolved.recipe.model.kernels != "fused":
-        return resolved
-    failure = fused_failure(resolved.shape, "fp16" if resolved.recipe.train.precision == "fp16" else "bf16")
-    if not failure:
-        return resolved
-    if recipe.model.kernels == "fused" and not falls_back:
-        what = f"the fused kernels failed their trial on this {machine.name}: {failure}."
-        raise RecipeError("recipe", [Problem("model.kernels", what, "Use model.kernels=torch.")])
-    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"kernels": AUTO})})
-    return resolve(recipe, replace(machine, fused_failure=failure), facts, **ranks)
 
 
 def fused_failure(shape: DecoderShape, precision: str) -> str:

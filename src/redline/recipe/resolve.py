@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from redline.errors import Problem, RecipeError
 from redline.fields import AUTO, none_if_auto
+from redline.hardware.compiled_kernels import kernels_off, objection
 from redline.hardware.machine import Machine
 from redline.jobs.base import costs
 from redline.planning.batch import BatchPlan, indivisible_batch, largest_micro_batch, round_to_divisible, solve_batch
 from redline.planning.flops import FlopsPerToken
-from redline.planning.memory import LOW_BIT, MemoryParts, fsdp_rank_memory
+from redline.planning.memory import LOW_BIT, MUON, MemoryParts, fsdp_rank_memory
 from redline.planning.schedule import ONE_CYCLE, PCT_START, sqrt_scaled_lr
 from redline.planning.shapes import SHAPE_KEYS, SIZES, DecoderShape, padded_vocab
 from redline.recipe.forecast import (
@@ -68,10 +69,40 @@ def reason_not_fused(
         f"the fused kernels failed their trial on this card: {machine.fused_failure}": bool(machine.fused_failure),
         "the fused kernels are measured on Hopper only": (machine.capability or (0, 0)) < (9, 0),
         "the fused kernels support half precision only": precision == "fp32",
+        (off := _kernel_off(machine, shape, precision)): bool(off),
         (unmeasured := costs(recipe).unmeasured(shape)): bool(unmeasured),
         "torchao's fp8 works with torch kernels only": backend == "torchao" and precision == "fp8",
     }
     return next((reason for reason, holds in reasons.items() if holds), unsupported)
+
+
+def _kernel_off(machine: Machine, shape: DecoderShape, precision: str) -> str:
+    """Return why a kernel that the fused blocks consist of may not run on this card, or "" if all may."""
+    if machine.device != "cuda":
+        return ""
+    up = "swiglu" if shape.gated else "relu2"
+    names = ["rms_norm._forward", "rms_norm._backward", f"activations._{up}", f"activations._{up}_backward"]
+    names += ["rotary._rotate", "rotary._merge", "cross_entropy._softmax_loss"]
+    names += [f"qk_norm.{name}" for name in ("_forward", "_backward") if shape.qk_norm]
+    names += [f"skip.{name}" for name in ("_forward", "_backward") if shape.skips != "none"]
+    off = kernels_off(machine.capability)
+    if precision == "fp8":
+        # The kernels of fp8 that a recipe uses depend on choices that come later; all of them must be usable.
+        names += [name for name in off if name.startswith(("float8.", "rms_norm.")) or "8 on fp8" in name]
+    return next((off[name] for name in names if name in off), "")
+
+
+def _kernels_outside_blocks(recipe: Recipe, shape: DecoderShape) -> list[str]:
+    """Return the Triton kernels that a run uses whichever blocks it has. Each falls back to plain torch by itself."""
+    names = []
+    if recipe.train.optimizer in MUON:
+        names += ["muon._nesterov", "muon._descend", "muon._times_transposed"]
+    if recipe.model.quant == "nf4":
+        names.append("nf4._dequantise")
+    parameters = costs(recipe).parameters(shape)
+    if recipe.model.quant == "nf4" or parameters["trainable"] < parameters["total"]:
+        names += ["low_rank._project_down", "low_rank._weight_gradient", "low_rank._input_gradient"]
+    return names
 
 
 def _problem(key: str, what: str, fix: str) -> RecipeError:
@@ -598,6 +629,8 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
     r.warnings += _no_validation_warnings(recipe, data.train_tokens, held_out, made=data.made)
     r.warnings += [*(_unused_key_warnings(recipe) if data.made else []), *_few_rows_warnings(data.val_rows)]
     r.warnings += _weight_warnings(recipe.data)
+    if machine.device == "cuda" and (off := objection(machine.capability, _kernels_outside_blocks(recipe, shape))):
+        r.warnings.append(f"plain torch, which is slower, does the work of a Triton kernel: {off}")
     if recipe.train.optimizer.startswith("paged") and machine.device == "cpu":
         r.warnings.append("a CPU does not page optimizer states: paged_adamw_8bit runs as adamw_8bit")
     if memory.peak > machine.memory_bytes:
@@ -624,3 +657,31 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
         rows=data.rows,
         warmup_warned=r.warmup_warned,
     )
+
+
+def resolve_tried(
+    recipe: Recipe,
+    machine: Machine,
+    data: DataFacts,
+    try_blocks: Callable[[DecoderShape, str], str],
+    *,
+    falls_back: bool = False,
+    **ranks: int,
+) -> Resolved:
+    """Resolve the recipe; if that gives the fused blocks on a GPU, try them, and do without them if they fail.
+
+    `try_blocks` is `models.fused_trial.fused_failure`, a parameter because this module does without torch. A recipe
+    that asks for the fused blocks by name is refused if they fail, unless it `falls_back`: a run that was trained with
+    them can be resumed and evaluated on a card that cannot use them.
+    """
+    resolved = resolve(recipe, machine, data, **ranks)
+    if machine.device != "cuda" or resolved.recipe.model.kernels != "fused":
+        return resolved
+    failure = try_blocks(resolved.shape, "fp16" if resolved.recipe.train.precision == "fp16" else "bf16")
+    if not failure:
+        return resolved
+    if recipe.model.kernels == "fused" and not falls_back:
+        what = f"the fused kernels failed their trial on this {machine.name}: {failure}."
+        raise _problem("model.kernels", what, "Use model.kernels=torch.")
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"kernels": AUTO})})
+    return resolve(recipe, replace(machine, fused_failure=failure), data, **ranks)

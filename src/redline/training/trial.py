@@ -29,9 +29,9 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from redline.errors import UserError
 from redline.hardware.probe import detect_machine
 from redline.jobs.objective import job_runtime
-from redline.models.fused_trial import resolve_tried
+from redline.models.fused_trial import fused_failure
 from redline.recipe.load import validate
-from redline.recipe.resolve import DataFacts, Resolved
+from redline.recipe.resolve import DataFacts, Resolved, resolve_tried
 from redline.runs.breakdown import UPDATE, MemoryHistory, Span, covered, memory_history
 from redline.runs.events import Event, EventLog
 from redline.runs.monitor import Monitor, View
@@ -301,7 +301,7 @@ class WarmTrainer:
 def warm_trainer(tree: dict[str, Any], facts: DataFacts, *, where: str) -> Iterator[WarmTrainer]:
     """Build and warm up a trainer from a resolved recipe and the facts of its data. `where` is for error messages."""
     recipe = validate(tree, where=where)
-    resolved = resolve_tried(recipe, detect_machine(recipe.train.device), facts)
+    resolved = resolve_tried(recipe, detect_machine(recipe.train.device), facts, fused_failure)
     runtime = job_runtime(recipe.objective)
     objective = runtime.create(resolved, runtime.random_data(facts))
     collector = WarningCollector()
