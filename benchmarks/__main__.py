@@ -13,6 +13,7 @@ from benchmarks import finetune as finetuning
 from benchmarks import latent as latents
 from benchmarks import pages, plan_accuracy, time_to_loss
 from benchmarks.record import Record, refuse_dirty
+from redline.bench import record as measured
 from redline.bench import throughput as speeds
 from redline.bench.record import check_out, file_for, read_earlier
 from redline.bench.setting import choose_setting
@@ -207,7 +208,7 @@ def _refuse_dirty(earlier: dict[str, Any], out: Path | None, *, allow_dirty: boo
         refuse_dirty(earlier, out)
 
 
-def _exit_if_first_failed(record: Record) -> None:
+def _exit_if_first_failed(record: measured.Record) -> None:
     """A peer may be missing on this machine; redline's own row, the first, may not fail."""
     if "error" in record.rows[0]:
         raise typer.Exit(EXIT_FAILED)

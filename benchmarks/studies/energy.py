@@ -111,7 +111,7 @@ def others() -> dict[str, tuple[Callable[[], Any], float]]:
         "add_rms_norm": (lambda: add_rms_norm(x, delta, weight, 1e-5), 0.0),
         "rms_norm_backward": (lambda: rms_norm_backward(g, total, rstd, weight, x), 0.0),
         "rotate_qkv_": (lambda: rotate_qkv_(qkv, cos, sin, H, H, K), 0.0),
-        "merge_rotated_gradients": (lambda: merge_rotated_gradients(*heads, cos, sin), 0.0),
+        "merge_rotated_gradients": (lambda: merge_rotated_gradients(heads[0], heads[1], heads[2], cos, sin), 0.0),
         "swiglu": (lambda: swiglu(h), 0.0),
         "swiglu_backward_": (lambda: swiglu_backward_(grad_s, h), 0.0),
     }

@@ -35,17 +35,18 @@ from redline.training.trial import SilentView, trainer_without_run
 BATCH, WARMUP = 16, 50  # sequences a step; steps
 COMPARE_AT = (0, 45, 150)  # steps before which the ways are compared
 COMPILED = ("model.kernels=torch", "train.compile=true")
-WAYS = {
+Ways = dict[str, tuple[str, ...]]
+Row = dict[str, Any]
+
+WAYS: Ways = {
     "float32": ("train.precision=fp32", "model.kernels=torch", "train.compile=false"),
     "compiled, cuDNN": (*COMPILED, "model.attention=cudnn"),
     "compiled, flash": (*COMPILED, "model.attention=flash"),
     "fused": ("model.kernels=fused",),
 }
-ON_A_CPU = {"float32": ("train.compile=false",), "compiled": ("train.compile=true",)}
+ON_A_CPU: Ways = {"float32": ("train.compile=false",), "compiled": ("train.compile=true",)}
 COMMON = ("train.tokens=null", "train.steps=200", f"train.global_batch={BATCH}", "train.lr=1e-4")
 Gradients = dict[str, Tensor]
-Ways = dict[str, tuple[str, ...]]
-Row = dict[str, Any]
 
 
 def objective(words: tuple[str, ...], data: TextData) -> CausalLM:
@@ -93,7 +94,7 @@ def compare(ways: Ways, common: tuple[str, ...], data: TextData, weights: Gradie
     """Compare the gradients of every way on these weights with float32."""
     results = {way: gradients((*common, *words), data, weights, step) for way, words in ways.items()}
     exact = results["float32"][1]
-    rows = [
+    rows: list[Row] = [
         {"step": step, "way": way, "loss": loss, "kinds": relative_errors(of_way, exact)}
         for way, (loss, of_way) in results.items()
     ]

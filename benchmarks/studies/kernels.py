@@ -43,7 +43,7 @@ def memory_bound(tokens: int, bandwidth: float) -> dict[str, Any]:
         "add_rms_norm": (lambda: add_rms_norm(x, delta, weight, 1e-5), 4 * D),
         "rms_norm_backward": (lambda: rms_norm_backward(g, total, rstd, weight, x), 4 * D),
         "rotate_qkv_": (lambda: rotate_qkv_(qkv, cos, sin, H, H, K), 4 * D),
-        "merge_rotated_gradients": (lambda: merge_rotated_gradients(*heads, cos, sin), 6 * D),
+        "merge_rotated_gradients": (lambda: merge_rotated_gradients(heads[0], heads[1], heads[2], cos, sin), 6 * D),
         "swiglu": (lambda: swiglu(h), 3 * F),
         "swiglu_backward_": (lambda: swiglu_backward_(grad_s, h), 5 * F),
     }

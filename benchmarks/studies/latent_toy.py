@@ -27,7 +27,7 @@ BASE = (
     *("model.d_model=96", "model.heads=4", "train.hours=null", "train.epochs=null", "train.steps=700"),
     *("train.global_batch=32", "train.lr=6e-3", "eval.every=700", "checkpoint.every=700"),
 )
-PREFIX = {
+PREFIX: dict[str, Any] = {
     "objective": "latent_prefix",
     "latent_prefix": {"d_z": 64, "slots": 8, "layers": 2, "heads": 4, "bytes": 128},
     "train": {"global_batch": 32, "lr": 2e-3, "min_lr_ratio": 0.02, "weight_decay": 0.0, "warmup_steps": 5},

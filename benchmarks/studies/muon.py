@@ -72,7 +72,10 @@ def time_updates(optimizer: optim.Muon) -> dict[str, float]:
     work: dict[str, Callable[[], Any]] = {"update": partial(optimizer.step, 1.0, (one, skip), 1000)}
     for shape, batch in optimizer.batches.items():
         name = "×".join(str(size) for size in (len(batch), *shape))
-        gradients, weights = [m.of(m.parameter.grad) for m in batch], [m.of(m.parameter.detach()) for m in batch]
+        gradients, weights = (
+            [m.rows_of(m.parameter.grad) for m in batch],
+            [m.rows_of(m.parameter.detach()) for m in batch],
+        )
         total, squares = nesterov_(gradients, optimizer.first[shape], one, skip, 0.95)
         descend = partial(descend_, weights, total, None, skip, rate=1e-6, decay=1e-6, cautious=False)
         work[f"nesterov_ {name}"] = partial(nesterov_, gradients, optimizer.first[shape], one, skip, 0.95)
