@@ -105,7 +105,7 @@ def test_all_contenders_begin_with_the_same_loss_and_are_timed_equally(result_fo
 @stack
 def test_the_page_has_the_reason_of_a_peer_that_cannot_run(result_folder: Path) -> None:
     rows = {row["name"]: row for row in json.loads((result_folder / "f.json").read_text())["rows"]}
-    why = "the package liger_kernel is not installed." if find_spec("liger_kernel") is None else "need a GPU"
+    why = "package liger_kernel is not installed." if find_spec("liger_kernel") is None else "need a GPU"
     page, output = (result_folder / "f.md").read_text(), (result_folder / "out.txt").read_text()
     for name in (f"{PLAIN}+liger", f"{PLAIN}+liger, nothing recomputed", f"{PLAIN}+liger, row by row"):
         assert why in rows[name]["error"]
