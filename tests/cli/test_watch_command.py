@@ -83,6 +83,41 @@ def test_the_page_is_served_from_before_the_run_until_ctrl_c(serve: Any, home: P
         get(f"{address}api/state")
 
 
+INTERRUPTED = """
+import os, signal, sys
+from redline.runs.live import server
+
+accept = server.Server.process_request
+
+def interrupted(self, request, client_address):
+    os.kill(os.getpid(), signal.SIGINT)
+    accept(self, request, client_address)
+
+server.Server.process_request = interrupted
+sys.argv = ["redline", "watch", "--port", "0"]
+from redline.cli.main import main
+main()
+"""
+
+
+def test_ctrl_c_during_a_request_answers_it_and_ends_the_page(tmp_path: Path) -> None:
+    """The interrupt arrives while the server accepts a connection, where an exception would leave a thread behind."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    said = ""
+    while "Ctrl-C" not in said:
+        said += process.stdout.readline()
+    assert get(re.search(r"http://\S+", said)[0] + "api/state")["runs"] == []  # type: ignore[index]
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (130, "")
+
+
 def test_another_address_asks_for_the_token(serve: Any, home: Path) -> None:
     _, said, address = serve("latest", "--host", "0.0.0.0", "--port", "0", cwd=home, SSH_CONNECTION="1 2 3 4")
     door = re.sub(r"//[^:]+:", "//127.0.0.1:", address)

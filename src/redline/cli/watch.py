@@ -70,7 +70,7 @@ def _snapshots(named: list[Path], json_: bool) -> None:
 
 
 def _serve(named: list[Path], host: str, port: int | None, token: bool) -> None:
-    from redline.runs.live.server import open_server, ssh_line
+    from redline.runs.live.server import open_server, serve_until_interrupted, ssh_line
     from redline.runs.live.watch import Watch
 
     server, address = open_server(Watch(RUNS, named), host, port, token)
@@ -79,5 +79,5 @@ def _serve(named: list[Path], host: str, port: int | None, token: bool) -> None:
     if line := ssh_line(host, server.port):
         typer.echo(f"first run on your own machine:  {line}")
     typer.echo("Ctrl-C stops the page; the runs continue.")
-    server.serve_forever()  # returns after Ctrl-C, with its socket closed
+    serve_until_interrupted(server)
     raise typer.Exit(EXIT_INTERRUPTED)

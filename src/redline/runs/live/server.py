@@ -15,15 +15,17 @@ import os
 import re
 import secrets
 import shlex
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.resources import files
+from types import FrameType
 from typing import Any
 
-from werkzeug.serving import BaseWSGIServer, ThreadedWSGIServer, WSGIRequestHandler
+from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 from werkzeug.wrappers import Request, Response
 
 from redline.errors import UserError
@@ -51,6 +53,7 @@ _HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.%\w]+)\]|(?P<name>[^\s:@/\[\]]
 MAX_CONNECTIONS = 64  # at a time; a browser opens up to six, and each holds a thread
 _REQUEST_S = 10.0  # for a whole request to arrive
 _ANSWER_S = 30.0  # for the browser to receive the answer
+_FINISH_S = 1.0  # for the last answers, after Ctrl-C
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -188,7 +191,7 @@ class _Handler(WSGIRequestHandler):
         return "redline"
 
 
-class _Server(ThreadedWSGIServer):
+class Server(ThreadedWSGIServer):
     """A thread per connection, at most MAX_CONNECTIONS at a time; further connections are answered with 503."""
 
     def __init__(self, *how: Any, **options: Any) -> None:
@@ -214,8 +217,15 @@ class _Server(ThreadedWSGIServer):
         finally:
             self._free.release()
 
+    def finish_answers(self, seconds: float) -> None:
+        """Wait until no connection is being answered, but no longer than this."""
+        end = time.monotonic() + seconds
+        for _ in range(MAX_CONNECTIONS):
+            if not self._free.acquire(timeout=max(0.0, end - time.monotonic())):
+                return
 
-def open_server(watch: Watch, host: str, port: int | None, guarded: bool) -> tuple[BaseWSGIServer, str]:
+
+def open_server(watch: Watch, host: str, port: int | None, guarded: bool) -> tuple[Server, str]:
     """Return a listening server and the address to open. Without a port, the first free one from FIRST_PORT on."""
     loopback = is_loopback(host)
     token = secrets.token_urlsafe(24) if guarded or not loopback else None
@@ -224,8 +234,28 @@ def open_server(watch: Watch, host: str, port: int | None, guarded: bool) -> tup
         bound = listening.getsockname()[1]
         # Browsers share cookies between ports, so each server needs a cookie name of its own.
         app = App(watch, token, loopback=loopback, cookie=f"redline-{bound}")
-        server = _Server(host, bound, app, _Handler, fd=listening.fileno())
+        server = Server(host, bound, app, _Handler, fd=listening.fileno())
     return server, f"http://{_public_name(host)}:{bound}/" + (f"?token={token}" if token else "")
+
+
+def serve_until_interrupted(server: Server) -> None:
+    """Answer requests until Ctrl-C, and close the socket. Call it on the main thread.
+
+    A KeyboardInterrupt could arrive anywhere, for instance just after a thread was started for a connection:
+    socketserver would close the connection under that thread, whose traceback could then deadlock with the interpreter
+    that is shutting down. So Ctrl-C only asks the loop to end. A second one raises KeyboardInterrupt, as usual.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, previous)
+        threading.Thread(target=server.shutdown, daemon=True).start()  # it waits for the loop, which runs here
+
+    previous = signal.signal(signal.SIGINT, stop)
+    try:
+        server.serve_forever()
+        server.finish_answers(_FINISH_S)
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _listen(host: str, ports: Iterable[int]) -> socket.socket:
