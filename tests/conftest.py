@@ -75,6 +75,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def tiny() -> tuple[str, ...]:
+    """Return the overrides that make quickstart a model that trains in a second."""
+    return TINY
+
+
+@pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the figures of the report, which take longer than a tiny run."""
     monkeypatch.setattr("redline.runs.report.figures._drawn", lambda draw, inches: "<svg></svg>")

@@ -29,8 +29,9 @@ from redline.jobs.causal_lm.objective import CausalLM
 from redline.recipe.load import load
 from redline.recipe.lock import git_state, versions
 from redline.recipe.resolve import resolve
+from redline.runs.monitor import SilentView
 from redline.training.step import step_batch, to_device
-from redline.training.trial import SilentView, trainer_without_run
+from redline.training.trial import trainer_without_run
 
 BATCH, WARMUP = 16, 50  # sequences a step; steps
 COMPARE_AT = (0, 45, 150)  # steps before which the ways are compared

@@ -25,8 +25,9 @@ from redline.bench.setting import TINY
 from redline.data.corpus import load_text
 from redline.recipe.load import load
 from redline.recipe.lock import git_state, versions
+from redline.runs.monitor import SilentView
 from redline.training.step import step_batch
-from redline.training.trial import SilentView, trainer_without_run
+from redline.training.trial import trainer_without_run
 
 SEEDS = range(1, 11)
 STEPS, LAST = 200, 50

@@ -12,10 +12,10 @@ import typer
 from redline.cli.completion import complete_words
 from redline.cli.help import VerbCommand, VerbGroup
 from redline.cli.options import JsonOption, RunArgument
-from redline.errors import UsageError, UserError
-from redline.runs.summary import is_locked, run_without_checkpoint
+from redline.errors import UsageError
+from redline.runs.summary import request_stop, run_without_checkpoint
 from redline.units import format_bytes, format_seconds, format_usd
-from redline.vocabulary import RUNS, STOP_REQUEST_FILE
+from redline.vocabulary import RUNS
 
 if TYPE_CHECKING:
     from redline.runs.summary import RunSummary
@@ -174,11 +174,5 @@ def stop(run: RunArgument = "latest") -> None:
       redline stop runs/pretrain-350m-20261115-101500
     """
     path = run_without_checkpoint(run)
-    if not is_locked(path):
-        raise UserError("the run is not running.", where=str(path), fix="`redline runs` shows the status of every run.")
-    try:
-        (path / STOP_REQUEST_FILE).touch()
-    except OSError as error:
-        what = f"the folder cannot be written ({error.strerror})."
-        raise UserError(what, where=str(path), fix="Ask the owner of the run to stop it.") from None
+    request_stop(path)
     typer.echo(f"asked {path} to save and stop; resume it later with: redline train --resume {shlex.quote(str(path))}")

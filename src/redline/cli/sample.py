@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
@@ -16,7 +15,6 @@ from redline.cli.options import (
     SetOption,
     WeightsOption,
 )
-from redline.errors import UsageError, UserError
 
 
 def sample(
@@ -71,16 +69,9 @@ def sample(
     sampling = Sampling(count, tokens, seed, temperature, top_k, top_p)
     objective = trained.objective
     objective.log = log
-    # Arguments that are not UTF-8 reach Python as lone surrogates, which no tokenizer accepts.
-    prompt = os.fsencode(prompt).decode("utf-8", "replace")
-    samples = objective.continuation(prompt, sampling) if plain else objective.sample(prompt, sampling)
-    if not samples and objective.can_answer and not prompt:
-        raise UsageError(
-            "the prompt is empty, so there is no question to answer.", where="--prompt", fix='Add --prompt "TEXT".'
-        )
-    if not samples:
-        fix = "Set REDLINE_GPT2 to the path of a tokenizer.json, or put one beside the token files."
-        raise UserError("the tokenizer's files are missing, so tokens cannot be turned into text.", fix=fix)
+    from redline.evaluate.measure import sample_model
+
+    samples = sample_model(trained, prompt, sampling, plain=plain)
     if json_:
         import json
 

@@ -260,6 +260,11 @@ class Objective(ABC):
         """Restore what `state` returned. Called before `build`."""
         return
 
+    @property
+    def tokenizer(self) -> Any:
+        """Return what encodes and decodes the text of this job; None if there is no such thing."""
+        return None
+
     def save_tokenizer(self, folder: Path) -> None:
         """Copy the tokenizer into the run's directory, so that the run can read other text later."""
         return

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,11 +78,22 @@ def _gpu_count() -> int:
 class Processes:
     """One attempt to train: torchrun with its ranks, or a single process."""
 
-    def __init__(self, words: Sequence[str], gpus: int, log: Path, recovery: str | None, *, restart: bool) -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        gpus: int,
+        log: Path,
+        recovery: str | None,
+        *,
+        restart: bool,
+        more: Mapping[str, str],
+        quiet: bool,
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="redline-"))
         command, environment = [sys.executable, "-m", "redline", *words], dict(os.environ)
         environment |= {FOLDER_VARIABLE: str(self.folder), PARENT_VARIABLE: str(os.getpid())}
         environment |= {SUPERVISED: "1"} if restart else {}
+        environment |= more
         environment |= {RECOVERY: recovery} if recovery else {}
         self.log = None
         if gpus > 1:
@@ -94,7 +105,11 @@ class Processes:
         # In a session of their own the processes do not receive Ctrl-C from the terminal. The supervisor forwards it
         # once: a second one would mean "exit at once".
         self.process = subprocess.Popen(
-            command, env=environment, stdout=2 if self.log else None, stderr=self.log, start_new_session=True
+            command,
+            env=environment,
+            stdout=subprocess.DEVNULL if quiet else 2 if self.log else None,
+            stderr=self.log,
+            start_new_session=True,
         )
 
     def poll(self) -> int | None:
@@ -124,8 +139,20 @@ class Processes:
             self.log.close()
 
 
-def train_supervised(recipe: Recipe, path: Path, words: Sequence[str], *, gpus: int, restart: bool) -> int:
-    """Run `redline WORDS` in child processes and supervise them. Return the exit code."""
+def train_supervised(
+    recipe: Recipe,
+    path: Path,
+    words: Sequence[str],
+    *,
+    gpus: int,
+    restart: bool,
+    environment: Mapping[str, str] | None = None,
+    quiet: bool = False,
+) -> int:
+    """Run `redline WORDS` in child processes and supervise them. Return the exit code.
+
+    `environment` holds more variables for them. With `quiet` nothing of their progress is shown.
+    """
     check_world(recipe, gpus)
     gpu_words = ["--gpus", str(gpus)] if gpus > 1 else []
     log = path / LOG
@@ -138,7 +165,8 @@ def train_supervised(recipe: Recipe, path: Path, words: Sequence[str], *, gpus: 
         raise UserError(f"cannot be written ({error.strerror}).", where=str(path), fix=NOT_WRITABLE_FIX) from None
 
     def start(recovery: str | None) -> Processes:
-        return Processes([*words, *gpu_words], gpus, log, recovery, restart=restart)
+        more = environment or {}
+        return Processes([*words, *gpu_words], gpus, log, recovery, restart=restart, more=more, quiet=quiet)
 
     def report(text: str) -> None:
         typer.echo(f"redline: {text}", err=True)

@@ -58,8 +58,9 @@ def profile_recipe(
     from redline.hardware.probe import detect_machine
     from redline.jobs.objective import job_runtime
     from redline.models.fused_trial import fused_failure
+    from redline.runs.monitor import SilentView
     from redline.training.step import peak_memory_gib
-    from redline.training.trial import Recording, SilentView, memory_recorded, profiled, trainer_without_run
+    from redline.training.trial import Recording, memory_recorded, profiled, trainer_without_run
 
     recording = Recording(**options)
     runtime = job_runtime(loaded.recipe.objective)

@@ -6,14 +6,15 @@ lock and the first events, trains, and prints what to do next.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +37,10 @@ from redline.recipe.load import STOPS, validate
 from redline.recipe.lock import make_lock, read_lock, write_lock
 from redline.recipe.resolve import Choice, DataFacts, Resolved, adapt_to_world, resolve, resolve_tried
 from redline.recipe.schema import Recipe
-from redline.runs.events import SCHEMA, Event, EventLog, NullEventLog, number, read_events
+from redline.runs.events import SCHEMA, Event, EventLog, NullEventLog, number, read_events, section
 from redline.runs.monitor import Monitor, View, paid_until, price_of, sinks_for
 from redline.training import recovery
-from redline.training.control import FOLDER_VARIABLE, HEARTBEAT, RECOVERY, RunDirectory
+from redline.training.control import FOLDER_VARIABLE, HEARTBEAT, RECOVERY, RunDirectory, Signals
 from redline.training.supervisor import LOST, REFUSED, SUPERVISED
 from redline.vocabulary import (
     CHECKPOINTS_FOLDER,
@@ -56,6 +57,7 @@ from redline.vocabulary import (
 if TYPE_CHECKING:
     from redline.evaluate.init_from import Initial
     from redline.hardware.machine import Machine
+    from redline.runs.callbacks import Callbacks
     from redline.training.distributed import Ranks
     from redline.training.trainer import Outcome, Trainer
 
@@ -65,6 +67,59 @@ class SignalExit:
     """The exit code of the process if a signal arrives now."""
 
     code: int = EXIT_PREEMPTED
+
+
+PYTHON_VARIABLE = "REDLINE_PYTHON"  # for ranks that `redline.train` starts: the `python` section of the lock, as JSON
+
+
+@dataclass
+class Host:
+    """The program in which a run is trained: the command line, or a Python program that calls `redline.train`.
+
+    A command ends with the run, so it may exit on a signal and prints what to do next. A program goes on: nothing may
+    end its process, and afterwards `path` and `outcome` say what happened.
+    """
+
+    is_command: bool = True
+    view: View | None = None  # shows the events; None: the console
+    callbacks: Callbacks | None = None
+    python: dict[str, Any] | None = None  # what only a Python program can give the run, for its lock
+    path: Path | None = None
+    outcome: Outcome | None = None
+
+    @classmethod
+    def command(cls) -> Host:
+        return cls(python=json.loads(os.environ[PYTHON_VARIABLE]) if PYTHON_VARIABLE in os.environ else None)
+
+    def refuse_foreign(self, run: Path, lock: Mapping[str, Any]) -> None:
+        """Refuse to resume a run that needs what this program does not give: data or metrics from Python."""
+        recorded = section(lock, PYTHON)
+        given = self.python or {}
+        missing = [name for name in recorded.get("metrics", ()) if name not in given.get("metrics", ())]
+        needs_data = bool(recorded.get("data")) and recorded.get("data") != given.get("data")
+        if not missing and not needs_data:
+            return
+        call = python_resume(str(run), recorded)
+        if given.get("data") and needs_data:
+            what = f"was trained on data with the fingerprint {recorded['data']!r}, and these have {given['data']!r}."
+            raise UsageError(what, where=str(run), fix="Give the data that the run was started with.")
+        what = "was started from Python, with " + " and ".join(
+            [*(["data="] if needs_data else []), *([f"metrics= ({', '.join(missing)})"] if missing else [])]
+        )
+        raise UsageError(f"{what}, which this command does not have.", where=str(run), fix=f"Resume it there: {call}")
+
+
+PYTHON = "python"  # the section of the lock
+
+
+def python_resume(run: str, recorded: Mapping[str, Any]) -> str:
+    """Return the line of Python that resumes a run."""
+    words = [f"resume={run!r}"]
+    if recorded.get("data"):
+        words.append(f"data=…, fingerprint={recorded['data']!r}")
+    if recorded.get("metrics"):
+        words.append("metrics={" + ", ".join(f"{name!r}: …" for name in recorded["metrics"]) + "}")
+    return f"redline.train({', '.join(words)})"
 
 
 @dataclass
@@ -78,6 +133,7 @@ class Session:
     resumed: bool
     initial: Initial | None  # weights to start from
     continued_with: list[str] | None = None  # all overrides of a command with --continue
+    host: Host = field(default_factory=Host)
 
     def train(self, console: View, signal_exit: SignalExit) -> int:
         from redline.jobs.objective import job_runtime
@@ -101,12 +157,18 @@ class Session:
                 for message in (os.environ.get(RECOVERY), restart.message, memory_change):
                     if message:
                         monitor.emit("recovery", message=message)
+                if self.host.callbacks is not None:
+                    self.host.callbacks.request_stop = trainer.signals.request_stop
                 outcome = trainer.run()
                 signal_exit.code = outcome.exit_code  # the run has ended: a signal must not turn that into "preempted"
         self.path = run.path  # the directory may have been moved
         if self.ranks.is_main and self.path.is_dir():
             with suppress(OSError):  # a closed terminal or pipe; the run itself is complete
-                print_next_steps(self.path, outcome, recipe)
+                if self.host.is_command:
+                    print_next_steps(self.path, outcome, recipe)
+                else:
+                    write_final_report(self.path, outcome)
+        self.host.path, self.host.outcome = self.path, outcome
         # Rank 0 still writes its report here. torchrun would kill it as soon as another rank has exited with an error.
         self.ranks.barrier()
         self.ranks.leave()
@@ -136,6 +198,7 @@ class Session:
         log = EventLog(self.path / EVENTS_FILE, on_error=warn) if is_main else NullEventLog()
         logged_recipe = redact_all(recipe.model_dump(mode="json"))
         sinks = sinks_for(recipe.monitor, self.path, logged_recipe, warn) if is_main else []
+        sinks += [self.host.callbacks] if self.host.callbacks is not None and is_main else []
         monitor = Monitor(log, console, price_per_hour=recipe.monitor.price_per_hour, sinks=sinks)
         monitor.price = monitor.price and monitor.price * self.ranks.size
         return monitor
@@ -155,6 +218,8 @@ class Session:
             ranks=self.ranks,
             supervised=SUPERVISED in os.environ,
             skipped=restart.skipped,
+            measure=self.host.callbacks.measure if self.host.callbacks and self.host.callbacks.metrics else None,
+            signals=Signals(exits=self.host.is_command),
         )
 
     def _build(self, trainer: Trainer, restart: RestartPoint, monitor: Monitor) -> None:
@@ -176,7 +241,7 @@ class Session:
         origin = self.initial.record() if self.initial else None
         run_id = uuid.uuid4().hex[:12]
         resolved = self._with_measured_choices(trainer)
-        write_lock(self.path, make_lock(self.name, run_id, resolved, self.data.facts, origin))
+        write_lock(self.path, make_lock(self.name, run_id, resolved, self.data.facts, origin, self.host.python))
         _update_latest_link(self.path)
 
     def _emit_start(self, trainer: Trainer, monitor: Monitor) -> None:
@@ -443,14 +508,21 @@ def _lost_rank_message(error: Exception) -> str:
 # What is printed after training: where the report is, and which commands to try next.
 
 
-def print_next_steps(path: Path, outcome: Outcome, recipe: Recipe) -> None:
-    if outcome.reason is not StopReason.PREEMPTED:  # a preempted process has no time for a report
-        from redline.runs.report.page import write_report
+def write_final_report(path: Path, outcome: Outcome) -> str | None:
+    """Write the report and return a line about it; None for a preempted process, which has no time for a report."""
+    if outcome.reason is StopReason.PREEMPTED:
+        return None
+    from redline.runs.report.page import write_report
 
-        try:
-            typer.echo(f"report  {write_report(path)}", err=True)
-        except UserError as error:  # the run itself is complete
-            typer.echo(f"report  not written: {error.what} Later: redline report {shlex.quote(str(path))}", err=True)
+    try:
+        return f"report  {write_report(path)}"
+    except UserError as error:  # the run itself is complete
+        return f"report  not written: {error.what} Later: redline report {shlex.quote(str(path))}"
+
+
+def print_next_steps(path: Path, outcome: Outcome, recipe: Recipe) -> None:
+    if line := write_final_report(path, outcome):
+        typer.echo(line, err=True)
     if outcome.reason is StopReason.NONFINITE:  # resuming would end in the same way
         weights = shlex.quote(_best_checkpoint(path))
         typer.echo(

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from redline.errors import EXIT_DONE, UsageError
-from redline.launch.session import RankLog, Session, SignalExit, join_ranks, refuse_run, resolve_on_all_ranks
+from redline.launch.session import Host, RankLog, Session, SignalExit, join_ranks, refuse_run, resolve_on_all_ranks
 from redline.recipe.forecast import recipe_steps, remaining_fields
 from redline.recipe.load import Loaded, load, validate
 from redline.recipe.lock import locked_recipe, read_lock
@@ -49,12 +49,20 @@ if TYPE_CHECKING:
     from redline.training.distributed import Ranks
 
 
-def new_run(loaded: Loaded, directory: Path | None, overrides: list[str], *, dry_run: bool, gpus: int = 1) -> int:
+def new_run(
+    loaded: Loaded,
+    directory: Path | None,
+    overrides: list[str],
+    *,
+    dry_run: bool,
+    gpus: int = 1,
+    host: Host | None = None,
+) -> int:
     """Train a new run in `directory`, or by default in a new one under runs/. Return the exit code."""
     path = new_run_path(loaded, directory)
     if directory is None and not dry_run and os.environ.get("RANK", "0") == "0":
         path = _reserve(path, loaded.name)
-    return _start(loaded, path, dry_run=dry_run, resumed=False, overrides=overrides, gpus=gpus)
+    return _start(loaded, path, dry_run=dry_run, resumed=False, overrides=overrides, gpus=gpus, host=host)
 
 
 def _reserve(path: Path, name: str) -> Path:
@@ -103,12 +111,14 @@ def _data_folders(recipe: Recipe) -> set[Path]:
     return {Path(part.source).expanduser().resolve() for part in recipe.data.parts}
 
 
-def resume_run(name: str, overrides: list[str], *, dry_run: bool, gpus: int = 1) -> int:
+def resume_run(name: str, overrides: list[str], *, dry_run: bool, gpus: int = 1, host: Host | None = None) -> int:
     """Resume the run that `name` refers to. Return the exit code."""
-    path, loaded = open_resumable(name, overrides)
+    host = host or Host.command()
+    path, loaded = open_resumable(name, overrides, host)
+    host.path = path
     if not dry_run and _is_finished(path, loaded.recipe, changed=bool(overrides)):
         return EXIT_DONE
-    return _start(loaded, path, dry_run=dry_run, resumed=True, overrides=overrides, gpus=gpus)
+    return _start(loaded, path, dry_run=dry_run, resumed=True, overrides=overrides, gpus=gpus, host=host)
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,7 @@ def plan_continue(path: Path, recipe: str | None, overrides: list[str]) -> Conti
     refuse_unreadable(path)
     refuse_links(path)
     lock = read_lock(path)
+    Host.command().refuse_foreign(path, lock)
     refuse_other_recipe(path, recipe, str(lock["recipe_name"]))
     before = _last_command(path)
     typed = _by_key(overrides)
@@ -185,14 +196,16 @@ def _by_key(words: list[str]) -> dict[str, str]:
     return {word.removeprefix("+").partition("=")[0]: word for word in words}
 
 
-def open_resumable(name: str, overrides: list[str]) -> tuple[Path, Loaded]:
+def open_resumable(name: str, overrides: list[str], host: Host | None = None) -> tuple[Path, Loaded]:
     """Return the directory of the run that `name` refers to, and its locked recipe with the overrides."""
     path, selector = resolve_run(name, RUNS)
     refuse_unreadable(path)
     if selector is not None:
         fix = f"redline train --resume {shlex.quote(str(path))}"
         raise UsageError("a run resumes from its newest checkpoint.", where=name, fix=f"Leave out @{selector}: {fix}")
-    return path, locked_recipe(path, read_lock(path), overrides, read_events(path / EVENTS_FILE).resume_overrides())
+    lock = read_lock(path)
+    (host or Host.command()).refuse_foreign(path, lock)
+    return path, locked_recipe(path, lock, overrides, read_events(path / EVENTS_FILE).resume_overrides())
 
 
 def _is_finished(path: Path, recipe: Recipe, *, changed: bool) -> bool:
@@ -262,10 +275,12 @@ def _start(
     overrides: list[str],
     gpus: int,
     continued_with: list[str] | None = None,
+    host: Host | None = None,
 ) -> int:
     """Prepare the data and plan; then print the plan (dry run) or train. Return the exit code."""
+    host = host or Host.command()
     require_packages(loaded.recipe.monitor)
-    with _exit_on_signal() as signal_exit:
+    with _exit_on_signal() if host.is_command else nullcontext(SignalExit()) as signal_exit:
         set_environment(loaded.recipe)
         ranks = join_ranks(loaded.recipe)
         # Rank 0 decides whether the run is started or resumed. Another rank may have seen the directory earlier, while
@@ -275,7 +290,7 @@ def _start(
         path = Path(run_dir)
         if rank0_resumed != resumed:
             resumed, loaded = rank0_resumed, Loaded(name, validate(recipe_tree, where="rank 0"))
-        console = Console() if ranks.is_main else RankLog()
+        console = (host.view or Console()) if ranks.is_main else RankLog()
         for note in (*loaded.notes, *price_notes(loaded.recipe.monitor.price_per_hour)) if ranks.is_main else ():
             console.event({"type": "warning", "message": note})
         initial = None if resumed else _open_initial(loaded.recipe, console)
@@ -290,7 +305,7 @@ def _start(
             console.event({"type": "plan", **plan})
             console.close()
             return EXIT_DONE
-        session = Session(loaded.name, path, resolved, data, ranks, overrides, resumed, initial, continued_with)
+        session = Session(loaded.name, path, resolved, data, ranks, overrides, resumed, initial, continued_with, host)
         return session.train(console, signal_exit)
 
 

@@ -50,7 +50,12 @@ _PACKAGES = ("torch", "triton", "numpy", "pydantic", "safetensors", "tokenizers"
 
 
 def make_lock(
-    name: str, run_id: str, resolved: Resolved, data: DataFacts, init_from: dict[str, Any] | None = None
+    name: str,
+    run_id: str,
+    resolved: Resolved,
+    data: DataFacts,
+    init_from: dict[str, Any] | None = None,
+    python: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the content of lock.json, without the values of secret environment variables."""
     plan = resolved.plan_event()
@@ -75,6 +80,7 @@ def make_lock(
         "machine": resolved.machine.facts(),
         "versions": versions(),
         "git": git_state(),
+        **({"python": python} if python else {}),  # data and metrics that only a Python program has
     }
     return {key: redact_all(value) for key, value in lock.items()}
 

@@ -30,6 +30,19 @@ class View(Protocol):
     def close(self) -> None: ...
 
 
+class SilentView:
+    """A view that shows nothing."""
+
+    def event(self, event: Event) -> None:
+        return
+
+    def tick(self, step: int, progress: float | None = None, eta_s: float | None = None) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
 class Sink(Protocol):
     """A tracker. If it raises an error, the run continues without it."""
 

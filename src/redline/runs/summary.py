@@ -44,6 +44,7 @@ from redline.vocabulary import (
     PROCESS_LOCK_FILE,
     RECIPE_LOCK_FILE,
     RUNS,
+    STOP_REQUEST_FILE,
     SWEEP_FILE,
     Status,
     StopReason,
@@ -127,6 +128,17 @@ def is_locked(run: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def request_stop(run: Path) -> None:
+    """Ask a run to finish its step, save and stop. This works from any machine that shares the directory."""
+    if not is_locked(run):
+        raise UserError("the run is not running.", where=str(run), fix="`redline runs` shows the status of every run.")
+    try:
+        (run / STOP_REQUEST_FILE).touch()
+    except OSError as error:
+        what = f"the folder cannot be written ({error.strerror})."
+        raise UserError(what, where=str(run), fix="Ask the owner of the run to stop it.") from None
 
 
 def resolve_run(name: str, root: Path) -> tuple[Path, Selector | None]:

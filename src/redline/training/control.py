@@ -156,11 +156,13 @@ class StopRequested(Exception):  # noqa: N818 - a request, not an error
 class Signals:
     """Handles signals while a run trains.
 
-    SIGTERM, SIGUSR1 and SIGHUP mean "preempted". The first Ctrl-C means "interrupted"; the second exits at once.
+    SIGTERM, SIGUSR1 and SIGHUP mean "preempted". The first Ctrl-C means "interrupted"; the second exits at once, or
+    raises KeyboardInterrupt if the process is a Python program that has more to do (`exits=False`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, exits: bool = True) -> None:
         self.reason: StopReason | None = None
+        self.exits = exits
         self._abandon = False
         self._previous: dict[int, Any] = {}
 
@@ -179,6 +181,8 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
+            if self.reason is StopReason.INTERRUPTED and not self.exits:
+                raise KeyboardInterrupt
             if self.reason is StopReason.INTERRUPTED:
                 _write_stderr(f"{_SHOW_CURSOR if os.isatty(2) else ''}exiting at once; saved checkpoints stay valid")
                 os._exit(EXIT_INTERRUPTED)
@@ -187,6 +191,10 @@ class Signals:
         if self._abandon:
             self._abandon = False  # raise only once: a second signal must not interrupt the cleanup after the first
             raise StopRequested
+
+    def request_stop(self) -> None:
+        """Stop the run after this step, as `redline stop` does."""
+        self.reason = self.reason or StopReason.REQUESTED
 
     @contextmanager
     def abandonable(self) -> Iterator[None]:

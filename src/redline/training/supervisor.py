@@ -13,6 +13,7 @@ import ctypes
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -70,7 +71,8 @@ class SignalForwarder:
 
     def __enter__(self) -> SignalForwarder:
         numbers = (*preemption_signals(), signal.SIGINT)
-        self._previous = {number: signal.signal(number, self._handle) for number in numbers}
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        self._previous = {number: signal.signal(number, self._handle) for number in numbers} if on_main_thread else {}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from redline.recipe.forecast import warmup_warnings
 from redline.recipe.lock import check_model_identity, model_identity
 from redline.recipe.resolve import Resolved
 from redline.recipe.schema import Eval
+from redline.runs.callbacks import Measure
 from redline.runs.monitor import Monitor
 from redline.training import recovery
 from redline.training.checkpoint import CheckpointManager, Tensors, committed_steps, copy_weights, read_state
@@ -78,8 +79,13 @@ class Trainer:
         ranks: Ranks = SINGLE_PROCESS,
         supervised: bool = False,
         skipped: Sequence[int] = (),
+        measure: Measure | None = None,
+        signals: Signals | None = None,
     ) -> None:
-        """`supervised`: a supervisor restarts the run after a failure. `skipped`: steps whose data are left out."""
+        """`supervised`: a supervisor restarts the run after a failure. `skipped`: steps whose data are left out.
+
+        `measure` adds figures to every evaluation: it gets the objective, and the names that are taken.
+        """
         self.resolved, self.recipe, self.train = resolved, resolved.recipe, resolved.recipe.train
         self.objective, self.run_directory, self.monitor = objective, run, monitor
         objective.log = monitor.status
@@ -93,7 +99,8 @@ class Trainer:
         self.state = TrainState()
         self.timer = StepTimer(clock)
         self.horizon = Horizon(horizon_steps, self.train.hours)
-        self.signals = Signals()
+        self.signals = signals or Signals()
+        self.measure = measure
         self.deadline = Deadline()
         peak = resolved.machine.peak("bf16") if objective.whole_rows or not resolved.flops.assumed else None
         self.throughput = Throughput(resolved.flops, peak and peak * ranks.size, clock)
@@ -140,7 +147,9 @@ class Trainer:
             clip=self.train.clip,
             seed=self.train.seed,
         )
-        self.evaluator = Evaluator(self.parallel, self.ema, self.monitor, self.throughput, self.timer, self.train.seed)
+        self.evaluator = Evaluator(
+            self.parallel, self.ema, self.monitor, self.throughput, self.timer, self.train.seed, self.measure
+        )
         if self.train.compile:
             self.objective.compile()
         if checkpoint is not None:
@@ -575,9 +584,10 @@ class Evaluator:
         throughput: Throughput,
         timer: StepTimer,
         seed: int,
+        measure: Measure | None,
     ) -> None:
         self.parallel, self.ema, self.monitor = parallel, ema, monitor
-        self.throughput, self.timer, self.seed = throughput, timer, seed
+        self.throughput, self.timer, self.seed, self.measure = throughput, timer, seed, measure
         self.evaluated_at: int | None = None  # step of the last evaluation
 
     def evaluate(self, state: TrainState, micro: int) -> TrainState:
@@ -595,7 +605,18 @@ class Evaluator:
         metrics, job_state = ranks.broadcast([objective.evaluate(micro), objective.state()])
         if not ranks.is_main:
             objective.load_state(job_state)
-        return dict(metrics)
+        return dict(metrics) if self.measure is None else {**metrics, **self._measured(self.measure, metrics)}
+
+    def _measured(self, measure: Measure, known: Iterable[str]) -> dict[str, float]:
+        """Compute the metrics of the Python program, without a change to random numbers or gradients."""
+        model = self.parallel.objective.model
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.random.fork_rng(), torch.no_grad():
+                return measure(self.parallel.objective, known)
+        finally:
+            model.train(was_training)
 
     def sample(self, state: TrainState, label: str, options: Eval) -> None:
         if options.samples:

@@ -34,7 +34,7 @@ from redline.recipe.load import validate
 from redline.recipe.resolve import DataFacts, Resolved, resolve_tried
 from redline.runs.breakdown import UPDATE, MemoryHistory, Span, covered, memory_history
 from redline.runs.events import Event, EventLog
-from redline.runs.monitor import Monitor, View
+from redline.runs.monitor import Monitor, SilentView, View
 from redline.training.control import RunDirectory
 from redline.training.step import BatchLoader, peak_memory_gib, step_batch, to_device
 from redline.training.trainer import Trainer
@@ -245,19 +245,6 @@ def kernel_time(work: Callable[[], object], device: torch.device) -> Busy | None
 
 # ----------------------------------------------------------------------------------------------------
 # Trial steps on random weights and tokens.
-
-
-class SilentView:
-    """A view that shows nothing."""
-
-    def event(self, event: Event) -> None:
-        return
-
-    def tick(self, step: int, progress: float | None = None, eta_s: float | None = None) -> None:
-        return
-
-    def close(self) -> None:
-        return
 
 
 class WarningCollector(SilentView):

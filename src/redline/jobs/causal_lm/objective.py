@@ -13,7 +13,7 @@ from torch import Tensor
 from redline.data.corpus import TextData, load_text, random_text, text_tokenizer, training_index
 from redline.data.loader import Index, document_ids, inputs_and_targets
 from redline.data.sources import ProgressCallback
-from redline.data.tokenizer import LibraryTokenizer
+from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.data.tokens import TokenFile, TokenSplit
 from redline.errors import UserError
 from redline.jobs.base import export_problems
@@ -71,9 +71,13 @@ class CausalLM(Float8Objective):
     def token_files(self) -> Sequence[TokenFile]:
         return self.data.tokens.stored()
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.data.tokenizer
+
     def save_tokenizer(self, folder: Path) -> None:
-        if isinstance(self.data.tokenizer, LibraryTokenizer):
-            self.data.tokenizer.save(folder / "tokenizer.json")
+        if isinstance(self.tokenizer, LibraryTokenizer):
+            self.tokenizer.save(folder / "tokenizer.json")
 
     # --- training
 

@@ -35,6 +35,7 @@ from redline.jobs.diffusion.data import (
     RecordSequences,
     Rows,
     Sequences,
+    SpecialTokenizer,
     TextSequences,
     expand_to_positions,
     layout_of,
@@ -360,9 +361,13 @@ class RecordDiffusion(DiffusionObjective):
 
     data: RecordSequences
 
+    @property
+    def tokenizer(self) -> SpecialTokenizer | None:
+        return self.data.tokenizer
+
     def save_tokenizer(self, folder: Path) -> None:
-        if self.data.tokenizer is not None:
-            self.data.tokenizer.save(folder / "tokenizer.json")
+        if self.tokenizer is not None:
+            self.tokenizer.save(folder / "tokenizer.json")
 
     # --- questions and answers
 
