@@ -51,7 +51,8 @@ CHANGING |= {"data_wait_ms", "memory_gib", "run_id", "run_dir", "cpu_flops", "me
 def _comparable(value: Any) -> Any:
     """Return plain data without what differs between two runs of one recipe: times and names."""
     if isinstance(value, dict):
-        return {key: _comparable(item) for key, item in value.items() if key not in CHANGING}
+        changing = CHANGING | ({"message"} if value.get("type") == "warmup" else set())  # "warmed up in 0.1s"
+        return {key: _comparable(item) for key, item in value.items() if key not in changing}
     return [_comparable(item) for item in value] if isinstance(value, list) else value
 
 
