@@ -246,6 +246,15 @@ def test_packages() -> None:
     assert "make setup" in required.fix
 
 
+def test_a_mac_is_told_that_mps_is_untested() -> None:
+    mac = replace(CPU_ONLY, torch=replace(CPU_TORCH, mps=True), shared_memory=None, memory_free=None)
+    lines = checks_by_name(mac)
+    assert (lines["MPS"].status, lines["MPS"].detail) == ("warn", "available, untested by us")
+    assert "train.device=cpu" in lines["MPS"].fix
+    assert lines["gpu"].detail == "no NVIDIA GPU: training uses MPS"
+    assert "MPS" not in checks_by_name(CPU_ONLY)
+
+
 def test_a_missing_extra_names_its_recipes_and_the_command() -> None:
     packages = (
         Package("tiktoken", "1", "x"),

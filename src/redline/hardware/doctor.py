@@ -19,6 +19,7 @@ OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 12)
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
 
 _CPU_WORKS = "training works on the CPU, slowly"
+_MPS_FIX = "train.device=auto uses it, in fp32. If a loss looks wrong, compare with train.device=cpu, and report it."
 _CUDA_TORCH = (
     "Install a torch that is built for CUDA: `make setup` selects the one that fits."
     if is_checkout()
@@ -128,7 +129,8 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def check_gpus(facts: Facts) -> list[Check]:
-    return [_gpu_usable(facts), *(line for card in facts.gpus for line in _one_gpu(card))]
+    mps = [Check("MPS", "warn", "available, untested by us", _MPS_FIX)] if facts.torch.mps else []
+    return [_gpu_usable(facts), *mps, *(line for card in facts.gpus for line in _one_gpu(card))]
 
 
 def _gpu_usable(facts: Facts) -> Check:
@@ -146,7 +148,8 @@ def _gpu_usable(facts: Facts) -> Check:
         if facts.pci_gpu:
             detail = f"an NVIDIA card is installed, but no driver answers; {_CPU_WORKS}"
             return Check("gpu", "warn", detail, _driver_fix(facts))
-        return Check("gpu", "warn", f"no NVIDIA GPU: {_CPU_WORKS}", "For large models, use a machine with one.")
+        works = "training uses MPS" if torch.mps else _CPU_WORKS
+        return Check("gpu", "warn", f"no NVIDIA GPU: {works}", "For large models, use a machine with one.")
     name, hidden = facts.gpus[0].name, facts.environment.get("CUDA_VISIBLE_DEVICES")
     if not torch.version:
         return Check("gpu", "fail", f"{name} is present, but torch cannot be imported", "Fix torch first.")

@@ -36,6 +36,7 @@ class TorchFacts:
     available: bool = False  # torch.cuda.is_available()
     architectures: tuple[str, ...] = ()  # "sm_90", …: the ones it has kernels for
     error: str = ""  # why it cannot be imported, or what it warned about when it looked for a GPU
+    mps: bool = False  # torch.backends.mps.is_available(): the GPU of a Mac
 
 
 @dataclass(frozen=True)

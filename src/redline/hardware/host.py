@@ -22,10 +22,9 @@ _COMMAND_S = 10.0  # for sysctl and ps, which take milliseconds
 _UNLIMITED = 1 << 60  # cgroup version 1 writes a number of this size for "no limit"
 
 
-@cache
 def cpu_name() -> str:
     if sys.platform == "darwin":
-        return _output("sysctl", "-n", "machdep.cpu.brand_string").strip() or platform.machine() or "CPU"
+        return _apple_cpu_name()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as info:
             for line in info:
@@ -34,6 +33,11 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine() or "CPU"
+
+
+@cache  # each call starts a process
+def _apple_cpu_name() -> str:
+    return _output("sysctl", "-n", "machdep.cpu.brand_string").strip() or platform.machine() or "CPU"
 
 
 def available_cores(root: Path = ROOT) -> int:

@@ -6,6 +6,7 @@ machine through torch (`probe.detect_machine`), and the table of known cards (`n
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -25,7 +26,7 @@ _CORES = 16  # of the machine around a card from the table; the plan only derive
 
 @dataclass(frozen=True)
 class Machine:
-    device: str  # "cuda" or "cpu"
+    device: str  # "cuda", "mps" (the GPU of a Mac) or "cpu"
     name: str
     memory_bytes: int  # of the GPU, or of the host if it trains on the CPU
     cores: int
@@ -77,12 +78,20 @@ def gpu_machine(name: str, memory_bytes: int, capability: tuple[int, int], measu
     return Machine("cuda", name, memory_bytes, available_cores(), capability, fast_bf16=fast_bf16, measured=measured)
 
 
+def mps_machine(memory_bytes: int) -> Machine:
+    """Return a Mac with its GPU. Nothing of it was measured, so a plan for it has no speed and no MFU."""
+    name = f"{cpu_name()} GPU (MPS)"
+    return Machine("mps", name, memory_bytes, available_cores(), compiler=cpp_compiler() is not None)
+
+
 def local_machine() -> Machine | None:
     """Return this machine's first visible GPU, else its CPU if that has been measured before, else None."""
     # A CPU build of torch cannot use the GPU, whatever the driver shows.
     gpu = None if installed_torch_version().endswith("+cpu") else first_gpu()
     if gpu is not None:
         return gpu_machine(gpu.name, gpu.memory_bytes, gpu.capability, read_rates(gpu_key(gpu.name, gpu.driver)))
+    if sys.platform == "darwin":
+        return None  # only torch knows whether MPS can be used
     return local_cpu()
 
 

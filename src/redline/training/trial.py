@@ -29,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from redline.errors import UserError
 from redline.hardware.probe import detect_machine
 from redline.jobs.objective import job_runtime
+from redline.kernels.device import synchronize
 from redline.models.fused_trial import fused_failure
 from redline.recipe.load import validate
 from redline.recipe.resolve import DataFacts, Resolved, resolve_tried
@@ -111,8 +112,8 @@ def profiled(
                 batch = loader.next(step)
                 trainer.train_step(step, batch, 1e-3)
             wait_seconds += batch.wait_seconds if step >= recording.unrecorded else 0.0
-            if gpu and step + 1 in (recording.unrecorded, recording.steps):
-                torch.cuda.synchronize()  # else queued kernels would run, and be recorded, in the next phase
+            if step + 1 in (recording.unrecorded, recording.steps):
+                synchronize(trainer.device)  # else queued kernels would run, and be recorded, in the next phase
             seconds = time.perf_counter() - begin
             on_step(step + 1)
             profiler.step()  # after the last step it stops and calls `finished`
@@ -343,8 +344,7 @@ def _steps(trainer: Trainer) -> Callable[[int, int], float]:
         begin = time.perf_counter()
         for step in range(first, first + count):
             trainer.train_step(step, batch, 1e-3)
-        if trainer.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(trainer.device)
         return time.perf_counter() - begin
 
     return steps
