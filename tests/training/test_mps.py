@@ -7,6 +7,7 @@ memory that may have been reused. No test ran on a Mac.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from redline.bench import throughput
+from redline.bench.setting import choose_setting
 from redline.errors import RecipeError, UserError
 from redline.hardware import probe
-from redline.hardware.machine import Machine, mps_machine
+from redline.hardware.machine import Machine, gpu_machine, mps_machine
 from redline.kernels.attention import MaskSpec, candidates, select
 from redline.kernels.device import is_out_of_memory, sum_dtype
 from redline.launch.plan import plan_recipe
+from redline.launch.profile import profile_recipe
 from redline.planning.batch import BatchPlan
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, Resolved, resolve
@@ -101,6 +105,27 @@ def test_mps_that_torch_cannot_use_is_refused(built: bool, monkeypatch: pytest.M
     with pytest.raises(UserError, match="cannot use MPS.*too old" if built else "without MPS") as refused:
         probe.detect_machine("mps", "--device ")
     assert refused.value.fix == "To train on the CPU, use --device cpu."
+
+
+def test_profiling_is_refused(waits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"does not see what the GPU of a Mac does.* train\.device=cpu"):
+        profile_recipe(
+            load("quickstart", []),
+            {},
+            tmp_path,
+            preparation=nullcontext(lambda progress: None),
+            on_step=lambda done, steps: None,
+            log=lambda text: None,
+        )
+
+
+@pytest.mark.parametrize("device", ["mps", "cpu", "cuda"])
+def test_every_device_has_benchmark_defaults(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = gpu_machine("NVIDIA H200", 140 * GIB, (9, 0), None) if device == "cuda" else replace(MAC, device=device)
+    monkeypatch.setattr("redline.hardware.probe.detect_machine", lambda device: card)
+    setting = choose_setting(None, ["data.source=embedded"], throughput.DEFAULTS)
+    assert (setting.machine.device, setting.recipe.train.steps == 200) == (device, device == "cuda")
 
 
 def plan(*overrides: str, recipe: str = "pretrain-125m", machine: Machine = MAC) -> Resolved:

@@ -23,7 +23,7 @@ _MPS_FIX = "train.device=auto uses it, in fp32. If a loss looks wrong, compare w
 _CUDA_TORCH = (
     "Install a torch that is built for CUDA: `make setup` selects the one that fits."
     if is_checkout()
-    else "Install a torch that is built for CUDA: see `pip install torch` on torch's own page."
+    else "Install a torch that is built for CUDA; torch's own page has the command for each driver."
 )
 
 

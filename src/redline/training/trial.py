@@ -112,8 +112,8 @@ def profiled(
                 batch = loader.next(step)
                 trainer.train_step(step, batch, 1e-3)
             wait_seconds += batch.wait_seconds if step >= recording.unrecorded else 0.0
-            if step + 1 in (recording.unrecorded, recording.steps):
-                synchronize(trainer.device)  # else queued kernels would run, and be recorded, in the next phase
+            if gpu and step + 1 in (recording.unrecorded, recording.steps):
+                torch.cuda.synchronize()  # else queued kernels would run, and be recorded, in the next phase
             seconds = time.perf_counter() - begin
             on_step(step + 1)
             profiler.step()  # after the last step it stops and calls `finished`
