@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
+import sys
+import tomllib
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -12,11 +15,21 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from redline.hardware.facts import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "redline"
+
+UNDECLARED = {  # modules that redline imports without declaring their packages
+    "IPython": "a notebook has it; elsewhere nothing is shown",
+    "huggingface_hub": "tokenizers requires it",
+    "pandas": "Events.to_pandas names it if it is missing",
+    "pydantic_core": "pydantic requires it",
+    "triton": "CUDA builds of torch require it; without it plain torch computes",
+}
 
 # Runs every `--help` in one process: the app has the verbs, and `run` is what the `redline` command calls.
 EVERY_HELP = """
@@ -148,6 +161,24 @@ def test_a_recipe_that_needs_an_extra_says_so(installed: Any, tmp_path: Path) ->
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "reading Parquet needs the pyarrow package. Install it: `pip install 'redline[data]'`" in done.stderr
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    """A module that only a test environment happens to have would be missing on a user's machine."""
+    imported: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                imported.add(node.module.partition(".")[0])
+    imported -= {*sys.stdlib_module_names, "redline"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lists = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in EXTRAS)]
+    declared = {canonicalize_name(Requirement(line).name) for lines in lists for line in lines}
+    packages = metadata.packages_distributions()
+    missing = {name for name in imported if canonicalize_name(packages.get(name, [name])[0]) not in declared}
+    assert missing == {*UNDECLARED}
 
 
 def test_make_wheel_is_what_the_workflow_builds() -> None:
