@@ -151,7 +151,7 @@ def _installer() -> str:
 
 def missing_torch() -> UserError:
     """Return the error for a command that computes, where torch is not installed."""
-    what = "torch is not installed. Planning for a named card and reading runs work without it, training does not."
+    what = "torch is not installed. Planning and reading runs work without it; this does not."
     return UserError(what, fix=f"Install it: {dependency_hint(TORCH_REQUIREMENT)}.")
 
 

@@ -16,11 +16,14 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+import redline
+from finetuning import Tuning
 from redline.bench import throughput
 from redline.bench.setting import choose_setting
 from redline.errors import RecipeError, UserError
 from redline.hardware import probe
 from redline.hardware.machine import Machine, gpu_machine, mps_machine
+from redline.kernels import nf4
 from redline.kernels.attention import MaskSpec, candidates, select
 from redline.kernels.device import is_out_of_memory, sum_dtype
 from redline.launch.plan import plan_recipe
@@ -210,6 +213,41 @@ def test_a_run_trains_evaluates_samples_and_resumes(
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
     assert (tmp_path / "run/checkpoints/step-00000006").is_dir()
     assert on_cpu.device.type == "cpu"
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_fine_tuning(
+    method: str,
+    world: Any,
+    waits: list[str],
+    tiny_base: Path,
+    answers: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # On MPS `nearest_code` quantises the scales, as on a GPU; in this imitation every tensor is a CPU tensor.
+    monkeypatch.setattr(nf4, "_code_by_table", nf4.nearest_code)
+    words = ("train.device=mps", "train.steps=3", "eval.samples=1", "eval.sample_tokens=4", "model.lora.dropout=0.1")
+    tuning = Tuning(world, tiny_base, answers, tmp_path)
+    with ImitatedMps() as mps:
+        trained = tuning.run(tmp_path / "run", *words, f"finetune.method={method}", machine=MAC)
+    assert trained.state.step == 3
+    assert mps.moved > 10
+
+
+@pytest.mark.parametrize("recipe", ["problems-bd3lm", "problems-hdp"])
+def test_diffusion(
+    recipe: str, waits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_pictures: None
+) -> None:
+    monkeypatch.setattr(probe, "detect_machine", lambda device: MAC)
+    words = ("model.layers=1", "model.d_model=32", "model.heads=2", "model.d_ff=64", "data.source=problems:easy:60")
+    words += ("data.tokenizer=train:300", "train.global_batch=4", "train.micro_batch=2", "train.steps=2")
+    words += ("train.warmup_steps=1", "eval.sequences=4", "eval.samples=1", "eval.sample_tokens=4")
+    with ImitatedMps() as mps:
+        run = redline.train(recipe, *words, "train.device=mps", run=tmp_path / "run", show=False)
+    assert run.status == "finished"
+    assert run.metrics["loss"] > 0
+    assert mps.moved > 10
 
 
 def test_the_imitation_refuses_float64_and_asynchronous_copies() -> None:
