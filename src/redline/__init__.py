@@ -62,12 +62,16 @@ def __getattr__(name: str) -> Any:
     """Import a name when it is first used: `import redline` alone takes a few milliseconds, and no torch."""
     if name not in __all__:
         raise AttributeError(f"module 'redline' has no attribute {name!r}")
+    from redline import errors
+
+    if name != "UserError":
+        errors.refuse_windows()
     if name == "UserError":
-        from redline import errors as module
+        module: Any = errors
     elif name in _CALLBACKS:
-        from redline.runs import callbacks as module  # type: ignore[no-redef]
+        from redline.runs import callbacks as module
     else:
-        from redline import api as module  # type: ignore[no-redef]
+        from redline import api as module
     value = getattr(module, name)
     globals()[name] = value
     return value

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from redline.errors import UsageError, UserError, did_you_mean
+from redline.errors import UsageError, UserError, did_you_mean, package_hint, require_torch
 from redline.jobs.base import Job
 from redline.jobs.base import register_job as _register
 from redline.recipe.load import Loaded, flatten, load
@@ -373,6 +373,7 @@ def _environment() -> Iterator[None]:
     """Set what the command line sets before torch is imported, and put torch's global settings back afterwards."""
     # OpenMP threads should spin for a moment, not for ever: see docs/decisions/0003-cpu-threads.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    require_torch()
     import gc
 
     import torch
@@ -531,7 +532,7 @@ class Events(list[Event]):
         try:
             import pandas
         except ImportError:
-            fix = "Install it: pip install pandas."
+            fix = f"Install it: {package_hint('pandas')}."
             raise UserError("pandas is not installed.", where="to_pandas", fix=fix) from None
         return pandas.DataFrame(list(self))
 
@@ -617,6 +618,7 @@ class Run:
         `options` are those of the command: text_key, sequences, answers, questions, tokens, under, texts, settings,
         base, weights, device.
         """
+        require_torch()
         from redline.evaluate.measure import evaluate_model
 
         _check_keywords(evaluate_model, options, "evaluate")
@@ -638,6 +640,7 @@ class Run:
         device: str = "auto",
     ) -> list[Sample]:
         """Return texts that the model writes after the prompt, or answers to it."""
+        require_torch()
         from redline.evaluate.measure import sample_model
 
         opened = self._open(weights, device)
@@ -660,6 +663,7 @@ class Run:
         base: str | None = None,
     ) -> Path:
         """Write a folder that transformers (or, for an adapter, peft) loads; return it."""
+        require_torch()
         from redline.export.folder import export_run
 
         export_run(
@@ -706,6 +710,7 @@ class Run:
         return path if self.checkpoint is None else f"{path}@{self.checkpoint}"
 
     def _open(self, weights: str | None, device: str) -> OpenedModel:
+        require_torch()
         from redline.evaluate.named_model import open_model
 
         return open_model(self._spec(), log=_ignore, weights=weights, device=device, writes_only=True)

@@ -39,7 +39,7 @@ from redline.cli import (
 )
 from redline.cli.help import VerbCommand
 from redline.cli.suggestions import Verbs
-from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError, redact
+from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError, missing_torch, redact
 
 app = typer.Typer(
     name="redline",
@@ -192,7 +192,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _environment_problem(error: Exception) -> str | None:
-    """Return a message for an error that the machine causes: no home directory, a full disk, missing permissions."""
+    """Return a message for an error that the machine causes: no torch, no home directory, a full disk, …"""
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return f"redline: {missing_torch().message()}\n"
     if isinstance(error, RuntimeError) and str(error) == "Could not determine home directory.":
         return "redline: cannot determine the home directory. Set HOME, or use paths without ~.\n"
     if not isinstance(error, OSError):

@@ -467,6 +467,8 @@ def candidates(spec: MaskSpec, device: str, dtype: torch.dtype, head_dim: int) -
         # with head_dim 2, torch's CPU kernel misreads the memory layout of rotated queries and keys
         pairs = "" if head_dim > 2 else "needs head_dim above 2"
         return {"cudnn": gpu, "flash": pairs, "efficient": gpu, "flex": flex, "split": unsplit, "dense": ""}
+    if device == "mps":  # torch has one kernel of its own there, which cannot be selected; the reference always works
+        return {**dict.fromkeys(("cudnn", "flash", "efficient", "flex", "split"), "needs an NVIDIA GPU"), "dense": ""}
     half = dtype in (torch.bfloat16, torch.float16)
     wants_half = "" if half else "needs bf16 or fp16"
     size = "" if head_dim % 8 == 0 and head_dim <= 256 else "needs head_dim a multiple of 8, at most 256"
@@ -496,6 +498,8 @@ def select(requested: str, spec: MaskSpec, *, device: str, dtype: torch.dtype, s
         return Selection(requested, "as asked")
     if device == "cpu":
         return Selection("dense", f"flash: {why}") if (why := able["flash"]) else Selection("flash", _FUSED_CPU)
+    if device == "mps":
+        return Selection("dense", "the reference: redline has no faster one for MPS")
     able_here = [name for name in BACKENDS if name != "dense" and not able[name]]
     ranking = _recall_ranking(able_here, spec, dtype, shape) or _measure_ranking(able_here, spec, dtype, shape)
     failed = {**{name: why for name, why in able.items() if why}, **ranking.failed}

@@ -217,7 +217,7 @@ class Data(Section):
 
 
 class Train(Section):
-    device: Annotated[str, one_of(AUTO, "cuda", "cpu")] = AUTO
+    device: Annotated[str, one_of(AUTO, "cuda", "mps", "cpu")] = AUTO
     # The run stops at the first of these that is reached; the LR schedule ends at the earliest of the first four.
     steps: MaybeCount = None
     tokens: MaybeCount = None
