@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         register_job,
         train,
     )
-    from redline.errors import UserError
+    from redline.errors import RecipeError, UserError
     from redline.runs.callbacks import (
         Callback,
         CheckpointEvent,
@@ -42,6 +42,7 @@ __all__ = [
     "Model",
     "Plan",
     "Recipe",
+    "RecipeError",
     "Run",
     "StepEvent",
     "StopEvent",
@@ -62,7 +63,7 @@ def __getattr__(name: str) -> Any:
     """Import a name when it is first used: `import redline` alone takes a few milliseconds, and no torch."""
     if name not in __all__:
         raise AttributeError(f"module 'redline' has no attribute {name!r}")
-    if name == "UserError":
+    if name in ("RecipeError", "UserError"):
         from redline import errors as module
     elif name in _CALLBACKS:
         from redline.runs import callbacks as module  # type: ignore[no-redef]

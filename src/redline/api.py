@@ -91,6 +91,10 @@ class Recipe:
     def __getattr__(self, key: str) -> Any:
         if key.startswith("_") or key == "loaded":
             raise AttributeError(key)
+        sections = type(self.loaded.recipe).model_fields
+        if key not in sections:
+            hint = did_you_mean(key, sections) or f"There are {', '.join(sections)}."
+            raise AttributeError(f"a recipe has no section {key!r}. {hint}")
         return getattr(self.loaded.recipe, key)
 
 
@@ -405,12 +409,17 @@ def _train_here(
         changes = [*words, *_words(overrides)]
         if python.get("data"):
             changes = [word for word in changes if not word.startswith("data.source=")]
-        resume_run(str(getattr(resume, "path", resume)), changes, dry_run=False, host=host)
+        resume_run(_resumed_name(resume), changes, dry_run=False, host=host)
     else:
         wanted = _recipe(recipe or "quickstart", words, overrides)
         new_run(wanted.loaded, None if run is None else Path(run), list(wanted.overrides), dry_run=False, host=host)
     assert host.path is not None
     return _finished(Run(host.path), watchers)
+
+
+def _resumed_name(run: str | Path | Run) -> str:
+    """Return the run as the command line names it, with its checkpoint: resuming from an older one is refused."""
+    return run._spec() if isinstance(run, Run) else str(run)
 
 
 def _finished(run: Run, watchers: Callbacks) -> Run:
@@ -446,7 +455,7 @@ def _train_in_ranks(
     if resume is not None:
         changes = [*words, *_words(overrides)]
         host = Host(is_command=False, python=python or None)
-        path, loaded = open_resumable(str(getattr(resume, "path", resume)), changes, host)
+        path, loaded = open_resumable(_resumed_name(resume), changes, host)
         command = ["train", "--resume", str(path), *changes]
     else:
         wanted = _recipe(recipe or "quickstart", words, overrides)

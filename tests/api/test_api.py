@@ -263,6 +263,7 @@ def test_a_function_stays_one_after_every_submodule_is_imported() -> None:
         (lambda: redline.train("quickstart", data="notes", fingerprint="x"), "rows from Python"),
         (lambda: redline.train("quickstart", callbacks="abc"), "not a list of callbacks"),
         (lambda: redline.open_run("nowhere"), "nowhere"),
+        (lambda: redline.Recipe.load("quickstart", "train.stepz=1", "train.lrr=2"), "2 problems"),
         (lambda: redline.Recipe.load("qickstart"), "quickstart"),
         (lambda: redline.register_job("job"), "is not a job"),
         (lambda: redline.Run("nowhere").evaluate(), "moved or removed"),
@@ -275,6 +276,26 @@ def test_a_mistake_is_an_error_with_its_fix(call: Callable[[], Any], words: str)
     assert caught.value.what
     assert caught.value.fix or "problems" in vars(caught.value)
     assert not list(Path().iterdir()), "nothing is written"
+
+
+def test_an_error_of_a_recipe_has_every_problem_and_fix() -> None:
+    with pytest.raises(redline.RecipeError) as caught:
+        redline.plan("quickstart", train={"stepz": 1, "lrr": 2})
+    assert [problem.key for problem in caught.value.problems] == ["train.stepz", "train.lrr"]
+    assert caught.value.fix == "Did you mean 'train.steps'? Did you mean 'train.lr'?"
+    assert caught.value.where == "quickstart"
+
+
+def test_a_misspelt_section_of_a_recipe_is_answered() -> None:
+    with pytest.raises(AttributeError, match="Did you mean 'train'"):
+        _ = redline.Recipe.load("quickstart").trian
+
+
+def test_a_run_at_an_older_checkpoint_is_not_resumed(train: Callable[..., redline.Run]) -> None:
+    run = train()
+    with pytest.raises(redline.UserError, match="newest checkpoint"):
+        run.at(2).resume("train.steps=6", show=False)
+    assert run.metrics["step"] == 4
 
 
 def test_an_unknown_option_of_an_evaluation_is_refused(train: Callable[..., redline.Run]) -> None:
