@@ -327,7 +327,7 @@ def train(
     gpus: int = 1,
     callbacks: Sequence[object] = (),
     metrics: Mapping[str, Metric] | None = None,
-    data: Source | None = None,
+    data: Source | Mapping[str, Any] | None = None,
     fingerprint: str | None = None,
     show: bool = True,
     **overrides: Any,
@@ -337,7 +337,8 @@ def train(
     `callbacks` are objects with some of `on_step`, `on_eval`, `on_checkpoint` and `on_stop` (see `redline.Callback`).
     `metrics` are functions of the model by name, computed at every evaluation. `data` takes the place of `data.source`:
     a path, or any iterable of dicts or texts; `fingerprint` names such rows, for an exact resume without reading them
-    again. Ctrl-C finishes the step, saves, and returns. With `show=False` nothing is shown.
+    again. A single dict is the recipe's section `data`, as in `Recipe.load`. Ctrl-C finishes the step, saves, and
+    returns. With `show=False` nothing is shown.
     """
     if recipe is not None and resume is not None:
         what = "resume= takes no recipe: it is stored in the run."
@@ -347,6 +348,8 @@ def train(
     if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
         raise UsageError(f"{callbacks!r} is not a list of callbacks.", where="callbacks", fix="Use callbacks=[…].")
     watchers = Callbacks(list(callbacks), metrics, Model.of)
+    if isinstance(data, Mapping):  # its keys would otherwise be trained on as texts
+        overrides, data = {**overrides, "data": data}, None
     words, python = _with_data(words, data, fingerprint)
     if watchers.metrics:
         python["metrics"] = sorted(watchers.metrics)
@@ -620,16 +623,16 @@ class Run:
         events = Events(self._history())
         return events.of_type(*types) if types else events
 
-    def evaluate(self, data: str | Path | None = None, **options: Any) -> dict[str, Any]:
+    def evaluate(self, data: str | Path | Rows | None = None, **options: Any) -> dict[str, Any]:
         """Measure the loss, or answers with answers="gsm8k", "match" or "f1": what `redline eval --json` prints.
 
-        `options` are those of the command: text_key, sequences, answers, questions, tokens, under, texts, settings,
-        base, weights, device.
+        `data` is a path or rows, instead of what the run holds out. `options` are those of the command: text_key,
+        sequences, answers, questions, tokens, under, texts, settings, base, weights, device.
         """
         from redline.evaluate.measure import evaluate_model
 
         _check_keywords(evaluate_model, options, "evaluate")
-        source = None if data is None else str(data)
+        source = None if data is None else str(data if isinstance(data, str | Path) else _spool(data, None)[0])
         return evaluate_model(self._spec(), log=_ignore, data=source, **options).as_dict()
 
     def sample(

@@ -329,6 +329,24 @@ def test_rows_from_python_are_trained_on_and_resumed(train: Callable[..., redlin
     assert more.evaluate(sequences=4)["loss"] == pytest.approx(more.metrics["loss"])
 
 
+def test_a_dict_for_data_is_the_section_of_the_recipe(train: Callable[..., redline.Run], corpus: Path) -> None:
+    run = train(data={"source": str(corpus), "val_fraction": 0.2})
+    assert (run.recipe.data.source, run.recipe.data.val_fraction) == (str(corpus), 0.2)
+    assert run.lock.get("python") is None
+    with pytest.raises(redline.UserError, match=r"data\.sauce"):
+        train(data={"sauce": str(corpus)})
+
+
+def test_a_run_is_evaluated_on_rows_from_python(train: Callable[..., redline.Run], tmp_path: Path) -> None:
+    run = train(f"data.source={tmp_path / 'rows.jsonl'}", data=ROWS)
+    (tmp_path / "same.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:40]))
+    by_rows, by_file = run.evaluate(data=ROWS[:40]), run.evaluate(data="same.jsonl")
+    assert by_rows["loss"] == by_file["loss"]
+    assert run.evaluate(data=[row["text"] for row in ROWS[:40]])["loss"] == by_file["loss"]
+    with pytest.raises(redline.UserError, match="no rows"):
+        run.evaluate(data=[])
+
+
 def test_the_command_line_refuses_a_run_that_needs_python(train: Callable[..., redline.Run], capsys: Any) -> None:
     run = train(data=[row["text"] for row in ROWS], metrics={"one": lambda model: 1.0})
     assert run.metrics["one"] == 1.0
