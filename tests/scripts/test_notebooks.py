@@ -77,7 +77,7 @@ def test_the_notebooks_run_from_top_to_bottom(
         assert seen[name].count("<svg") == 1, "which was updated in place"
     assert "polyline" in seen["first_model"]
     assert "parameters" in seen["first_model"].partition("<svg")[0], "the plan"
-    assert "4 right" in seen["chat_model"] or "of 4 right" in seen["chat_model"]
+    assert "of 4 right" in seen["chat_model"]
     assert "adapter_model.safetensors" in seen["chat_model"]
     assert "plans on GSM8K, 50k steps on rtx4090" in seen["plan_a_week"], "what does not fit is named"
     assert seen["plan_a_week"].count("H200 kernel rates, scaled to this card") > 10
