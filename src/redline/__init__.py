@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         register_job,
         train,
     )
-    from redline.errors import UserError
+    from redline.errors import RecipeError, UserError
     from redline.runs.callbacks import (
         Callback,
         CheckpointEvent,
@@ -42,6 +42,7 @@ __all__ = [
     "Model",
     "Plan",
     "Recipe",
+    "RecipeError",
     "Run",
     "StepEvent",
     "StopEvent",
@@ -55,6 +56,7 @@ __all__ = [
     "train",
 ]
 
+_ERRORS = ("RecipeError", "UserError")
 _CALLBACKS = ("Callback", "CheckpointEvent", "EvalEvent", "StepEvent", "StopEvent", "StopTraining")
 
 
@@ -64,9 +66,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'redline' has no attribute {name!r}")
     from redline import errors
 
-    if name != "UserError":
+    if name not in _ERRORS:
         errors.refuse_windows()
-    if name == "UserError":
+    if name in _ERRORS:
         module: Any = errors
     elif name in _CALLBACKS:
         from redline.runs import callbacks as module

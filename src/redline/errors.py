@@ -66,7 +66,8 @@ class RecipeError(UserError):
 
     def __init__(self, where: str, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)
-        super().__init__("; ".join(p.line() for p in self.problems), where=where)
+        fixes = dict.fromkeys(problem.fix for problem in self.problems if problem.fix)
+        super().__init__("; ".join(p.line() for p in self.problems), where=where, fix=" ".join(fixes) or None)
 
     def message(self) -> str:
         if len(self.problems) == 1:

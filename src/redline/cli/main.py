@@ -26,6 +26,7 @@ from redline.cli import (
     doctor,
     evaluate,
     export,
+    keys,
     launch,
     plan,
     prepare,
@@ -86,7 +87,7 @@ def _register(heading: str, **verbs: Callable[..., None] | typer.Typer) -> None:
 
 
 _register("Data", prepare=prepare.prepare)
-_register("Plan", recipes=recipes.recipes, plan=plan.plan)
+_register("Plan", recipes=recipes.recipes, keys=keys.keys, plan=plan.plan)
 _register("Train", train=train.train, launch=launch.launch, stop=runs.stop)
 _register("Inspect", runs=runs.app, watch=watch.watch, report=report.report, profile=profile.profile)
 _register("Use", eval=evaluate.evaluate, sample=sample.sample, export=export.export)
