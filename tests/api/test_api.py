@@ -185,7 +185,17 @@ def test_an_interrupt_saves_and_returns(train: Callable[..., redline.Run]) -> No
     assert run.resume(show=False).metrics["step"] == 4
 
 
-def test_a_second_interrupt_reaches_the_program(train: Callable[..., redline.Run]) -> None:
+@pytest.fixture
+def python_handles_interrupts() -> Iterator[None]:
+    """Undo the handler of a command that ran in this process, as tests of the command line do."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_interrupt_reaches_the_program(
+    train: Callable[..., redline.Run], python_handles_interrupts: None
+) -> None:
     class Interrupt:
         def on_step(self, event: redline.StepEvent) -> None:
             os.kill(os.getpid(), signal.SIGINT)
