@@ -15,7 +15,7 @@ from redline.errors import Problem, RecipeError
 from redline.fields import AUTO, none_if_auto
 from redline.hardware.compiled_kernels import kernels_off, objection
 from redline.hardware.machine import Machine
-from redline.jobs.base import costs
+from redline.jobs.base import costs, job
 from redline.planning.batch import BatchPlan, indivisible_batch, largest_micro_batch, round_to_divisible, solve_batch
 from redline.planning.flops import FlopsPerToken
 from redline.planning.memory import LOW_BIT, MUON, MemoryParts, fsdp_rank_memory
@@ -339,6 +339,11 @@ class _Resolver:
             # A tokenizer that is still to be trained may find fewer pieces in its text than were asked for.
             most = "at most " if self.data.estimated and self.data.tokenizer.startswith("train:") else ""
             why = f"{most}{needed:,} entries, rounded up to a multiple of 64"
+            return int(self.choose("model.vocab", padded_vocab(needed), why))
+        added = job(self.recipe.objective).added_tokens(self.recipe)
+        if self.recipe.model.base is not None and needed - added <= given < needed:
+            new = f"{added} new token{'s' if added > 1 else ''}"
+            why = f"the base's {given:,} rows and {new}, rounded up to a multiple of 64"
             return int(self.choose("model.vocab", padded_vocab(needed), why))
         if given < needed:
             fix = f"Use at least {needed}, or model.vocab=auto."

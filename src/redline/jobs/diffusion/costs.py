@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 
 from redline.errors import Problem
 from redline.fields import Count, Flag, MaybeCount, NonNegative, Share, one_of
-from redline.jobs.base import DecoderCosts, Job, JobOptions, unused_base_keys
+from redline.jobs.base import DecoderCosts, Job, JobOptions, base_defaults, base_problems
 from redline.planning.flops import ASSUMES_FULL_LOSS, FlopsPerToken, Passes, layout_flops, layout_passes
 from redline.planning.layout import Layout, Segment, uniform
 from redline.planning.memory import MemoryParts, training_memory
@@ -110,7 +110,7 @@ class DiffusionCosts(DecoderCosts):
 
 
 def _shared_problems(recipe: Any) -> list[Problem]:
-    name, options, problems = recipe.objective, getattr(recipe, recipe.objective), unused_base_keys(recipe)
+    name, options, problems = recipe.objective, getattr(recipe, recipe.objective), base_problems(recipe)
     low, high = options.clip_low, options.clip_high
     if low >= high:
         what = f"{low:g} is not below {name}.clip_high {high:g}."
@@ -149,6 +149,9 @@ class DiffusionJob(Job):
     """What both diffusion jobs have in common; they differ in options, checks and layout."""
 
     runtime = "redline.jobs.diffusion.objective:DiffusionRuntime"
+
+    def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return base_defaults(given)
 
     @abstractmethod
     def layout(self, recipe: Any) -> Layout: ...
@@ -213,11 +216,12 @@ class HierarchicalDiffusionJob(DiffusionJob):
         """Default `data.seq_len` to the total length of the segments."""
         fields = HierarchicalOptions.model_fields
         stated = [given.get(f"hierarchical_diffusion.{name}", fields[name].default) for name in SEGMENTS]
+        tokenizer = base_defaults(given)
         try:
             lengths = [parse_count(length) for length in stated]
         except (ValueError, TypeError):
-            return {}  # validation of the keys themselves reports this
-        return {"data.seq_len": sum(lengths)} if min(lengths) > 0 else {}
+            return tokenizer  # validation of the keys themselves reports this
+        return {**tokenizer, "data.seq_len": sum(lengths)} if min(lengths) > 0 else tokenizer
 
     def added_tokens(self, recipe: Any) -> int:
         return RECORD_IDS

@@ -30,6 +30,7 @@ from redline.data.sources import ProgressCallback
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.data.tokens import TokenFile
 from redline.errors import UserError
+from redline.jobs.base import job
 from redline.jobs.diffusion.data import (
     Clip,
     RecordSequences,
@@ -52,8 +53,6 @@ from redline.jobs.diffusion.denoise import Denoised, SamplerOptions, denoise
 from redline.jobs.objective import (
     Answer,
     Batch,
-    Float8Objective,
-    JobRuntime,
     Log,
     Question,
     Sample,
@@ -62,6 +61,7 @@ from redline.jobs.objective import (
     bits_per_byte,
     perplexity,
 )
+from redline.jobs.pretrained import PretrainedObjective, PretrainedRuntime
 from redline.jobs.preview import SamplePreview
 from redline.kernels.attention import Bound, MaskSpec, Selection
 from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy
@@ -83,11 +83,11 @@ Ids = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
-class DiffusionObjective(Float8Objective):
+class DiffusionObjective(PretrainedObjective):
     """What diffusion on text and on records have in common: noise, loss, evaluation and the clip search."""
 
     def __init__(self, resolved: Resolved, data: Sequences) -> None:
-        super().__init__(resolved)
+        super().__init__(resolved, data.base)
         self.data = data
         self.options: Any = getattr(self.recipe, self.recipe.objective)
         self.layout = layout_of(self.recipe)
@@ -100,12 +100,15 @@ class DiffusionObjective(Float8Objective):
         weights = [segment.weight for segment in self.layout.segments for _ in range(segment.length)]
         self._segment_weight = np.array(weights, dtype=np.float32)[self._noisy]
 
+    def identity(self) -> dict[str, str]:
+        return super().identity() | self.data.identity()
+
+    @property
+    def known_tokens(self) -> int:
+        return self.data.facts.vocab_size - job(self.recipe.objective).added_tokens(self.recipe)
+
     def build(self, device: torch.device) -> None:
-        self.device = device
-        self.model = self.decoder().to(device)
-        self.use_float8()
-        seed, options = torch.Generator().manual_seed(self.recipe.train.seed), self.recipe.model
-        self.model.initialise(seed, options.init, options.embedding_std)
+        super().build(device)
         # Rotary positions begin again in the clean copy: a token has the same position in both.
         self.positions = torch.from_numpy(np.concatenate((self._noisy, self._clean))).to(device)
 
@@ -447,7 +450,7 @@ class RecordDiffusion(DiffusionObjective):
         return "\n".join(parts)
 
 
-class DiffusionRuntime(JobRuntime[TextSequences | RecordSequences]):
+class DiffusionRuntime(PretrainedRuntime[TextSequences | RecordSequences]):
     """The runtime of both diffusion jobs."""
 
     def load_data(
