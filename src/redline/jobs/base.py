@@ -107,6 +107,13 @@ class Job(ABC):
         """Return the low-rank adapter that is trained; None if the weights themselves are."""
         return None
 
+    def choices(self, recipe: Any, steps: int | None) -> list[tuple[str, Any, str]]:
+        """Return a key, its value and the reason for each of the job's own options that is `auto`.
+
+        `steps` is the expected length of the run; None if it is not known. A choice without a reason is not reported.
+        """
+        return []
+
     def layout(self, recipe: Any) -> Layout | None:
         """Return the segments and blocks of a sequence, for a job whose attention mask is made of them."""
         return None

@@ -587,6 +587,14 @@ class _Resolver:
             return requested
         return int(self.choose("train.warmup_steps", *default_warmup(expected)))
 
+    def job_options(self, steps: int | None) -> None:
+        """Choose the job's own options."""
+        name = self.recipe.objective
+        for key, value, reason in job(name).choices(self.recipe, steps):
+            self.values.setdefault(name, {})[key] = value
+            if reason:
+                self.choices.append(Choice(f"{name}.{key}", value, reason))
+
     def pct_start(self) -> float | None:
         """Return the share of the run in which one_cycle rises; None if train.warmup_steps sets the length instead."""
         train = self.recipe.train
@@ -629,6 +637,7 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
         "warmup_steps": r.warmup(steps, flops, tokens_per_step),
         "pct_start": r.pct_start(),
     }
+    r.job_options(steps)
     r.warnings += r.compile_mode_warnings(compiled)
     held_out = 1 if data.estimated else data.val_tokens
     r.warnings += _no_validation_warnings(recipe, data.train_tokens, held_out, made=data.made)
