@@ -294,6 +294,21 @@ def test_a_trained_run_is_evaluated_and_sampled_without_the_base(
     assert alone.objective.sample("red", how)[0].text == opened.objective.sample("red", how)[0].text
 
 
+def test_a_second_phase_is_told_of_options_that_were_others(diffusing: Diffusing, tmp_path: Path) -> None:
+    from redline.evaluate.init_from import open_initial
+
+    trainer = diffusing.run("run", "train.steps=1")
+    write_lock(diffusing.folder / "run", make_lock("diffuse", "0", trainer.resolved, trainer.objective.data.facts))
+    initial, tokenizer = open_initial(str(diffusing.folder / "run"), tmp_path), trainer.identity["tokenizer"]
+    assert initial.check(trainer.resolved.recipe, tokenizer) == []
+    other = diffusing.objective("block_diffusion.shift=false", "block_diffusion.block_size=4").resolved.recipe
+    notes = initial.check(other, tokenizer)
+    assert [note.split(" when ")[0] for note in notes] == [
+        "model.init_from: block_diffusion.block_size was 8",
+        "model.init_from: block_diffusion.shift was True",
+    ]
+
+
 @pytest.mark.parametrize("job", ["block_diffusion", "hierarchical_diffusion"])
 def test_records_start_from_a_base_too(diffusing: Diffusing, job: str) -> None:
     segments = {
