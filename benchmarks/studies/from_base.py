@@ -6,7 +6,8 @@
 BASE is a folder with a small Llama, SOURCE a text. All arms have the base's shape and tokenizer, and see the same
 tokens in the same number of steps. They differ in what a run starts from, in the position whose state predicts a
 hidden token (`shift`), and in the share of the run in which blocks grow (`causal_warmup`). A row is one run. Rows that
-OUT.json already holds are not trained again. At the end the script prints the mean of each arm over its seeds.
+OUT.json already holds are not trained again. The result records BASE and SOURCE as they are given. At the end the
+script prints the mean of each arm over its seeds.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from benchmarks.record import refuse_dirty
 from benchmarks.studies.runs import evaluations, read_existing, run_main, run_training
 from redline.bench.child import ChildError
+from redline.cache import cache_dir
 from redline.data.chat_template import definition_file
 from redline.models.pretrained import open_base
 from redline.recipe.lock import git_state
@@ -83,7 +85,9 @@ def train(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
             return {"name": f"{arm}, seed {seed}", "arm": arm, "seed": seed, "error": str(error)}
     curve = evaluations(run)
     result = {"name": f"{arm}, seed {seed}", "arm": arm, "seed": seed, "bound": curve[-1]["loss"]}
-    return {**result, "evaluations": curve, "words": words, "lock": run.lock}
+    row = {**result, "evaluations": curve, "words": words, "lock": run.lock}
+    without_cache: dict[str, Any] = json.loads(json.dumps(row).replace(str(cache_dir()), "CACHE"))
+    return without_cache
 
 
 def summary_lines(rows: list[dict[str, Any]]) -> list[str]:

@@ -19,14 +19,17 @@ from redline.errors import RecipeError, UserError
 from redline.evaluate.measure import evaluate_model
 from redline.evaluate.opened_run import open_run
 from redline.export.folder import export_run
-from redline.jobs.objective import Sampling
+from redline.hardware.machine import Machine, named_gpu
+from redline.jobs.objective import Sampling, job_runtime
 from redline.models.pretrained import SMOLLM2, adapted_linears, load_base, open_base, packaged_smollm2
 from redline.recipe.load import load
 from redline.recipe.lock import make_lock, write_lock
+from redline.recipe.resolve import DataFacts, resolve
 from redline.runs.events import read_events
 
 transformers = pytest.importorskip("transformers")
 
+CPU = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
 METHODS = ("qlora", "lora", "full")
 PLAIN = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}  # AdamW with one rate for all weights
 
@@ -288,3 +291,41 @@ def test_new_rows_are_near_the_mean_of_the_known_ones(tiny_base: Path) -> None:
     assert torch.equal(rows, models[1].embedding.weight), "the same seed gives the same rows"
     assert not torch.equal(rows, models[2].embedding.weight)
     assert not torch.equal(rows[320], rows[321]), "new tokens must differ"
+
+
+# --- the plan, and steps that are only timed
+
+STATED = ("layers=4", "d_model=256", "heads=4", "kv_heads=2", "d_ff=512", "vocab=1000", "tied=false")
+
+
+def test_a_plan_counts_what_the_method_trains() -> None:
+    facts = DataFacts(1000, 1_000_000, 10_000, "data", "base", "tokenizer")
+    words = ["model.base=x", *(f"model.{word}" for word in STATED)]
+    plans = {}
+    for method in METHODS:
+        recipe = load("pretrain-350m", [*words, f"causal_lm.method={method}"]).recipe
+        plans[method] = resolve(recipe, named_gpu("h100"), facts).plan_event()
+    total, adapters = (plans[method]["parameters"]["trainable"] for method in ("full", "lora"))
+    sides = 2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 512)  # q and o, k and v, gate, up and down
+    assert adapters == plans["qlora"]["parameters"]["trainable"] == 4 * 16 * sides
+    assert plans["full"]["parameters"]["total"] == total
+    assert plans["lora"]["parameters"]["total"] == total + adapters
+    memory = {method: plan["memory_gib"] for method, plan in plans.items()}
+    assert memory["qlora"]["weights"] < memory["lora"]["weights"] < memory["full"]["weights"]
+    assert memory["lora"]["optimizer"] < memory["full"]["optimizer"] / 5
+    flops = {method: plan["flops_per_token"] for method, plan in plans.items()}
+    assert flops["lora"]["useful"] < flops["full"]["useful"]
+    assert flops["lora"]["formula"].startswith("4·N_base + 6·N_lora")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_that_are_only_timed_need_no_base(continuing: Continuing, method: str) -> None:
+    runtime = job_runtime("causal_lm")
+    recipe = runtime.complete(continuing.recipe(f"causal_lm.method={method}"), lambda text: None)
+    facts = runtime.load_data(recipe).facts
+    objective = runtime.create(resolve(recipe, CPU, facts), runtime.random_data(facts))
+    objective.build(torch.device("cpu"))
+    trained = [name for name, p in objective.model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all((".lora_" in name) == (method != "full") for name in trained)
+    assert objective.loss(objective.worst_batch(2))["cross_entropy"].sum.isfinite()
