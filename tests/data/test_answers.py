@@ -16,11 +16,14 @@ from chat_tokenizers import CHATML, FORGETFUL, STRICT, tokenizer_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from redline.cache import cache_dir
 from redline.cli.preview import show_samples
 from redline.data import time_limit
 from redline.data.chat_template import ChatTokenizer, load_chat_tokenizer
 from redline.data.corpus import EpochIndex
 from redline.data.loader import IGNORE
+from redline.data.sources import source_identity
+from redline.data.tokens import digest_of
 from redline.errors import UserError
 from redline.jobs.finetune import data as answer_store
 from redline.jobs.finetune.data import AnswerData, PackedSplit, best_fit, load_answers, preview_samples
@@ -402,3 +405,19 @@ def test_a_text_that_ends_with_the_mark_gets_no_second_one(load: Loaded, tmp_pat
     samples = data.train.samples
     ends = [samples[place][0].tolist() for place in np.flatnonzero(samples.is_text)]
     assert ends[0] == ends[1]
+
+
+def test_a_cache_of_older_rules_is_made_again_if_it_had_bad_rows(load: Loaded, tmp_path: Path) -> None:
+    """Older releases counted rows of text as bad; what they made of a source without bad rows is used as it is."""
+    for name, rows, kept in (("good", [row(1), row(2)], 1), ("mixed", [{"text": "A text."}, row(1), row(2)], 3)):
+        source = write(tmp_path / f"{name}.jsonl", rows)
+        tokenizer = load(source, val_fraction=0.0).tokenizer
+        key = [answer_store.SCHEMA, source_identity(source), tokenizer.identity, "answers"]
+        meta_file = cache_dir() / "answers" / digest_of(key) / "meta.json"
+        meta = json.loads(meta_file.read_text())
+        older = {key: value for key, value in meta.items() if key not in ("rules", "digest")}
+        older["counts"] = {**older["counts"], "bad_rows": len(rows) - 2, "rows": kept}
+        meta_file.write_text(json.dumps({**older, "digest": digest_of(older)}))
+        load(source, val_fraction=0.0)
+        assert json.loads(meta_file.read_text())["counts"]["rows"] == (kept if name == "good" else 3)
+        assert ("rules" in json.loads(meta_file.read_text())) == (name == "mixed")

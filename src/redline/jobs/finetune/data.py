@@ -53,7 +53,10 @@ from redline.recipe.schema import Data, Part
 
 
 # The version of the rules by which rows become samples. Raise it when they change, so that old folders are not used.
-SCHEMA = "redline-answers-2"
+SCHEMA = "redline-answers-1"
+# The version of the rules by which rows are usable. When it is raised, only folders of sources with bad rows are made
+# again: all others would be the same. 2: rows of plain text are usable.
+_RULES = 2
 _BATCH_ROWS = 512  # conversations that are encoded together
 _FIX = f"Check the row, or set {KEY} to another template."
 _DTYPES = {
@@ -120,6 +123,8 @@ def _read(folder: Path) -> AnswerStore:
     )
     if not described or meta["schema"] != SCHEMA or meta["digests"] != _digests(folder):
         raise ValueError("damaged")
+    if meta.get("rules", 1) < _RULES and meta["counts"]["bad_rows"]:
+        raise ValueError("written by older rules, by which more rows were bad")
     arrays: dict[str, Any] = {name: np.load(check_regular(folder / f"{name}.npy"), mmap_mode="r") for name in _DTYPES}
     arrays["loss_mask"] = arrays.pop("learnt")  # the name of the file, which older releases read too
     return AnswerStore(**arrays, counts=meta["counts"], fingerprint=digest_of(meta["digests"]))
@@ -147,7 +152,7 @@ def _write(folder: Path, source: str, tokenizer: ChatTokenizer, learn: str, prog
             file.close()
     stats.refuse_mostly_bad()
     counts = {**stats.counts(), "empty": stats.empty_rows, "examples": stats.examples}
-    meta = json.loads(json.dumps({"schema": SCHEMA, "digests": _digests(folder), "counts": counts}))
+    meta = json.loads(json.dumps({"schema": SCHEMA, "rules": _RULES, "digests": _digests(folder), "counts": counts}))
     (folder / "meta.json").write_text(json.dumps({**meta, "digest": digest_of(meta)}), encoding="utf-8")
 
 
