@@ -154,16 +154,16 @@ def test_a_run_that_began_meanwhile_is_not_overwritten(
     recipe: str, inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two commands started at once, the other has already ended when this one has loaded its data."""
-    from redline.jobs.causal_lm import objective as causal_lm
+    from redline.jobs import pretrained
 
-    plain = causal_lm.load_text
+    plain = pretrained.load_text
 
     def slow(recipe: Any, **options: Any) -> Any:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / RECIPE_LOCK_FILE).write_text("the other's")
         return plain(recipe)
 
-    monkeypatch.setattr(causal_lm, "load_text", slow)
+    monkeypatch.setattr(pretrained, "load_text", slow)
     answer = inside("train", recipe, "--run", "run")
     assert answer.code == 2
     assert "holds a run" in answer.message
@@ -210,10 +210,10 @@ def test_a_run_directory_that_is_a_file(recipe: str, inside: Any, tmp_path: Path
 def test_signals_before_training(
     recipe: str, inside: Any, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
-    from redline.jobs.causal_lm import objective as causal_lm
+    from redline.jobs import pretrained
 
     before = signal.getsignal(number)
-    monkeypatch.setattr(causal_lm, "load_text", lambda recipe, **options: os.kill(os.getpid(), number))
+    monkeypatch.setattr(pretrained, "load_text", lambda recipe, **options: os.kill(os.getpid(), number))
     answer = inside("train", recipe)
     assert answer.code == code
     assert "Traceback" not in answer.err

@@ -16,11 +16,14 @@ from chat_tokenizers import CHATML, FORGETFUL, STRICT, tokenizer_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from redline.cache import cache_dir
 from redline.cli.preview import show_samples
 from redline.data import time_limit
 from redline.data.chat_template import ChatTokenizer, load_chat_tokenizer
 from redline.data.corpus import EpochIndex
 from redline.data.loader import IGNORE
+from redline.data.sources import source_identity
+from redline.data.tokens import digest_of
 from redline.errors import UserError
 from redline.jobs.finetune import data as answer_store
 from redline.jobs.finetune.data import AnswerData, PackedSplit, best_fit, load_answers, preview_samples
@@ -364,3 +367,57 @@ def test_preview(load: Loaded, source: str, folder: Path) -> None:
     cut = preview_samples(data, 1, most=3)[0]
     assert "the beginning" in cut.title
     assert len(cut.plain()) < 40
+
+
+# --- rows of plain text
+
+
+def test_all_of_a_text_is_learnt_beside_answers(load: Loaded, tmp_path: Path) -> None:
+    texts = [{"text": f"Text number {number} says nothing."} for number in range(20)]
+    data = load(write(tmp_path / "mixed.jsonl", [*texts, *(row(number) for number in range(20))]), val_fraction=0.0)
+    samples, encode = data.train.samples, data.tokenizer.encode_bare
+    assert samples.is_text.sum() == 20
+    for place in range(len(samples)):
+        tokens, loss_mask = samples[place]
+        if samples.is_text[place]:
+            text = data.tokenizer.decode(tokens, special=False)
+            assert tokens.tolist() == [*encode(text), data.tokenizer.eos_ids[-1]]
+            assert loss_mask.tolist() == [False] + [True] * (len(tokens) - 1)
+        else:
+            assert loss_mask.argmax() > 1
+            assert loss_mask.any()
+    inputs = data.batch(np.arange(len(data.train)))
+    targets = int((inputs["targets"] != IGNORE).sum())
+    assert targets == samples.loss_tokens, "packing keeps every target of texts and answers"
+
+
+def test_a_text_is_no_question(load: Loaded, tmp_path: Path) -> None:
+    rows = [{"text": "No question."}, row(1), {"text": "Nor is this."}, row(2)]
+    data = load(write(tmp_path / "mixed.jsonl", rows), val_fraction=0.0)
+    questions = data.questions(data.train, 4)
+    assert sorted(question.reference[-1] for question in questions) == ["1", "2"]
+    titles = [view.title for view in preview_samples(data, 4)]
+    assert sum(", plain text:" in title for title in titles) == 2
+
+
+def test_a_text_that_ends_with_the_mark_gets_no_second_one(load: Loaded, tmp_path: Path) -> None:
+    data = load(write(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "one<|endoftext|>"}, row(1)]), val_fraction=0.0)
+    samples = data.train.samples
+    ends = [samples[place][0].tolist() for place in np.flatnonzero(samples.is_text)]
+    assert ends[0] == ends[1]
+
+
+def test_a_cache_of_older_rules_is_made_again_if_it_had_bad_rows(load: Loaded, tmp_path: Path) -> None:
+    """Older releases counted rows of text as bad; what they made of a source without bad rows is used as it is."""
+    for name, rows, kept in (("good", [row(1), row(2)], 1), ("mixed", [{"text": "A text."}, row(1), row(2)], 3)):
+        source = write(tmp_path / f"{name}.jsonl", rows)
+        tokenizer = load(source, val_fraction=0.0).tokenizer
+        key = [answer_store.SCHEMA, source_identity(source), tokenizer.identity, "answers"]
+        meta_file = cache_dir() / "answers" / digest_of(key) / "meta.json"
+        meta = json.loads(meta_file.read_text())
+        older = {key: value for key, value in meta.items() if key not in ("rules", "digest")}
+        older["counts"] = {**older["counts"], "bad_rows": len(rows) - 2, "rows": kept}
+        meta_file.write_text(json.dumps({**older, "digest": digest_of(older)}))
+        load(source, val_fraction=0.0)
+        assert json.loads(meta_file.read_text())["counts"]["rows"] == (kept if name == "good" else 3)
+        assert ("rules" in json.loads(meta_file.read_text())) == (name == "mixed")

@@ -83,7 +83,7 @@ def turns(*pairs: tuple[Any, Any]) -> dict[str, Any]:
 
 
 BAD = [
-    ({"text": "x", "id": 3}, "none of the known fields (text, id)"),
+    ({"body": "x", "id": 3}, "none of the known fields (body, id)"),
     ({"prompt": "x"}, "none of the known fields (prompt)"),
     ({"prompt": "x", "completion": ""}, "empty 'completion'"),
     ({"prompt": "x", "completion": " \n"}, "empty 'completion'"),
@@ -119,6 +119,15 @@ def test_what_cannot_be_used_is_counted(tmp_path: Path, row: Any, reason: str) -
     assert stats.empty_rows == reason.startswith("empty")
     with pytest.raises(UserError, match=r"1 of 1 rows cannot be used; the first is b\.jsonl:1.*prompt and completion"):
         read(write(tmp_path / "b.jsonl", [row]))
+
+
+def test_a_row_of_text_is_an_answer_without_a_question(tmp_path: Path) -> None:
+    rows = [{"text": " x\n"}, {**GOOD, "text": "x"}, {"prompt": "half a pair", "text": "x"}, {"text": " "}, {"text": 3}]
+    conversations, stats = read(write(tmp_path / "a.jsonl", [*rows, GOOD]))
+    kinds = [(c.is_text, turns_of(c)) for c in conversations]
+    text = [("assistant", "x")]
+    assert kinds == [(True, [("assistant", " x\n")]), (False, PAIR), (True, text), (False, PAIR)]
+    assert sum(stats.bad_rows.values()) == 2
 
 
 def test_the_limit_is_half_of_the_rows(tmp_path: Path) -> None:
@@ -160,8 +169,8 @@ def test_sources_that_hold_no_rows(tmp_path: Path) -> None:
         read(tmp_path / "nowhere.jsonl")
     with pytest.raises(UserError, match="embedded"):
         read("embedded")
-    with pytest.raises(UserError, match=r"columns.*text, id\."):
-        read(write_parquet(tmp_path / "a.parquet", [{"text": "x", "id": 1}]))
+    with pytest.raises(UserError, match=r"columns.*body, id\."):
+        read(write_parquet(tmp_path / "a.parquet", [{"body": "x", "id": 1}]))
 
 
 def test_a_dataset_of_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:

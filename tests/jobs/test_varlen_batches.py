@@ -24,7 +24,7 @@ def objective(*, kernels: str = "fused", compiled: bool = True, graph: bool = Fa
         train=SimpleNamespace(compile=compiled, graph=graph), model=SimpleNamespace(kernels=kernels, dropout=0.0)
     )
     made.attention = SimpleNamespace(varlen=True, backend="flash")  # type: ignore[assignment]
-    made.mask, made.device = MaskSpec(documents=True), torch.device("cuda")
+    made.mask, made.device, made.adapter = MaskSpec(documents=True), torch.device("cuda"), None
     return made
 
 

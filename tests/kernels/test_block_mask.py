@@ -177,7 +177,8 @@ def test_flex_masks_are_the_same_mask(name: str, backend: str) -> None:
     layout = LAYOUTS[name]
     spec = MaskSpec.of_layout(layout)
     keys_from = len(spec.noisy) if backend == "split" else 0
-    bound = Bound(block_mask=module._block_mask(spec, layout.read, None, "cpu", keys_from))
+    block_mask = module._block_mask(spec, layout.read, None, "cpu", keys_from)
+    bound = Bound(block_mask=block_mask, own_blocks=tuple(spec.own_blocks))
     q, k, v = (x.detach() for x in inputs(layout, 2, torch.float32, "cpu"))
     output = Attention(backend, spec)(q, k, v, bound)
     reference = Attention("dense", spec)

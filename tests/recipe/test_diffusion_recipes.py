@@ -114,9 +114,9 @@ def test_baseline_and_hierarchy_have_one_budget() -> None:
         ("owt-bd3lm", "data.pack=true", "data.pack", "document masks"),
         ("gsm8k-hdp", "data.stream=true", "data.stream", "text"),
         ("gsm8k-bd3lm", "data.stream=true", "data.stream", "text"),
-        ("owt-bd3lm", "model.base=./base", "model.base", "does nothing with objective=block_diffusion."),
-        ("gsm8k-hdp", "model.quant=nf4", "model.quant", "does nothing with objective=hierarchical_diffusion."),
-        ("gsm8k-hdp", "model.lora.r=4", "model.lora", "does nothing with objective=hierarchical_diffusion."),
+        ("owt-bd3lm", "data.tokenizer=base", "data.tokenizer", "the tokenizer of model.base, which is not set."),
+        ("gsm8k-hdp", "model.quant=nf4", "model.quant", "hierarchical_diffusion, which trains all weights."),
+        ("gsm8k-hdp", "model.lora.r=4", "model.lora", "hierarchical_diffusion, which trains all weights."),
     ],
 )
 def test_a_problem_is_named_with_its_key(name: str, override: str, key: str, says: str) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from redline.errors import EXIT_USAGE, RecipeError, UsageError
 from redline.fields import AUTO
-from redline.recipe.load import load
+from redline.recipe.load import load, shipped
+from redline.recipe.schema import Model
 
 
 def problems(name: str, *overrides: str) -> dict[str, str]:
@@ -252,3 +253,31 @@ def test_a_size_beside_another_shape_is_refused() -> None:
     words = refused.split("Add ")[1].split(",")[0].split()
     assert load("pretrain-350m", ["model.size=1.3b", *words]).recipe.model.layers == AUTO
     assert load("pretrain-350m", ["model.size=350m"]).recipe.model.layers == 24, "the size that the recipe states"
+
+
+# --- another base than the recipe's
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_another_base_replaces_what_a_shipped_recipe_says_of_its_model(name: str) -> None:
+    loaded = load(name, ["model.base=./other"])
+    model, fields = loaded.recipe.model, Model.model_fields
+    kept = {key for key in fields if getattr(model, key) != fields[key].default}
+    assert kept <= {"base", "quant", "quant_double", "lora", "attention", "kernels", "dropout"}
+    expected = "bytes" if loaded.recipe.objective == "latent_prefix" else "base"
+    assert loaded.recipe.data.tokenizer == expected
+    assert [note for note in loaded.notes if note.startswith("model.base=./other replaces the recipe's own model.")]
+
+
+def test_the_shape_beside_the_recipes_own_base_stays() -> None:
+    own = load("qlora-8b").recipe
+    again = load("qlora-8b", [f"model.base={own.model.base}"])
+    assert again.recipe.model == own.model
+    assert not again.notes
+
+
+def test_a_typed_shape_stays_beside_a_typed_base() -> None:
+    loaded = load("pretrain-350m", ["model.base=./other", "model.layers=3", "data.tokenizer=gpt2"])
+    assert (loaded.recipe.model.layers, loaded.recipe.data.tokenizer) == (3, "gpt2")
+    assert "model.layers" not in loaded.notes[0]
+    assert "data.tokenizer" not in loaded.notes[0]

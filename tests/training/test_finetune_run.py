@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -167,3 +168,40 @@ def test_a_model_on_random_weights_is_of_the_same_kind(tuning: Tuning) -> None:
     assert {name: p.shape for name, p in timed.model.named_parameters()} == shapes
     timed.loss(timed.worst_batch(2))["cross_entropy"].sum.backward()
     assert all(p.grad is not None for p in timed.model.parameters() if p.requires_grad)
+
+
+# --- rows of plain text
+
+
+def test_rows_of_text_are_learnt_like_answers(world: Any, tiny_base: Path, tmp_path: Path) -> None:
+    """The loss of a step is that of a plain loop over whole texts, and a run on texts has no question to answer."""
+    from redline.evaluate.questions import score_answers
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"The stone number {n} is red."}) + "\n" for n in range(40)))
+    tuning = Tuning(world, tiny_base, rows, tmp_path)
+    trainer = tuning.run(tmp_path / "run", "finetune.method=full", "train.steps=20", "train.lr=5e-3")
+    assert losses(tmp_path / "run", "eval")[-1] < losses(tmp_path / "run", "eval")[0] - 2.0
+    objective = tuning.objective("finetune.method=full")
+    batch = objective.batch(np.arange(4))
+    texts = [
+        objective.data.answers.train.samples[place][0] for place in range(len(objective.data.answers.train.samples))
+    ]
+    model = objective.model
+    with torch.no_grad():
+        got = float(objective.loss(batch)["cross_entropy"].sum) / objective.weights(batch)["tokens"]
+        alone = []
+        for row in objective.data.answers.index.sequences(np.arange(4)):
+            first, end = objective.data.answers.train.sequence_starts[row : row + 2]
+            for text in texts[first:end]:
+                tokens = torch.tensor(np.array(text), dtype=torch.int64)[None]
+                logits = model.logits(
+                    model(
+                        tokens[:, :-1], objective.attention.bind(tokens.shape[1] - 1, torch.zeros_like(tokens[:, :-1]))
+                    )
+                )
+                alone += torch.nn.functional.cross_entropy(logits[0], tokens[0, 1:], reduction="none").tolist()
+    assert got == pytest.approx(np.mean(alone), abs=1e-4)
+    assert trainer.objective.first_prompt() == ""
+    with pytest.raises(UserError, match="no question is held out"):
+        score_answers(trainer.objective, "match", micro=4, count=None, tokens=4, where="run")

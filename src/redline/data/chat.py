@@ -1,10 +1,12 @@
-"""Rows with questions and answers as conversations.
+"""Rows with questions and answers as conversations, and rows of plain text.
 
 A row is used if it has one of the known sets of fields and all of its turns are text. It is counted as bad if
 
 - it has none of the sets of fields, or a value is not text (numbers, pictures, tool calls);
 - a prompt or an answer is empty or white space;
 - it has no assistant turn, begins with one, or has a turn of an unknown role.
+
+A row of plain text is a conversation of one answer without a question: the model learns all of it.
 
 Nothing is stripped or rewritten: the model learns an answer exactly as the row has it.
 """
@@ -27,7 +29,8 @@ SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 _CHATS = (("messages", "role", "content"), ("conversations", "from", "value"))
 _PAIRS = (("prompt", "completion"), ("question", "answer"), ("instruction", "output"))
 _INPUT = "input"  # belongs to an instruction
-_FIELDS = ("messages", "conversations", *(name for pair in _PAIRS for name in pair), _INPUT)
+_TEXT = "text"  # last, because some datasets repeat a chat in a field of its own, in the template of another model
+_FIELDS = ("messages", "conversations", *(name for pair in _PAIRS for name in pair), _INPUT, _TEXT)
 _ROLES = {
     "system": SYSTEM,
     "developer": "developer",
@@ -37,7 +40,7 @@ _ROLES = {
     "assistant": ASSISTANT,
     "gpt": ASSISTANT,
 }
-_FORMS = "prompt and completion, question and answer, instruction and output, messages, or conversations"
+_FORMS = "prompt and completion, question and answer, instruction and output, messages, conversations, or text"
 _FIX = f"Give rows with {_FORMS}, all of them text."
 _INSTEAD = "Use a JSONL or Parquet file."
 
@@ -53,6 +56,7 @@ class Conversation:
     place: str  # file:line
     messages: tuple[Message, ...]
     is_pair: bool  # a prompt and its completion, which can be written without a chat template
+    is_text: bool = False  # plain text, as the one message of an assistant
 
     def key(self) -> int:
         """Return 64 bits that stand for the roles and contents of the messages, wherever the row was found."""
@@ -82,6 +86,9 @@ def parse_conversation(place: str, row: Fields) -> Conversation:
             question, answer = text_field(row[prompt], prompt), text_field(row[completion], completion)
             question = _with_input(question, row) if prompt == "instruction" else question
             return Conversation(place, (Message(USER, question), Message(ASSISTANT, answer)), is_pair=True)
+    if row.get(_TEXT) is not None:
+        message = Message(ASSISTANT, text_field(row[_TEXT], _TEXT))
+        return Conversation(place, (message,), is_pair=False, is_text=True)
     raise UnusableRowError("none of the known fields (" + ", ".join(str(key) for key in list(row)[:8]) + ")")
 
 

@@ -6,7 +6,8 @@ loss. Both positions are found by rendering the conversation with the answer and
 about any particular template.
 
 Without a template, a prompt and its completion are written as `bos? prompt ⏎ completion eos`. The bos token is written
-only if the tokenizer puts one before every text, and neither token is written twice.
+only if the tokenizer puts one before every text, and neither token is written twice. A row of plain text is written as
+`bos? text eos`, with a template or without one, and all of it is learnt.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from redline.cache import check_regular, read_text
+from redline.cache import cache_dir, check_regular, explain_write_errors, read_text, write_atomically
 from redline.data.chat import ASSISTANT, USER, Conversation, Message
 from redline.data.time_limit import Budget, TookTooLongError, processor_seconds
 from redline.data.tokenizer import backend_fingerprint, encodings
@@ -148,12 +149,14 @@ class TemplateRefusalError(Exception):
 class Rendered:
     text: str
     spans: tuple[Span, ...]  # of the answers, in characters
+    is_text: bool = False  # plain text, which has no answers and is learnt entirely
 
 
 @dataclass(frozen=True)
 class EncodedSample:
     tokens: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.bool_]  # whether the token is a target
+    is_text: bool = False  # plain text, which asks nothing
 
 
 class ChatTokenizer:
@@ -277,6 +280,8 @@ class ChatTokenizer:
         A template may rewrite earlier turns, for example by removing their reasoning. Then return one text for each
         answer, because this is what a model reads when it gives that answer (unless all tokens are trained on).
         """
+        if conversation.is_text:
+            return [self._render_text(conversation.messages[0].content)]
         if self.template is None:
             return [self._render_plain(conversation)]
         complete = self._render_turns(conversation, len(conversation.messages))
@@ -345,15 +350,22 @@ class ChatTokenizer:
         text = before + completion + ("" if completion.endswith(self._eos) else self._eos)
         return Rendered(text, ((len(before), len(text)),))
 
+    def _render_text(self, text: str) -> Rendered:
+        """Write a plain text, with the tokens that begin and end it unless it has them already."""
+        begin = "" if text.startswith(self._bos) else self._bos
+        end = "" if not self._eos or text.endswith(self._eos) else self._eos
+        return Rendered(begin + text + end, (), is_text=True)
+
     def _plain_prompt(self, prompt: str) -> str:
         return ("" if prompt.startswith(self._bos) else self._bos) + prompt + "\n"
 
     # --- text to tokens and back
 
     def encode_rendered(self, texts: Sequence[Rendered], learn: str) -> list[EncodedSample]:
-        """Encode the texts. The loss mask has the tokens that begin inside an answer; with `all`, all but the first."""
+        """Encode the texts. The loss mask has the tokens that begin inside an answer; with `all`, and for plain text,
+        all but the first."""
         encoded = encodings(self._backend, [rendered.text for rendered in texts], self.name, offsets=True)
-        return [_sample(encoding, text.spans, learn) for encoding, text in zip(encoded, texts, strict=True)]
+        return [_sample(encoding, text, learn) for encoding, text in zip(encoded, texts, strict=True)]
 
     def encode(self, prompt: str) -> list[int]:
         """Return the tokens that a model reads before it answers the prompt."""
@@ -369,6 +381,10 @@ class ChatTokenizer:
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], *, special: bool = True) -> str:
         """Return the text; without `special`, leave the special tokens out."""
         return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=not special))
+
+    def definition(self) -> str:
+        """Return the content of a tokenizer.json."""
+        return str(self._backend.to_str())
 
     def save(self, folder: Path) -> None:
         """Write the files that transformers reads, with the template in use, and its end-of-answer token as eos_token.
@@ -386,6 +402,20 @@ class ChatTokenizer:
         written.save_pretrained(folder)
 
 
+def definition_file(folder: Path) -> Path:
+    """Return the tokenizer.json of a model's folder; for a tokenizer in another format, make it once, in the cache."""
+    own = folder / "tokenizer.json"
+    if own.is_file():
+        return own
+    definition = load_chat_tokenizer(folder).definition()
+    made = cache_dir() / "tokenizers" / digest_of(definition) / "tokenizer.json"
+    if not made.is_file():
+        with explain_write_errors(made):
+            made.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(made, definition)
+    return made
+
+
 def _texts(tokenizer: ChatTokenizer) -> list[str]:
     """Return what the template writes for each of the probes, or why it fails."""
     texts = []
@@ -397,15 +427,16 @@ def _texts(tokenizer: ChatTokenizer) -> list[str]:
     return texts
 
 
-def _sample(encoding: Any, spans: Sequence[Span], learn: str) -> EncodedSample:
+def _sample(encoding: Any, text: Rendered, learn: str) -> EncodedSample:
     tokens = np.array(encoding.ids, dtype=np.int32)
-    loss_mask = np.full(len(tokens), learn == ALL, dtype=bool)
-    if learn != ALL:
+    learns_all = learn == ALL or text.is_text
+    loss_mask = np.full(len(tokens), learns_all, dtype=bool)
+    if not learns_all:
         offsets = encoding.offsets  # (start, end), sorted; a tuple of one element compares by the start alone
-        for start, end in spans:
+        for start, end in text.spans:
             loss_mask[bisect_left(offsets, (start,)) : bisect_left(offsets, (end,))] = True
     loss_mask[:1] = False  # nothing predicts the first token
-    return EncodedSample(tokens, loss_mask)
+    return EncodedSample(tokens, loss_mask, text.is_text)
 
 
 def load_chat_tokenizer(folder: Path, template: str | None = None) -> ChatTokenizer:

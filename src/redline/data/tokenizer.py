@@ -144,6 +144,9 @@ class LibraryTokenizer(Tokenizer):
         """Return the content of a tokenizer.json."""
         return str(self._backend.to_str())
 
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self._backend.get_vocab(with_added_tokens=True))
+
 
 def encodings(backend: Any, texts: Sequence[str], name: str, *, offsets: bool = False) -> list[Any]:
     """Encode the texts with the tokenizers library, within a time limit.
@@ -204,6 +207,13 @@ def load_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) 
         fix = "Use bytes, gpt2, train:N or the path of a tokenizer.json."
         raise UserError(f"the tokenizer cannot be read ({error.strerror}).", where=spec, fix=fix) from None
     return LibraryTokenizer(spec, definition)
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return every token of the tokenizer with its id."""
+    if isinstance(tokenizer, LibraryTokenizer):
+        return tokenizer.vocabulary()
+    return {f"byte {i}": i for i in range(tokenizer.eot)} | {END_OF_TEXT: tokenizer.eot}
 
 
 def named_vocabulary(spec: str) -> tuple[int, int, str] | None:

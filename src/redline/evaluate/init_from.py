@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from redline.jobs.objective import Log, ignore_message
 from redline.models.families import from_llama, shape_of
 from redline.models.pretrained import StoredTensor, open_base, read_tensor, stored_tensors
 from redline.planning.shapes import SHAPE_KEYS, Adapter
+from redline.recipe.lock import job_options
 from redline.recipe.schema import Model, Recipe
 from redline.runs.summary import resolve_run
 from redline.training.checkpoint import Tensors, file_digest
@@ -51,6 +52,7 @@ class Initial:
     tensors: Callable[[], Tensors]
     adapters: bool = False  # they are adapters, not a whole model
     base: str | None = None  # fingerprint of the base that adapters were trained on
+    options: dict[str, Any] = field(default_factory=dict)  # of the source's job: those that change what it computes
 
     def record(self) -> dict[str, Any]:
         """Return what the lock records."""
@@ -84,7 +86,10 @@ class Initial:
             lines = ", ".join(f"model.{name} is {was} there and {now} here" for name, was, now in differing)
             raise UsageError(f"{self.source} has another shape: {lines}.", where=KEY, fix=f"Use that shape: {fix}")
         changed = self._differing(recipe.model, _TRAINED_WITH + (_ADAPTERS_TRAINED_WITH if self.adapters else ()))
-        return [f"{KEY}: model.{name} was {was} when {self.source} was trained" for name, was, _ in changed]
+        then = {f"model.{name}": was for name, was, _ in changed}
+        now = job_options(recipe)
+        then |= {key: was for key, was in self.options.items() if now.get(key, was) != was}
+        return [f"{KEY}: {key} was {was} when {self.source} was trained" for key, was in then.items()]
 
     def _check_adapters(self, recipe: Recipe) -> None:
         """Raise a UsageError unless both sides are whole models, or adapters of one shape on one base."""
@@ -142,6 +147,7 @@ def open_initial(spec: str, root: Path, log: Log = ignore_message) -> Initial:
         tensors=chosen.tensors,
         adapters=_trains_adapters(run.recipe),
         base=chosen.state["identity"].get("base"),
+        options=job_options(run.recipe),
     )
 
 

@@ -40,6 +40,7 @@ from redline.export.card import CARD, finetuned_card, model_card
 from redline.export.tensors import Named, Shapes, write_json, write_tensors
 from redline.jobs.base import job
 from redline.jobs.objective import FinetunedModel, Log, TransformersModel, ignore_message, job_runtime
+from redline.jobs.pretrained import base_tokenizer
 from redline.kernels.matmul import DTYPES
 from redline.models.families import FAMILIES, read_config, tensor_names
 from redline.models.pretrained import Base, open_base, stored_tensors
@@ -306,7 +307,10 @@ def _open_base(model: FinetunedModel, options: ExportOptions, source: Source, lo
 def _tokenizer(model: FinetunedModel, base: Base, source: Source) -> ChatTokenizer:
     found = load_chat_tokenizer(base.folder, model.template)
     recorded = source.weights.state["identity"]
-    if found.fingerprint != recorded["tokenizer"]:
+    # Text is read by the plain tokenizer.json, which may have another fingerprint than the one that transformers loads.
+    own = recorded.get("base_tokenizer")
+    intact = found.fingerprint == recorded["tokenizer"] if own is None else base_tokenizer(base).fingerprint == own
+    if not intact:
         what, fix = "this is not the tokenizer of the run.", "Put the base's own files back."
         raise UserError(what, where=str(base.folder), fix=fix)
     if found.identity != recorded.get("template", found.identity):

@@ -11,16 +11,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import import_module  # noqa: TID251  # of the jobs in the registry only
 from typing import Any, ClassVar, Protocol
 
 from redline.errors import Problem, UserError
-from redline.fields import Section
-from redline.planning.flops import ASSUMES_FULL_ROWS, FlopsPerToken, Passes, causal_passes, decoder_flops
+from redline.fields import AUTO, Section
+from redline.planning.flops import (
+    ASSUMES_FULL_ROWS,
+    FlopsPerToken,
+    Passes,
+    causal_passes,
+    decoder_flops,
+    with_scored_head,
+)
 from redline.planning.layout import Layout
-from redline.planning.memory import MemoryParts, training_memory
-from redline.planning.shapes import Adapter, DecoderShape
+from redline.planning.memory import MemoryParts, activation_memory, adapter_moments, training_memory, workspace
+from redline.planning.shapes import TARGETS, Adapter, DecoderShape, matrix_sides
 from redline.planning.speed import Work, decoder_work
 
 
@@ -98,6 +106,13 @@ class Job(ABC):
     def adapter(self, recipe: Any) -> Adapter | None:
         """Return the low-rank adapter that is trained; None if the weights themselves are."""
         return None
+
+    def choices(self, recipe: Any, steps: int | None) -> list[tuple[str, Any, str]]:
+        """Return a key, its value and the reason for each of the job's own options that is `auto`.
+
+        `steps` is the expected length of the run; None if it is not known. A choice without a reason is not reported.
+        """
+        return []
 
     def layout(self, recipe: Any) -> Layout | None:
         """Return the segments and blocks of a sequence, for a job whose attention mask is made of them."""
@@ -210,15 +225,86 @@ def _check_name(name: str) -> None:
 # What it costs to train the one decoder: the costs of causal_lm, which other jobs that train a decoder adapt.
 
 
-_BASE_KEYS = ("base", "quant", "quant_double", "lora")
+# ----------------------------------------------------------------------------------------------------
+# Keys about a pretrained base, for jobs that may start from one.
 
 
-def unused_base_keys(recipe: Any) -> list[Problem]:
-    """Report keys about a pretrained base, for a job that trains a model from random weights."""
-    fields, what = type(recipe.model).model_fields, f"does nothing with objective={recipe.objective}."
-    unused = [name for name in _BASE_KEYS if getattr(recipe.model, name) != fields[name].default]
-    fix = f"Remove it, or use objective={BASE_MODEL_JOB}."
-    return [Problem(f"model.{name}", what, fix) for name in unused]
+BASE_TOKENIZER = "base"  # the value of data.tokenizer that stands for the tokenizer of model.base
+METHODS = ("qlora", "lora", "full")  # adapters on a base in NF4, adapters on the base as it is, or all weights
+_ADAPTER_KEYS = ("quant", "quant_double", "lora")
+
+
+def base_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of a text job that starts from a base: it reads the text with the base's tokenizer."""
+    return {} if given.get("model.base") is None else {"data.tokenizer": BASE_TOKENIZER}
+
+
+def base_problems(recipe: Any) -> list[Problem]:
+    """Report keys that need a base or contradict it, for a text job that may start from one and trains all weights."""
+    found = [] if recipe.model.base is not None else _tokenizer_without_base(recipe)
+    what = f"does nothing with objective={recipe.objective}, which trains all weights."
+    found += [Problem(f"model.{name}", what, "Remove it.") for name in _changed_adapter_keys(recipe)]
+    return found + _activation_problems(recipe)
+
+
+def adapter_problems(recipe: Any) -> list[Problem]:
+    """Report the same for a text job that can also train adapters, as the key `method` of its options says."""
+    if recipe.model.base is not None:
+        return method_problems(recipe)
+    key, method = f"{recipe.objective}.method", getattr(recipe, recipe.objective).method
+    found = _tokenizer_without_base(recipe)
+    if method != "full":
+        fix = f"Set model.base, or use {key}=full."
+        found.append(Problem(key, f"{method} trains adapters on a base, and model.base is not set.", fix))
+        return found
+    what, fix = "does nothing without model.base.", "Remove it, or set model.base."
+    return found + [Problem(f"model.{name}", what, fix) for name in _changed_adapter_keys(recipe)]
+
+
+def method_problems(recipe: Any) -> list[Problem]:
+    """Report keys that contradict the `method` by which a job trains a base."""
+    model, train, found = recipe.model, recipe.train, []
+    key, method = f"{recipe.objective}.method", getattr(recipe, recipe.objective).method
+    if model.quant != ("nf4" if method == "qlora" else "none"):
+        fix = f"Leave it out, or use {key}={'qlora' if model.quant == 'nf4' else 'lora'}."
+        found.append(Problem("model.quant", f"{model.quant} does not go with {key}={method}.", fix))
+    if method == "full" and model.lora != type(model).model_fields["lora"].default:
+        fix = f"Remove it (model.lora=null), or use {key}=lora."
+        found.append(Problem("model.lora", f"does nothing with {key}=full.", fix))
+    if method != "full":
+        rates = {key: getattr(train, key) for key in ("embedding_lr", "head_lr", "scalar_lr")}
+        unused = [key for key, rate in rates.items() if rate not in (AUTO, train.lr)]
+        what = f"does nothing with {key}={method}: only the adapters' matrices are trained."
+        found += [Problem(f"train.{key}", what, "Use train.lr.") for key in unused]
+        if train.precision == "fp8" and train.fp8 == "torchao":
+            found.append(Problem("train.fp8", "torchao's fp8 is for weights that are trained.", "Leave it out."))
+    return found + _activation_problems(recipe)
+
+
+def _changed_adapter_keys(recipe: Any) -> list[str]:
+    fields = type(recipe.model).model_fields
+    return [name for name in _ADAPTER_KEYS if getattr(recipe.model, name) != fields[name].default]
+
+
+def _tokenizer_without_base(recipe: Any) -> list[Problem]:
+    if recipe.data.tokenizer != BASE_TOKENIZER:
+        return []
+    what, fix = "base is the tokenizer of model.base, which is not set.", "Set model.base, or name a tokenizer."
+    return [Problem("data.tokenizer", what, fix)]
+
+
+def _activation_problems(recipe: Any) -> list[Problem]:
+    if recipe.model.base is None or recipe.model.mlp == "swiglu":
+        return []
+    return [Problem("model.mlp", f"no base has {recipe.model.mlp}.", "Leave it out: the base defines it.")]
+
+
+def adapter_of(recipe: Any) -> Adapter | None:
+    """Return the adapter that a job with the option `method` trains; None if it trains all weights."""
+    lora, method = recipe.model.lora, getattr(recipe, recipe.objective).method
+    if method == "full":
+        return None
+    return Adapter(lora.r, lora.target_modules, method == "qlora", recipe.model.quant_double)
 
 
 def export_problems(model: Any) -> list[Problem]:
@@ -280,8 +366,12 @@ class DecoderCosts:
         }
 
     def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
-        assumed = ASSUMES_FULL_ROWS if self.recipe.data.pack and not self.rows else ""
+        assumed = self.assumption()
         return decoder_flops(shape, self.document(seq_len), checkpointing, scored=self.scored, assumed=assumed)
+
+    def assumption(self) -> str:
+        """Return what the FLOPs assume about rows of the data that were not read; "" if nothing."""
+        return ASSUMES_FULL_ROWS if self.recipe.data.pack and not self.rows else ""
 
     def document(self, seq_len: int) -> float:
         """Return the mean length of the document that a token is in: the whole row, unless rows are packed."""
@@ -308,3 +398,122 @@ class DecoderCosts:
 
     def work(self, shape: DecoderShape, seq_len: int, **how: Any) -> Work:
         return decoder_work(shape, seq_len, **how, passes=self.passes(seq_len))
+
+
+# ----------------------------------------------------------------------------------------------------
+# What it costs to train adapters on a frozen decoder.
+
+
+FORMULA = "4·N_base + 6·N_lora + 12·L·d·T"
+FORMULA_CAUSAL = "4·N_base + 6·N_lora + 6·L·d·T"
+FORMULA_RECOMPUTED = "2·(N_layers − N_down) + 2·N_lora + 2·L·d·T"
+
+
+class AdapterCosts(DecoderCosts):
+    """The costs of training adapters on a frozen base; of a recipe without adapters, those of the decoder."""
+
+    def __init__(self, recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> None:
+        super().__init__(recipe, rows, micro)
+        self.adapter = adapter_of(recipe)
+
+    def parameters(self, shape: DecoderShape) -> dict[str, int]:
+        counted = super().parameters(shape)
+        if self.adapter is None:
+            return counted
+        added = self.adapter.parameters(shape)
+        return {**counted, "total": shape.parameters + added, "trainable": added}
+
+    def untimed_features(self, shape: DecoderShape) -> dict[str, bool]:
+        """A base with adapters was timed; a base that is trained itself was not."""
+        trained = self.recipe.model.base is not None and self.adapter is None
+        return super().untimed_features(shape) | {"a base": trained}
+
+    def flops(self, shape: DecoderShape, seq_len: int, checkpointing: str) -> FlopsPerToken:
+        """Count FLOPs per token. For a frozen matrix the backward computes the gradient of its input only: 4 FLOPs per
+        weight instead of 6."""
+        if self.adapter is None:
+            return super().flops(shape, seq_len, checkpointing)
+        assumed, document, matmuls = self.assumption(), self.document(seq_len), self._matmuls(shape)
+        attention = shape.layers * shape.d_attention * document
+        useful, executed = (
+            matmuls + 12.0 * attention,
+            matmuls + 6.0 * attention - sum(self._pruned_backward(shape, document)),
+        )
+        palm, masked = (with_scored_head(form, "N_base", self.scored) for form in (FORMULA, FORMULA_CAUSAL))
+        if checkpointing != "full":
+            return FlopsPerToken(useful, executed, 0.0, palm, masked, assumed=assumed)
+        run_again = shape.layers * shape.layer_recomputed_parameters + self.adapter.parameters(shape)
+        again = 2.0 * run_again + 2.0 * attention
+        return FlopsPerToken(useful, executed, again, palm, masked, FORMULA_RECOMPUTED, assumed)
+
+    def _matmuls(self, shape: DecoderShape) -> float:
+        """Return the FLOPs of a token in the frozen matrices, the adapters and, at scored positions, the head."""
+        assert self.adapter is not None
+        base = shape.layers * shape.layer_matmul_parameters + self.scored * shape.head_parameters
+        return 4.0 * base + 6.0 * self.adapter.parameters(shape)
+
+    def _pruned_backward(self, shape: DecoderShape, document: float) -> tuple[float, float]:
+        """Return the FLOPs of the first block's backward that autograd never runs: of matmuls and of causal attention.
+
+        The embeddings are frozen, so nothing before the block's first adapter needs a gradient, and neither does the
+        input of the linear that holds this adapter.
+        """
+        assert self.adapter is not None
+        matmuls, attention, inputs = 0.0, 0.0, matrix_sides(shape)
+        for linear, size in (
+            ("qkv", shape.d_model * shape.d_qkv),
+            ("out", shape.d_attention * shape.d_model),
+            ("up", shape.d_model * shape.d_up),
+            ("down", shape.d_ff * shape.d_model),
+        ):
+            if linear == "out":
+                attention = 4.0 * shape.d_attention * document
+            held = [inputs[name][0] for name in self.adapter.targets if TARGETS[name][0] == linear and name in inputs]
+            matmuls += 2.0 * (size + self.adapter.r * sum(held))
+            if held:
+                break
+        return matmuls, attention
+
+    def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:
+        if self.adapter is None:
+            return training_memory(shape, **how)
+        adapter, wide, tokens, kernels = self.adapter, how["bytes_per_value"], how["tokens"], how["kernels"]
+        passing = {key: how[key] for key in ("tokens", "bytes_per_value", "checkpointing", "kernels")}
+        activations, logits = activation_memory(shape, **passing, head_learns=False)
+        added = adapter.parameters(shape)
+        kept = 0.0 if how["checkpointing"] == "full" else adapter.kept_values() * shape.layers
+        # The base is dequantised one matrix at a time, where it is multiplied; the adapters are cast as a whole.
+        dequantised = wide * max(a * b for a, b in matrix_sides(shape).values()) * (2 if shape.gated else 1)
+        return MemoryParts(
+            weights=adapter.base_bytes(shape, wide) + 4.0 * added * (2 if how["ema"] else 1),
+            gradients=4.0 * added,
+            optimizer=adapter_moments(added, how["optimizer"]),
+            activations=activations + tokens * kept * wide,
+            logits=logits,
+            workspace=float(dequantised + wide * added) + workspace(kernels, imported=True),
+        )
+
+    def work(self, shape: DecoderShape, seq_len: int, **how: Any) -> Work:
+        full = decoder_work(shape, seq_len, **how, passes=self.passes(seq_len))
+        if self.adapter is None:
+            return full
+        added, wide, matmuls = self.adapter.parameters(shape), how["bytes_per_value"], self._matmuls(shape)
+        if (
+            self.rows
+        ):  # for the ceiling of these data; without rows, the work must be what expected speeds were calibrated with
+            pruned, pruned_attention = self._pruned_backward(shape, self.document(seq_len))
+            matmuls, full = matmuls - pruned, replace(full, attention=full.attention - pruned_attention)
+        again = how["checkpointing"] == "full"
+        run_again = shape.layers * shape.layer_recomputed_parameters + added
+        per_update = full.update * added / shape.parameters  # an optimizer costs the same per parameter
+        kept = self.adapter.kept_values() * shape.layers * wide
+        return replace(
+            full,
+            matmul=matmuls,
+            recomputed=2.0 * run_again if again else 0.0,
+            moved_least=full.moved_least + 2 * kept,
+            moved=full.moved + 3 * kept + self.adapter.moved_values(shape) * shape.layers * wide,
+            update=per_update,
+            update_flops=0.0,
+            gradient_bytes=4.0 * added,
+        )

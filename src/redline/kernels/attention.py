@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -221,6 +221,7 @@ class Bound:
     cu_seqlens: Tensor | None = None  # cumulative document lengths over the flattened batch
     max_seqlen: int = 0
     block_mask: Any = None  # of flex attention
+    own_blocks: tuple[tuple[int, int], ...] = ()  # of block diffusion: the noisy blocks, for `split`
 
 
 class Attention:
@@ -233,7 +234,6 @@ class Attention:
         # tried now, because torch.compile cannot trace the trial
         used = ("varlen", "flash", "cudnn") if self.varlen else (backend,)
         self.gqa_backends = frozenset(name for name in used if grouped and device == "cuda" and supports_gqa(name))
-        self.own_blocks = spec.own_blocks
         self._static: Bound | None = None
 
     def bind(
@@ -263,11 +263,13 @@ class Attention:
         return Bound(dense=self.spec.dense(length, documents_BT))
 
     def _bind_blocks(self) -> Bound:
-        keys_from = len(self.spec.noisy) if self.backend == "split" else 0
-        if self.backend == "flex" or (self.backend == "split" and self.device == "cuda"):
-            return Bound(block_mask=_block_mask(self.spec, self.spec.length, None, self.device, keys_from))
+        splits = self.backend == "split"
+        keys_from, own_blocks = (len(self.spec.noisy), tuple(self.spec.own_blocks)) if splits else (0, ())
+        if self.backend == "flex" or (splits and self.device == "cuda"):
+            block_mask = _block_mask(self.spec, self.spec.length, None, self.device, keys_from)
+            return Bound(block_mask=block_mask, own_blocks=own_blocks)
         mask = self.spec.dense(self.spec.length, device=torch.device(self.device))
-        return Bound(dense=mask[..., keys_from:].contiguous())
+        return Bound(dense=mask[..., keys_from:].contiguous(), own_blocks=own_blocks)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> Tensor:
         if self.backend == "dense":
@@ -275,7 +277,7 @@ class Attention:
         if self.backend == "flex":
             return _flex(q, k, v, bound.block_mask)
         if self.backend == "split":
-            return _split(q, k, v, self.own_blocks, bound)
+            return _split(q, k, v, bound.own_blocks, bound)
         if bound.cu_seqlens is not None:
             return _varlen(q, k, v, bound, "varlen" in self.gqa_backends)
         backend = _backend_without_documents(q) if self.varlen else self.backend
@@ -365,7 +367,7 @@ def _block_mask(spec: MaskSpec, length: int, documents_BT: Tensor | None, device
     return create_block_mask(allowed, batch, None, length, length - keys_from, device=device)
 
 
-def _split(q: Tensor, k: Tensor, v: Tensor, own_blocks: list[tuple[int, int]], bound: Bound) -> Tensor:
+def _split(q: Tensor, k: Tensor, v: Tensor, own_blocks: Sequence[tuple[int, int]], bound: Bound) -> Tensor:
     """Compute block diffusion's attention in two parts: all queries over clean keys, noisy ones over their own block.
 
     A noisy position sees no noisy positions but those of its own block, so that the second part needs no mask and has

@@ -24,13 +24,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from redline.cache import atomic_dir, cache_dir, check_regular, explain_write_errors, open_regular, read_text
-from redline.errors import UsageError, UserError, install_hint, package_hint
+from redline.errors import Problem, RecipeError, UsageError, UserError, install_hint, package_hint
+from redline.fields import AUTO, none_if_auto
 from redline.kernels.attention import Attention, MaskSpec
 from redline.models.adapters import FrozenMatrix, LoraLinear
 from redline.models.decoder import Decoder, Linear
 from redline.models.families import BaseConfig, parse_config, read_config, tensor_names
 from redline.planning.shapes import SHAPE_KEYS, TARGETS, Adapter, DecoderShape
-from redline.recipe.schema import Lora
+from redline.recipe.schema import Lora, Model, Recipe
 
 # ----------------------------------------------------------------------------------------------------
 # safetensors files: their tensors, a fingerprint of them, and reading one tensor at a time.
@@ -364,13 +365,66 @@ def open_base(spec: str, log: Callable[[str], None] = lambda _: None) -> Base:
     )
 
 
+_NEW_ROW_NOISE = 0.1  # of the standard deviation of the known rows
+
+
 @torch.no_grad()
-def load_base(decoder: Decoder, base: Base) -> None:
-    """Copy all tensors into the decoder, each in the dtype and on the device of its parameter."""
+def load_base(
+    decoder: Decoder, base: Base, *, known: int | None = None, generator: torch.Generator | None = None
+) -> None:
+    """Copy all tensors into the decoder, each in the dtype and on the device of its parameter.
+
+    With `known`, only the first `known` rows of the embedding and of the head belong to tokens that the base knows; the
+    others, of which the decoder may have more than the base, are those of new tokens. Each starts as the mean of the
+    known rows (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models"): the logit of a new
+    token is then the mean of the known logits, so that the softmax over all tokens changes little. Rows drawn like
+    those of a new model may instead have the largest logits of all. A little noise makes new tokens differ.
+    """
     parameters = dict(decoder.named_parameters())
     for name, tensor in base.tensors():
-        parameters.pop(name).copy_(tensor)
+        parameter = parameters.pop(name)
+        if known is not None and name in VOCABULARY_TENSORS:
+            assert generator is not None
+            tensor = with_new_rows(tensor, known, parameter.shape[0], generator)
+        parameter.copy_(tensor)
     assert not parameters, f"the base lacks {', '.join(parameters)}"
+
+
+VOCABULARY_TENSORS = ("embedding.weight", "head.weight")  # have a row per token
+
+
+def with_new_rows(rows_VD: Tensor, known: int, count: int, generator: torch.Generator) -> Tensor:
+    """Return `count` rows in float32: the first `known`, and for each new token their mean with a little noise."""
+    kept = rows_VD[:known].float()
+    noise = torch.randn(count - known, kept.shape[1], generator=generator).to(kept.device)
+    return torch.cat([kept, kept.mean(0) + _NEW_ROW_NOISE * kept.std(0) * noise])
+
+
+def complete_recipe(recipe: Recipe, log: Callable[[str], None], *, new_tokens: int = 0) -> Recipe:
+    """Return the recipe with the shape of its base. A shape that the recipe states must be the base's.
+
+    With `new_tokens`, `model.vocab` may also be larger than the base's: a vocabulary that was grown by new tokens.
+    """
+    base = open_base(str(recipe.model.base), log)
+    fields = Model.model_fields
+    shape = dict(base.model)
+    if new_tokens and (vocab := none_if_auto(recipe.model.vocab)) and vocab > shape["vocab"]:
+        shape["vocab"] = vocab
+    stated = {key: getattr(recipe.model, key) for key in shape}
+    differing = {key: value for key, value in stated.items() if value not in (AUTO, fields[key].default, shape[key])}
+    problems = [
+        Problem(f"model.{key}", f"{value} is not the base's {shape[key]}.", "Leave it out.")
+        for key, value in differing.items()
+    ]
+    if recipe.data.seq_len > base.context:
+        what = f"{recipe.data.seq_len} is longer than the {base.context} tokens that {base.source} can read."
+        problems.append(Problem("data.seq_len", what, f"Use at most {base.context}."))
+    if base.model["tied"] and recipe.train.head_lr not in (AUTO, recipe.train.embedding_lr):
+        what = "does nothing: the head of this base is its embedding."
+        problems.append(Problem("train.head_lr", what, "Use train.embedding_lr."))
+    if problems:
+        raise RecipeError(str(recipe.model.base), problems)
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={**shape, "size": None})})
 
 
 def _as_stored(described: BaseConfig, found: dict[str, StoredTensor], log: Callable[[str], None]) -> BaseConfig:

@@ -7,7 +7,8 @@ that is never noised therefore needs no noisy copy, and a sequence of a single b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -101,3 +102,28 @@ def _pairs(start: int, segment: Segment) -> int:
 def uniform(length: int, block: int) -> Layout:
     """Return the layout of a text in one segment of equal blocks."""
     return Layout((Segment("text", length, block),))
+
+
+_MOST_STAGES = 6  # every stage has a mask of its own, for which a compiled model is compiled again
+
+
+def growing_layouts(final: Layout) -> list[Layout]:
+    """Return layouts of the same sequence whose blocks grow from one position to those of `final`, the last of them.
+
+    The sizes grow by about the same factor from one layout to the next: 1, 2, 4, 8, 16 for blocks of 16.
+    """
+    largest = max((segment.block for segment in final.segments if not segment.given), default=1)
+    count = min(_MOST_STAGES, max(1, math.ceil(math.log2(largest)) + 1))
+    return [
+        Layout(tuple(_with_smaller_blocks(segment, stage / (count - 1)) for segment in final.segments))
+        for stage in range(count - 1)
+    ] + [final]
+
+
+def _with_smaller_blocks(segment: Segment, share: float) -> Segment:
+    """Return the segment with the divisor of its blocks that is nearest to block^share, by its logarithm."""
+    if segment.given:
+        return segment
+    divisors = [size for size in range(1, segment.block + 1) if segment.block % size == 0]
+    wanted = share * math.log(segment.block)
+    return replace(segment, block=min(divisors, key=lambda size: abs(math.log(size) - wanted)))

@@ -99,14 +99,18 @@ _YAML = "tag:yaml.org,2002:"
 _LARGEST_FILE = 64 << 10  # bytes; the shipped recipes have about two thousand
 _MOST_LEVELS = 20  # of YAML, or words in a key; the schema has four
 _TOO_DEEP = f"more than {_MOST_LEVELS} levels"
-# A recipe states the shape of its base so that it can be planned without a download. These keys do not apply to another
-# base.
-_SHAPE_OF_BASE = tuple(
-    f"model.{key}"
-    for key in (
-        *("layers", "d_model", "d_ff", "heads", "kv_heads", "head_dim", "vocab", "mlp", "tied"),
-        *("qk_norm", "qkv_bias", "rope_theta", "rope_scaling", "norm_eps"),
-    )
+# Keys of a recipe's file that describe the model it was written for: its shape, how it is initialised, its tokenizer,
+# and learning rates by role. They do not apply to another base.
+_KEYS_OF_MODEL = (
+    *(
+        f"model.{key}"
+        for key in (
+            *("size", "layers", "d_model", "d_ff", "heads", "kv_heads", "head_dim", "vocab", "mlp", "tied"),
+            *("qk_norm", "qkv_bias", "rope_theta", "rope_scaling", "norm_eps", "softcap", "value_embeddings", "skips"),
+            *("init", "embedding_std"),
+        )
+    ),
+    *("data.tokenizer", "train.embedding_lr", "train.head_lr", "train.scalar_lr"),
 )
 _MOST_HINTS = 50  # problems that get a hint: searching for the most similar key takes milliseconds
 
@@ -336,8 +340,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     extra, more_notes, more = canonical_keys(parse_overrides(overrides), "command line")
     base, replaced = replace_stop_conditions(base, extra)
     objective = extra.get("objective", base.get("objective"))
-    if extra.get("model.base") is not None and base.get("model.base") not in (None, extra["model.base"]):
-        base = {key: value for key, value in base.items() if not key.startswith(_SHAPE_OF_BASE)}
+    base, other_base = _without_model_of_file(base, extra)
     if "data.source" in extra and extra["data.source"] != base.get("data.source") and path in shipped().values():
         # The prompt of a shipped recipe suits its own data ("def " for Python). With other data, samples start like a
         # held-out document instead.
@@ -348,7 +351,23 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     recipe = validate(tree, where=name, problems=[*problems, *more, *clashes], written=True)
     is_renamed = path.stem != name and path == shipped().get(current_name(name))
     renamed = [f"{name} is the older name of the recipe {path.stem}"] if is_renamed else []
-    return Loaded(path.stem, recipe, [*renamed, *notes, *more_notes, *replaced])
+    return Loaded(path.stem, recipe, [*renamed, *notes, *more_notes, *replaced, *other_base])
+
+
+def _without_model_of_file(base: dict[str, Any], extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the keys of the file without those that describe its model, if the command line names another base.
+
+    Otherwise `redline train pretrain-350m model.base=OTHER` would answer with problems that the user did not write.
+    Also return a note that names the keys.
+    """
+    given = extra.get("model.base")
+    if given is None or given == base.get("model.base"):
+        return base, []
+    dropped = [key for key in base if any(key == one or key.startswith(f"{one}.") for one in _KEYS_OF_MODEL)]
+    kept = {key: value for key, value in base.items() if key not in dropped}
+    named = list(dict.fromkeys(".".join(key.split(".")[:2]) for key in dropped if key not in extra))
+    note = f"model.base={given} replaces the recipe's own {', '.join(named)}"
+    return kept, [note] if named else []
 
 
 def _without_replaced(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

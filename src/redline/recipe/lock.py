@@ -313,9 +313,14 @@ def model_identity(recipe: Recipe) -> dict[str, Any]:
     model = recipe.model.model_dump(mode="json")
     found = {f"model.{key}": value for key, value in model.items() if key not in _OTHER_KEYS}
     found |= {f"model.lora.{key}": model["lora"][key] for key in _LORA_KEYS}
+    return found | job_options(recipe)
+
+
+def job_options(recipe: Recipe) -> dict[str, Any]:
+    """Return the options of the recipe's job that change what the model computes."""
     options = getattr(recipe, recipe.objective)
     own = options.model_dump(mode="json")
-    return found | {f"{recipe.objective}.{key}": own[key] for key in options.model_keys}
+    return {f"{recipe.objective}.{key}": own[key] for key in options.model_keys}
 
 
 def check_model_identity(recorded: dict[str, Any], recipe: Recipe, run: Path) -> None:

@@ -15,7 +15,7 @@ from redline.errors import Problem, RecipeError
 from redline.fields import AUTO, none_if_auto
 from redline.hardware.compiled_kernels import kernels_off, objection
 from redline.hardware.machine import Machine
-from redline.jobs.base import costs
+from redline.jobs.base import costs, job
 from redline.planning.batch import BatchPlan, indivisible_batch, largest_micro_batch, round_to_divisible, solve_batch
 from redline.planning.flops import FlopsPerToken
 from redline.planning.memory import LOW_BIT, MUON, MemoryParts, fsdp_rank_memory
@@ -342,6 +342,11 @@ class _Resolver:
             most = "at most " if self.data.estimated and self.data.tokenizer.startswith("train:") else ""
             why = f"{most}{needed:,} entries, rounded up to a multiple of 64"
             return int(self.choose("model.vocab", padded_vocab(needed), why))
+        added = job(self.recipe.objective).added_tokens(self.recipe)
+        if self.recipe.model.base is not None and needed - added <= given < needed:
+            new = f"{added} new token{'s' if added > 1 else ''}"
+            why = f"the base's {given:,} rows and {new}, rounded up to a multiple of 64"
+            return int(self.choose("model.vocab", padded_vocab(needed), why))
         if given < needed:
             fix = f"Use at least {needed}, or model.vocab=auto."
             if self.recipe.model.base:
@@ -591,6 +596,14 @@ class _Resolver:
             return requested
         return int(self.choose("train.warmup_steps", *default_warmup(expected)))
 
+    def job_options(self, steps: int | None) -> None:
+        """Choose the job's own options."""
+        name = self.recipe.objective
+        for key, value, reason in job(name).choices(self.recipe, steps):
+            self.values.setdefault(name, {})[key] = value
+            if reason:
+                self.choices.append(Choice(f"{name}.{key}", value, reason))
+
     def pct_start(self) -> float | None:
         """Return the share of the run in which one_cycle rises; None if train.warmup_steps sets the length instead."""
         train = self.recipe.train
@@ -644,6 +657,7 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
         "warmup_steps": r.warmup(steps, flops, tokens_per_step),
         "pct_start": r.pct_start(),
     }
+    r.job_options(steps)
     r.warnings += r.compile_mode_warnings(compiled)
     held_out = 1 if data.estimated else data.val_tokens
     r.warnings += _no_validation_warnings(recipe, data.train_tokens, held_out, made=data.made)

@@ -1,4 +1,4 @@
-"""causal_lm: predict the next token."""
+"""causal_lm: predict the next token, from random weights or from a pretrained base."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redline.data.corpus import TextData, load_text, random_text, text_tokenizer, training_index
+from redline.data.corpus import TextData, training_index
 from redline.data.loader import Index, document_ids, inputs_and_targets
 from redline.data.sources import ProgressCallback
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
@@ -19,13 +19,21 @@ from redline.errors import UserError
 from redline.jobs.base import export_problems
 from redline.jobs.objective import (
     Batch,
-    Float8Objective,
-    JobRuntime,
+    FinetunedModel,
     Sample,
     Sampling,
     TransformersModel,
     bits_per_byte,
     perplexity,
+)
+from redline.jobs.pretrained import (
+    BaseText,
+    PretrainedObjective,
+    PretrainedRuntime,
+    base_text_tokenizer,
+    load_base_text,
+    random_base_text,
+    trained_on_base,
 )
 from redline.kernels.attention import Attention, MaskSpec
 from redline.kernels.cross_entropy import IGNORE, chunk_tokens, linear_cross_entropy8
@@ -39,12 +47,15 @@ from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Model, Recipe
 
 
-class CausalLM(Float8Objective):
+class CausalLM(PretrainedObjective):
     data: TextData
 
     def __init__(self, resolved: Resolved, data: TextData) -> None:
-        super().__init__(resolved)
+        super().__init__(resolved, data.base if isinstance(data, BaseText) else None)
         self.data = data
+
+    def identity(self) -> dict[str, str]:
+        return super().identity() | (self.data.identity() if isinstance(self.data, BaseText) else {})
 
     @cached_property
     def index(self) -> Index:
@@ -55,16 +66,9 @@ class CausalLM(Float8Objective):
 
     # --- building
 
-    def build(self, device: torch.device) -> None:
-        self.device = device
-        self.model = self.decoder().to(device)
-        self.use_float8()
-        seed, options = torch.Generator().manual_seed(self.recipe.train.seed), self.recipe.model
-        self.model.initialise(seed, options.init, options.embedding_std)
-
     def matmuls(self) -> Shapes:
         """Add the head, which only the fused kernels can compute in fp8: torchao serves linears of the blocks."""
-        if self.recipe.model.kernels != "fused":
+        if self.recipe.model.kernels != "fused" or not self.base_is_trained:
             return super().matmuls()
         shape, tokens = self.resolved.shape, self.resolved.batch.micro * self.seq_len
         return {**super().matmuls(), "head": (chunk_tokens(shape.vocab, tokens), shape.d_model, shape.vocab)}
@@ -156,24 +160,26 @@ class CausalLM(Float8Objective):
         return [Sample(prompt, tokenizer.decode(row)) for row in rows]
 
 
-class CausalLMRuntime(JobRuntime[TextData]):
+class CausalLMRuntime(PretrainedRuntime[BaseText]):
     def load_data(
         self, recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None
-    ) -> TextData:
-        return load_text(recipe, for_evaluation=for_evaluation, progress=progress)
+    ) -> BaseText:
+        return load_base_text(recipe, for_evaluation=for_evaluation, progress=progress)
 
-    def random_data(self, facts: DataFacts) -> TextData:
-        return random_text(facts)
+    def random_data(self, facts: DataFacts) -> BaseText:
+        return random_base_text(facts)
 
-    def tokenizer_alone(self, facts: DataFacts, folder: Path, recipe: Recipe) -> TextData:
-        return text_tokenizer(facts, folder)
+    def tokenizer_alone(self, facts: DataFacts, folder: Path, recipe: Recipe) -> BaseText:
+        return base_text_tokenizer(facts, folder, recipe)
 
-    def create(self, resolved: Resolved, data: TextData) -> CausalLM:
+    def create(self, resolved: Resolved, data: BaseText) -> CausalLM:
         return CausalLM(resolved, data)
 
     def export(
         self, recipe: Recipe, tensors: dict[str, Tensor], *, eot: Callable[[], int], vocab_size: int, dtype: str
-    ) -> TransformersModel:
+    ) -> TransformersModel | FinetunedModel:
+        if recipe.model.base is not None:
+            return trained_on_base(recipe, tensors, learn="all", template=None)
         model, end = recipe.model, eot()
         if problems := export_problems(model):
             raise UserError(" ".join(problem.line() for problem in problems))

@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from redline.errors import Problem
-from redline.fields import Count, Flag, MaybeCount, NonNegative, Share, one_of
-from redline.jobs.base import DecoderCosts, Job, JobOptions, unused_base_keys
+from redline.fields import AUTO, AutoFlag, AutoWhole, Count, Flag, MaybeCount, NonNegative, Share, one_of
+from redline.jobs.base import DecoderCosts, Job, JobOptions, base_defaults, base_problems
 from redline.planning.flops import ASSUMES_FULL_LOSS, FlopsPerToken, Passes, layout_flops, layout_passes
-from redline.planning.layout import Layout, Segment, uniform
+from redline.planning.layout import Layout, Segment, growing_layouts, uniform
 from redline.planning.memory import MemoryParts, training_memory
 from redline.planning.shapes import DecoderShape
 from redline.planning.speed import Work, decoder_work
@@ -28,13 +28,15 @@ SAMPLERS = ("first_hitting", "ancestral")
 TEXT_IDS = 1  # <|mask|>
 RECORD_IDS = 5  # <|plan|>, <|execution|>, <|answer|>, <|pad|> and <|mask|>
 SEGMENTS = ("question", "plan", "execution")
+CAUSAL_WARMUP = 0.2  # of the run: measured on a small base (docs/decisions/0029-a-base-for-every-job.md)
+UNKNOWN_CAUSAL_WARMUP = 1000  # steps, if the length of the run is not known
 
 
 class DiffusionOptions(JobOptions):
     """The options that both diffusion jobs have."""
 
     settable_after_training: ClassVar[tuple[str, ...]] = ("sampler", "sampler_steps")
-    defaults_in_older_locks: ClassVar[dict[str, Any]] = {"loss_per": "learnt"}
+    defaults_in_older_locks: ClassVar[dict[str, Any]] = {"loss_per": "learnt", "shift": False, "causal_warmup": 0}
 
     # The mask probability p of a block is drawn from [clip_low, clip_high]; the loss at a masked position is weighted
     # by 1 / p.
@@ -43,20 +45,26 @@ class DiffusionOptions(JobOptions):
     clip_search: Flag = False  # choose both anew at each evaluation, for the least variance of a block's loss
     sampler: Annotated[str, one_of(*SAMPLERS)] = "first_hitting"
     sampler_steps: MaybeCount = None  # ancestral sampler: forward passes per block; default: positions per block
+    # Predict a hidden token from the state at the position before it, where an autoregressive model predicts it; auto:
+    # with a base. Otherwise from the state at its own position.
+    shift: AutoFlag = AUTO
+    # Steps in which blocks grow from one position to their size, so that attention goes from causal to bidirectional
+    # within blocks.
+    causal_warmup: AutoWhole = AUTO
     # Records: the number of tokens that the loss is divided by. `learnt` also counts the padding that ends a segment,
     # as older runs did.
     loss_per: Annotated[str, one_of("content", "learnt")] = "content"
 
 
 class BlockOptions(DiffusionOptions):
-    model_keys: ClassVar[tuple[str, ...]] = ("block_size", "question")
+    model_keys: ClassVar[tuple[str, ...]] = ("block_size", "question", "shift")
 
     block_size: Count = 16  # positions that are denoised together; data.seq_len gives MDLM, one block per sequence
     question: MaybeCount = None  # records: positions of the question, which is never masked; None: plain text
 
 
 class HierarchicalOptions(DiffusionOptions):
-    model_keys: ClassVar[tuple[str, ...]] = ("question", "plan", "execution", "plan_block", "execution_block")
+    model_keys: ClassVar[tuple[str, ...]] = ("question", "plan", "execution", "plan_block", "execution_block", "shift")
 
     question: Count = 128  # positions of each segment; the question is never masked
     plan: Count = 128
@@ -110,7 +118,7 @@ class DiffusionCosts(DecoderCosts):
 
 
 def _shared_problems(recipe: Any) -> list[Problem]:
-    name, options, problems = recipe.objective, getattr(recipe, recipe.objective), unused_base_keys(recipe)
+    name, options, problems = recipe.objective, getattr(recipe, recipe.objective), base_problems(recipe)
     low, high = options.clip_low, options.clip_high
     if low >= high:
         what = f"{low:g} is not below {name}.clip_high {high:g}."
@@ -150,8 +158,45 @@ class DiffusionJob(Job):
 
     runtime = "redline.jobs.diffusion.objective:DiffusionRuntime"
 
+    def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return base_defaults(given)
+
     @abstractmethod
     def layout(self, recipe: Any) -> Layout: ...
+
+    def problems(self, recipe: Any) -> list[Problem]:
+        problems = [*_shared_problems(recipe), *self.layout_problems(recipe)]
+        name, warmup = recipe.objective, getattr(recipe, recipe.objective).causal_warmup
+        if not problems and warmup not in (0, AUTO) and not self.layout(recipe).clean:
+            what = f"{warmup} needs blocks to grow to, and here a sequence is one block: it has no clean copy to read."
+            problems.append(Problem(f"{name}.causal_warmup", what, "Use 0, or a smaller block."))
+        return problems
+
+    @abstractmethod
+    def layout_problems(self, recipe: Any) -> list[Problem]:
+        """Return what is wrong with the division of a sequence into segments and blocks."""
+
+    def choices(self, recipe: Any, steps: int | None) -> list[tuple[str, Any, str]]:
+        options, from_base = getattr(recipe, recipe.objective), recipe.model.base is not None
+        found: list[tuple[str, Any, str]] = []
+        if options.shift == AUTO:
+            reason = "the base predicts each token at the position before it" if from_base else ""
+            found.append(("shift", from_base, reason))
+        if options.causal_warmup == AUTO:
+            found.append(("causal_warmup", *self._causal_warmup(recipe, steps)))
+        return found
+
+    def _causal_warmup(self, recipe: Any, steps: int | None) -> tuple[int, str]:
+        """Return the steps of the warm-up and the reason; without a base, or after a first phase, there is none."""
+        layout = self.layout(recipe)
+        if recipe.model.base is None or recipe.model.init_from is not None:
+            return 0, ""
+        if not layout.clean:
+            return 0, "a sequence is one block, so there are no smaller blocks to begin with"
+        warmup = UNKNOWN_CAUSAL_WARMUP if steps is None else round(CAUSAL_WARMUP * steps)
+        share = "the length of the run is not known" if steps is None else f"{CAUSAL_WARMUP:.0%} of {steps:,} steps"
+        sizes = [stage.segments[-1].block for stage in growing_layouts(layout)]
+        return warmup, f"{share}: blocks of {', '.join(map(str, sizes[:-1]))}, then {sizes[-1]}"
 
     def costs(self, recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> DiffusionCosts:
         return DiffusionCosts(recipe, self.layout(recipe), rows, micro)
@@ -172,8 +217,8 @@ class BlockDiffusionJob(DiffusionJob):
     def added_tokens(self, recipe: Any) -> int:
         return TEXT_IDS if recipe.block_diffusion.question is None else RECORD_IDS
 
-    def problems(self, recipe: Any) -> list[Problem]:
-        options, length, problems = recipe.block_diffusion, recipe.data.seq_len, _shared_problems(recipe)
+    def layout_problems(self, recipe: Any) -> list[Problem]:
+        options, length, problems = recipe.block_diffusion, recipe.data.seq_len, list[Problem]()
         question = options.question
         if question is None:
             denoised, what = length, f"data.seq_len {length}"
@@ -182,7 +227,7 @@ class BlockDiffusionJob(DiffusionJob):
             what = f"the {denoised} positions after the question (data.seq_len {length} − question {question})"
         else:
             what = f"{question} leaves nothing of data.seq_len {length} for the answer."
-            return [*problems, Problem("block_diffusion.question", what, f"Use less than {length}.")]
+            return [Problem("block_diffusion.question", what, f"Use less than {length}.")]
         problems += _block_problems("block_diffusion.block_size", options.block_size, denoised, what, "data.seq_len")
         return problems if question is None else problems + _stream_problems(recipe)
 
@@ -213,17 +258,18 @@ class HierarchicalDiffusionJob(DiffusionJob):
         """Default `data.seq_len` to the total length of the segments."""
         fields = HierarchicalOptions.model_fields
         stated = [given.get(f"hierarchical_diffusion.{name}", fields[name].default) for name in SEGMENTS]
+        tokenizer = base_defaults(given)
         try:
             lengths = [parse_count(length) for length in stated]
         except (ValueError, TypeError):
-            return {}  # validation of the keys themselves reports this
-        return {"data.seq_len": sum(lengths)} if min(lengths) > 0 else {}
+            return tokenizer  # validation of the keys themselves reports this
+        return {**tokenizer, "data.seq_len": sum(lengths)} if min(lengths) > 0 else tokenizer
 
     def added_tokens(self, recipe: Any) -> int:
         return RECORD_IDS
 
-    def problems(self, recipe: Any) -> list[Problem]:
-        options, problems = recipe.hierarchical_diffusion, _shared_problems(recipe)
+    def layout_problems(self, recipe: Any) -> list[Problem]:
+        options, problems = recipe.hierarchical_diffusion, list[Problem]()
         lengths = [getattr(options, name) for name in SEGMENTS]
         if recipe.data.seq_len != sum(lengths):
             parts = " + ".join(f"{name} {length}" for name, length in zip(SEGMENTS, lengths, strict=True))

@@ -23,12 +23,9 @@ import numpy.typing as npt
 from redline.data.corpus import (
     Corpus,
     RowIndex,
-    TextData,
     epoch_sample,
-    load_text,
     row_index,
     row_mixture_key,
-    text_tokenizer,
     training_index,
 )
 from redline.data.loader import _GOLDEN, Index, _mix, order_keys, permute
@@ -49,7 +46,9 @@ from redline.data.tokens import TokenSplit, digest_of
 from redline.errors import UserError
 from redline.jobs.base import job
 from redline.jobs.diffusion.denoise import Vocabulary
+from redline.jobs.pretrained import BaseText, base_text_tokenizer, load_base_text, own_tokenizer
 from redline.jobs.preview import SampleView, token_runs
+from redline.models.pretrained import Base, open_base
 from redline.planning.layout import Layout, Segment
 from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Data, Recipe
@@ -563,6 +562,13 @@ class Sequences(Protocol):
     def vocabulary(self) -> Vocabulary: ...
 
     @property
+    def base(self) -> Base | None:
+        """The pretrained model that the run starts from."""
+
+    def identity(self) -> dict[str, str]:
+        """Return what must be equal on resume, besides the base."""
+
+    @property
     def held_out(self) -> int:
         """The number of validation sequences."""
 
@@ -579,9 +585,16 @@ class Sequences(Protocol):
 class TextSequences:
     """Windows of a text. The id after the tokenizer's last one is the mask."""
 
-    text: TextData
+    text: BaseText
     seq_len: int
     index: Index | None = None  # None for a run that does not train
+
+    @property
+    def base(self) -> Base | None:
+        return self.text.base
+
+    def identity(self) -> dict[str, str]:
+        return self.text.identity()
 
     @cached_property
     def facts(self) -> DataFacts:
@@ -638,6 +651,11 @@ class RecordSequences:
     tokenizer: SpecialTokenizer | None = None  # None for steps that are only timed
     records: RecordData | None = None
     split: RecordSplit | None = None  # the validation split
+    base: Base | None = None
+
+    def identity(self) -> dict[str, str]:
+        """Return nothing: the records are encoded with the base's own tokenizer, which the run's identity has."""
+        return {}
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -696,15 +714,16 @@ def load_data(
 ) -> TextSequences | RecordSequences:
     """Load the recipe's data. With `for_evaluation`, all of them are the validation set."""
     if reads_records(recipe):
+        base = None if recipe.model.base is None else open_base(str(recipe.model.base))
         found = load_records(
-            recipe.data,
+            recipe.data if base is None else own_tokenizer(recipe.data, base),
             layout_of(recipe),
             seed=recipe.train.seed,
             val_fraction=0.0 if for_evaluation else recipe.data.val_fraction,
             progress=progress,
         )
-        return RecordSequences(found.facts, found.tokenizer, found, found.train if for_evaluation else found.val)
-    text = load_text(recipe, for_evaluation=for_evaluation, progress=progress)
+        return RecordSequences(found.facts, found.tokenizer, found, found.train if for_evaluation else found.val, base)
+    text = load_base_text(recipe, for_evaluation=for_evaluation, progress=progress)
     corpus, seq_len = text.corpus, recipe.data.seq_len
     assert isinstance(corpus, Corpus)
     index = None if for_evaluation else training_index(recipe, corpus)
@@ -721,7 +740,7 @@ def tokenizer_alone(facts: DataFacts, folder: Path, recipe: Recipe) -> TextSeque
     if reads_records(recipe):
         return RecordSequences(facts, load_run_tokenizer(facts, folder))
     plain = replace(facts, vocab_size=facts.vocab_size - 1)
-    return TextSequences(text_tokenizer(plain, folder), recipe.data.seq_len)
+    return TextSequences(base_text_tokenizer(plain, folder, recipe), recipe.data.seq_len)
 
 
 # ----------------------------------------------------------------------------------------------------

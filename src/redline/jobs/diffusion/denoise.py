@@ -63,17 +63,21 @@ def denoise(
     seeds: Sequence[int],
     options: SamplerOptions = SamplerOptions(),
     *,
+    shift: bool = False,
     cached: bool = True,
     on_block: Callable[[int], None] = lambda _: None,
 ) -> Denoised:
     """Replace every mask in the rows; call `on_block` with the number of finished blocks after each one.
 
-    Without `cached` the finished blocks are read again for each forward pass: slower, with the same result.
+    With `shift`, a token is predicted from the state at the position before it: within a block that of the noisy
+    block, for the first token of a block that of the last clean token, which sees what is finished only. Without
+    `cached` the finished blocks are read again for each forward pass: slower, with the same result.
     """
     rows, masked_at_first = rows_BN.clone(), rows_BN == vocabulary.mask
     generators = [np.random.default_rng(seed) for seed in seeds]
     forwards, ended = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=bool)
     cache, finished, begin = model.new_cache(), 0, 0
+    before: Tensor | None = None  # the state of the last clean token
     for segment in layout.segments:
         ended[:] = False
         for _ in range(segment.blocks):
@@ -81,13 +85,17 @@ def denoise(
             if vocabulary.end is not None:
                 _fill_ended_rows(rows, block, ended, vocabulary)
             for unmasked in _unmask_schedule(rows, block, vocabulary, generators, options):
-                seen = cache if cached else _clean_cache(model, rows, layout, begin)
+                seen = cache
+                if not cached:
+                    seen, before = _clean_cache(model, rows, layout, begin)
                 states = model(rows[:, block], Bound(), seen, begin, bidirectional=True, update_cache=False)
+                if shift:
+                    states = torch.cat((states[:, :1] if before is None else before, states[:, :-1]), 1)
                 _unmask(model, rows, block, states, unmasked, vocabulary, generators, options)
                 forwards += unmasked.any(1)
             if cached and block.stop < layout.length:
                 # One more pass over the finished block: the cache must hold the keys and values of clean tokens.
-                model(rows[:, block], Bound(), cache, begin, bidirectional=True)
+                before = model(rows[:, block], Bound(), cache, begin, bidirectional=True)[:, -1:]
             if vocabulary.end is not None and not segment.given:
                 written = (rows[:, block] == vocabulary.end) & masked_at_first[:, block]
                 ended |= written.any(1).cpu().numpy()
@@ -96,14 +104,14 @@ def denoise(
     return Denoised(rows, forwards.tolist(), ended.tolist())
 
 
-def _clean_cache(model: Decoder, rows: Tensor, layout: Layout, until: int) -> list[KVCache]:
-    """Return a new cache of all clean blocks before position `until`."""
-    cache, begin = model.new_cache(), 0
+def _clean_cache(model: Decoder, rows: Tensor, layout: Layout, until: int) -> tuple[list[KVCache], Tensor | None]:
+    """Return a new cache of all clean blocks before position `until`, and the state of the last token in them."""
+    cache, begin, last = model.new_cache(), 0, None
     for size in layout.sizes:
         if begin < until:
-            model(rows[:, begin : begin + size], Bound(), cache, begin, bidirectional=True)
+            last = model(rows[:, begin : begin + size], Bound(), cache, begin, bidirectional=True)[:, -1:]
         begin += size
-    return cache
+    return cache, last
 
 
 def _fill_ended_rows(rows: Tensor, block: slice, ended: Bools, vocabulary: Vocabulary) -> None:

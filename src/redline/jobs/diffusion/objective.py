@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from redline.data.sources import ProgressCallback
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.data.tokens import TokenFile
 from redline.errors import UserError
+from redline.jobs.base import job
 from redline.jobs.diffusion.data import (
     Clip,
     RecordSequences,
@@ -52,8 +53,6 @@ from redline.jobs.diffusion.denoise import Denoised, SamplerOptions, denoise
 from redline.jobs.objective import (
     Answer,
     Batch,
-    Float8Objective,
-    JobRuntime,
     Log,
     Question,
     Sample,
@@ -62,11 +61,12 @@ from redline.jobs.objective import (
     bits_per_byte,
     perplexity,
 )
+from redline.jobs.pretrained import PretrainedObjective, PretrainedRuntime
 from redline.jobs.preview import SamplePreview
-from redline.kernels.attention import Bound, MaskSpec, Selection
+from redline.kernels.attention import Attention, Bound, MaskSpec, Selection
 from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy
 from redline.kernels.device import sum_dtype
-from redline.planning.layout import uniform
+from redline.planning.layout import Layout, growing_layouts, uniform
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Recipe
 
@@ -80,19 +80,25 @@ _SEARCH_SEQUENCES = 32  # validation sequences on which the candidates are compa
 _LOGIT_ROWS = 4096  # rows of logits formed at once where no gradient is needed
 _EVALUATION_SEED = 20_25_03  # the same noise in every evaluation, so that losses of two steps or runs are comparable
 _ANSWER_BATCH = 64  # rows that are denoised side by side
+# Every position is masked, with a weight of 1. In blocks of one position p decides nothing: a masked token is predicted
+# from the tokens before it, whatever p. So these have the loss of an autoregressive model, without noise.
+_ALL_MASKED = Clip(1.0, 1.0)
 Ids = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
-class DiffusionObjective(Float8Objective):
+class DiffusionObjective(PretrainedObjective):
     """What diffusion on text and on records have in common: noise, loss, evaluation and the clip search."""
 
     def __init__(self, resolved: Resolved, data: Sequences) -> None:
-        super().__init__(resolved)
+        super().__init__(resolved, data.base)
         self.data = data
         self.options: Any = getattr(self.recipe, self.recipe.objective)
         self.layout = layout_of(self.recipe)
         self.mask = MaskSpec.of_layout(self.layout)
+        # The stages of the causal warm-up, the last of which is the job's own layout.
+        layouts = growing_layouts(self.layout) if self.options.causal_warmup else [self.layout]
+        self.stages = [Stage.of(layout, shift=self.options.shift) for layout in layouts]
         self.clip = Clip(self.options.clip_low, self.options.clip_high)
         self._clip_changed = False
         # Positions in the sequence of the noisy copy, and of the clean copy behind it. Given segments have no noisy
@@ -101,12 +107,19 @@ class DiffusionObjective(Float8Objective):
         weights = [segment.weight for segment in self.layout.segments for _ in range(segment.length)]
         self._segment_weight = np.array(weights, dtype=np.float32)[self._noisy]
 
+    def identity(self) -> dict[str, str]:
+        return super().identity() | self.data.identity()
+
+    @property
+    def known_tokens(self) -> int:
+        return self.data.facts.vocab_size - job(self.recipe.objective).added_tokens(self.recipe)
+
     def build(self, device: torch.device) -> None:
-        self.device = device
-        self.model = self.decoder().to(device)
-        self.use_float8()
-        seed, options = torch.Generator().manual_seed(self.recipe.train.seed), self.recipe.model
-        self.model.initialise(seed, options.init, options.embedding_std)
+        super().build(device)
+        grouped = self.resolved.shape.kv_heads != self.resolved.shape.heads
+        backend = self.attention.backend
+        earlier = [Attention(backend, stage.mask, device.type, grouped=grouped) for stage in self.stages[:-1]]
+        self.attentions = [*earlier, self.attention]
         # Rotary positions begin again in the clean copy: a token has the same position in both.
         self.positions = torch.from_numpy(np.concatenate((self._noisy, self._clean))).to(device)
 
@@ -128,36 +141,60 @@ class DiffusionObjective(Float8Objective):
 
     def batch(self, samples: np.ndarray) -> Batch:
         seed, total = self.recipe.train.seed, self.resolved.batch.global_batch
-        return self._noisy_batch(self.data.training(samples), seed, samples, total, self.clip, self._segment_weight)
+        rows, stage = self.data.training(samples), self._stage_at(samples)
+        return self._noisy_batch(rows, seed, samples, total, self.clip, self._segment_weight, stage)
+
+    def _stage_at(self, samples: Ids) -> int:
+        """Return the stage of the causal warm-up in which these samples are read; they belong to one step."""
+        last, warmup = len(self.stages) - 1, self.options.causal_warmup
+        if last == 0:
+            return 0
+        steps = np.asarray(samples) // self.resolved.batch.global_batch
+        assert (steps == steps[0]).all(), "a batch of several steps may belong to several stages"
+        return min(last, int(steps[0]) * last // warmup)
 
     def _noisy_batch(
-        self, rows: Rows, seed: int, samples: Ids, total: int, clip: Clip, weight: np.ndarray | float = 1.0
+        self,
+        rows: Rows,
+        seed: int,
+        samples: Ids,
+        total: int,
+        clip: Clip,
+        weight: np.ndarray | float = 1.0,
+        stage: int = -1,
     ) -> Batch:
         """Mask the rows with the noise of these sample numbers, of which `total` are stratified together."""
-        p = mask_probabilities(seed, samples, total, noised_blocks(self.layout), clip)
-        masked = masked_positions(seed, samples, self.layout, p, never_masked=rows.never_masked)[:, self._noisy]
-        inverse = (weight / expand_to_positions(p, self.layout)[:, self._noisy]).astype(np.float32)
-        return self._assemble(rows, masked, inverse)
+        layout = self.stages[stage].layout
+        if self.options.shift:
+            rows = _first_given(rows)
+        if all(segment.given or segment.block == 1 for segment in layout.segments):
+            clip = _ALL_MASKED
+        p = mask_probabilities(seed, samples, total, noised_blocks(layout), clip)
+        masked = masked_positions(seed, samples, layout, p, never_masked=rows.never_masked)[:, self._noisy]
+        inverse = (weight / expand_to_positions(p, layout)[:, self._noisy]).astype(np.float32)
+        return self._assemble(rows, masked, inverse, stage)
 
-    def _assemble(self, rows: Rows, masked: Bools, weights: np.ndarray) -> Batch:
+    def _assemble(self, rows: Rows, masked: Bools, weights: np.ndarray, stage: int = -1) -> Batch:
         """Return the batch: both copies side by side, and the targets of the positions that are scored.
 
         `positions` index the flattened batch; they, `targets` and `weights` are padded to one of a few sizes.
-        `learnt` and `content` count the tokens that the loss may be divided by.
+        `learnt` and `content` count the tokens that the loss may be divided by. `stage` is that of the causal warm-up.
         """
         tokens, loss_mask = rows.tokens[:, self._noisy], rows.loss_mask[:, self._noisy]
         noisy = np.where(masked, self.data.vocabulary.mask, tokens)
         scored = masked & loss_mask
         row, column = np.nonzero(scored)
         size = _padded_size(len(row), scored.size)
-        return {
+        positions = row * self.layout.read + self.stages[stage].predicted_from[column]
+        batch = {
             "inputs": torch.from_numpy(np.concatenate((noisy, rows.tokens[:, self._clean]), 1)),
-            "positions": torch.from_numpy(_pad(row * self.layout.read + column, size, 0)),
+            "positions": torch.from_numpy(_pad(positions, size, 0)),
             "targets": torch.from_numpy(_pad(tokens[scored], size, IGNORE)),
             "weights": torch.from_numpy(_pad(weights[scored], size, 0.0)),
             "learnt": torch.tensor(int(loss_mask.sum())),
             "content": torch.tensor(int((loss_mask if rows.content is None else rows.content[:, self._noisy]).sum())),
         }
+        return {**batch, "stage": torch.tensor(stage)} if len(self.stages) > 1 else batch
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Return the divisor of the loss as `tokens`: the `content` or `learnt` tokens, as `loss_per` says.
@@ -204,7 +241,8 @@ class DiffusionObjective(Float8Objective):
         return states.flatten(0, 1).index_select(0, batch["positions"])
 
     def _bind(self, batch: Batch) -> Bound:
-        return self.attention.bind(batch["inputs"].shape[1])
+        stage = int(batch["stage"]) if "stage" in batch else -1
+        return self.attentions[stage].bind(batch["inputs"].shape[1])
 
     # --- evaluation
 
@@ -253,7 +291,8 @@ class DiffusionObjective(Float8Objective):
         sizes, estimates = np.bincount(block_of), []
         for batch in self._evaluation_batches(count, micro, clip):
             losses = (self._token_losses(batch) * batch["weights"]).cpu().numpy()
-            row, column = np.divmod(batch["positions"].cpu().numpy(), self.layout.read)
+            row, read = np.divmod(batch["positions"].cpu().numpy(), self.layout.read)
+            column = self.stages[-1].predicts[read]
             sums = np.zeros((len(batch["inputs"]), len(sizes)))
             np.add.at(sums, (row, block_of[column]), losses)
             estimates.append(sums[:, sizes > 0] / sizes[sizes > 0])  # blocks of given segments have no loss
@@ -290,6 +329,44 @@ class DiffusionObjective(Float8Objective):
         clip = Clip(*state["clip"])
         self._clip_changed = self._clip_changed or clip != self.clip
         self.clip = clip
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of the causal warm-up, in which blocks are as small as its layout says."""
+
+    layout: Layout
+    mask: MaskSpec
+    predicted_from: Ids  # for each noisy position, the position of the row whose state predicts it
+    predicts: Ids  # the inverse: for each position of the row, the noisy position that it predicts, if any
+
+    @classmethod
+    def of(cls, layout: Layout, *, shift: bool) -> Stage:
+        noisy = np.array(layout.noisy, dtype=np.int64)
+        found = np.arange(len(noisy))
+        if shift:
+            column = {position: number for number, position in enumerate(layout.noisy)}
+            clean = {position: len(noisy) + number for number, position in enumerate(layout.clean)}
+            block = layout.block_of
+            found = np.array(
+                [
+                    # Position 0 has nothing before it, and is never masked.
+                    0 if n == 0 else column[n - 1] if block[n] == block[n - 1] else clean[n - 1]
+                    for n in layout.noisy
+                ],
+                dtype=np.int64,
+            )
+        predicts = np.zeros(layout.read, dtype=np.int64)
+        predicts[found] = np.arange(len(noisy))  # position 0 comes first, so that position 1 replaces it
+        return cls(layout, MaskSpec.of_layout(layout), found, predicts)
+
+
+def _first_given(rows: Rows) -> Rows:
+    """Return the rows with their first token given: no state before it could predict it."""
+    first = np.arange(rows.tokens.shape[1]) == 0
+    never = first[None] if rows.never_masked is None else rows.never_masked | first
+    content = None if rows.content is None else rows.content & ~first
+    return Rows(rows.tokens, rows.loss_mask & ~first, np.broadcast_to(never, rows.tokens.shape), content)
 
 
 def row_seeds(seed: int, numbers: Sequence[int]) -> list[int]:
@@ -347,6 +424,7 @@ class TextDiffusion(DiffusionObjective):
                 vocabulary,
                 row_seeds(how.seed, range(how.count)),
                 self.sampler_options(how),
+                shift=self.options.shift,
             )
         self.model.train()
         texts = (self._until_end(tokens[len(start) : len(start) + how.tokens]) for tokens in denoised.rows.tolist())
@@ -431,7 +509,9 @@ class RecordDiffusion(DiffusionObjective):
         options = self.sampler_options(how)
         self.model.eval()
         with self.uncompiled():
-            denoised = denoise(self.model, rows, self.layout, self.data.vocabulary, seeds, options)
+            denoised = denoise(
+                self.model, rows, self.layout, self.data.vocabulary, seeds, options, shift=self.options.shift
+            )
         self.model.train()
         return denoised
 
@@ -448,7 +528,7 @@ class RecordDiffusion(DiffusionObjective):
         return "\n".join(parts)
 
 
-class DiffusionRuntime(JobRuntime[TextSequences | RecordSequences]):
+class DiffusionRuntime(PretrainedRuntime[TextSequences | RecordSequences]):
     """The runtime of both diffusion jobs."""
 
     def load_data(

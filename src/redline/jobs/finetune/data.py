@@ -54,6 +54,9 @@ from redline.recipe.schema import Data, Part
 
 # The version of the rules by which rows become samples. Raise it when they change, so that old folders are not used.
 SCHEMA = "redline-answers-1"
+# The version of the rules by which rows are usable. When it is raised, only folders of sources with bad rows are made
+# again: all others would be the same. 2: rows of plain text are usable.
+_RULES = 2
 _BATCH_ROWS = 512  # conversations that are encoded together
 _FIX = f"Check the row, or set {KEY} to another template."
 _DTYPES = {
@@ -79,7 +82,7 @@ class AnswerStore:
     offsets: npt.NDArray[np.int64]
     keys: npt.NDArray[np.uint64]  # 64 bits that stand for the content of the row
     rows: npt.NDArray[np.int64]  # the number of the row, among the usable rows of the source
-    first: npt.NDArray[np.int32]  # the first token in the loss mask
+    first: npt.NDArray[np.int32]  # the first token in the loss mask; 0 for plain text, which has no question before it
     count: npt.NDArray[np.int32]  # of tokens in the loss mask
     counts: dict[str, Any]  # how many rows were read, and how many are bad and why
     fingerprint: str
@@ -120,6 +123,8 @@ def _read(folder: Path) -> AnswerStore:
     )
     if not described or meta["schema"] != SCHEMA or meta["digests"] != _digests(folder):
         raise ValueError("damaged")
+    if meta.get("rules", 1) < _RULES and meta["counts"]["bad_rows"]:
+        raise ValueError("written by older rules, by which more rows were bad")
     arrays: dict[str, Any] = {name: np.load(check_regular(folder / f"{name}.npy"), mmap_mode="r") for name in _DTYPES}
     arrays["loss_mask"] = arrays.pop("learnt")  # the name of the file, which older releases read too
     return AnswerStore(**arrays, counts=meta["counts"], fingerprint=digest_of(meta["digests"]))
@@ -147,7 +152,7 @@ def _write(folder: Path, source: str, tokenizer: ChatTokenizer, learn: str, prog
             file.close()
     stats.refuse_mostly_bad()
     counts = {**stats.counts(), "empty": stats.empty_rows, "examples": stats.examples}
-    meta = json.loads(json.dumps({"schema": SCHEMA, "digests": _digests(folder), "counts": counts}))
+    meta = json.loads(json.dumps({"schema": SCHEMA, "rules": _RULES, "digests": _digests(folder), "counts": counts}))
     (folder / "meta.json").write_text(json.dumps({**meta, "digest": digest_of(meta)}), encoding="utf-8")
 
 
@@ -173,7 +178,9 @@ def _encoded(source: str, tokenizer: ChatTokenizer, learn: str, stats: ReadStats
             if coded.loss_mask.any():
                 found.append((number, conversation.key(), coded))
             else:
-                stats.bad_row(conversation.place, f"{EMPTY}answer once it is tokenised", _FIX)
+                empty = f"{EMPTY}answer once it is tokenised"
+                what = "a text of one token, which leaves nothing to predict" if coded.is_text else empty
+                stats.bad_row(conversation.place, what, _FIX)
         if found:
             yield found
 
@@ -186,7 +193,7 @@ def _append(files: dict[str, _GrowingArray], samples: list[Sample]) -> None:
     files["offsets"].append(before + np.cumsum([len(one.tokens) for one in coded]))
     files["keys"].append(np.array([key for _, key, _ in samples], dtype=np.uint64))
     files["rows"].append(np.array([number for number, _, _ in samples]))
-    files["first"].append(np.array([one.loss_mask.argmax() for one in coded]))
+    files["first"].append(np.array([0 if one.is_text else one.loss_mask.argmax() for one in coded]))
     files["count"].append(np.array([one.loss_mask.sum() for one in coded]))
 
 
@@ -251,6 +258,15 @@ class Members:
         """Return one key per distinct row; rows with equal content have the same key."""
         every = [store.keys[self.number[self.part == part]] for part, store in enumerate(self.stores)]
         return [int(key) for key in np.unique(np.concatenate(every))]
+
+    @property
+    def is_text(self) -> Bools:
+        """Return for each sample whether it is plain text, which cannot be asked as a question."""
+        found = np.zeros(len(self), dtype=bool)
+        for part, store in enumerate(self.stores):
+            own = self.part == part
+            found[own] = store.first[self.number[own]] == 0
+        return found
 
     @property
     def loss_tokens(self) -> int:
@@ -459,12 +475,12 @@ class AnswerData:
         return self.train.rows(self.index.sequences(samples))
 
     def questions(self, split: PackedSplit, count: int) -> list[EncodedQuestion]:
-        """Return the first `count` samples up to their first answer, and that answer.
+        """Return the first `count` samples with a question up to their first answer, and that answer.
 
         Only for data with `finetune.learn=answers`: the loss mask then shows where an answer begins.
         """
         questions = []
-        for place in range(min(count, len(split.samples))):
+        for place in np.flatnonzero(~split.samples.is_text)[:count].tolist():
             tokens, loss_mask = split.samples[place]
             begin = int(loss_mask.argmax())
             rest = loss_mask[begin:]
@@ -608,8 +624,9 @@ def _previews(data: AnswerData, most: int) -> Iterator[SampleView]:
         for place in range(first, end):
             tokens, loss_mask = split.samples[place]
             cut = ", the beginning" if len(tokens) > most else ""
+            kind = ", plain text" if split.samples.is_text[place] else ""
             title = (
-                f"sequence {sequence}, sample {place - first + 1} of {end - first}: "
+                f"sequence {sequence}, sample {place - first + 1} of {end - first}{kind}: "
                 f"{len(tokens):,} tokens, {int(loss_mask.sum()):,} in the loss{cut}"
             )
             yield SampleView(title, list(token_runs(data.tokenizer, tokens[:most], loss_mask[:most])))

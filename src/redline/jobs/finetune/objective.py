@@ -14,10 +14,8 @@ from torch import Tensor
 
 from redline.data.chat_template import ANSWERS, ChatTokenizer, load_chat_tokenizer
 from redline.data.sources import ProgressCallback
-from redline.errors import Problem, RecipeError, UserError
-from redline.fields import AUTO
+from redline.errors import UserError
 from redline.jobs.base import export_problems
-from redline.jobs.finetune.costs import adapter_of
 from redline.jobs.finetune.data import (
     DROP,
     AnswerData,
@@ -31,8 +29,6 @@ from redline.jobs.objective import (
     Answer,
     Batch,
     FinetunedModel,
-    Float8Objective,
-    JobRuntime,
     Log,
     Question,
     Sample,
@@ -40,13 +36,14 @@ from redline.jobs.objective import (
     perplexity,
     with_scored_positions,
 )
+from redline.jobs.pretrained import PretrainedObjective, PretrainedRuntime, trained_on_base
 from redline.jobs.preview import SamplePreview
 from redline.kernels.cross_entropy import IGNORE
 from redline.kernels.device import sum_dtype
 from redline.models.generate import generate, greedy_answers
-from redline.models.pretrained import Base, fill_frozen, load_base, open_base, random_tensors
+from redline.models.pretrained import Base, open_base
 from redline.recipe.resolve import DataFacts, Resolved
-from redline.recipe.schema import Model, Recipe
+from redline.recipe.schema import Recipe
 
 _MARKER = "§"  # a question whose place in an encoded prompt shows what the chat template puts around questions
 
@@ -72,56 +69,16 @@ class FinetuneData:
         """Return None: the data are rows."""
 
 
-class Finetune(Float8Objective):
+class Finetune(PretrainedObjective):
     data: FinetuneData
     reloads_rows_for_questions = True
 
     def __init__(self, resolved: Resolved, data: FinetuneData) -> None:
-        super().__init__(resolved)
-        self.data, self.adapter = data, adapter_of(self.recipe)
-        self.base_is_trained = self.adapter is None
+        super().__init__(resolved, data.base)
+        self.data = data
 
     def identity(self) -> dict[str, str]:
-        base, tokenizer = self.data.base, self.tokenizer
-        if base is None or tokenizer is None:
-            return {}
-        return {"base": base.fingerprint, "template": tokenizer.identity}
-
-    # --- building
-
-    def build(self, device: torch.device) -> None:
-        """Build the decoder with the base's weights: trained, or frozen (and quantised) with adapters beside them."""
-        self.device = device
-        if self.adapter is None:
-            self.model = self.decoder().to(device)
-            if self.data.base is None:
-                self.model.initialise(torch.Generator().manual_seed(self.recipe.train.seed))
-            else:
-                load_base(self.model, self.data.base)
-            return
-        # On the meta device: in bf16 the whole base may not fit where its quantised matrices do.
-        with torch.device("meta"):
-            self.model = self.decoder()
-        base = self.data.base
-        fill_frozen(
-            self.model,
-            random_tensors(self.model, device) if base is None else base.tensors(),
-            self.adapter,
-            lora=self.recipe.model.lora,
-            device=device,
-            generator=torch.Generator().manual_seed(self.recipe.train.seed),
-        )
-        self.use_float8()
-
-    def remove_adapters(self) -> None:
-        assert self.adapter is not None
-        self.adapter = replace(self.adapter, targets=())
-
-    @property
-    def replayable(self) -> bool:
-        """An adapter's dropout draws a seed for each pass; a CUDA graph would replay the seed that it was recorded
-        with."""
-        return super().replayable and (self.adapter is None or self.recipe.model.lora.dropout == 0)
+        return super().identity() | ({"template": self.tokenizer.identity} if self.tokenizer is not None else {})
 
     # --- training
 
@@ -208,7 +165,7 @@ class Finetune(Float8Objective):
         return [Sample(prompt, tokenizer.decode([*before, *row], special=False)[skipped:]) for row in rows]
 
     def select_questions(self, count: int | None) -> None:
-        """Keep the first `count` held-out samples that were not cut: half an answer cannot be a reference."""
+        """Keep the first `count` held-out questions that were not cut: half an answer cannot be a reference."""
         if self.data.answers is None or self.data.held_out is None:
             return
         answers, split = self._rows_to_ask()
@@ -276,35 +233,13 @@ class Finetune(Float8Objective):
 
 
 def _uncut(samples: Members) -> np.ndarray:
-    """Return the indices of the samples that were kept to their end."""
+    """Return the indices of the samples with a question that were kept to their end."""
     lengths = [store.lengths for store in samples.stores]
     stored = [lengths[part][number] for part, number in zip(samples.part, samples.number, strict=True)]
-    return np.flatnonzero(samples.length == np.array(stored))
+    return np.flatnonzero((samples.length == np.array(stored)) & ~samples.is_text)
 
 
-class FinetuneRuntime(JobRuntime[FinetuneData]):
-    def complete(self, recipe: Recipe, log: Log) -> Recipe:
-        """Return the recipe with the shape of its base. A shape that the recipe states must be the base's."""
-        base = open_base(str(recipe.model.base), log)
-        fields = Model.model_fields
-        stated = {key: getattr(recipe.model, key) for key in base.model}
-        differing = {
-            key: value for key, value in stated.items() if value not in (AUTO, fields[key].default, base.model[key])
-        }
-        if differing:
-            problems = [
-                Problem(f"model.{key}", f"{value} is not the base's {base.model[key]}.", "Leave it out.")
-                for key, value in differing.items()
-            ]
-            raise RecipeError(str(recipe.model.base), problems)
-        if recipe.data.seq_len > base.context:
-            what = f"{recipe.data.seq_len} is longer than the {base.context} tokens that {base.source} can read."
-            raise RecipeError("recipe", [Problem("data.seq_len", what, f"Use at most {base.context}.")])
-        if base.model["tied"] and recipe.train.head_lr not in (AUTO, recipe.train.embedding_lr):
-            what = "does nothing: the head of this base is its embedding."
-            raise RecipeError("recipe", [Problem("train.head_lr", what, "Use train.embedding_lr.")])
-        return recipe.model_copy(update={"model": recipe.model.model_copy(update={**base.model, "size": None})})
-
+class FinetuneRuntime(PretrainedRuntime[FinetuneData]):
     def load_data(
         self, recipe: Recipe, *, for_evaluation: bool = False, progress: ProgressCallback | None = None
     ) -> FinetuneData:
@@ -331,15 +266,7 @@ class FinetuneRuntime(JobRuntime[FinetuneData]):
         options: Any = recipe.finetune  # type: ignore[attr-defined]
         if recipe.model.softcap is not None:
             raise UserError(" ".join(problem.line() for problem in export_problems(recipe.model)))
-        return FinetunedModel(
-            base=str(recipe.model.base),
-            method=options.method,
-            learn=options.learn,
-            adapter=adapter_of(recipe),
-            lora=recipe.model.lora,
-            template=options.template,
-            tensors=tensors,
-        )
+        return trained_on_base(recipe, tensors, learn=options.learn, template=options.template)
 
 
 def load_data(
