@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from redline.recipe.explain import Key
 
 _WIDEST = 120  # columns; longer lines are hard to read
+_WIDEST_LABEL = 36  # characters of the first column; the text of a longer label begins on the next line
 
 
 def keys(
@@ -68,12 +70,18 @@ def _fields(key: Key) -> dict[str, Any]:
 
 def _table(heading: str, rows: list[tuple[str, str]]) -> None:
     """Print a heading and rows of two columns, of which the second is wrapped."""
-    from click import HelpFormatter
-
-    formatter = HelpFormatter(width=min(_WIDEST, shutil.get_terminal_size((_WIDEST, 24)).columns))
-    with formatter.section(heading):
-        formatter.write_dl(rows, col_max=36)
-    typer.echo(formatter.getvalue().rstrip("\n"))
+    width = min(_WIDEST, shutil.get_terminal_size((_WIDEST, 24)).columns)
+    column = min(_WIDEST_LABEL, max((len(label) for label, _ in rows), default=0)) + 4
+    typer.echo(f"{heading}:")
+    for label, text in rows:
+        lines = textwrap.wrap(text, max(20, width - column)) or [""]
+        first = f"  {label}"
+        if len(first) > column - 2:  # the text begins on a line of its own
+            typer.echo(first)
+            first = ""
+        for line in lines:
+            typer.echo(f"{first:{column}s}{line}".rstrip())
+            first = ""
 
 
 def _print_sections(about: dict[str, str]) -> None:
