@@ -554,6 +554,7 @@ def candidates(spec: MaskSpec, device: str, dtype: torch.dtype, head_dim: int) -
         "efficient": "",
         "flex": power,
         "split": unsplit or power,  # its larger part runs in flex
+        "matmul": "is for CPUs",
         "dense": "",
     }
 
