@@ -11,7 +11,7 @@ FIND_PYTHON = @command -v $(PYTHON) >/dev/null || \
 	{ echo "$(PYTHON) was not found. Install Python 3.11 or newer, or choose another with PYTHON=…" >&2; exit 1; }
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
-.PHONY: help setup tools train test lint soak nightly bench kernels audit
+.PHONY: help setup tools train test lint soak nightly wheel bench kernels audit
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -44,6 +44,9 @@ soak: tools ## run the long tests [ARGS="pytest options"]
 
 nightly: tools ## run everything in parts; a restart goes on with the parts that are missing [ARGS=--again]
 	.venv/bin/python scripts/nightly.py $(ARGS)
+
+wheel: tools ## build the wheel and the source archive in dist/, and print their paths
+	@.venv/bin/python -m hatchling build --clean
 
 bench: setup ## compare with other programs [ARGS="throughput, finetune, latent, plan-accuracy or time-to-loss …"]
 	.venv/bin/python -m benchmarks $(or $(ARGS),throughput)

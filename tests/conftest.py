@@ -74,7 +74,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny() -> tuple[str, ...]:
     """Return the overrides that make quickstart a model that trains in a second."""
     return TINY

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         register_job,
         train,
     )
-    from redline.errors import UserError
+    from redline.errors import RecipeError, UserError
     from redline.runs.callbacks import (
         Callback,
         CheckpointEvent,
@@ -42,6 +42,7 @@ __all__ = [
     "Model",
     "Plan",
     "Recipe",
+    "RecipeError",
     "Run",
     "StepEvent",
     "StopEvent",
@@ -55,6 +56,7 @@ __all__ = [
     "train",
 ]
 
+_ERRORS = ("RecipeError", "UserError")
 _CALLBACKS = ("Callback", "CheckpointEvent", "EvalEvent", "StepEvent", "StopEvent", "StopTraining")
 
 
@@ -62,12 +64,16 @@ def __getattr__(name: str) -> Any:
     """Import a name when it is first used: `import redline` alone takes a few milliseconds, and no torch."""
     if name not in __all__:
         raise AttributeError(f"module 'redline' has no attribute {name!r}")
-    if name == "UserError":
-        from redline import errors as module
+    from redline import errors
+
+    if name not in _ERRORS:
+        errors.refuse_windows()
+    if name in _ERRORS:
+        module: Any = errors
     elif name in _CALLBACKS:
-        from redline.runs import callbacks as module  # type: ignore[no-redef]
+        from redline.runs import callbacks as module
     else:
-        from redline import api as module  # type: ignore[no-redef]
+        from redline import api as module
     value = getattr(module, name)
     globals()[name] = value
     return value

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from redline.errors import UsageError, UserError, did_you_mean
+from redline.errors import UsageError, UserError, did_you_mean, package_hint, require_torch
 from redline.jobs.base import Job
 from redline.jobs.base import register_job as _register
 from redline.recipe.load import Loaded, flatten, load
@@ -91,6 +91,10 @@ class Recipe:
     def __getattr__(self, key: str) -> Any:
         if key.startswith("_") or key == "loaded":
             raise AttributeError(key)
+        sections = type(self.loaded.recipe).model_fields
+        if key not in sections:
+            hint = did_you_mean(key, sections) or f"There are {', '.join(sections)}."
+            raise AttributeError(f"a recipe has no section {key!r}. {hint}")
         return getattr(self.loaded.recipe, key)
 
 
@@ -323,7 +327,7 @@ def train(
     gpus: int = 1,
     callbacks: Sequence[object] = (),
     metrics: Mapping[str, Metric] | None = None,
-    data: Source | None = None,
+    data: Source | Mapping[str, Any] | None = None,
     fingerprint: str | None = None,
     show: bool = True,
     **overrides: Any,
@@ -333,7 +337,8 @@ def train(
     `callbacks` are objects with some of `on_step`, `on_eval`, `on_checkpoint` and `on_stop` (see `redline.Callback`).
     `metrics` are functions of the model by name, computed at every evaluation. `data` takes the place of `data.source`:
     a path, or any iterable of dicts or texts; `fingerprint` names such rows, for an exact resume without reading them
-    again. Ctrl-C finishes the step, saves, and returns. With `show=False` nothing is shown.
+    again. A single dict is the recipe's section `data`, as in `Recipe.load`. Ctrl-C finishes the step, saves, and
+    returns. With `show=False` nothing is shown.
     """
     if recipe is not None and resume is not None:
         what = "resume= takes no recipe: it is stored in the run."
@@ -343,6 +348,8 @@ def train(
     if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
         raise UsageError(f"{callbacks!r} is not a list of callbacks.", where="callbacks", fix="Use callbacks=[…].")
     watchers = Callbacks(list(callbacks), metrics, Model.of)
+    if isinstance(data, Mapping):  # its keys would otherwise be trained on as texts
+        overrides, data = {**overrides, "data": data}, None
     words, python = _with_data(words, data, fingerprint)
     if watchers.metrics:
         python["metrics"] = sorted(watchers.metrics)
@@ -373,6 +380,7 @@ def _environment() -> Iterator[None]:
     """Set what the command line sets before torch is imported, and put torch's global settings back afterwards."""
     # OpenMP threads should spin for a moment, not for ever: see docs/decisions/0003-cpu-threads.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    require_torch()
     import gc
 
     import torch
@@ -405,12 +413,17 @@ def _train_here(
         changes = [*words, *_words(overrides)]
         if python.get("data"):
             changes = [word for word in changes if not word.startswith("data.source=")]
-        resume_run(str(getattr(resume, "path", resume)), changes, dry_run=False, host=host)
+        resume_run(_resumed_name(resume), changes, dry_run=False, host=host)
     else:
         wanted = _recipe(recipe or "quickstart", words, overrides)
         new_run(wanted.loaded, None if run is None else Path(run), list(wanted.overrides), dry_run=False, host=host)
     assert host.path is not None
     return _finished(Run(host.path), watchers)
+
+
+def _resumed_name(run: str | Path | Run) -> str:
+    """Return the run as the command line names it, with its checkpoint: resuming from an older one is refused."""
+    return run._spec() if isinstance(run, Run) else str(run)
 
 
 def _finished(run: Run, watchers: Callbacks) -> Run:
@@ -446,7 +459,7 @@ def _train_in_ranks(
     if resume is not None:
         changes = [*words, *_words(overrides)]
         host = Host(is_command=False, python=python or None)
-        path, loaded = open_resumable(str(getattr(resume, "path", resume)), changes, host)
+        path, loaded = open_resumable(_resumed_name(resume), changes, host)
         command = ["train", "--resume", str(path), *changes]
     else:
         wanted = _recipe(recipe or "quickstart", words, overrides)
@@ -531,7 +544,7 @@ class Events(list[Event]):
         try:
             import pandas
         except ImportError:
-            fix = "Install it: pip install pandas."
+            fix = f"Install it: {package_hint('pandas')}."
             raise UserError("pandas is not installed.", where="to_pandas", fix=fix) from None
         return pandas.DataFrame(list(self))
 
@@ -611,16 +624,17 @@ class Run:
         events = Events(self._history())
         return events.of_type(*types) if types else events
 
-    def evaluate(self, data: str | Path | None = None, **options: Any) -> dict[str, Any]:
+    def evaluate(self, data: str | Path | Rows | None = None, **options: Any) -> dict[str, Any]:
         """Measure the loss, or answers with answers="gsm8k", "match" or "f1": what `redline eval --json` prints.
 
-        `options` are those of the command: text_key, sequences, answers, questions, tokens, under, texts, settings,
-        base, weights, device.
+        `data` is a path or rows, instead of what the run holds out. `options` are those of the command: text_key,
+        sequences, answers, questions, tokens, under, texts, settings, base, weights, device.
         """
+        require_torch()
         from redline.evaluate.measure import evaluate_model
 
         _check_keywords(evaluate_model, options, "evaluate")
-        source = None if data is None else str(data)
+        source = None if data is None else str(data if isinstance(data, str | Path) else _spool(data, None)[0])
         return evaluate_model(self._spec(), log=_ignore, data=source, **options).as_dict()
 
     def sample(
@@ -638,6 +652,7 @@ class Run:
         device: str = "auto",
     ) -> list[Sample]:
         """Return texts that the model writes after the prompt, or answers to it."""
+        require_torch()
         from redline.evaluate.measure import sample_model
 
         opened = self._open(weights, device)
@@ -660,6 +675,7 @@ class Run:
         base: str | None = None,
     ) -> Path:
         """Write a folder that transformers (or, for an adapter, peft) loads; return it."""
+        require_torch()
         from redline.export.folder import export_run
 
         export_run(
@@ -706,6 +722,7 @@ class Run:
         return path if self.checkpoint is None else f"{path}@{self.checkpoint}"
 
     def _open(self, weights: str | None, device: str) -> OpenedModel:
+        require_torch()
         from redline.evaluate.named_model import open_model
 
         return open_model(self._spec(), log=_ignore, weights=weights, device=device, writes_only=True)

@@ -1,10 +1,14 @@
-"""Errors that users can act on (what is wrong, where, and how to fix it), exit codes, and the redaction of secrets."""
+"""Errors that users can act on (what is wrong, where, and how to fix it), exit codes, and the redaction of secrets.
+
+Also the fixes for what is missing on a machine: an extra, a package, torch, or a supported system.
+"""
 
 from __future__ import annotations
 
 import difflib
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -62,7 +66,8 @@ class RecipeError(UserError):
 
     def __init__(self, where: str, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)
-        super().__init__("; ".join(p.line() for p in self.problems), where=where)
+        fixes = dict.fromkeys(problem.fix for problem in self.problems if problem.fix)
+        super().__init__("; ".join(p.line() for p in self.problems), where=where, fix=" ".join(fixes) or None)
 
     def message(self) -> str:
         if len(self.problems) == 1:
@@ -115,12 +120,59 @@ def redact_all(value: Any) -> Any:
     return value
 
 
+TORCH_REQUIREMENT = "torch>=2.11,<2.14"  # as in pyproject.toml
+
+
 def install_hint(extra: str) -> str:
     """Return the command that installs an extra: `make setup` in a checkout (it may have no pip), else pip."""
+    return f"`make setup EXTRAS={extra}`" if is_checkout() else f"`{_installer()} 'redline[{extra}]'`"
+
+
+def package_hint(package: str) -> str:
+    """Return the command that installs a package of no extra."""
+    return f"`{_installer()} {package}`"
+
+
+def dependency_hint(requirement: str) -> str:
+    """Return the command that restores a package that redline always requires."""
+    return "`rm -rf .venv && make setup`" if is_checkout() else f"`{_installer()} '{requirement}'`"
+
+
+def is_checkout() -> bool:
+    """Return whether this package is the source tree of a checkout, and not an installed wheel."""
     checkout = Path(__file__).resolve().parents[2]
-    if (checkout / "Makefile").is_file() and (checkout / "scripts" / "setup.py").is_file():
-        return f"`make setup EXTRAS={extra}`"
-    return f"`pip install 'redline[{extra}]'`"
+    return (checkout / "Makefile").is_file() and (checkout / "scripts" / "setup.py").is_file()
+
+
+def _installer() -> str:
+    """Return the command that installs packages into this environment. One made by `uv tool install` has no pip."""
+    in_uv_tool = (Path(sys.prefix) / "uv-receipt.toml").is_file()
+    return f"uv pip install --python {sys.prefix}" if in_uv_tool else "pip install"
+
+
+def missing_torch() -> UserError:
+    """Return the error for a command that computes, where torch is not installed."""
+    what = "torch is not installed. Planning and reading runs work without it; this does not."
+    return UserError(what, fix=f"Install it: {dependency_hint(TORCH_REQUIREMENT)}.")
+
+
+def torch_is_installed() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("torch") is not None
+
+
+def require_torch() -> None:
+    """Raise UserError if torch is not installed. Call it before a command writes anything."""
+    if not torch_is_installed():
+        raise missing_torch()
+
+
+def refuse_windows() -> None:
+    """Raise UsageError on Windows, before a module is imported that exists on Unix only, such as fcntl."""
+    if sys.platform == "win32":
+        fix = "Install WSL 2 (`wsl --install` in PowerShell), and install and run redline inside it."
+        raise UsageError("redline does not run on Windows itself; it runs on Linux, and so under WSL 2.", fix=fix)
 
 
 def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str:

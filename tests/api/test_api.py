@@ -51,7 +51,8 @@ CHANGING |= {"data_wait_ms", "memory_gib", "run_id", "run_dir", "cpu_flops", "me
 def _comparable(value: Any) -> Any:
     """Return plain data without what differs between two runs of one recipe: times and names."""
     if isinstance(value, dict):
-        return {key: _comparable(item) for key, item in value.items() if key not in CHANGING}
+        changing = CHANGING | ({"message"} if value.get("type") == "warmup" else set())  # "warmed up in 0.1s"
+        return {key: _comparable(item) for key, item in value.items() if key not in changing}
     return [_comparable(item) for item in value] if isinstance(value, list) else value
 
 
@@ -263,6 +264,7 @@ def test_a_function_stays_one_after_every_submodule_is_imported() -> None:
         (lambda: redline.train("quickstart", data="notes", fingerprint="x"), "rows from Python"),
         (lambda: redline.train("quickstart", callbacks="abc"), "not a list of callbacks"),
         (lambda: redline.open_run("nowhere"), "nowhere"),
+        (lambda: redline.Recipe.load("quickstart", "train.stepz=1", "train.lrr=2"), "2 problems"),
         (lambda: redline.Recipe.load("qickstart"), "quickstart"),
         (lambda: redline.register_job("job"), "is not a job"),
         (lambda: redline.Run("nowhere").evaluate(), "moved or removed"),
@@ -275,6 +277,26 @@ def test_a_mistake_is_an_error_with_its_fix(call: Callable[[], Any], words: str)
     assert caught.value.what
     assert caught.value.fix or "problems" in vars(caught.value)
     assert not list(Path().iterdir()), "nothing is written"
+
+
+def test_an_error_of_a_recipe_has_every_problem_and_fix() -> None:
+    with pytest.raises(redline.RecipeError) as caught:
+        redline.plan("quickstart", train={"stepz": 1, "lrr": 2})
+    assert [problem.key for problem in caught.value.problems] == ["train.stepz", "train.lrr"]
+    assert caught.value.fix == "Did you mean 'train.steps'? Did you mean 'train.lr'?"
+    assert caught.value.where == "quickstart"
+
+
+def test_a_misspelt_section_of_a_recipe_is_answered() -> None:
+    with pytest.raises(AttributeError, match="Did you mean 'train'"):
+        _ = redline.Recipe.load("quickstart").trian
+
+
+def test_a_run_at_an_older_checkpoint_is_not_resumed(train: Callable[..., redline.Run]) -> None:
+    run = train()
+    with pytest.raises(redline.UserError, match="newest checkpoint"):
+        run.at(2).resume("train.steps=6", show=False)
+    assert run.metrics["step"] == 4
 
 
 def test_an_unknown_option_of_an_evaluation_is_refused(train: Callable[..., redline.Run]) -> None:
@@ -306,6 +328,24 @@ def test_rows_from_python_are_trained_on_and_resumed(train: Callable[..., redlin
     weights = [load_file(r.path / "checkpoints/step-00000004/model.safetensors") for r in (more, whole)]
     assert all(np.array_equal(weights[0][key], weights[1][key]) for key in weights[0])
     assert more.evaluate(sequences=4)["loss"] == pytest.approx(more.metrics["loss"])
+
+
+def test_a_dict_for_data_is_the_section_of_the_recipe(train: Callable[..., redline.Run], corpus: Path) -> None:
+    run = train(data={"source": str(corpus), "val_fraction": 0.2})
+    assert (run.recipe.data.source, run.recipe.data.val_fraction) == (str(corpus), 0.2)
+    assert run.lock.get("python") is None
+    with pytest.raises(redline.UserError, match=r"data\.sauce"):
+        train(data={"sauce": str(corpus)})
+
+
+def test_a_run_is_evaluated_on_rows_from_python(train: Callable[..., redline.Run], tmp_path: Path) -> None:
+    run = train(f"data.source={tmp_path / 'rows.jsonl'}", data=ROWS)
+    (tmp_path / "same.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:40]))
+    by_rows, by_file = run.evaluate(data=ROWS[:40]), run.evaluate(data="same.jsonl")
+    assert by_rows["loss"] == by_file["loss"]
+    assert run.evaluate(data=[row["text"] for row in ROWS[:40]])["loss"] == by_file["loss"]
+    with pytest.raises(redline.UserError, match="no rows"):
+        run.evaluate(data=[])
 
 
 def test_the_command_line_refuses_a_run_that_needs_python(train: Callable[..., redline.Run], capsys: Any) -> None:

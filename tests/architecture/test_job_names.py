@@ -18,6 +18,8 @@ ALLOWED = {
     "recipe/load.py": "the default of `objective`",
     "recipe/aliases.py": "aliases of keys",
     "hardware/facts.py": "the names of extras in pyproject.toml",
+    "launch/extras.py": "the names of extras in pyproject.toml",
+    "models/pretrained.py": "the extra that installs transformers and gguf",
     "data/chat_template.py": "the extra that installs transformers, and the key of the template in errors",
     "cli/suggestions.py": "commands of other tools that users type",
     "cli/bench.py": "comparisons that were moved to benchmarks/, some of them named like a job",

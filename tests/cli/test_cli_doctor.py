@@ -41,6 +41,14 @@ def test_this_machine(inside: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert answer.code == (1 if failed else 0)
     assert report["ok"] is not bool(failed)
     assert report["measured"] is None
+    extras = {extra["name"]: extra for extra in report["extras"]}
+    assert all(
+        f"extra {name}" in lines and set(extra) == {"name", "missing", "recipes", "fix"}
+        for name, extra in extras.items()
+    )
+    assert {"lora-8b", "qlora-smollm2"} <= {*extras["finetune"]["recipes"]} & {*extras["data"]["recipes"]}
+    assert extras["low-bit"]["recipes"] == ["lora-8b", "qlora-8b"]
+    assert all(bool(extra["missing"]) == bool(extra["fix"]) for extra in extras.values())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -98,7 +106,7 @@ def test_a_broken_torch_is_a_sentence(inside: Any, monkeypatch: pytest.MonkeyPat
     lines = {check["name"]: check for check in json.loads(answer.out)["checks"]}
     assert lines["torch"]["status"] == "fail"
     assert "libtorch_cpu.so" in lines["torch"]["detail"]
-    assert "pip install" in lines["torch"]["fix"]
+    assert "make setup" in lines["torch"]["fix"]
 
 
 def test_the_script_of_the_checkout_is_the_same(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from redline import errors
 from redline.hardware import doctor, selftest
 from redline.hardware import facts as collected
 from redline.hardware.doctor import Check
@@ -46,7 +47,7 @@ GOOD = Facts(
     cores=16,
     shared_memory=16 * GIB,
     folders=(FolderFacts("cache", "/cache", 100 * GIB), FolderFacts("runs", "/here/runs", 100 * GIB)),
-    packages=(Package("tiktoken", "0.9", "gpt2", required=True),),
+    packages=(Package("tiktoken", "0.9", "gpt2"),),
 )
 CPU_ONLY = replace(
     GOOD, torch=CPU_TORCH, gpus=(), visible=0, driver=None, driver_cuda=None, pci_gpu=False, selftests={}
@@ -86,9 +87,9 @@ def test_a_machine_without_a_gpu_is_warned_and_works() -> None:
     [
         ({"python": (3, 10, 2)}, "python", "fail", "3.10.2 is too old", "3.11"),
         ({"python": (3, 14, 0)}, "python", "warn", "not tested", "3.11 or 3.12"),
-        ({"torch": replace(TORCH, version="2.10.1+cu128")}, "torch", "fail", "too old", "torch>=2.11,<2.14"),
+        ({"torch": replace(TORCH, version="2.10.1+cu128")}, "torch", "fail", "too old", "Install torch 2.11 to 2.13"),
         ({"torch": replace(TORCH, version="2.14.0")}, "torch", "warn", "not tested", "2.11 to 2.13"),
-        ({"torch": TorchFacts(error="OSError: libx.so")}, "torch", "fail", "libx.so", "pip install"),
+        ({"torch": TorchFacts(error="OSError: libx.so")}, "torch", "fail", "libx.so", "make setup"),
         ({"driver_cuda": "12.4"}, "cuda", "fail", "too old", "Update the driver"),
         ({"driver_cuda": "12.4"}, "gpu", "ok", "1 of 1", ""),
         ({"torch": CPU_TORCH}, "gpu", "fail", "is a CPU build", "built for CUDA"),
@@ -239,9 +240,44 @@ def test_packages() -> None:
     assert doctor._package(Package("wandb", "0.31", "x", "wandb")).detail == "0.31"
     optional = doctor._package(Package("pyarrow", None, "Parquet", "data"))
     assert optional.status == "ok"
-    assert "`make setup EXTRAS=data`" in optional.fix
-    assert "pip install torchao" in doctor._package(Package("torchao", None, "x")).fix
-    assert doctor._package(Package("tiktoken", None, "x", required=True)).status == "warn"
+    assert optional.detail == "not installed; needed for Parquet (optional, extra data)"
+    required = doctor._package(Package("tiktoken", None, "x"))
+    assert required.status == "warn"
+    assert "make setup" in required.fix
+
+
+def test_a_mac_is_told_that_mps_is_untested() -> None:
+    mac = replace(CPU_ONLY, torch=replace(CPU_TORCH, mps=True), shared_memory=None, memory_free=None)
+    lines = checks_by_name(mac)
+    assert (lines["MPS"].status, lines["MPS"].detail) == ("warn", "available, untested by us")
+    assert "train.device=cpu" in lines["MPS"].fix
+    assert lines["gpu"].detail == "no NVIDIA GPU: training uses MPS"
+    assert "MPS" not in checks_by_name(CPU_ONLY)
+
+
+def test_a_missing_extra_names_its_recipes_and_the_command() -> None:
+    packages = (
+        Package("tiktoken", "1", "x"),
+        Package("pyarrow", None, "x", "data"),
+        Package("zstandard", "1", "x", "data"),
+    )
+    facts = replace(GOOD, packages=packages, recipes={"data": ["owt-cs336", "qlora-8b"]})
+    (line,) = doctor.check_extras(facts)
+    assert line.name == "extra data"
+    assert line.status == "ok"
+    assert line.detail == "pyarrow not installed; needed by owt-cs336, qlora-8b"
+    assert "`make setup EXTRAS=data`" in line.fix
+    (line,) = doctor.check_extras(replace(facts, packages=(Package("wandb", "1", "x", "wandb"),)))
+    assert (line.detail, line.fix) == ("installed; no shipped recipe needs it", "")
+
+
+def test_an_installed_wheel_names_pip_and_a_uv_tool_names_uv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(errors, "is_checkout", lambda: False)
+    monkeypatch.setattr(errors.sys, "prefix", str(tmp_path))
+    assert errors.install_hint("data") == "`pip install 'redline[data]'`"
+    assert errors.dependency_hint("torch>=2.11,<2.14") == "`pip install 'torch>=2.11,<2.14'`"
+    (tmp_path / "uv-receipt.toml").write_text("")
+    assert errors.install_hint("data") == f"`uv pip install --python {tmp_path} 'redline[data]'`"
 
 
 def test_ranges_and_extras_are_those_of_the_project() -> None:
@@ -249,11 +285,10 @@ def test_ranges_and_extras_are_those_of_the_project() -> None:
     needed = {line.split(">")[0].split("=")[0].split("<")[0].strip() for line in project["dependencies"]}
     assert {*collected.REQUIRED} <= needed
     for extra, names in collected.EXTRAS.items():
-        lines = " ".join(project["optional-dependencies"][extra]) if extra else ""
-        assert all((name in lines) == bool(extra) for name in names)
+        assert {*names} == {line.partition(">")[0] for line in project["optional-dependencies"][extra]}
     (torch,) = [line for line in project["dependencies"] if line.startswith("torch>")]
     (oldest, newest), (major, minor) = doctor.OLDEST_TORCH, doctor.NEWEST_TORCH
-    assert torch == f"torch>={oldest}.{newest},<{major}.{minor + 1}"
+    assert torch == errors.TORCH_REQUIREMENT == f"torch>={oldest}.{newest},<{major}.{minor + 1}"
     assert project["requires-python"] == ">=" + ".".join(map(str, doctor.OLDEST_PYTHON))
 
 

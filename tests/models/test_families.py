@@ -257,7 +257,9 @@ def test_smollm2_needs_the_package_when_offline(tmp_path: Path, monkeypatch: pyt
 def test_a_gguf_without_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "find_spec", lambda name: None if name == "gguf" else object())
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
-    assert "a.gguf: reading a .gguf file needs gguf. pip install gguf" in message(tmp_path / "a.gguf")
+    assert "a.gguf: reading a .gguf file needs gguf. Install it: `make setup EXTRAS=finetune`" in message(
+        tmp_path / "a.gguf"
+    )
 
 
 # --- the recipe's keys, and the way back

@@ -86,8 +86,8 @@ def choose_setting(
     from redline.hardware.probe import detect_machine
 
     machine = detect_machine(asked.train.device)
-    smaller = tiny if name is None and machine.device == "cpu" else ()
-    words = with_defaults(smaller, with_defaults(defaults[machine.device], overrides))
+    smaller = tiny if name is None and machine.device != "cuda" else ()
+    words = with_defaults(smaller, with_defaults(defaults["cuda" if machine.device == "cuda" else "cpu"], overrides))
     return Setting(name or RECIPE, tuple(words), machine, load(name or RECIPE, words).recipe)
 
 

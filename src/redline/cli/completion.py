@@ -71,6 +71,20 @@ def complete_recipes(ctx: Any, incomplete: str) -> list[str]:
     return _starting(incomplete, keys if chosen else [*recipes, *keys])
 
 
+def complete_recipe_names(incomplete: str) -> list[str]:
+    from redline.recipe.load import shipped
+
+    return _starting(incomplete, shipped())
+
+
+def complete_keys(incomplete: str) -> list[str]:
+    """Return sections until one is typed, then its keys."""
+    from redline.recipe.explain import every_key, sections
+
+    names = [name for name in sections() if name]
+    return _starting(incomplete, [*names, *every_key()] if "." in incomplete else names)
+
+
 def complete_runs(incomplete: str) -> list[str]:
     from redline.runs.summary import run_paths
     from redline.vocabulary import RUNS

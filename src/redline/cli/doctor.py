@@ -28,21 +28,31 @@ def doctor(
       redline doctor
       redline doctor --probe --json
     """
-    from redline.hardware.doctor import run_checks
+    from redline.hardware.doctor import extras_of, run_checks
     from redline.hardware.facts import collect_facts
 
-    facts = collect_facts(RUNS, probe=probe)
+    facts = collect_facts(RUNS, recipes=_recipes(), probe=probe)
     checks = run_checks(facts)
     failed = any(check.status == "fail" for check in checks)
     if json_:
         import json
 
         rows = [vars(check) for check in checks]
-        typer.echo(json.dumps({"ok": not failed, "checks": rows, "measured": facts.measured}))
+        extras = [vars(extra) for extra in extras_of(facts)]
+        typer.echo(json.dumps({"ok": not failed, "checks": rows, "extras": extras, "measured": facts.measured}))
     else:
         _show(checks)
     if failed:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _recipes() -> dict[str, list[str]]:
+    """Return the shipped recipes that need each extra; none if a package that reads recipes is missing or broken."""
+    try:
+        from redline.launch.extras import recipes_by_extra
+    except ImportError:  # such as pydantic: the report names it, so it must not need it
+        return {}
+    return recipes_by_extra()
 
 
 def _show(checks: list[Check]) -> None:

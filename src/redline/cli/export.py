@@ -82,4 +82,6 @@ def export(
     if done.form == "adapter":  # the code names the base, its revision and the stop tokens: too much for one line
         typer.echo(f"load it with peft: the code is in {out / 'README.md'}")
     else:
-        typer.echo(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
+        from redline.export.card import auto_class
+
+        typer.echo(f"load it with transformers: {auto_class(done.architecture)}.from_pretrained({str(out)!r})")

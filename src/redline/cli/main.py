@@ -26,6 +26,7 @@ from redline.cli import (
     doctor,
     evaluate,
     export,
+    keys,
     launch,
     plan,
     prepare,
@@ -39,7 +40,7 @@ from redline.cli import (
 )
 from redline.cli.help import VerbCommand
 from redline.cli.suggestions import Verbs
-from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError, redact
+from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError, missing_torch, redact
 
 app = typer.Typer(
     name="redline",
@@ -86,7 +87,7 @@ def _register(heading: str, **verbs: Callable[..., None] | typer.Typer) -> None:
 
 
 _register("Data", prepare=prepare.prepare)
-_register("Plan", recipes=recipes.recipes, plan=plan.plan)
+_register("Plan", recipes=recipes.recipes, keys=keys.keys, plan=plan.plan)
 _register("Train", train=train.train, launch=launch.launch, stop=runs.stop)
 _register("Inspect", runs=runs.app, watch=watch.watch, report=report.report, profile=profile.profile)
 _register("Use", eval=evaluate.evaluate, sample=sample.sample, export=export.export)
@@ -192,7 +193,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _environment_problem(error: Exception) -> str | None:
-    """Return a message for an error that the machine causes: no home directory, a full disk, missing permissions."""
+    """Return a message for an error that the machine causes: no torch, no home directory, a full disk, …"""
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return f"redline: {missing_torch().message()}\n"
     if isinstance(error, RuntimeError) and str(error) == "Could not determine home directory.":
         return "redline: cannot determine the home directory. Set HOME, or use paths without ~.\n"
     if not isinstance(error, OSError):

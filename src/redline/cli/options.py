@@ -90,9 +90,9 @@ WeightsOption = Annotated[
 DeviceOption = Annotated[
     str,
     typer.Option(
-        metavar="auto|cuda|cpu",
-        callback=one_of("--device", "auto", "cuda", "cpu"),
-        autocompletion=complete_words("auto", "cuda", "cpu"),
+        metavar="auto|cuda|mps|cpu",
+        callback=one_of("--device", "auto", "cuda", "mps", "cpu"),
+        autocompletion=complete_words("auto", "cuda", "mps", "cpu"),
         help="The device to compute on.",
     ),
 ]

@@ -10,7 +10,7 @@ import typer
 
 from redline.cli.completion import complete_runs
 from redline.cli.options import RecipeArgument, split_words
-from redline.errors import UsageError
+from redline.errors import UsageError, require_torch
 
 
 def train(
@@ -66,6 +66,7 @@ def train(
     """
     from redline.launch.start import Target, read_target, restart_warning
 
+    require_torch()
     target, words = read_target(recipe or [], Target(run, resume, continue_), os.environ, sweep=bool(sweep))
     given_recipe, overrides = split_words(words, "train")
     run, resume = target.run, target.resume

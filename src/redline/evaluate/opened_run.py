@@ -152,7 +152,9 @@ def _with_settings(recipe: Recipe, settings: Sequence[str]) -> Recipe:
 
 def _precision(trained: str, device: str) -> str:
     """Return the precision to evaluate in: fp8 only speeds up the training of bf16 models, and a CPU has no fp16."""
-    return "bf16" if trained == "fp8" else "fp32" if trained == "fp16" and device == "cpu" else trained
+    if trained == "fp8":
+        return "fp32" if device == "mps" else "bf16"
+    return "fp32" if trained == "fp16" and device == "cpu" else trained
 
 
 def _with_base(recipe: Recipe, base: str | None, run: Path) -> Recipe:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from redline.cache import cache_dir
 from redline.jobs.objective import FinetunedModel
+from redline.kernels.device import sum_dtype
 from redline.models.adapters import FrozenMatrix, LoraLinear
 from redline.models.families import tensor_names
 from redline.models.pretrained import Base
@@ -160,8 +161,9 @@ class Drift:
 
     def add(self, original: Tensor, quantised: Tensor) -> None:
         wide = original.float()
-        self.difference += float((quantised - wide).square().sum(dtype=torch.float64))
-        self.original += float(wide.square().sum(dtype=torch.float64))
+        kind = sum_dtype(wide.device)
+        self.difference += float((quantised - wide).square().sum(dtype=kind))
+        self.original += float(wide.square().sum(dtype=kind))
 
     @property
     def relative(self) -> float:

@@ -15,24 +15,32 @@ from redline.units import format_count, format_seconds
 from redline.vocabulary import EVENTS_FILE
 
 CARD = "README.md"
+_GENERATES = "ForCausalLM"  # the end of the names of transformers' classes that generate text
+_PIPELINES = {_GENERATES: "text-generation", "ForSequenceClassification": "text-classification"}
+
+
+def auto_class(architecture: str) -> str:
+    """Return the class of transformers that opens a model of this class, such as AutoModelForCausalLM."""
+    return f"AutoModelFor{architecture.partition('For')[2]}"
 
 
 def model_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], *, tokenizer: bool) -> str:
     """Return README.md, with the front matter that model hubs read. `exported` is the content of redline.json."""
-    events = read_events(run / EVENTS_FILE)
+    events, architecture = read_events(run / EVENTS_FILE), str(exported["class"])
+    pipeline = next((task for end, task in _PIPELINES.items() if architecture.endswith(end)), None)
     front = {
         "library_name": "transformers",
-        "pipeline_tag": "text-generation",
+        **({"pipeline_tag": pipeline} if pipeline else {}),
         "tags": ["redline", str(exported["objective"]), str(exported["model_type"])],
     }
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {lock['recipe_name']}, step {exported['step']:,}",
         _what(lock, exported),
-        "## How to load it\n" + _loading(tokenizer),
+        "## How to load it\n" + _loading(architecture, tokenizer),
         "## Training data\n" + bullets(data_facts(events, lock, exported["step"])),
         "## Quality\n" + quality(events, exported),
-        "## Limits\n" + _limits(lock),
+        "## Limits\n" + _limits(lock, generates=architecture.endswith(_GENERATES)),
         "## How it was made\n" + bullets(making(events, lock, exported)),
         f"The recipe, as it was resolved:\n\n```yaml\n{resolved_recipe(lock)}```",
     ]
@@ -46,25 +54,33 @@ def _what(lock: Mapping[str, Any], exported: Mapping[str, Any]) -> str:
     kind = {"ema": "the moving average of the weights", "raw": "the weights"}[str(exported["weights"])]
     origin = section(lock, "init_from")
     start = f"the weights of run {origin.get('run_id')} at step {origin.get('step')}" if origin else "scratch"
+    generates = str(exported["class"]).endswith(_GENERATES)
+    task = "to predict the next token" if generates else f"with objective {exported['objective']}"
     return (
-        f"A decoder-only language model with {format_count(total)} parameters ({shape}), trained from {start} to "
-        f"predict the next token. This folder holds {kind} in {exported['dtype']} as `{exported['class']}`."
+        f"A decoder-only {'language ' if generates else ''}model with {format_count(total)} parameters ({shape}), "
+        f"trained from {start} {task}. This folder holds {kind} in {exported['dtype']} as `{exported['class']}`."
     )
 
 
-def _loading(tokenizer: bool) -> str:
+def _loading(architecture: str, tokenizer: bool) -> str:
+    opener = auto_class(architecture)
     if not tokenizer:
         return (
-            "```python\nfrom transformers import AutoModelForCausalLM\n\n"
-            'model = AutoModelForCausalLM.from_pretrained("PATH-OF-THIS-FOLDER")\n```\n\n'
+            f"```python\nfrom transformers import {opener}\n\n"
+            f'model = {opener}.from_pretrained("PATH-OF-THIS-FOLDER")\n```\n\n'
             "The tokenizer's files were missing when this was exported; add them before using text."
         )
+    use = (
+        "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=100)[0], skip_special_tokens=True))\n"
+        if architecture.endswith(_GENERATES)
+        else "print(model(**prompt).logits)\n"
+    )
     return (
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"```python\nfrom transformers import {opener}, AutoTokenizer\n\n"
         'tokenizer = AutoTokenizer.from_pretrained("PATH-OF-THIS-FOLDER")\n'
-        'model = AutoModelForCausalLM.from_pretrained("PATH-OF-THIS-FOLDER")\n'
+        f'model = {opener}.from_pretrained("PATH-OF-THIS-FOLDER")\n'
         'prompt = tokenizer("The ", return_tensors="pt", return_token_type_ids=False)\n'
-        "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=100)[0], skip_special_tokens=True))\n```\n\n"
+        f"{use}```\n\n"
         "The tokenizer puts the end-of-text token before a text, since every document had it there in training."
     )
 
@@ -90,6 +106,8 @@ def quality(events: History, exported: Mapping[str, Any]) -> str:
         return "It was not evaluated on held-out text."
     last = evals[-1]
     rows = {"loss": "nats per token", "perplexity": "e^loss", "bits_per_byte": "comparable between tokenizers"}
+    if not str(exported["class"]).endswith(_GENERATES):
+        rows = {key: "" for key in last if key not in ("type", "time", "step", "tokens", "seconds")}
     lines = [
         f"| {key.replace('_', ' ')} | {value:.4f} | {meaning} |"
         for key, meaning in rows.items()
@@ -102,12 +120,15 @@ def quality(events: History, exported: Mapping[str, Any]) -> str:
     return f"{at}:\n\n| metric | value | |\n|---|---|---|\n" + "\n".join(lines)
 
 
-def _limits(lock: Mapping[str, Any]) -> str:
+def _limits(lock: Mapping[str, Any], *, generates: bool) -> str:
     length = section(section(lock, "recipe"), "data").get("seq_len")
+    wrong = (
+        "It continues text. It was not trained to follow instructions or to refuse anything, and it can be wrong, "
+        "offensive, or repeat its training text word for word."
+    )
     limits = [
         f"It was trained on sequences of {length} tokens; longer ones were not tested.",
-        "It continues text. It was not trained to follow instructions or to refuse anything, and it can be wrong, "
-        "offensive, or repeat its training text word for word.",
+        wrong if generates else "It can be wrong.",
         "It knows only what is in the data above. The licence of these data applies to it, and it has their biases.",
     ]
     return "\n".join(f"- {limit}" for limit in limits)

@@ -350,7 +350,8 @@ def _merged_model(finetuned: _Finetuned, options: ExportOptions, log: Log) -> Co
 
 def _device(trained_on: str, log: Log) -> torch.device:
     """Return the kind of device that quantised the base in training: CPU and GPU round a few scales differently."""
-    if trained_on == "cuda" and not torch.cuda.is_available():
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not present.get(trained_on, True):
         log("the base was quantised on a GPU, and this machine has none: a few of its scales may round differently")
         return torch.device("cpu")
     return torch.device(trained_on)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from redline.errors import install_hint
+from redline.errors import TORCH_REQUIREMENT, dependency_hint, install_hint, is_checkout
 from redline.hardware.compiled_kernels import kernels_off
 from redline.hardware.facts import Facts, FolderFacts, GpuFacts, Package
 from redline.hardware.nvml import SLOWDOWNS
@@ -19,7 +19,12 @@ OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 12)
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
 
 _CPU_WORKS = "training works on the CPU, slowly"
-_CUDA_TORCH = "Install a torch that is built for CUDA: `make setup` selects the one that fits."
+_MPS_FIX = "train.device=auto uses it, in fp32. If a loss looks wrong, compare with train.device=cpu, and report it."
+_CUDA_TORCH = (
+    "Install a torch that is built for CUDA: `make setup` selects the one that fits."
+    if is_checkout()
+    else "Install a torch that is built for CUDA; torch's own page has the command for each driver."
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ def check_python(facts: Facts) -> list[Check]:
 def check_torch(facts: Facts) -> list[Check]:
     torch = facts.torch
     tested = f"{_dotted(OLDEST_TORCH)} to {_dotted(NEWEST_TORCH)}"
-    install = f"Install torch {tested}: pip install 'torch>=2.11,<2.14'."
+    install = f"Install torch {tested}: {dependency_hint(TORCH_REQUIREMENT)}."
     if not torch.version:
         return [Check("torch", "fail", f"cannot be imported: {torch.error}", install)]
     version = _numbers(torch.version.split("+")[0])[:2]
@@ -74,8 +79,15 @@ def check_cuda(facts: Facts) -> list[Check]:
         status, fix = ("fail", _CUDA_TORCH) if facts.gpus else ("ok", "")
         return [Check("cuda", status, "torch is built without CUDA", fix)]
     if not driver and facts.torch.available:
-        fix = "Run pip install nvidia-ml-py, or `make setup` again: step events then include power and clocks."
-        return [Check("cuda", "warn", f"torch is built for {built}; NVML does not report the driver", fix)]
+        fix = f"Restore nvidia-ml-py: {dependency_hint('nvidia-ml-py')}. Step events then include power and clocks."
+        return [
+            Check(
+                "cuda",
+                "warn",
+                f"torch is built for {built}; NVML does not report the driver",
+                fix,
+            )
+        ]
     if not driver:
         return [Check("cuda", "warn", f"torch is built for {built}, but no driver answers", _driver_fix(facts))]
     versions = f"torch is built for {built}, driver {facts.driver} supports {driver}"
@@ -117,7 +129,8 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def check_gpus(facts: Facts) -> list[Check]:
-    return [_gpu_usable(facts), *(line for card in facts.gpus for line in _one_gpu(card))]
+    mps = [Check("MPS", "warn", "available, untested by us", _MPS_FIX)] if facts.torch.mps else []
+    return [_gpu_usable(facts), *mps, *(line for card in facts.gpus for line in _one_gpu(card))]
 
 
 def _gpu_usable(facts: Facts) -> Check:
@@ -135,7 +148,8 @@ def _gpu_usable(facts: Facts) -> Check:
         if facts.pci_gpu:
             detail = f"an NVIDIA card is installed, but no driver answers; {_CPU_WORKS}"
             return Check("gpu", "warn", detail, _driver_fix(facts))
-        return Check("gpu", "warn", f"no NVIDIA GPU: {_CPU_WORKS}", "For large models, use a machine with one.")
+        works = "training uses MPS" if torch.mps else _CPU_WORKS
+        return Check("gpu", "warn", f"no NVIDIA GPU: {works}", "For large models, use a machine with one.")
     name, hidden = facts.gpus[0].name, facts.environment.get("CUDA_VISIBLE_DEVICES")
     if not torch.version:
         return Check("gpu", "fail", f"{name} is present, but torch cannot be imported", "Fix torch first.")
@@ -347,9 +361,37 @@ def _package(package: Package) -> Check:
         return Check(package.name, "ok", package.version)
     detail = f"not installed; needed for {package.purpose}"
     if package.required:
-        return Check(package.name, "warn", detail, f"Run pip install {package.name}, or `make setup` again.")
-    how = install_hint(package.extra) if package.extra else f"`pip install {package.name}`"
-    return Check(package.name, "ok", f"{detail} (optional)", f"To install it: {how}.")
+        return Check(package.name, "warn", detail, f"Install it: {dependency_hint(package.name)}.")
+    return Check(package.name, "ok", f"{detail} (optional, extra {package.extra})")
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An extra of redline: its packages that are missing, and the shipped recipes that need it."""
+
+    name: str
+    missing: list[str]
+    recipes: list[str]
+    fix: str  # the command that installs it; empty if nothing is missing
+
+
+def extras_of(facts: Facts) -> list[Extra]:
+    extras = []
+    for name in dict.fromkeys(package.extra for package in facts.packages if package.extra):
+        missing = [p.name for p in facts.packages if p.extra == name and not p.version]
+        extras.append(Extra(name, missing, facts.recipes.get(name, []), install_hint(name) if missing else ""))
+    return extras
+
+
+def check_extras(facts: Facts) -> list[Check]:
+    """Return a line for each extra. One that is missing is no fault: most recipes need none."""
+    lines = []
+    for extra in extras_of(facts):
+        needed = f"needed by {', '.join(extra.recipes)}" if extra.recipes else "no shipped recipe needs it"
+        detail = f"{', '.join(extra.missing)} not installed; {needed}" if extra.missing else f"installed; {needed}"
+        fix = f"To install it: {extra.fix}." if extra.fix else ""
+        lines.append(Check(f"extra {extra.name}", "ok", detail, fix))
+    return lines
 
 
 def check_environment(facts: Facts) -> list[Check]:
@@ -407,6 +449,7 @@ CHECKS: tuple[Callable[[Facts], list[Check]], ...] = (
     check_shared_memory,
     check_folders,
     check_packages,
+    check_extras,
     check_environment,
     check_rates,
 )

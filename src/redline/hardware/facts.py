@@ -36,6 +36,7 @@ class TorchFacts:
     available: bool = False  # torch.cuda.is_available()
     architectures: tuple[str, ...] = ()  # "sm_90", …: the ones it has kernels for
     error: str = ""  # why it cannot be imported, or what it warned about when it looked for a GPU
+    mps: bool = False  # torch.backends.mps.is_available(): the GPU of a Mac
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,11 @@ class Package:
     name: str
     version: str | None  # None: not installed
     purpose: str
-    extra: str = ""  # the extra of redline that installs it
-    required: bool = False  # a dependency of redline itself
+    extra: str = ""  # the extra of redline that installs it; empty if the package is required
+
+    @property
+    def required(self) -> bool:
+        return not self.extra
 
 
 @dataclass(frozen=True)
@@ -105,23 +109,31 @@ class Facts:
     shared_memory: int | None = None
     folders: tuple[FolderFacts, ...] = ()
     packages: tuple[Package, ...] = ()
+    recipes: dict[str, list[str]] = field(default_factory=dict)  # extra → the shipped recipes that need it
     environment: dict[str, str] = field(default_factory=dict)  # values of secrets are replaced by "set"
     device_name: str = ""  # the device whose rates were measured
     measured: Rates | None = None
 
 
 REQUIRED = {"tensorboard": "curves in TensorBoard", "tiktoken": "the gpt2 tokenizer"}
-EXTRAS = {  # extra of redline → {package: purpose}; "" for a package that no extra installs
+EXTRAS = {  # extra of redline → {package: purpose}
     "data": {"pyarrow": "Parquet", "zstandard": ".zst files", "datasets": "dataset ids"},
     "low-bit": {"bitsandbytes": "8-bit optimizers"},
-    "finetune": {"transformers": "fine-tuning, and loading an exported model", "gguf": "GGUF files"},
+    "finetune": {
+        "transformers": "fine-tuning, and loading an exported model",
+        "accelerate": "GGUF files",
+        "gguf": "GGUF files",
+    },
+    "fp8": {"torchao": "fp8 in compiled blocks"},
     "wandb": {"wandb": "Weights & Biases"},
-    "": {"torchao": "8-bit optimizers and fp8 training"},
 }
 
 
-def collect_facts(runs: Path, *, probe: bool = False) -> Facts:
-    """Collect everything `redline doctor` checks. `probe` also measures matmul and copy rates."""
+def collect_facts(runs: Path, *, recipes: dict[str, list[str]] | None = None, probe: bool = False) -> Facts:
+    """Collect everything `redline doctor` checks. `probe` also measures matmul and copy rates.
+
+    `recipes` are the shipped recipes that need an extra, by its name.
+    """
     answers = run_selftests(["torch", *CAPABILITIES, *(["probe"] if probe else [])])
     gpus, visible = _gpu_facts()
     probed = answers.get("probe", {}).get("about") or {}
@@ -143,6 +155,7 @@ def collect_facts(runs: Path, *, probe: bool = False) -> Facts:
         shared_memory=nvml.none_on_error(lambda: shutil.disk_usage("/dev/shm").total),
         folders=(folder_facts("cache", cache_dir()), folder_facts("runs", runs)),
         packages=_packages(),
+        recipes=recipes or {},
         environment=environment_variables(),
         device_name=gpus[0].name if gpus and probed.get("device") == "cuda" else host.cpu_name(),
         measured=probed.get("rates"),
@@ -282,7 +295,7 @@ def _fails(operation: Callable[[], object]) -> bool:
 
 
 def _packages() -> tuple[Package, ...]:
-    required = [Package(name, _version(name), purpose, required=True) for name, purpose in REQUIRED.items()]
+    required = [Package(name, _version(name), purpose) for name, purpose in REQUIRED.items()]
     optional = [
         Package(name, _version(name), purpose, extra)
         for extra, packages in EXTRAS.items()

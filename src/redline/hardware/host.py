@@ -1,4 +1,7 @@
-"""The CPU side of a machine: processor, cores and memory that this process may use, container limits included."""
+"""The CPU side of a machine: processor, cores, memory and processes, container limits included.
+
+Linux answers through /proc. Systems without it, such as macOS, answer through `sysctl` and `ps`.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,20 @@ import math
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path("/")
+_COMMAND_S = 10.0  # for sysctl and ps, which take milliseconds
 _UNLIMITED = 1 << 60  # cgroup version 1 writes a number of this size for "no limit"
 
 
 def cpu_name() -> str:
+    if sys.platform == "darwin":
+        return _apple_cpu_name()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as info:
             for line in info:
@@ -27,11 +35,56 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine() or "CPU"
 
 
+@cache  # each call starts a process
+def _apple_cpu_name() -> str:
+    return _output("sysctl", "-n", "machdep.cpu.brand_string").strip() or platform.machine() or "CPU"
+
+
 def available_cores(root: Path = ROOT) -> int:
     """Return the cores of this process's affinity, or fewer if a container's CPU quota allows less."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_cores(root)
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
+
+
+def process_exists(pid: int) -> bool:
+    """Return whether there is a process with this id. A zombie is one."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it belongs to another user
+        return True
+    return True
+
+
+def process_runs(pid: int, root: Path = ROOT) -> bool:
+    """Return whether a process runs. A zombie does not: only its parent has not read its exit code yet."""
+    if has_proc(root):
+        state = _read(root / f"proc/{pid}/stat").rpartition(")")[2].split()
+    else:
+        state = _output("ps", "-o", "stat=", "-p", str(pid)).split()
+    return bool(state) and state[0][0] not in "ZX"
+
+
+def list_processes() -> dict[int, tuple[int, str]]:
+    """Return the parent and the command line of every process, by its id, from `ps`."""
+    rows = (line.split(maxsplit=2) for line in _output("ps", "-axo", "pid=,ppid=,command=").splitlines())
+    return {int(row[0]): (int(row[1]), row[2]) for row in rows if len(row) == 3}
+
+
+def has_proc(root: Path = ROOT) -> bool:
+    """Return whether the system describes its processes in /proc."""
+    return (root / "proc/self/stat").exists()
+
+
+def _output(*command: str) -> str:
+    """Return what a command prints; "" if it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_COMMAND_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def cpu_threads() -> int:

@@ -6,6 +6,9 @@ machine through torch (`probe.detect_machine`), and the table of known cards (`n
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,12 +19,14 @@ from redline.hardware.nvml import first_gpu
 from redline.hardware.specs import SPECS, GpuSpec, spec_of
 from redline.units import GIB
 
+_ROWS, _INNER, _COLUMNS = 2048, 256, 768  # a layer of a small model, as `probe.measure` uses
+_CALLS = 20  # of each measurement by numpy
 _CORES = 16  # of the machine around a card from the table; the plan only derives loader threads from it
 
 
 @dataclass(frozen=True)
 class Machine:
-    device: str  # "cuda" or "cpu"
+    device: str  # "cuda", "mps" (the GPU of a Mac) or "cpu"
     name: str
     memory_bytes: int  # of the GPU, or of the host if it trains on the CPU
     cores: int
@@ -73,12 +78,20 @@ def gpu_machine(name: str, memory_bytes: int, capability: tuple[int, int], measu
     return Machine("cuda", name, memory_bytes, available_cores(), capability, fast_bf16=fast_bf16, measured=measured)
 
 
+def mps_machine(memory_bytes: int) -> Machine:
+    """Return a Mac with its GPU. Nothing of it was measured, so a plan for it has no speed and no MFU."""
+    name = f"{cpu_name()} GPU (MPS)"
+    return Machine("mps", name, memory_bytes, available_cores(), compiler=cpp_compiler() is not None)
+
+
 def local_machine() -> Machine | None:
     """Return this machine's first visible GPU, else its CPU if that has been measured before, else None."""
     # A CPU build of torch cannot use the GPU, whatever the driver shows.
     gpu = None if installed_torch_version().endswith("+cpu") else first_gpu()
     if gpu is not None:
         return gpu_machine(gpu.name, gpu.memory_bytes, gpu.capability, read_rates(gpu_key(gpu.name, gpu.driver)))
+    if sys.platform == "darwin":
+        return None  # only torch knows whether MPS can be used
     return local_cpu()
 
 
@@ -86,6 +99,32 @@ def local_cpu() -> Machine | None:
     """Return this machine's CPU if it has been measured before; `probe.detect_machine` measures it."""
     measured = read_rates(cpu_key())
     return cpu_machine(measured) if measured else None
+
+
+def numpy_cpu() -> Machine:
+    """Measure this machine's CPU by numpy, for a plan where torch is not installed.
+
+    The result is not stored: torch, which trains, measures the CPU itself once it is installed.
+    """
+    import numpy as np
+
+    a, b = np.ones((_ROWS, _INNER), np.float32), np.ones((_INNER, _COLUMNS), np.float32)
+    target = np.empty_like(a)
+    rates = {
+        "fp32": 2.0 * _ROWS * _INNER * _COLUMNS / _fastest_seconds(lambda: a @ b),
+        "copy": 2.0 * a.nbytes / _fastest_seconds(lambda: np.copyto(target, a)),
+    }
+    return cpu_machine(rates)
+
+
+def _fastest_seconds(work: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of several calls: other programs only slow a call down."""
+    times = []
+    for _ in range(_CALLS):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def named_gpu(name: str) -> Machine:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from redline.errors import UserError
-from redline.hardware.machine import Machine, cpu_machine, gpu_machine
+from redline.hardware.host import host_memory_bytes
+from redline.hardware.machine import Machine, cpu_machine, gpu_machine, mps_machine
 from redline.hardware.measurements import Rates, cpu_key, gpu_key, measurement_count, read_rates, store_rates
 from redline.hardware.nvml import driver_cuda_version, driver_version, first_gpu
 
@@ -34,12 +35,14 @@ def detect_machine(device: str = "auto", option: str = "train.device=") -> Machi
     the user wrote before the device, for the error message.
     """
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
         if device == "cpu" and torch.version.cuda is not None and first_gpu() is not None:
             device = "cuda"  # refused below: to train on the CPU of a machine with a GPU, without a word, wastes hours
     if device == "cpu":
         known = read_rates(cpu_key()) if measurement_count(cpu_key()) >= _CPU_MEASUREMENTS else None
         return cpu_machine(known or measure_and_store("cpu"))
+    if device == "mps":
+        return _detect_mps(option)
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
         raise UserError(
@@ -51,6 +54,17 @@ def detect_machine(device: str = "auto", option: str = "train.device=") -> Machi
     _check_capability(card.name, (card.major, card.minor), option)
     measured = read_rates(gpu_key(card.name, driver_version()))
     return gpu_machine(card.name, card.total_memory, (card.major, card.minor), measured)
+
+
+def _detect_mps(option: str) -> Machine:
+    if not torch.backends.mps.is_available():
+        built = (
+            "this Mac or its macOS is too old" if torch.backends.mps.is_built() else "this torch is built without MPS"
+        )
+        what = f"torch {torch.__version__} cannot use MPS, the GPU of Apple silicon: {built}."
+        raise UserError(what, where=option.rstrip("= "), fix=f"To train on the CPU, use {option}cpu.")
+    # CPU and GPU share the memory; Metal recommends how much of it the GPU should take.
+    return mps_machine(torch.mps.recommended_max_memory() or host_memory_bytes())
 
 
 def _driver_too_old() -> str:

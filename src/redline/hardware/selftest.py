@@ -45,6 +45,7 @@ def _describe_torch() -> dict[str, Any]:
         "cudnn": None if cudnn is None else str(cudnn),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         "available": available,
+        "mps": torch.backends.mps.is_available(),
         "architectures": torch.cuda.get_arch_list() if available else [],
         "error": str(caught[-1].message).splitlines()[0] if caught else "",
     }

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from redline.data.loader import cu_seqlens
 from redline.data.sources import ProgressCallback
 from redline.data.tokens import TokenFile
-from redline.errors import UserError
+from redline.errors import UserError, package_hint
 from redline.jobs.base import job, load_attribute
 from redline.jobs.preview import SamplePreview
 from redline.kernels.attention import Attention, Bound, MaskSpec, Selection, select
@@ -447,7 +447,7 @@ class DecoderObjective(Objective):
         """Return the decoder, with uninitialised weights."""
         options = self.recipe.model
         if options.kernels == "fused" and self.device.type == "cuda" and find_spec("triton") is None:
-            fix = "Install triton, or use model.kernels=torch."
+            fix = f"Install it: {package_hint('triton')}; or use model.kernels=torch."
             raise UserError("fused kernels need the package triton.", where="model.kernels", fix=fix)
         self.selection = self.selection or self._select_attention()
         grouped = self.resolved.shape.kv_heads != self.resolved.shape.heads

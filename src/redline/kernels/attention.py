@@ -276,7 +276,8 @@ class Attention:
         if self.backend == "dense":
             return _dense(q, k, v, self.spec, bound.dense)
         if self.backend == "matmul":
-            return by_matmuls(q, *repeat_kv(q, k, v), bound.bias(q.dtype), causal=self.spec.causal and not self.spec.blocks)
+            causal = self.spec.causal and not self.spec.blocks
+            return by_matmuls(q, *repeat_kv(q, k, v), bound.bias(q.dtype), causal=causal)
         if self.backend == "flex":
             return _flex(q, k, v, bound.block_mask)
         if self.backend == "split":
@@ -542,7 +543,18 @@ def candidates(spec: MaskSpec, device: str, dtype: torch.dtype, head_dim: int) -
         flex = "has no backward on a CPU"
         # with head_dim 2, torch's CPU kernel misreads the memory layout of rotated queries and keys
         pairs = "" if head_dim > 2 else "needs head_dim above 2"
-        return {"cudnn": gpu, "flash": pairs, "efficient": gpu, "flex": flex, "split": unsplit, "matmul": "", "dense": ""}
+        return {
+            "cudnn": gpu,
+            "flash": pairs,
+            "efficient": gpu,
+            "flex": flex,
+            "split": unsplit,
+            "matmul": "",
+            "dense": "",
+        }
+    if device == "mps":  # torch has one kernel of its own there, which cannot be selected; the reference always works
+        nvidia = dict.fromkeys(("cudnn", "flash", "efficient", "flex", "split"), "needs an NVIDIA GPU")
+        return {**nvidia, "matmul": "is for CPUs", "dense": ""}
     half = dtype in (torch.bfloat16, torch.float16)
     wants_half = "" if half else "needs bf16 or fp16"
     size = "" if head_dim % 8 == 0 and head_dim <= 256 else "needs head_dim a multiple of 8, at most 256"
@@ -573,8 +585,10 @@ def select(requested: str, spec: MaskSpec, *, device: str, dtype: torch.dtype, s
         return Selection(requested, "as asked")
     if device == "cpu":
         if shape[2] <= _MOST_POSITIONS:
-            return Selection("matmul", "batched matmuls, faster than torch's fused CPU kernel up to 2,048 positions")
+            return Selection("matmul", "faster than torch's fused CPU kernel up to 2,048 positions")
         return Selection("dense", f"flash: {why}") if (why := able["flash"]) else Selection("flash", _FUSED_CPU)
+    if device == "mps":
+        return Selection("dense", "the reference: redline has no faster one for MPS")
     able_here = [name for name in BACKENDS if name != "dense" and not able[name]]
     ranking = _recall_ranking(able_here, spec, dtype, shape) or _measure_ranking(able_here, spec, dtype, shape)
     failed = {**{name: why for name, why in able.items() if why}, **ranking.failed}
@@ -585,7 +599,7 @@ def select(requested: str, spec: MaskSpec, *, device: str, dtype: torch.dtype, s
     best = min(ranking.ms, key=ranking.ms.__getitem__)
     measured = ", ".join(f"{n} {t:.2f}" for n, t in sorted(ranking.ms.items(), key=lambda item: item[1]))
     # not worth a word: these are not expected to run
-    expected = ("dense",) if spec.blocks else ("dense", "split")
+    expected = ("dense", "matmul") if spec.blocks else ("dense", "matmul", "split")
     failures = "".join(f"; {n}: {w}" for n, w in failed.items() if n not in expected)
     when = f", as measured on {ranking.date}" if ranking.date else ""
     return Selection(best, f"forward+backward ms at {'×'.join(map(str, shape))}{when}: {measured}{failures}")

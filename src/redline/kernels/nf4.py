@@ -237,7 +237,7 @@ def _quantise_scales(values: Tensor) -> tuple[Tensor, Tensor]:
     blocks = _blocks(values, NESTED_BLOCK)
     largest = blocks.abs().amax(1)
     quotients = (blocks * (1.0 / largest)[:, None]).clamp_(-1, 1).nan_to_num_(nan=-1.0)
-    codes = nearest_code(quotients) if values.is_cuda else _code_by_table(quotients)
+    codes = _code_by_table(quotients) if values.device.type == "cpu" else nearest_code(quotients)
     return codes.to(torch.uint8).view(-1)[: values.numel()].clone(), largest
 
 

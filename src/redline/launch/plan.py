@@ -7,9 +7,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from redline.data.estimate import expected_facts
-from redline.errors import UsageError, UserError
+from redline.errors import (
+    TORCH_REQUIREMENT,
+    UsageError,
+    UserError,
+    dependency_hint,
+    require_torch,
+    torch_is_installed,
+)
 from redline.fields import AUTO, none_if_auto
-from redline.hardware.machine import local_cpu, local_machine, named_gpu
+from redline.hardware.machine import local_cpu, local_machine, named_gpu, numpy_cpu
 from redline.jobs.base import job
 from redline.recipe.forecast import ProbeResult, check_target, forecast
 from redline.recipe.load import Loaded
@@ -101,7 +108,10 @@ def _find_machine(gpu: str, recipe: Recipe) -> Machine:
     known = local_cpu() if on_cpu else local_machine()
     if known is not None and (on_cpu or recipe.train.device in ("auto", known.device)):
         return known
-    from redline.hardware.probe import detect_machine  # imports torch, and measures a CPU the first time
+    if (on_cpu or recipe.train.device == AUTO) and not torch_is_installed():
+        return numpy_cpu()
+    require_torch()
+    from redline.hardware.probe import detect_machine  # measures a CPU the first time
 
     try:
         return detect_machine("cpu" if on_cpu else recipe.train.device)
@@ -112,6 +122,7 @@ def _find_machine(gpu: str, recipe: Recipe) -> Machine:
 
 def _check_probe(resolved: Resolved, gpu: str) -> None:
     """Refuse to measure a plan for another card than the one in this machine."""
+    require_torch()
     from redline.hardware.probe import detect_machine
 
     here = detect_machine(resolved.machine.device if gpu != "auto" else "auto")
@@ -137,6 +148,11 @@ def _caveats(resolved: Resolved, facts: DataFacts) -> list[str]:
         warnings.append(f"the number of tokens in {sources} is not known before it is prepared{epochs}")
     elif facts.estimated and train.epochs:
         warnings.append("the number of tokens is estimated from the size of the files")
+    if resolved.machine.device == "cpu" and not torch_is_installed():
+        warnings.append(
+            "numpy measured this CPU, because torch is not installed; torch may be faster or slower. "
+            f"Training needs it: {dependency_hint(TORCH_REQUIREMENT)}"
+        )
     if resolved.batch.world > 1 and resolved.machine.device == "cuda":
         warnings.append("the speed of several cards is an estimate: the communication between them was not measured")
     return warnings

@@ -18,7 +18,7 @@ import typer
 from redline.cache import make_folder, open_regular
 from redline.errors import EXIT_FAILED, RecipeError, UsageError, UserError
 from redline.fields import none_if_auto
-from redline.hardware.host import available_cores
+from redline.hardware.host import available_cores, has_proc, list_processes
 from redline.hardware.nvml import open_nvml, visible_handles
 from redline.launch.session import CONSOLE, exit_code_of
 from redline.planning.batch import indivisible_batch
@@ -122,15 +122,25 @@ class Processes:
         except OSError:
             return False
 
-    def _all_pids(self) -> set[int]:
-        """Return all living processes of this attempt, also ranks that have not written a heartbeat yet."""
-        return {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if self._is_ours(int(entry.name))}
+    def _own_pids(self, pids: Sequence[int]) -> set[int]:
+        """Return all living processes of this attempt, also ranks that have not written a heartbeat yet.
+
+        `pids` are those of the heartbeats.
+        """
+        if has_proc():
+            return {int(entry.name) for entry in Path("/proc").glob("[0-9]*") if self._is_ours(int(entry.name))}
+        # macOS does not show the environment of a process, only its parent and its command line.
+        known = list_processes()
+        own = {pid for pid in pids if "redline" in known.get(pid, (0, ""))[1]}
+        below = {self.process.pid}
+        while children := {pid for pid, (parent, _) in known.items() if parent in below} - below:
+            below |= children
+        return own | below
 
     def end(self, pids: Sequence[int]) -> None:
-        for pid in {*pids, *self._all_pids()} - {self.process.pid}:
-            if self._is_ours(pid):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for pid in self._own_pids(pids) - {self.process.pid}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()

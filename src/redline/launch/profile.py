@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.cache import write_atomically
+from redline.errors import UsageError
 from redline.launch.start import set_environment
 from redline.recipe.forecast import step_work
 from redline.recipe.load import Loaded
@@ -62,12 +63,18 @@ def profile_recipe(
     from redline.training.step import peak_memory_gib
     from redline.training.trial import Recording, memory_recorded, profiled, trainer_without_run
 
+    machine = detect_machine(loaded.recipe.train.device)
+    if machine.device == "mps":
+        what = "torch's profiler does not see what the GPU of a Mac does."
+        raise UsageError(
+            what, where="redline profile", fix="Profile on the CPU with train.device=cpu, or use Instruments."
+        )
     recording = Recording(**options)
     runtime = job_runtime(loaded.recipe.objective)
     recipe = runtime.complete(loaded.recipe, log)
     with preparation as progress:
         data = runtime.load_data(recipe, progress=progress)
-    resolved = resolve_tried(recipe, detect_machine(recipe.train.device), data.facts, fused_failure)
+    resolved = resolve_tried(recipe, machine, data.facts, fused_failure)
     # A teacher model generates data for the profiled steps only.
     resolved = replace(resolved, horizon_steps=recording.steps)
     objective = runtime.create(resolved, data)

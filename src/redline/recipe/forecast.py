@@ -204,7 +204,8 @@ def planned_kernels(recipe: Recipe, device: str, *, precision: str, compiled: bo
         fused=fused,
         fp8=fused and precision == "fp8",
         packed=gpu and recipe.data.pack,
-        scores=recipe.data.seq_len if recipe.model.attention == "dense" else 0,
+        # On MPS attention is always dense (kernels/attention.py).
+        scores=recipe.data.seq_len if recipe.model.attention == "dense" or device == "mps" else 0,
     )
 
 

@@ -302,9 +302,8 @@ def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _hint(key: str, schema: type[BaseModel]) -> str:
-    """Suggest the key that was probably meant: the same word in another section, or a similar key."""
-    keys = list(known_keys(schema))
+def key_hint(key: str, keys: Sequence[str], sections: Sequence[str]) -> str:
+    """Suggest which of the `keys` was probably meant: the same word in another section, or a similar key."""
     same_word = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     if same_word:
         return f"Did you mean {same_word[0]!r}?"
@@ -313,7 +312,6 @@ def _hint(key: str, schema: type[BaseModel]) -> str:
     if siblings:
         canonical = [name for name in siblings if f"{section}.{name}" not in ALIASES]
         return did_you_mean(word, siblings, prefix=f"{section}.") or f"Keys in {section}: {', '.join(canonical)}."
-    sections = list(schema.model_fields)
     return did_you_mean(key, [*keys, *ALIASES, *sections]) or f"Top-level keys: {', '.join(sections)}."
 
 
@@ -321,7 +319,8 @@ def _problem(error: Any, schema: type[BaseModel], *, hint: bool) -> Problem:
     """Convert an error of pydantic."""
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return Problem(key, "is not a key redline knows.", _hint(key, schema) if hint else "")
+        fix = key_hint(key, list(known_keys(schema)), list(schema.model_fields)) if hint else ""
+        return Problem(key, "is not a key redline knows.", fix)
     if error["type"] in ("model_type", "model_attributes_type"):
         return Problem(key, f"is a section of keys, not {error['input']!r}.", f"Set a key in it: {key}.KEY=VALUE.")
     return Problem(key, str(error.get("ctx", {}).get("error") or error["msg"]))

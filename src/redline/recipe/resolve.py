@@ -65,7 +65,8 @@ def reason_not_fused(
             raise _problem("train.fp8", "native fp8 is part of the fused kernels.", fix)
         return "set in the recipe"
     reasons = {
-        "the fused kernels need a GPU": machine.device != "cuda",
+        "the fused kernels need a GPU": machine.device == "cpu",
+        "the fused kernels need an NVIDIA GPU": machine.device == "mps",
         f"the fused kernels failed their trial on this card: {machine.fused_failure}": bool(machine.fused_failure),
         "the fused kernels are measured on Hopper only": (machine.capability or (0, 0)) < (9, 0),
         "the fused kernels support half precision only": precision == "fp32",
@@ -216,13 +217,14 @@ def _weight_warnings(data: Data) -> list[str]:
 
 
 # The share of the peak that training is assumed to reach before the shape of the model is known.
-PRIOR_SHARE = {"cuda": 0.35, "cpu": CPU_SHARE}
+PRIOR_SHARE = {"cuda": 0.35, "mps": 0.35, "cpu": CPU_SHARE}
 # For model.size=auto: a larger model learns more from each token, until it is too large for the tokens it will see.
-TOKENS_PER_PARAMETER = {"cuda": 0.3, "cpu": 0.6}
+TOKENS_PER_PARAMETER = {"cuda": 0.3, "mps": 0.6, "cpu": 0.6}
 CPU_MICRO_TOKENS = 2048  # larger micro-batches fall out of a CPU's cache and gain nothing
 ENOUGH_STEPS = 1000  # a short run learns by its number of updates, so global_batch=auto leaves about so many
 WORTH_COMPILING = 600.0  # seconds of a CPU run: compiling takes 20 and then saves about a tenth
 UNKNOWN_GPU_FLOPS = 20e12  # only sizes the model of model.size=auto, on a card that is not in the table
+UNKNOWN_MPS_FLOPS = 2.6e12  # the same on a Mac: fp32 of the smallest Apple GPU, the M1, as Apple states it
 
 
 @dataclass(frozen=True)
@@ -383,7 +385,9 @@ class _Resolver:
     def rate(self) -> float:
         """Return the FLOP/s that training is assumed to reach on one card."""
         machine = self.machine
-        peak = machine.cpu_flops if machine.device == "cpu" else machine.peak("bf16") or UNKNOWN_GPU_FLOPS
+        peak = machine.cpu_flops if machine.device == "cpu" else machine.peak("bf16")
+        if machine.device != "cpu" and not peak:
+            peak = UNKNOWN_MPS_FLOPS if machine.device == "mps" else UNKNOWN_GPU_FLOPS
         return (peak or 1e11) * PRIOR_SHARE[machine.device]
 
     # --- training
@@ -401,6 +405,9 @@ class _Resolver:
             if machine.device == "cuda":
                 older = "the card is older than Ampere: no bf16 units"
                 return str(self.choose("train.precision", "fp16", why_not_fp8 + older))
+            if machine.device == "mps":
+                untested = "the safe choice on MPS, where redline was never run; bf16 and fp16 can be set"
+                return str(self.choose("train.precision", "fp32", why_not_fp8 + untested))
             return str(self.choose("train.precision", "fp32", f"{why_not_fp8}this CPU has no fast bf16"))
         if precision == "fp16" and machine.device == "cpu":
             raise _problem("train.precision", "fp16 is for GPUs; CPUs only emulate it.", "Use bf16 or fp32.")
@@ -424,7 +431,9 @@ class _Resolver:
         return [f"train.compile_mode={mode} has no effect: {why}"]
 
     def _reason_not_compiled(self, shape: DecoderShape) -> str:
-        """Return why a CPU run is not compiled, or "" if it is."""
+        """Return why a run without an NVIDIA GPU is not compiled, or "" if it is."""
+        if self.machine.device == "mps":
+            return "torch.compile for MPS is a prototype"
         if not self.machine.compiler:
             return "no C++ compiler (g++ or clang++) on this machine"
         tokens = token_limit(self.recipe, self.data.train_tokens, self.world)
@@ -599,6 +608,17 @@ def _learning_rates(recipe: Recipe, lr: float) -> dict[str, float]:
     return {"lr": lr, **{f"{role}_lr": rate for role, rate in rates.items()}}
 
 
+def _check_mps(recipe: Recipe, world: int) -> str:
+    """Return a warning about MPS. Raise RecipeError if the recipe asks for something that MPS does not have."""
+    if world > 1:
+        what = f"{world} processes cannot share the GPU of a Mac."
+        raise _problem("train.device", what, "Use train.device=cpu, or one process.")
+    if recipe.train.optimizer in LOW_BIT:
+        what = f"{recipe.train.optimizer} needs float64, which MPS does not have."
+        raise _problem("train.optimizer", what, "Use train.optimizer=adamw, or train.device=cpu.")
+    return "MPS is untested: redline was never run on a Mac. If a loss looks wrong, compare with train.device=cpu"
+
+
 def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1, nodes: int = 1) -> Resolved:
     """Choose everything that the recipe leaves `auto`, for `nodes` machines with `gpus` cards each.
 
@@ -631,6 +651,8 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
     r.warnings += _weight_warnings(recipe.data)
     if machine.device == "cuda" and (off := objection(machine.capability, _kernels_outside_blocks(recipe, shape))):
         r.warnings.append(f"plain torch, which is slower, does the work of a Triton kernel: {off}")
+    if machine.device == "mps":
+        r.warnings.append(_check_mps(recipe, gpus * nodes))
     if recipe.train.optimizer.startswith("paged") and machine.device == "cpu":
         r.warnings.append("a CPU does not page optimizer states: paged_adamw_8bit runs as adamw_8bit")
     if memory.peak > machine.memory_bytes:

@@ -98,13 +98,21 @@ def _targets(value: Any) -> tuple[str, ...]:
     return tuple(name for name in TARGETS if name in names)
 
 
+_TARGETS = Rule(
+    _targets,
+    accepts={
+        "anyOf": [{"enum": ["all-linear"]}, {"type": "array", "minItems": 1, "items": {"enum": list(TARGETS)}}],
+    },
+)
+
+
 class Lora(Section):
     """Low-rank adapters: their rank, scale and target matrices."""
 
     r: Count = 16
     alpha: Positive = 16.0
     dropout: Probability = 0.05
-    target_modules: Annotated[tuple[str, ...], BeforeValidator(_targets)] = tuple(TARGETS)
+    target_modules: Annotated[tuple[str, ...], _TARGETS] = tuple(TARGETS)
     rslora: Flag = False  # scaled by alpha / √r instead of alpha / r
 
 
@@ -194,10 +202,25 @@ def _source(value: Any) -> Any:
     return tuple(parts)
 
 
+_ENTRY = {
+    "type": "object",
+    "properties": {"source": {"type": "string"}, "weight": {"type": "number"}, "repeat": {"type": "number"}},
+}
+_SOURCE = Rule(
+    _source,
+    accepts={
+        "anyOf": [
+            {"type": "string", "minLength": 1},
+            {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, _ENTRY]}},
+        ]
+    },
+)
+
+
 class Data(Section):
     # embedded, text (a file, folder, JSONL, Parquet, dataset id), prepared shards, .bin tokens, word problems
     # (problems:LEVEL), or a list of those
-    source: Annotated[str | tuple[Part, ...], BeforeValidator(_source)] = "embedded"
+    source: Annotated[str | tuple[Part, ...], _SOURCE] = "embedded"
     tokenizer: Text = "train:4096"  # train:N, bytes, gpt2, or a tokenizer.json
     seq_len: Count = 1024
     pack: Flag = False  # true: no attention between documents in a sequence
@@ -218,7 +241,7 @@ class Data(Section):
 
 
 class Train(Section):
-    device: Annotated[str, one_of(AUTO, "cuda", "cpu")] = AUTO
+    device: Annotated[str, one_of(AUTO, "cuda", "mps", "cpu")] = AUTO
     # The run stops at the first of these that is reached; the LR schedule ends at the earliest of the first four.
     steps: MaybeCount = None
     tokens: MaybeCount = None

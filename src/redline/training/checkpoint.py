@@ -464,7 +464,7 @@ class HostCopy:
             for name, tensor in tensors.items():
                 if name not in buffers:
                     buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                buffers[name].copy_(tensor.detach(), non_blocking=True)
+                buffers[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return {stem: self._buffers[stem] for stem in files}

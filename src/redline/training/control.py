@@ -24,6 +24,7 @@ from typing import IO, Any
 
 from redline.cache import make_folder, open_regular
 from redline.errors import EXIT_INTERRUPTED, UserError
+from redline.hardware.host import process_exists
 from redline.vocabulary import CHECKPOINTS_FOLDER, PROCESS_LOCK_FILE, STOP_REQUEST_FILE, StopReason
 
 # ----------------------------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ class Heartbeat:
         parent = int(os.environ.get(PARENT_VARIABLE, 0))
         while "code" not in self._facts:
             self._write()
-            if parent and not Path(f"/proc/{parent}").exists():
+            if parent and not process_exists(parent):
                 parent = 0
                 os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(EVERY_S)
@@ -257,6 +258,7 @@ NOT_WRITABLE_FIX = "Make it writable, or start a new run elsewhere with --run."
 # `redline runs` and others hold the lock shared for an instant to see whether a run is alive. Retry as often, as long.
 _LOCK_TRIES, _LOCK_PAUSE_S = 6, 0.05
 _STOP_CHECK_EVERY_S = 1.0
+_LONGEST_PATH = 1024  # bytes that macOS writes for F_GETPATH (MAXPATHLEN)
 
 
 def open_no_follow(path: str, flags: int) -> int:
@@ -299,8 +301,8 @@ class RunDirectory:
         if self._folder is None:
             return False
         try:
-            now = Path(f"/proc/self/fd/{self._folder}").readlink()
-        except OSError:  # no /proc on this system
+            now = _path_of(self._folder)
+        except OSError:
             return False
         if not _is_at(now, self._folder):
             return False
@@ -369,6 +371,13 @@ class RunDirectory:
         if self._folder is not None:
             os.close(self._folder)
             self._folder = None
+
+
+def _path_of(folder: int) -> Path:
+    """Return where an open directory is now."""
+    if (get_path := getattr(fcntl, "F_GETPATH", None)) is not None:  # macOS, which has no /proc
+        return Path(os.fsdecode(fcntl.fcntl(folder, get_path, bytes(_LONGEST_PATH)).rstrip(b"\0")))
+    return Path(f"/proc/self/fd/{folder}").readlink()
 
 
 def _is_at(path: Path, folder: int) -> bool:

@@ -24,6 +24,7 @@ from redline.data.loader import Prefetcher, pin
 from redline.errors import UserError
 from redline.hardware.nvml import Nvml, Reading, ThrottleWatch
 from redline.jobs.objective import Batch, Objective
+from redline.kernels.device import free_unused_memory, is_out_of_memory, synchronize
 from redline.planning.batch import BatchPlan
 from redline.planning.flops import FlopsPerToken, mfu
 from redline.runs.monitor import Monitor
@@ -248,7 +249,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
     # A scalar is a size that the host needs to launch kernels. Reading it back from the device would be a host sync.
-    return {name: t if t.dim() == 0 else t.to(device, non_blocking=True) for name, t in batch.items()}
+    # Only page-locked memory, which CUDA alone has here, may be reused before an asynchronous copy is done.
+    pinned = device.type == "cuda"
+    return {name: t if t.dim() == 0 else t.to(device, non_blocking=pinned) for name, t in batch.items()}
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -309,14 +312,16 @@ def resumed_batch_plan(saved: BatchPlan, planned: BatchPlan) -> BatchPlan:
 def _runs_out_of_memory(dry_run: Callable[[BatchPlan], None], plan: BatchPlan) -> bool:
     try:
         dry_run(plan)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         return True
     return False
 
 
 def _halve_micro_batch(plan: BatchPlan, monitor: Monitor, device: str, *, recomputed: bool) -> BatchPlan:
     smaller = plan.halved()
-    torch.cuda.empty_cache()
+    free_unused_memory()
     if smaller is None and not recomputed:
         raise SmallestBatchTooLargeError(plan)
     if smaller is None:
@@ -576,6 +581,8 @@ class StepLog:
             self._queued.append(event)
             if len(self._queued) > _MAX_STEPS_AHEAD:
                 self._queued.popleft().synchronize()
+        else:
+            synchronize(self.device)  # on MPS the host does not run ahead
 
     def log(self, state: TrainState, *, lr: float, progress: float, eta_s: float | None) -> None:
         """Write a step event with the results of the last step."""
@@ -641,6 +648,8 @@ def peak_memory_gib(device: torch.device) -> float | None:
     """Return the peak memory: of tensors on a GPU, or of this process on a CPU; None if it is not known."""
     if device.type == "cuda":
         return round(torch.cuda.max_memory_allocated() / GIB, 3)
+    if device.type == "mps":  # it keeps no peak, but it keeps freed memory, so what it holds comes close
+        return round(torch.mps.driver_allocated_memory() / GIB, 3)
     if sys.platform == "linux":
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from redline.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USAGE
+from redline.hardware.host import process_runs
 from redline.training.control import EVERY_S, PREPARING, STACK_SIGNAL, preemption_signals, read_heartbeats
 
 # Environment variables that the supervisor sets for the ranks.
@@ -125,7 +126,7 @@ class Watcher:
         """Return the ranks that make no progress and are not waiting for another rank."""
         now, hung = time.monotonic(), []
         for rank, facts in self.heartbeats.items():
-            if "code" in facts or not _alive(facts["pid"]):
+            if "code" in facts or not process_runs(facts["pid"]):
                 continue
             limit = {"step": self.timeout, PREPARING: math.inf}.get(facts["doing"], SLOW_FACTOR * self.timeout)
             silent = now - facts["time"] > max(self.timeout, 4 * EVERY_S)
@@ -154,7 +155,7 @@ class Watcher:
 
     def _grace_is_over(self) -> bool:
         """Return whether a rank has been gone for GRACE_S while others are still running."""
-        gone = any("code" not in facts and not _alive(facts["pid"]) for facts in self.heartbeats.values())
+        gone = any("code" not in facts and not process_runs(facts["pid"]) for facts in self.heartbeats.values())
         failed = any(facts.get("code", 0) not in FINAL_CODES for facts in self.heartbeats.values())
         if not gone and not failed:
             return False
@@ -245,12 +246,3 @@ def _signal_main_thread(pid: int, number: int) -> None:
 
 def _activity(facts: dict[str, Any]) -> str:
     return str(facts["doing"]) if facts["step"] is None else f"{facts['doing']} ({facts['step']})"
-
-
-def _alive(pid: int) -> bool:
-    """Return whether a process runs. A zombie does not: only its parent has not read its exit code yet."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")

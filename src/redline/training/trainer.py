@@ -14,6 +14,7 @@ import torch
 from redline.data.tokens import BackgroundCheck, DamagedDataError
 from redline.errors import UserError
 from redline.jobs.objective import Objective, Sampling
+from redline.kernels.device import is_out_of_memory, synchronize
 from redline.planning.batch import BatchPlan
 from redline.planning.schedule import cycled_momentum, lr_factor
 from redline.recipe.forecast import warmup_warnings
@@ -228,7 +229,9 @@ class Trainer:
             return self._loop()
         except StopRequested:
             return self.signals.reason or StopReason.PREEMPTED
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             self.batch = error.plan if isinstance(error, SmallestBatchTooLargeError) else self.batch
             self.checkpoints.wait()
             raise recovery.record_out_of_memory(self.run_directory.path, self._facts()) from None
@@ -299,8 +302,7 @@ class Trainer:
                 # Weighted as one of the step's micro-batches, so that the gradients are as large as in a step.
                 weighted = step_batch(self.objective, [rows]).scale_weights(plan.global_batch / micro)
                 self.train_step.dry_run(weighted)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
 
     # --- learning rate and horizon
 
@@ -509,7 +511,7 @@ class Trainer:
         except Exception as error:
             if self.ranks.size > 1:
                 raise  # the other ranks are still in the evaluation, so no collective save is possible
-            if not isinstance(error, torch.OutOfMemoryError):
+            if not is_out_of_memory(error):
                 self.save()
                 self.checkpoints.wait()
                 raise

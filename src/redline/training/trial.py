@@ -29,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from redline.errors import UserError
 from redline.hardware.probe import detect_machine
 from redline.jobs.objective import job_runtime
+from redline.kernels.device import synchronize
 from redline.models.fused_trial import fused_failure
 from redline.recipe.load import validate
 from redline.recipe.resolve import DataFacts, Resolved, resolve_tried
@@ -343,8 +344,7 @@ def _steps(trainer: Trainer) -> Callable[[int, int], float]:
         begin = time.perf_counter()
         for step in range(first, first + count):
             trainer.train_step(step, batch, 1e-3)
-        if trainer.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(trainer.device)
         return time.perf_counter() - begin
 
     return steps

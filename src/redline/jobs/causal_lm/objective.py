@@ -29,6 +29,7 @@ from redline.jobs.objective import (
 )
 from redline.kernels.attention import Attention, MaskSpec
 from redline.kernels.cross_entropy import IGNORE, chunk_tokens, linear_cross_entropy8
+from redline.kernels.device import sum_dtype
 from redline.kernels.float8_choice import Shapes
 from redline.kernels.matmul import DTYPES
 from redline.models.decoder import Decoder
@@ -113,7 +114,7 @@ class CausalLM(Float8Objective):
             return {"loss": None, "perplexity": None, "bits_per_byte": None}
         scored = len(split) - 1
         count = min(-(-scored // self.seq_len), self.recipe.eval.sequences)
-        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
+        total, tokens = torch.zeros((), dtype=sum_dtype(self.device), device=self.device), 0.0
         self.model.eval()
         with self.uncompiled():
             for first in range(0, count, micro):

@@ -65,6 +65,7 @@ from redline.jobs.objective import (
 from redline.jobs.preview import SamplePreview
 from redline.kernels.attention import Bound, MaskSpec, Selection
 from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy
+from redline.kernels.device import sum_dtype
 from redline.planning.layout import uniform
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Recipe
@@ -213,7 +214,7 @@ class DiffusionObjective(Float8Objective):
         count = min(self.data.held_out, self.recipe.eval.sequences)
         if count == 0:
             return {"loss": None, "perplexity": None}
-        total, counts = torch.zeros((), dtype=torch.float64, device=self.device), Counter[str]()
+        total, counts = torch.zeros((), dtype=sum_dtype(self.device), device=self.device), Counter[str]()
         self.model.eval()
         with self.uncompiled():
             for batch in self._evaluation_batches(count, micro, FULL_RANGE):

@@ -42,6 +42,7 @@ from redline.jobs.objective import (
 )
 from redline.jobs.preview import SamplePreview
 from redline.kernels.cross_entropy import IGNORE
+from redline.kernels.device import sum_dtype
 from redline.models.generate import generate, greedy_answers
 from redline.models.pretrained import Base, fill_frozen, load_base, open_base, random_tensors
 from redline.recipe.resolve import DataFacts, Resolved
@@ -146,7 +147,7 @@ class Finetune(Float8Objective):
         if split is None or len(split) == 0:
             return {"loss": None, "perplexity": None}
         count = min(len(split), self.recipe.eval.sequences)
-        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        total, tokens = torch.zeros((), dtype=sum_dtype(self.device), device=self.device), 0
         self.model.eval()
         with self.uncompiled():
             for first in range(0, count, micro):

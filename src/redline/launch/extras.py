@@ -1,0 +1,34 @@
+"""Which extras of redline a recipe needs, for `redline doctor`."""
+
+from __future__ import annotations
+
+from redline.data.sources import dataset_id
+from redline.planning.memory import LOW_BIT
+from redline.recipe.load import load, shipped
+from redline.recipe.schema import Recipe
+
+
+def extras_of(recipe: Recipe) -> set[str]:
+    """Return the names of the extras without which the recipe cannot train."""
+    train = recipe.train
+    needed = {
+        "data": any(_needs_data(part.source) for part in recipe.data.parts),
+        "finetune": recipe.model.base is not None,  # its tokenizer and chat template
+        "low-bit": train.optimizer in LOW_BIT,
+        "fp8": train.precision == "fp8" and train.fp8 == "torchao",
+        "wandb": recipe.monitor.wandb is not False,
+    }
+    return {extra for extra, needs in needed.items() if needs}
+
+
+def recipes_by_extra() -> dict[str, list[str]]:
+    """Return, for each extra, the shipped recipes that need it."""
+    found: dict[str, list[str]] = {}
+    for name, path in shipped().items():
+        for extra in extras_of(load(str(path), []).recipe):
+            found.setdefault(extra, []).append(name)
+    return found
+
+
+def _needs_data(source: str) -> bool:
+    return source.endswith((".parquet", ".zst")) or dataset_id(source) is not None
