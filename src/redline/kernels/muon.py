@@ -35,7 +35,7 @@ def nesterov_(
     beta: float,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
-    """Move the momentum towards gradient/divisor. Return Nesterov's sum [N, R, C] in `dtype` and its squared norms [N]."""
+    """Move the momentum towards gradient/divisor. Return Nesterov's sum [N, R, C] in `dtype`, and its squared norms."""
     gradient = torch.stack(list(gradients)) / divisor
     moved = momentum_NRC.lerp(gradient, 1.0 - beta)
     momentum_NRC.copy_(torch.where(bad > 0, momentum_NRC, moved))
