@@ -75,6 +75,10 @@ def test_an_unknown_key_is_a_usage_error(inside: Any) -> None:
     assert "Did you mean 'train.lr'?" in answer.message
 
 
+def test_the_verb_of_another_tool_is_answered_with_keys(inside: Any) -> None:
+    assert "Did you mean `redline keys train.lr`?" in inside("explain", "train.lr").message
+
+
 def test_both_take_at_most_300_ms_and_no_torch(redline: Any, tmp_path: Path) -> None:
     limit = 0.3 * slowness()
     for words in (("keys", "train.lr"), ("keys",), ("recipes", "quickstart")):

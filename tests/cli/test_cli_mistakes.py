@@ -76,7 +76,7 @@ def test_prepared_shards_of_another_tokenizer(recipe: str, inside: Any, corpus: 
         (("report", "nothing"), 2, "nothing"),
         (("stop", "nothing"), 2, "nothing"),
         (("sample", "latest", "--weights", "averaged"), 2, "--weights: 'averaged' is not ema or raw."),
-        (("eval", "latest", "--device", "tpu"), 2, "--device: 'tpu' is not auto or cuda or cpu."),
+        (("eval", "latest", "--device", "tpu"), 2, "--device: 'tpu' is not auto or cuda or mps or cpu."),
         (("sample", "latest", "--seed", "99999999999999999999999"), 2, "Invalid value for '--seed'"),
         (("sample", "latest", "--seed", "-1"), 2, "Invalid value for '--seed'"),
         (("sample", "latest", "--count", "100000000"), 2, "Invalid value for '--count'"),

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 import redline
+
+ROOT = Path(__file__).parents[2]
 
 LIBRARY = """
 import importlib.util, json, sys
@@ -27,6 +32,13 @@ for call in (redline.train, run.evaluate, run.sample, run.model, lambda: run.exp
     else:
         raise AssertionError(call)
 """
+
+
+def test_the_page_lists_every_requirement_but_torch() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^\$ pip install (numpy .*)$", page, re.MULTILINE)
+    assert {*command.split(), "torch"} == {Requirement(line).name for line in project["dependencies"]}
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,7 @@ FOREIGN_VERBS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("benchmark", "speed"), ("bench",)),
     **dict.fromkeys(("check", "diagnose", "info", "env"), ("doctor",)),
     **dict.fromkeys(("recipe", "models", "configs"), ("recipes",)),
+    **dict.fromkeys(("key", "explain", "options", "schema"), ("keys",)),
 }
 _VERBS_ABOUT_A_RUN = ("sample", "report")  # the suggestion adds `latest` if no run was named
 
