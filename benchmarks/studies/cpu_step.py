@@ -1,4 +1,4 @@
-"""The step of a recipe on this CPU, in checkouts of redline and in nanoGPT's loop, measured in turns to share the noise.
+"""The step of a recipe on this CPU: checkouts of redline and nanoGPT's loop, measured in turns to share the noise.
 
     python -m benchmarks.studies.cpu_step OUT.json CHECKOUT [CHECKOUT …] [--rounds N] [--steps N] [--peer] [-- WORDS]
 
