@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.cache import write_atomically
-from redline.hardware.machine import local_machine
+from redline.hardware.probe import detect_machine
 from redline.recipe.lock import git_state, versions
 
 WORDS = ("quickstart", "model.size=2m", "train.precision=bf16")
@@ -60,10 +60,15 @@ def main() -> None:
             row = rows.setdefault(name, {"name": name, "times": [], "processor": [], "tokens_per_step": 8 * 256})
             row["times"].append(peer_step(compiled=compiled))
         print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
-    about = {"benchmark": "cpu-step", "recipe": recipe, "machine": local_machine().facts(), "versions": versions()}
-    result = {**about, "git": git_state(), "rows": [figures(row) for row in rows.values()]}
-    write_atomically(options.out, json.dumps(result, indent=1) + "\n")
-    for row in result["rows"]:
+    about = {
+        "benchmark": "cpu-step",
+        "recipe": recipe,
+        "machine": detect_machine("cpu").facts(),
+        "versions": versions(),
+    }
+    measured_rows = [figures(row) for row in rows.values()]
+    write_atomically(options.out, json.dumps({**about, "git": git_state(), "rows": measured_rows}, indent=1) + "\n")
+    for row in measured_rows:
         print(
             f"{row['name']:20s} {row['tokens_per_s']:9,.0f} tokens/s, median {row['step_ms']:.1f} ms", file=sys.stderr
         )
@@ -127,7 +132,6 @@ def time_peer(words: list[str]) -> float:
     from benchmarks.peers.nanogpt import Baseline, recipe_of
     from redline.data.corpus import load_text
     from redline.hardware.host import keep_freed_memory_mapped
-    from redline.hardware.probe import detect_machine
     from redline.recipe.resolve import resolve
 
     keep_freed_memory_mapped()
