@@ -9,7 +9,7 @@ from redline.errors import UserError
 from redline.kernels.attention import Attention, MaskSpec, candidates, select
 
 CUDA = torch.cuda.is_available()
-PATHS = [("cpu", "dense"), ("cpu", "flash")] + [
+PATHS = [("cpu", "dense"), ("cpu", "flash"), ("cpu", "matmul")] + [
     pytest.param("cuda", name, marks=pytest.mark.gpu) for name in ("cudnn", "flash", "efficient", "flex", "dense")
 ]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -42,7 +42,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_equals_the_dense_reference(device: str, backend: str, packed: bool, kv_heads: int) -> None:
     skip_without_gpu(device)
-    B, H, T, K = 2, 4, 256 if device == "cuda" else 48, 64 if device == "cuda" else 16
+    B, H, T, K = 2, 4, 256 if device == "cuda" else 160, 64 if device == "cuda" else 16  # 160: two tiles of matmul
     spec = MaskSpec(documents=packed)
     ids = documents(B, T, device) if packed else None
     results = []
@@ -108,7 +108,8 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason() -> None:
     spec = MaskSpec()
     with pytest.raises(UserError, match="needs a GPU"):
         select("cudnn", spec, device="cpu", dtype=torch.float32, shape=(1, 1, 8, 8))
-    assert select("auto", spec, device="cpu", dtype=torch.float32, shape=(1, 1, 8, 8)).backend == "flash"
+    assert select("auto", spec, device="cpu", dtype=torch.float32, shape=(1, 1, 8, 8)).backend == "matmul"
+    assert select("auto", spec, device="cpu", dtype=torch.float32, shape=(1, 1, 4096, 8)).backend == "flash"
     assert candidates(spec, "cuda", torch.float32, 64)["flash"] == "needs bf16 or fp16"
 
 

@@ -18,7 +18,7 @@ CUDA = torch.cuda.is_available()
 ON_GPU = [
     pytest.param("cuda", name, marks=pytest.mark.gpu) for name in ("cudnn", "efficient", "flex", "split", "dense")
 ]
-PATHS = [("cpu", "dense"), ("cpu", "flash"), ("cpu", "split"), *ON_GPU]
+PATHS = [("cpu", "dense"), ("cpu", "flash"), ("cpu", "matmul"), ("cpu", "split"), *ON_GPU]
 LAYOUTS = {
     "uniform": uniform(48, 8),
     "one by one": uniform(6, 1),
@@ -198,7 +198,7 @@ def test_which_backends_can_run() -> None:
     assert [on_gpu[name] for name in ("efficient", "flex", "split", "dense")] == [""] * 4
     assert candidates(MaskSpec.of_layout(uniform(16, 16)), "cuda", torch.bfloat16, 64)["flash"] == ""
     how = {"device": "cpu", "dtype": torch.float32, "shape": (1, 1, 32, 8)}
-    assert select("auto", spec, **how).backend == "flash"
+    assert select("auto", spec, **how).backend == "matmul"
     assert select("split", spec, **how).backend == "split"
     with pytest.raises(UserError, match="a noisy and a clean copy"):
         select("split", MaskSpec(), **how)
@@ -216,7 +216,7 @@ def decoder(layout: Layout, backend: str) -> Decoder:
 
 @settings(max_examples=25, deadline=None)
 @given(layouts(), st.data())
-@pytest.mark.parametrize("backend", ["dense", "flash", "split"])
+@pytest.mark.parametrize("backend", ["dense", "flash", "matmul", "split"])
 def test_no_noisy_block_sees_itself_clean(backend: str, layout: Layout, data: st.DataObject) -> None:
     """Nor does it see a later one; the blocks after it do see it."""
     if not layout.clean:

@@ -53,7 +53,7 @@ def test_the_cache_changes_nothing(changes: dict[str, Any]) -> None:
         for part in tokens.split((5, 1, 1, 8, 2), 1):
             pieces.append(model.logits(model(part, Bound(), cache, position)))
             position += part.shape[1]
-    torch.testing.assert_close(torch.cat(pieces, 1), logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat(pieces, 1), logits, rtol=1e-4, atol=2e-5)
 
 
 def test_greedy_text_equals_that_without_a_cache() -> None:

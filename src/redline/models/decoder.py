@@ -24,6 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from redline.kernels.activations import ACTIVATIONS
 from redline.kernels.attention import Attention, Bound, attend_cached
 from redline.kernels.float8_choice import float8_linear
+from redline.kernels.qk_norm import split_norm_rotate
+from redline.kernels.rms_norm import rms_norm
 from redline.models.adapters import LoraLinear
 from redline.models.float8 import Scales
 from redline.planning.shapes import DecoderShape
@@ -89,6 +91,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            return rms_norm(x, self.weight, self.eps)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (normed * self.weight).to(x.dtype)
@@ -192,18 +196,26 @@ class SelfAttention(nn.Module):
         """Return the attention's output [B, T, D]. `values`, if given, is added to the values of the tokens."""
         B, T, _ = x_BTD.shape
         qkv = self.qkv(x_BTD).view(B, T, self.heads + 2 * self.kv_heads, self.head_dim)
-        q, k, v = (x.transpose(1, 2) for x in qkv.split((self.heads, self.kv_heads, self.kv_heads), 2))
+        q, k, v = self._heads(qkv, cos, sin)
         if values_BTV is not None:
             v = v + values_BTV.view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is None:
             y = self.attention(q, k, v, mask)
         else:
             y = attend_cached(q, *cache.extend(k, v, step.update_cache), step.start, step.bidirectional)
         out: Tensor = self.out(y.transpose(1, 2).reshape(B, T, self.heads * self.head_dim))
         return out
+
+    def _heads(self, qkv_BTHK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys, normed and rotated, and values, each [B, H, T, K]."""
+        if self.q_norm is None or self.k_norm is None:
+            q, k, v = (x.transpose(1, 2) for x in qkv_BTHK.split((self.heads, self.kv_heads, self.kv_heads), 2))
+            return rotate(q, cos, sin), rotate(k, cos, sin), v
+        if qkv_BTHK.device.type == "cpu" and not torch.compiler.is_compiling():
+            weights = self.q_norm.weight, self.k_norm.weight
+            return split_norm_rotate(qkv_BTHK, *weights, cos, sin, self.heads, self.q_norm.eps)
+        q, k, v = (x.transpose(1, 2) for x in qkv_BTHK.split((self.heads, self.kv_heads, self.kv_heads), 2))
+        return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v
 
 
 class MLP(nn.Module):
@@ -272,10 +284,6 @@ class Block(ShardedBlock):
 
 # ----------------------------------------------------------------------------------------------------
 # The model.
-
-
-_INIT_STD = 0.02  # of matrices
-_OUTPUT_MATRICES = ("attention.out.weight", "mlp.down.weight")  # their products are added to the residual stream
 
 
 _INIT_STD = 0.02  # of matrices

@@ -51,7 +51,8 @@ from redline.planning.shapes import ACTIVATIONS, ROPE_SCALING, SIZES, TARGETS, c
 # torch's modes reduce-overhead and max-autotune are left out: they record CUDA graphs of their own, and the next
 # micro-batch would overwrite their gradients. train.graph records the whole step instead.
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
-ATTENTION = (AUTO, "cudnn", "flash", "efficient", "flex", "split", "dense")  # split is for block diffusion
+# matmul is for CPUs, split for block diffusion
+ATTENTION = (AUTO, "cudnn", "flash", "efficient", "flex", "split", "matmul", "dense")
 CHECKPOINTING = (AUTO, "none", "selective", "full")
 
 

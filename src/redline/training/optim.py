@@ -283,6 +283,9 @@ class Muon:
         self.lr, self.weight_decay, self.cautious = train.muon_lr, train.weight_decay, train.cautious
         self.momentum, self.warmup, self.beta2 = train.muon_momentum, train.muon_momentum_warmup, train.muon_beta2
         self.ns_coefficients = POLAR_EXPRESS[train.muon_steps]
+        # Without bf16 in hardware a CPU would emulate it, and train.precision=auto chooses float32 there.
+        on_cpu = all(p.device.type == "cpu" for group in groups for p in group.parameters.values())
+        self.dtype = torch.float32 if on_cpu and train.precision != "bf16" else torch.bfloat16
         self.batches: dict[torch.Size, list[_Matrix]] = defaultdict(list)
         for group in groups:
             for name, parameter in group.parameters.items():
@@ -306,7 +309,7 @@ class Muon:
         """Return the update of all matrices of this shape, and NorMuon's factor for each of their rows."""
         divisor, bad = gate
         gradients = [matrix.rows_of(matrix.parameter.grad) for matrix in self.batches[shape]]
-        total, squares = nesterov_(gradients, self.first[shape], divisor, bad, beta)
+        total, squares = nesterov_(gradients, self.first[shape], divisor, bad, beta, self.dtype)
         update = orthogonalize(total, squares, self.ns_coefficients)
         return update, self._scales(shape, update, bad)
 

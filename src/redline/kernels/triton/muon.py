@@ -20,12 +20,17 @@ _PIECE, _WARPS = 2048, 4  # values of one program: four 16-byte loads a thread f
 
 
 def nesterov_(
-    gradients: Sequence[Tensor], momentum_NRC: Tensor, divisor: Tensor, bad: Tensor, beta: float
+    gradients: Sequence[Tensor],
+    momentum_NRC: Tensor,
+    divisor: Tensor,
+    bad: Tensor,
+    beta: float,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor]:
     count, size = momentum_NRC.shape[0], momentum_NRC[0].numel()
     gradients = [gradient.contiguous() for gradient in gradients]
     table, aligned = _addresses(gradients)
-    total = torch.empty_like(momentum_NRC, dtype=torch.bfloat16)
+    total = torch.empty_like(momentum_NRC, dtype=dtype)
     pieces = triton.cdiv(size, _PIECE)
     squares = torch.empty((count, pieces), device=momentum_NRC.device)  # no atomics: added in the same order every time
     _nesterov[(pieces, count)](
