@@ -31,6 +31,12 @@ def no_padding_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("redline.jobs.diffusion.objective._padded_size", lambda count, most: max(1, count))
 
 
+@pytest.fixture(autouse=True)
+def fused_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose torch's fused kernel, whose mask says which pairs count; matmuls compute masked pairs, too."""
+    monkeypatch.setattr("redline.kernels.attention._MOST_POSITIONS", 0)
+
+
 class Counter(TorchDispatchMode):
     """Count FLOPs of matmuls by their sizes, and of attention by the pairs that its mask allows."""
 
