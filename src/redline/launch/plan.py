@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from redline.data.estimate import expected_facts
+from redline.data.estimate import expected_facts, vocabulary
 from redline.errors import (
     TORCH_REQUIREMENT,
     UsageError,
@@ -54,7 +55,7 @@ def plan_recipe(
     tokens/s. `probe` measures one card's share of a step on this machine.
     """
     recipe = _complete_shape(loaded.recipe, log)
-    facts = expected_facts(recipe.data, int(none_if_auto(recipe.model.vocab) or 0))
+    facts = expected_facts(recipe.data, _base_vocabulary(recipe))
     facts = replace(facts, vocab_size=facts.vocab_size + job(recipe.objective).added_tokens(recipe))
     machine = _find_machine(gpu, recipe)
 
@@ -98,6 +99,15 @@ def _complete_shape(recipe: Recipe, log: Callable[[str], None]) -> Recipe:
 
     completed: Recipe = job_runtime(recipe.objective).complete(recipe, log)
     return completed
+
+
+def _base_vocabulary(recipe: Recipe) -> int:
+    """Return how many ids the base's tokenizer has. If its file is not on this machine: the rows of the embedding, of
+    which some may be spare."""
+    file = Path(recipe.model.base or "").expanduser() / "tokenizer.json"
+    if recipe.model.base is not None and file.is_file():
+        return vocabulary(str(file))
+    return int(none_if_auto(recipe.model.vocab) or 0)
 
 
 def _find_machine(gpu: str, recipe: Recipe) -> Machine:
