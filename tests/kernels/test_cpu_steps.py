@@ -7,9 +7,7 @@ import torch
 
 from redline.kernels.attention import by_matmuls
 from redline.kernels.cross_entropy import IGNORE, softmax_loss
-from redline.kernels.qk_norm import split_norm_rotate
-from redline.kernels.rms_norm import rms_norm
-from redline.models.decoder import RMSNorm, rotary_table, rotate
+from redline.models.decoder import RMSNorm, rms_norm, rotary_table, rotate, split_norm_rotate
 from redline.training.optim import orthogonalize
 
 PRECISIONS = [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)]

@@ -22,10 +22,10 @@ from redline.bench import throughput
 from redline.bench.setting import choose_setting
 from redline.errors import RecipeError, UserError
 from redline.hardware import probe
+from redline.hardware.device import is_out_of_memory, sum_dtype
 from redline.hardware.machine import Machine, gpu_machine, mps_machine
 from redline.kernels import nf4
 from redline.kernels.attention import MaskSpec, candidates, select
-from redline.kernels.device import is_out_of_memory, sum_dtype
 from redline.launch.plan import plan_recipe
 from redline.launch.profile import profile_recipe
 from redline.planning.batch import BatchPlan

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from redline.cache import cache_dir
+from redline.hardware.device import sum_dtype
 from redline.jobs.objective import FinetunedModel
-from redline.kernels.device import sum_dtype
 from redline.models.adapters import FrozenMatrix, LoraLinear
 from redline.models.families import tensor_names
 from redline.models.pretrained import Base

@@ -6,13 +6,11 @@ through the norm, and merges them with those of the values. Pairs are (i, i + K/
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from redline.kernels.dispatch import op
-from redline.kernels.rms_norm import add_rms_norm, norm_backward, rms_norm_backward
+from redline.kernels.rms_norm import add_rms_norm, rms_norm_backward
 from redline.kernels.rotary import merge_rotated_gradients, rotate_qkv_
 
 
@@ -76,79 +74,3 @@ def norm_rotate_backward(
 def _heads(merged_BTW: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:
     """Return queries, keys and values as [B, T, H, K] views."""
     return merged_BTW.unflatten(-1, (heads + 2 * kv_heads, head_dim)).split((heads, kv_heads, kv_heads), 2)
-
-
-# ----------------------------------------------------------------------------------------------------
-# The same for plain layers on a CPU: from the merged projection to what attention reads, and back, by hand.
-
-
-def split_norm_rotate(
-    qkv_BTHK: Tensor,
-    q_weight_K: Tensor,
-    k_weight_K: Tensor,
-    cos_TF: Tensor,
-    sin_TF: Tensor,
-    heads: int,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries and keys, normed and rotated, and values, each contiguous [B, H, T, K].
-
-    Between norm and rotation nothing is rounded.
-    """
-    q, k, v = _SplitNormRotate.apply(qkv_BTHK, q_weight_K, k_weight_K, cos_TF, sin_TF, heads, eps)
-    return q, k, v
-
-
-class _SplitNormRotate(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        heads: int,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        kv_heads = (qkv.shape[2] - heads) // 2
-        weights = torch.cat((q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1)))
-        x = qkv[:, :, : heads + kv_heads]
-        wide = x.float()
-        rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(qkv, weights, rstd, cos, sin)
-        ctx.heads = heads
-        rotated = _rotated((wide * rstd).mul_(weights), cos, sin)
-        parts = rotated[:, :, :heads], rotated[:, :, heads:], qkv[:, :, heads + kv_heads :]
-        q, k, v = (_heads_first(part, qkv.dtype) for part in parts)
-        return q, k, v
-
-    @staticmethod
-    def backward(ctx: Any, g_q: Tensor, g_k: Tensor, g_v: Tensor) -> Any:
-        qkv, weights, rstd, cos, sin = ctx.saved_tensors
-        heads, count = ctx.heads, weights.shape[0]
-        grad = torch.empty(*qkv.shape[:2], count, qkv.shape[3])
-        grad[:, :, :heads].copy_(g_q.transpose(1, 2))
-        grad[:, :, heads:].copy_(g_k.transpose(1, 2))
-        g_normed = _rotated(grad, cos, -sin)  # the transpose of a rotation is the rotation by the negative angle
-        merged = torch.empty_like(qkv)
-        g_x, g_weights = norm_backward(g_normed, qkv[:, :, :count], weights, rstd)
-        merged[:, :, :count].copy_(g_x)
-        merged[:, :, count:].copy_(g_v.transpose(1, 2))
-        return merged, g_weights[:heads].sum(0), g_weights[heads:].sum(0), None, None, None, None
-
-
-def _rotated(x_BTHK: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
-    """Return the heads rotated by their positions, in float32."""
-    out = torch.empty_like(x_BTHK)
-    (a, b), (out_a, out_b) = x_BTHK.chunk(2, -1), out.chunk(2, -1)
-    cos, sin = cos_TF[:, None], sin_TF[:, None]
-    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=out_b).addcmul_(a, sin)
-    return out
-
-
-def _heads_first(x_BTHK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a contiguous copy [B, H, T, K]: rounding and reordering in one pass."""
-    B, T, H, K = x_BTHK.shape
-    return torch.empty(B, H, T, K, dtype=dtype).copy_(x_BTHK.transpose(1, 2))

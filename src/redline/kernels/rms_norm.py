@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -57,41 +55,3 @@ def rms_norm_backward8(
     """Return the gradient of the sum, the same in fp8 for the matmul before it, and the gradient of the weight."""
     grad, grad_weight = rms_norm_backward.reference(grad_normed_ND, sum_ND, rstd_N, weight_D, grad_sum_ND)
     return grad, quantise.reference(grad, scale), grad_weight
-
-
-# ----------------------------------------------------------------------------------------------------
-# The same for plain layers on a CPU, where autograd's backward of a dozen small operations takes twice as long.
-
-
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Return the RMSNorm of the last dimension, computed in float32 and rounded once."""
-    normed: Tensor = _RMSNorm.apply(x, weight_D, eps)
-    return normed
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight_D, rstd)
-        return (wide * rstd).mul_(weight_D).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight_D, rstd = ctx.saved_tensors
-        g_x, g_weight = norm_backward(grad.float(), x, weight_D, rstd)
-        return g_x.to(x.dtype), g_weight, None
-
-
-def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x, in float32, and of the weight, from that of the normed x in float32.
-
-    The weight may have more dimensions than the one that is normed, such as one row for each head.
-    """
-    unit = x.float() * rstd
-    of_weight = grad * unit
-    weight_gradient = of_weight.flatten(0, -1 - weight.dim()).sum(0)
-    mean = of_weight.mul_(weight).mean(-1, keepdim=True)
-    # rstd·(grad·weight − unit·mean), in as few passes as possible
-    return (grad * weight).addcmul_(unit, mean, value=-1).mul_(rstd), weight_gradient

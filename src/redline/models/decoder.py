@@ -24,8 +24,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from redline.kernels.activations import ACTIVATIONS
 from redline.kernels.attention import Attention, Bound, attend_cached
 from redline.kernels.float8_choice import float8_linear
-from redline.kernels.qk_norm import split_norm_rotate
-from redline.kernels.rms_norm import rms_norm
 from redline.models.adapters import LoraLinear
 from redline.models.float8 import Scales
 from redline.planning.shapes import DecoderShape
@@ -280,6 +278,117 @@ class Block(ShardedBlock):
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+# ----------------------------------------------------------------------------------------------------
+# Norm and rotation on a CPU, with a backward written by hand: autograd's, of a dozen small operations in float32, takes
+# twice as long (docs/decisions/0030-cpu-steps.md).
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Return the RMSNorm of the last dimension, computed in float32 and rounded once."""
+    normed: Tensor = _RMSNorm.apply(x, weight_D, eps)
+    return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_D, rstd)
+        return (wide * rstd).mul_(weight_D).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight_D, rstd = ctx.saved_tensors
+        g_x, g_weight = norm_backward(grad.float(), x, weight_D, rstd)
+        return g_x.to(x.dtype), g_weight, None
+
+
+def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x, in float32, and of the weight, from that of the normed x in float32.
+
+    The weight may have more dimensions than the one that is normed, such as one row for each head.
+    """
+    unit = x.float() * rstd
+    of_weight = grad * unit
+    weight_gradient = of_weight.flatten(0, -1 - weight.dim()).sum(0)
+    mean = of_weight.mul_(weight).mean(-1, keepdim=True)
+    # rstd·(grad·weight − unit·mean), in as few passes as possible
+    return (grad * weight).addcmul_(unit, mean, value=-1).mul_(rstd), weight_gradient
+
+
+def split_norm_rotate(
+    qkv_BTHK: Tensor,
+    q_weight_K: Tensor,
+    k_weight_K: Tensor,
+    cos_TF: Tensor,
+    sin_TF: Tensor,
+    heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries and keys, normed and rotated, and values, each contiguous [B, H, T, K].
+
+    Between norm and rotation nothing is rounded.
+    """
+    q, k, v = _SplitNormRotate.apply(qkv_BTHK, q_weight_K, k_weight_K, cos_TF, sin_TF, heads, eps)
+    return q, k, v
+
+
+class _SplitNormRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kv_heads = (qkv.shape[2] - heads) // 2
+        weights = torch.cat((q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1)))
+        x = qkv[:, :, : heads + kv_heads]
+        wide = x.float()
+        rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(qkv, weights, rstd, cos, sin)
+        ctx.heads = heads
+        rotated = _rotated((wide * rstd).mul_(weights), cos, sin)
+        parts = rotated[:, :, :heads], rotated[:, :, heads:], qkv[:, :, heads + kv_heads :]
+        q, k, v = (_heads_first(part, qkv.dtype) for part in parts)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, g_q: Tensor, g_k: Tensor, g_v: Tensor) -> Any:
+        qkv, weights, rstd, cos, sin = ctx.saved_tensors
+        heads, count = ctx.heads, weights.shape[0]
+        grad = torch.empty(*qkv.shape[:2], count, qkv.shape[3])
+        grad[:, :, :heads].copy_(g_q.transpose(1, 2))
+        grad[:, :, heads:].copy_(g_k.transpose(1, 2))
+        g_normed = _rotated(grad, cos, -sin)  # the transpose of a rotation is the rotation by the negative angle
+        merged = torch.empty_like(qkv)
+        g_x, g_weights = norm_backward(g_normed, qkv[:, :, :count], weights, rstd)
+        merged[:, :, :count].copy_(g_x)
+        merged[:, :, count:].copy_(g_v.transpose(1, 2))
+        return merged, g_weights[:heads].sum(0), g_weights[heads:].sum(0), None, None, None, None
+
+
+def _rotated(x_BTHK: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
+    """Return the heads rotated by their positions, in float32."""
+    out = torch.empty_like(x_BTHK)
+    (a, b), (out_a, out_b) = x_BTHK.chunk(2, -1), out.chunk(2, -1)
+    cos, sin = cos_TF[:, None], sin_TF[:, None]
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin)
+    return out
+
+
+def _heads_first(x_BTHK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a contiguous copy [B, H, T, K]: rounding and reordering in one pass."""
+    B, T, H, K = x_BTHK.shape
+    return torch.empty(B, H, T, K, dtype=dtype).copy_(x_BTHK.transpose(1, 2))
 
 
 # ----------------------------------------------------------------------------------------------------

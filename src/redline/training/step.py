@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from redline.data.loader import Prefetcher, pin
 from redline.errors import UserError
+from redline.hardware.device import free_unused_memory, is_out_of_memory, synchronize
 from redline.hardware.nvml import Nvml, Reading, ThrottleWatch
 from redline.jobs.objective import Batch, Objective
-from redline.kernels.device import free_unused_memory, is_out_of_memory, synchronize
 from redline.planning.batch import BatchPlan
 from redline.planning.flops import FlopsPerToken, mfu
 from redline.runs.monitor import Monitor

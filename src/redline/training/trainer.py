@@ -13,8 +13,8 @@ import torch
 
 from redline.data.tokens import BackgroundCheck, DamagedDataError
 from redline.errors import UserError
+from redline.hardware.device import is_out_of_memory, synchronize
 from redline.jobs.objective import Objective, Sampling
-from redline.kernels.device import is_out_of_memory, synchronize
 from redline.planning.batch import BatchPlan
 from redline.planning.schedule import cycled_momentum, lr_factor
 from redline.recipe.forecast import warmup_warnings

@@ -27,9 +27,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from redline.errors import UserError
+from redline.hardware.device import synchronize
 from redline.hardware.probe import detect_machine
 from redline.jobs.objective import job_runtime
-from redline.kernels.device import synchronize
 from redline.models.fused_trial import fused_failure
 from redline.recipe.load import validate
 from redline.recipe.resolve import DataFacts, Resolved, resolve_tried

@@ -16,6 +16,7 @@ from redline.data.sources import ProgressCallback
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.data.tokens import TokenFile, TokenSplit
 from redline.errors import UserError
+from redline.hardware.device import sum_dtype
 from redline.jobs.base import export_problems
 from redline.jobs.objective import (
     Batch,
@@ -37,7 +38,6 @@ from redline.jobs.pretrained import (
 )
 from redline.kernels.attention import Attention, MaskSpec
 from redline.kernels.cross_entropy import IGNORE, chunk_tokens, linear_cross_entropy8
-from redline.kernels.device import sum_dtype
 from redline.kernels.float8_choice import Shapes
 from redline.kernels.matmul import DTYPES
 from redline.models.decoder import Decoder

@@ -30,6 +30,7 @@ from redline.data.sources import ProgressCallback
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
 from redline.data.tokens import TokenFile
 from redline.errors import UserError
+from redline.hardware.device import sum_dtype
 from redline.jobs.base import job
 from redline.jobs.diffusion.data import (
     Clip,
@@ -65,7 +66,6 @@ from redline.jobs.pretrained import PretrainedObjective, PretrainedRuntime
 from redline.jobs.preview import SamplePreview
 from redline.kernels.attention import Attention, Bound, MaskSpec, Selection
 from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy
-from redline.kernels.device import sum_dtype
 from redline.planning.layout import Layout, growing_layouts, uniform
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Recipe

@@ -15,6 +15,7 @@ from torch import Tensor
 from redline.data.chat_template import ANSWERS, ChatTokenizer, load_chat_tokenizer
 from redline.data.sources import ProgressCallback
 from redline.errors import UserError
+from redline.hardware.device import sum_dtype
 from redline.jobs.base import export_problems
 from redline.jobs.finetune.data import (
     DROP,
@@ -39,7 +40,6 @@ from redline.jobs.objective import (
 from redline.jobs.pretrained import PretrainedObjective, PretrainedRuntime, trained_on_base
 from redline.jobs.preview import SamplePreview
 from redline.kernels.cross_entropy import IGNORE
-from redline.kernels.device import sum_dtype
 from redline.models.generate import generate, greedy_answers
 from redline.models.pretrained import Base, open_base
 from redline.recipe.resolve import DataFacts, Resolved

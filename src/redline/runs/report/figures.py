@@ -32,7 +32,7 @@ MAX_POINTS = 800  # of a curve
 _CROWDED = 300  # points; with more, a curve is drawn as its mean over a band
 
 RUN_INKS = tuple(f"run-{number}" for number in range(6))
-_INK_NAMES = ("ink", "faint", "grid", "accent", "second", "good", "warn", "card", *RUN_INKS)  # as in report.css
+_INK_NAMES = ("ink", "faint", "grid", "accent", "second", "good", "warn", "card", *RUN_INKS)  # as in report.html.j2
 _PLACEHOLDERS = {name: f"#0102{number:02x}" for number, name in enumerate(_INK_NAMES, 3)}
 _SIZE_INCHES = (5.2, 3.1)
 _RC: Any = {
@@ -562,7 +562,7 @@ def _format_ms(value: float) -> str:
 
 
 _SCALING_INCHES = (7.6, 3.3)
-# The light colours of report.css: outside of its page nothing else defines them.
+# The light colours of report.html.j2: outside of its page nothing else defines them.
 _LIGHT_COLOURS = {
     "card": "#ffffff",
     "ink": "#1d1b1a",

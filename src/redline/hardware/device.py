@@ -1,4 +1,4 @@
-"""What differs between CUDA, MPS (the GPU of a Mac) and the CPU outside of kernels. MPS was never run by us."""
+"""What torch calls differently on CUDA, on MPS (the GPU of a Mac) and on the CPU. MPS was never run by us."""
 
 from __future__ import annotations
 
