@@ -35,6 +35,10 @@ SMALL = (
     "eval.sequences=4",
     "eval.sample_tokens=8",
 )
+ON_BASE = (  # from a base, whose shape is its own
+    *("data.source=notes", "data.seq_len=32", "train.device=cpu", "train.precision=fp32", "train.compile=false"),
+    *("train.global_batch=4", "train.steps=2", "eval.sequences=4", "eval.sample_tokens=8"),
+)
 TUNED = (  # fine-tuning, of a base with this shape
     *("model.base=base", "model.layers=2", "model.d_model=64", "model.heads=4", "model.kv_heads=2", "model.d_ff=128"),
     *("model.vocab=auto", "model.rope_theta=10000", "data.seq_len=96", "train.device=cpu", "train.precision=fp32"),
@@ -163,6 +167,9 @@ def smaller(words: tuple[str, ...]) -> list[str]:
         return [*words, "train.steps=104"]
     if "--dry-run" in words:
         return [*words]
+    if verb == "train" and any(word.startswith("model.base=") for word in words):
+        words = tuple("model.base=base" if word.startswith("model.base=") else word for word in words)
+        return [*words, *ON_BASE]
     if verb == "train" and len(words) > 1 and words[1].startswith("qlora"):
         return [*words, *TUNED]
     if verb == "train" and len(words) > 1 and words[1].startswith("latentwire"):

@@ -334,14 +334,14 @@ def by_matmuls(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, causal: 
     [B or 1, 1, T, T] holds −inf where a query may not see a key. With `causal`, no later key is seen either.
     """
     B, H, T, K = q.shape
-    out: Tensor = _ByMatmuls.apply(*(x.reshape(B * H, T, K) for x in (q, k, v)), bias, causal, H)
+    out: Tensor = _MatmulAttention.apply(*(x.reshape(B * H, T, K) for x in (q, k, v)), bias, causal, H)
     return out.view(B, H, T, K)
 
 
 _QUERIES = 128  # of causal attention at once: their scores with later keys are not computed
 
 
-class _ByMatmuls(torch.autograd.Function):
+class _MatmulAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, heads: int) -> Tensor:
         out, kept, scale = torch.empty_like(q), [], q.shape[-1] ** -0.5

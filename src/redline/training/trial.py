@@ -47,6 +47,7 @@ from redline.training.trainer import Trainer
 _MAX_MEMORY_EVENTS = 1_000_000
 _STEP = "redline.step"
 _TORCH_STEP = "ProfilerStep"  # the range that torch.profiler puts around each step
+_ATTENTION = "_MatmulAttention"  # attention on a CPU, forward and backward
 
 
 @dataclass(frozen=True)
@@ -169,15 +170,19 @@ def _operators(events: list[Any]) -> list[Span]:
         is_python = getattr(event, "is_python_function", False)  # with_stack records an event for each Python call
         if event.thread == training_thread and not is_range and not is_python and event.self_cpu_time_total > 0:
             start, _ = _seconds(event)
-            spans.append(Span(event.name, start, start + 1e-6 * event.self_cpu_time_total, _within(event, UPDATE)))
+            # The matmuls of attention are a part of it.
+            name = next((caller for caller in _callers(event) if caller.startswith(_ATTENTION)), event.name)
+            spans.append(Span(name, start, start + 1e-6 * event.self_cpu_time_total, UPDATE in _callers(event)))
     return spans
 
 
-def _within(event: Any, name: str) -> bool:
-    parent = event.cpu_parent
-    while parent is not None and parent.name != name:
+def _callers(event: Any) -> list[str]:
+    """Return the names of the operators and ranges that an operator ran within, the innermost first."""
+    names, parent = [], event.cpu_parent
+    while parent is not None:
+        names.append(parent.name)
         parent = parent.cpu_parent
-    return parent is not None
+    return names
 
 
 def _seconds(event: Any) -> tuple[float, float]:
