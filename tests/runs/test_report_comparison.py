@@ -93,6 +93,7 @@ def test_even_runs_have_no_winner(tmp_path: Path) -> None:
     assert winner(read_runs(runs)) == ["a and b are even: best validation loss 2 and 2.001."]
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize(
     ("lock", "words"),
     [
@@ -223,6 +224,7 @@ def test_there_is_a_view_for_each_axis_that_is_known(tmp_path: Path) -> None:
     assert [view.name for view in aligned_views(read_runs(free))] == ["steps", "tokens", "time"]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_losses_are_compared_where_the_shortest_ends(tmp_path: Path) -> None:
     runs = [make(tmp_path, "long", loss=2.0, count=40), make(tmp_path, "short", loss=5.0, count=20)]
     step, tokens, time, cost = aligned_views(read_runs(runs))
@@ -274,6 +276,7 @@ def test_the_page_works_without_scripts_and_loads_nothing(tmp_path: Path) -> Non
     assert len(ids) == len(set(ids))
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_page_is_written_beside_the_first_run_or_to_out(tmp_path: Path) -> None:
     runs = [make(tmp_path, "a"), make(tmp_path, "b")]
     assert write_comparison(runs) == tmp_path / "comparison.html"
