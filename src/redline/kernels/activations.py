@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +39,35 @@ class Activation:
 
 def plain_swiglu(h: Tensor) -> Tensor:
     """Return silu(gate)·up in the precision of h, by operators that autograd and torch.compile know."""
+    if h.device.type == "cpu" and not torch.compiler.is_compiling():
+        out: Tensor = _SwiGLU.apply(h)
+        return out
     gate, up = h.chunk(2, -1)
     return F.silu(gate) * up
+
+
+class _SwiGLU(torch.autograd.Function):
+    """The same operators, with a backward that writes both halves of the gradient where they belong.
+
+    On a CPU autograd's concatenation of the halves takes a sixth of the operation's time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        gate, up = h.chunk(2, -1)
+        activated = F.silu(gate)
+        ctx.save_for_backward(h, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        h, activated = ctx.saved_tensors
+        (gate, up), g_h = h.chunk(2, -1), torch.empty_like(h)
+        g_gate, g_up = g_h.chunk(2, -1)
+        torch.mul(grad, activated, out=g_up)
+        torch.mul(grad, up, out=g_gate)
+        torch.ops.aten.silu_backward.grad_input(g_gate, gate, grad_input=g_gate)
+        return g_h
 
 
 @op(triton="activations:swiglu")

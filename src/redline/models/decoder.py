@@ -294,29 +294,29 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight_D, rstd)
-        return (wide * rstd).mul_(weight_D).to(x.dtype)
+        unit, rstd = _unit(x, eps)
+        ctx.save_for_backward(unit, weight_D, rstd)
+        ctx.dtype = x.dtype
+        return (unit * weight_D).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight_D, rstd = ctx.saved_tensors
-        g_x, g_weight = norm_backward(grad.float(), x, weight_D, rstd)
-        return g_x.to(x.dtype), g_weight, None
+        unit, weight_D, rstd = ctx.saved_tensors
+        wide = grad.float()
+        of_weight = wide * unit
+        g_weight = of_weight.flatten(0, -2).sum(0)
+        mean = (of_weight @ weight_D.to(of_weight.dtype)).div_(len(weight_D))[..., None]
+        g_x = (wide * weight_D).addcmul_(unit, mean, value=-1).mul_(rstd)
+        return g_x.to(ctx.dtype), g_weight, None
 
 
-def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x, in float32, and of the weight, from that of the normed x in float32.
+def _unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x/rms in float32, in memory of its own, and 1/rms of each row.
 
-    The weight may have more dimensions than the one that is normed, such as one row for each head.
+    The backward keeps the former in place of x: half as many passes, for two more bytes a value.
     """
-    unit = x.float() * rstd
-    of_weight = grad * unit
-    weight_gradient = of_weight.flatten(0, -1 - weight.dim()).sum(0)
-    mean = of_weight.mul_(weight).mean(-1, keepdim=True)
-    # rstd·(grad·weight − unit·mean), in as few passes as possible
-    return (grad * weight).addcmul_(unit, mean, value=-1).mul_(rstd), weight_gradient
+    rstd = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return x.float() * rstd if x.dtype == torch.float32 else x.float().mul_(rstd), rstd
 
 
 def split_norm_rotate(
@@ -350,38 +350,46 @@ class _SplitNormRotate(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         kv_heads = (qkv.shape[2] - heads) // 2
         weights = torch.cat((q_weight.expand(heads, -1), k_weight.expand(kv_heads, -1)))
-        x = qkv[:, :, : heads + kv_heads]
-        wide = x.float()
-        rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(qkv, weights, rstd, cos, sin)
-        ctx.heads = heads
-        rotated = _rotated((wide * rstd).mul_(weights), cos, sin)
+        unit, rstd = _unit(qkv[:, :, : heads + kv_heads], eps)
+        ctx.save_for_backward(unit, weights, rstd, cos, sin)
+        ctx.heads, ctx.shape, ctx.dtype = heads, qkv.shape, qkv.dtype
+        # The weights multiply the table of angles, which is smaller than the heads by the size of the batch.
+        rotated = _rotated(unit, _turned(cos, cos, weights), _turned(-sin, sin, weights.roll(weights.shape[1] // 2, 1)))
         parts = rotated[:, :, :heads], rotated[:, :, heads:], qkv[:, :, heads + kv_heads :]
         q, k, v = (_heads_first(part, qkv.dtype) for part in parts)
         return q, k, v
 
     @staticmethod
     def backward(ctx: Any, g_q: Tensor, g_k: Tensor, g_v: Tensor) -> Any:
-        qkv, weights, rstd, cos, sin = ctx.saved_tensors
+        unit, weights, rstd, cos, sin = ctx.saved_tensors
         heads, count = ctx.heads, weights.shape[0]
-        grad = torch.empty(*qkv.shape[:2], count, qkv.shape[3])
+        grad = torch.empty_like(unit)
         grad[:, :, :heads].copy_(g_q.transpose(1, 2))
         grad[:, :, heads:].copy_(g_k.transpose(1, 2))
-        g_normed = _rotated(grad, cos, -sin)  # the transpose of a rotation is the rotation by the negative angle
-        merged = torch.empty_like(qkv)
-        g_x, g_weights = norm_backward(g_normed, qkv[:, :, :count], weights, rstd)
+        # the transpose of a rotation is the rotation by the negative angle
+        normed = _rotated(grad, _turned(cos, cos), _turned(sin, -sin))
+        of_weight = torch.mul(normed, unit, out=grad)
+        g_weights = of_weight.flatten(0, 1).sum(0)
+        mean = of_weight.mul_(weights).mean(-1, keepdim=True)
+        g_x = normed.mul_(weights).addcmul_(unit, mean, value=-1).mul_(rstd)
+        merged = torch.empty(ctx.shape, dtype=ctx.dtype)
         merged[:, :, :count].copy_(g_x)
         merged[:, :, count:].copy_(g_v.transpose(1, 2))
         return merged, g_weights[:heads].sum(0), g_weights[heads:].sum(0), None, None, None, None
 
 
-def _rotated(x_BTHK: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
-    """Return the heads rotated by their positions, in float32."""
-    out = torch.empty_like(x_BTHK)
-    (a, b), (out_a, out_b) = x_BTHK.chunk(2, -1), out.chunk(2, -1)
-    cos, sin = cos_TF[:, None], sin_TF[:, None]
-    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=out_b).addcmul_(a, sin)
+def _turned(left_TF: Tensor, right_TF: Tensor, weights_HK: Tensor | None = None) -> Tensor:
+    """Return the factors of both halves of a head side by side [T, 1 or H, K], times the heads' weights if given."""
+    factors = torch.cat((left_TF, right_TF), -1)[:, None]
+    return factors if weights_HK is None else factors * weights_HK
+
+
+def _rotated(x_BTHK: Tensor, own_THK: Tensor, other_THK: Tensor) -> Tensor:
+    """Return own·x + other·(x with its halves exchanged), in float32."""
+    half = x_BTHK.shape[-1] // 2
+    out = x_BTHK * own_THK
+    out[..., :half].addcmul_(x_BTHK[..., half:], other_THK[..., :half])
+    out[..., half:].addcmul_(x_BTHK[..., :half], other_THK[..., half:])
     return out
 
 
