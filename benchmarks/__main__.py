@@ -10,6 +10,7 @@ import typer
 
 import benchmarks
 from benchmarks import finetune as finetuning
+from benchmarks import laptop as laptops
 from benchmarks import latent as latents
 from benchmarks import pages, plan_accuracy, time_to_loss
 from benchmarks.record import Record, refuse_dirty
@@ -95,6 +96,35 @@ def finetune(
     cli.collect(record, finetuning.run_finetune(setting, chosen))
     record.rows = finetuning.add_ratios(record.rows)
     cli.show_result(record, json_, pages.lines)
+    _exit_if_first_failed(record)
+
+
+@app.command()
+def laptop(
+    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="Training time of each arm.")] = 2.0,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds; a second one doubles the time.")] = 1,
+    json_: JsonOption = False,
+    out: OutOption = None,
+    only: cli.OnlyOption = None,
+) -> None:
+    """Train quickstart on this CPU beside nanoGPT's loop, our architecture with AdamW, and transformers' Trainer.
+
+    It takes about 13 minutes. With an --out file of an earlier call, arms that it holds are not trained again.
+
+    Examples:
+      python -m benchmarks laptop
+      python -m benchmarks laptop --seeds 3 --out laptop.json
+    """
+    check_out(out, may_exist=True)
+    arms, machine = laptops.choose_arms(only), detect_machine("cpu")
+    out = file_for(out, "laptop", machine, may_exist=True, siblings=Record.siblings)
+    earlier = read_earlier(out, "laptop", machine)
+    record = cli.start_record(Record("laptop", machine, {}, out))
+    record.conclude = lambda rows: {"comparison": laptops.compare(rows)}
+    record.continue_from(earlier or {"rows": []})
+    numbers = range(laptops.FIRST_SEED, laptops.FIRST_SEED + seeds)
+    cli.collect(record, laptops.run_laptop(arms, numbers, 60 * minutes, record.rows))
+    cli.show_result(record, json_, laptops.lines)
     _exit_if_first_failed(record)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks import laptop
 from benchmarks.time_to_loss import ANCHORS_DIFFER, BASELINE, OFF_BUDGET, best_entries, is_control
 from redline.units import format_count
 
@@ -210,11 +211,14 @@ def markdown(result: dict[str, Any], picture: str | None = None) -> str:
     parts = [
         f"# bench {benchmark}: {machine['name']}, {result['date']}",
         *([f"![{_caption(benchmark)}]({picture})"] if picture else []),
-        *(sections(result) if benchmark == "time-to-loss" else [_table(result["rows"], _COLUMNS[benchmark])]),
+        *(_SECTIONS[benchmark](result) if benchmark in _SECTIONS else [_table(result["rows"], _COLUMNS[benchmark])]),
         *_notes(result["rows"]),
         "\n".join(["| measured with | |", "|---|---|", *(f"| {key} | {value} |" for key, value in _about(result))]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+_SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {"time-to-loss": sections, "laptop": laptop.sections}
 
 
 def _about(result: dict[str, Any]) -> list[tuple[str, str]]:
@@ -297,6 +301,7 @@ def _caption(benchmark: str) -> str:
         "plan-accuracy": "planned against measured",
         "plan-accuracy-held-out": "planned against measured, configurations that nothing was fitted to",
         "time-to-loss": "validation loss over seconds of training",
+        "laptop": "validation loss over seconds of training",
     }
     return captions.get(benchmark, benchmark)
 

@@ -284,7 +284,25 @@ def _short(row: Row) -> str:
     return text if len(text) <= _LABEL else text[: _LABEL - 1] + "…"
 
 
+def _draw_laptop(canvas: Figure, result: dict[str, Any]) -> None:
+    """Draw the curve of each arm's first seed."""
+    canvas.set_size_inches(9.0, 5.2)
+    ax = canvas.subplots()
+    first = {row["arm"]: row for row in reversed(result["rows"])}
+    for colour, entry in zip((ACCENT, INK, SECOND, FAINT, "#3b7dd8"), result["comparison"], strict=False):
+        points = [point for point in first[entry["arm"]]["evaluations"] if point["loss"] is not None]
+        label = f"{entry['arm']}: {points[-1]['loss']:.2f} at {entry['tokens_per_s']:,.0f} tokens/s"
+        ax.plot([p["seconds"] for p in points], [p["loss"] for p in points], color=colour, label=label, linewidth=1.8)
+    ax.set_xlabel("seconds of training, compiling included")
+    ax.set_ylabel("validation loss")
+    ax.grid(visible=True)
+    ax.set_xlim(left=0)
+    ax.legend(frameon=False)
+    headed(canvas, result, f"The same text, cores and time on one {result['machine']['name']}")
+
+
 _PICTURES = {
+    "laptop": _draw_laptop,
     "throughput": _draw_throughput,
     "finetune": _draw_throughput,
     "plan-accuracy": _draw_plan_accuracy,

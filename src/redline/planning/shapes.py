@@ -133,6 +133,7 @@ SHAPE_KEYS = tuple(field.name for field in fields(DecoderShape))
 # name → (layers, d_model, heads, d_ff); d_ff is about 8/3·d, a multiple of 64
 SIZES: dict[str, tuple[int, int, int, int]] = {
     "1m": (4, 128, 4, 384),
+    "2.1m": (3, 192, 3, 512),  # heads of 64, which suit the matmuls of a CPU
     "2m": (4, 192, 4, 512),
     "5m": (6, 256, 4, 704),
     "15m": (8, 384, 6, 1024),

@@ -300,6 +300,8 @@ class Eval(Section):
     sequences: Count = 256  # of the validation split
     samples: Whole = 1  # texts generated before and after training
     sample_tokens: Count = 120
+    sample_temperature: NonNegative = 0.8  # of these samples; 0 is greedy
+    sample_top_p: Share = 0.95  # keep the likeliest tokens up to this probability
     prompt: MaybeWords = ""  # null: the beginning of a held-out document, or a held-out question
     patience: MaybeCount = None  # stop after so many evaluations without a lower validation loss
 

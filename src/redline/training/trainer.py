@@ -628,7 +628,8 @@ class Evaluator:
 
     def _write_samples(self, state: TrainState, label: str, options: Eval) -> None:
         count = 1 if label == "before" else options.samples  # untrained weights write noise; one sample is enough
-        sampling = Sampling(count=count, tokens=options.sample_tokens, seed=self.seed)
+        temperature, top_p = options.sample_temperature, options.sample_top_p
+        sampling = Sampling(count, options.sample_tokens, self.seed, temperature, top_p=top_p)
         objective = self.parallel.objective
         prompt = objective.first_prompt() if options.prompt is None else options.prompt
         for sample in objective.sample(prompt, sampling):
