@@ -92,6 +92,7 @@ class Watcher:
     attempt: Attempt
     signals: SignalForwarder
     timeout: float  # seconds within which a rank must make progress
+    several_nodes: bool = False  # other nodes have supervisors of their own
     lost_at: float | None = None  # when a rank was first found to be gone
     heartbeats: dict[int, dict[str, Any]] = field(default_factory=dict)  # the last one of each rank
 
@@ -180,6 +181,9 @@ class Watcher:
         if first is None and code == EXIT_DONE:  # the run had finished before, so no rank sent a heartbeat
             return AttemptResult(EXIT_DONE)
         if first is None:
+            if self.several_nodes:  # torchrun has waited for a node that is not there (yet), or lost its store
+                message = f"the nodes did not meet (exit code {code})"
+                return self._unless_stopped(AttemptResult(EXIT_FAILED, message, LOST))
             message = f"the processes ended before training started (exit code {code})"
             return self._unless_stopped(AttemptResult(EXIT_FAILED, message, REFUSED))
         if first["rank"] == leader and first["why"] == REFUSED:
@@ -200,6 +204,7 @@ def supervise(
     progress: Callable[[], int | None] = lambda: None,
     log: Callable[[str], None] = lambda _: None,
     pause: float = 1.0,
+    several_nodes: bool = False,
 ) -> AttemptResult:
     """Watch a run to its end and, with `restart`, start it again after each failure.
 
@@ -208,7 +213,7 @@ def supervise(
     recovery, failures, reached = None, 0, progress()
     with SignalForwarder() as signals:
         while True:
-            result = Watcher(start(recovery), signals, timeout).run()
+            result = Watcher(start(recovery), signals, timeout, several_nodes).run()
             if not result.recoverable or not restart:
                 if result.message and result.code not in (EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
                     log(result.message)
