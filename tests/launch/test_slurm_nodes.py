@@ -31,7 +31,13 @@ done
 """
 
 
-@pytest.mark.parametrize("notices", [False, True], ids=["the other rank waits", "the other rank ends"])
+@pytest.mark.parametrize(
+    "notices",
+    [
+        pytest.param(False, id="the other rank waits"),
+        pytest.param(True, id="the other rank ends", marks=pytest.mark.soak),
+    ],
+)
 def test_a_job_is_requeued_after_a_node_is_lost(launch_on_two: Any, notices: bool) -> None:
     """srun waits for the lost node until SLURM gives it up, so the script does not begin a hopeless attempt before."""
     from loopback import until

@@ -85,12 +85,14 @@ def train(
       redline train pretrain-350m --run /shared/run --continue --nodes 2 --node-rank 0 --master node0 --supervise
     """
     from redline.launch.processes import read_nodes
-    from redline.launch.start import Target, read_target, restart_warning
+    from redline.launch.start import Target, accelerate_warning, read_target, restart_warning
 
     require_torch()
     target, words = read_target(recipe or [], Target(run, resume, continue_), os.environ, sweep=bool(sweep))
     given_recipe, overrides = split_words(words, "train")
     run, resume = target.run, target.resume
+    if warning := accelerate_warning(os.environ):
+        typer.echo(f"redline: {warning}", err=True)
     places = read_nodes(
         nodes, node_rank, master, os.environ, repeatable=target.continued or resume is not None or bool(sweep)
     )
