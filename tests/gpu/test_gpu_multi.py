@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
 ]
 GPU = ("train.device=cuda", "model.d_model=128", "data.seq_len=64", "train.lr=1e-3", "train.precision=fp32")
+STEPS = 600  # long enough to be interrupted
 
 
 def command(world: Any, run: Path, *options: str, gpus: int = 2) -> list[str]:
@@ -69,7 +70,7 @@ def test_a_run_changes_from_two_gpus_to_one_and_back(world: Any, tmp_path: Path,
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["lost", "hung"])
 def test_a_rank_that_is_lost_or_hangs_is_restarted(world: Any, tmp_path: Path, number: int) -> None:
     run = tmp_path / "run"
-    options = ("train.steps=2000", "checkpoint.every=100", "parallel.timeout=20")
+    options = (f"train.steps={STEPS}", "checkpoint.every=50", "parallel.timeout=20")
     process = subprocess.Popen(command(world, run, *options))
     try:
         deadline = time.monotonic() + 200
@@ -81,7 +82,7 @@ def test_a_rank_that_is_lost_or_hangs_is_restarted(world: Any, tmp_path: Path, n
         assert process.wait(250) == 0
     finally:
         process.kill()
-    assert len(losses(run)) == 2000
+    assert len(losses(run)) == STEPS
     assert [event["type"] for event in read_events(run / "events.jsonl")].count("recovery") == 1
 
 
