@@ -184,15 +184,24 @@ def test_torchrun_passes_the_documented_words_on(words: list[str]) -> None:
 
 
 def test_the_documented_kubernetes_job(inside: Any, recipe: str, tmp_path: Path) -> None:
-    block = next(text for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if "kind: Job" in text)
-    container = yaml.safe_load(block)["spec"]["template"]["spec"]["containers"][0]
-    assert container["args"][:3] == ["train", "pretrain-350m", "data.source=/data/tokens"]
+    """What a pod runs starts a run, and resumes it in the pod that replaces it."""
+    line = next(line for line in PAGE.splitlines() if line.startswith("$ redline launch") and "--to k8s" in line)
+    words = shlex.split(line)[2:]
+    answer = inside(*words[: words.index("--out")])
+    assert answer.code == EXIT_DONE, answer.err
+    *_, job = yaml.safe_load_all(answer.out)
+    container = job["spec"]["template"]["spec"]["containers"][0]
     run = tmp_path / "run"
-    os.environ |= {entry["name"]: entry["value"] for entry in container["env"]}  # which `inside` takes back
-    assert os.environ["REDLINE_RUN"] == "/data/runs/long"
-    os.environ["REDLINE_RUN"] = str(run)
+    places = {
+        "pretrain-350m": recipe,
+        "data.source=/data/tokens": "eval.samples=0",
+        "/data/runs/pretrain-350m": str(run),
+    }
+    args = [places.get(word, word) for word in container["args"]]
+    several = [args.pop(args.index(option)) for option in ("--supervise", "--gpus", "8", "--nodes", "2")]
+    assert len(several) == 5, "the rest is the command of one process"
     for steps in (2, 4):
-        assert inside("train", recipe, "eval.samples=0", f"train.steps={steps}").code == EXIT_DONE
+        assert inside(*args, f"train.steps={steps}").code == EXIT_DONE
     assert [start["resumed_from"] for start in starts(run)] == [None, 2]
 
 

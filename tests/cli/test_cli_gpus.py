@@ -106,3 +106,27 @@ def test_a_dry_run_plans_for_all_ranks(words: list[str], tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert "parallel.mode = ddp" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        (("--nodes", "2"), "Add --run DIR --continue"),
+        (("--nodes", "2", "--continue"), "Use 0 to 1"),
+        (("--nodes", "2", "--continue", "--node-rank", "1"), "--master node0:29500"),
+        (
+            ("--nodes", "2", "--continue", "--node-rank", "1", "--master", "a", "--dry-run"),
+            "redline plan RECIPE --gpus 1",
+        ),
+        (("--nodes", "3", "--continue", "--node-rank", "1", "--master", "a"), "or 2 or 4 GPUs"),
+        (("--node-rank", "1"), "Add --nodes N"),
+    ],
+)
+def test_nodes_that_are_not_possible_are_refused_at_once(
+    inside: Any, words: list[str], tmp_path: Path, options: tuple[str, ...], fix: str
+) -> None:
+    answer = inside("train", *words, "--run", str(tmp_path / "run"), *options)
+    assert answer.code == 2
+    assert fix in answer.err
+    assert len(answer.err.strip().splitlines()) <= 3
+    assert not (tmp_path / "run").exists()

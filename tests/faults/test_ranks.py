@@ -179,6 +179,19 @@ def test_preparing_data_has_no_time_limit(doing: str, hung: list[int]) -> None:
     assert watch._hung_ranks() == [0], "its heartbeat has stopped"
 
 
+def test_a_pause_of_the_whole_machine_is_no_hang() -> None:
+    watch = watching.Watcher(Mock(), Mock(), timeout=1.0)
+    now = time.monotonic()
+    watch.heartbeats = {0: {"pid": os.getpid(), "doing": "step", "time": now - 60, "since": now - 60, "waiting": False}}
+    assert watch._hung_ranks() == [0]
+    watch.polled_at = now - 59
+    watch._note_pause()
+    assert watch._hung_ranks() == []
+    watch.awake_since -= 30
+    watch._note_pause()
+    assert watch._hung_ranks() == [0], "later it counts again"
+
+
 @pytest.mark.parametrize(("size", "here", "nodes"), [(4, 2, 2), (5, 2, 1), (6, 3, 2), (2, 0, 1)])
 def test_uneven_nodes_count_as_one_node(size: int, here: int, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise ranks beyond nodes × ranks per node would train on the data of other ranks."""

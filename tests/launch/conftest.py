@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 from redline.launch.cluster import Cluster
 from redline.launch.slurm import Job
 
-HERE = Path(__file__).parent
+SOURCE = Path(__file__).parents[2] / "src"
 # Each pretended command writes down how it was called. srun also does what its turn in `plan` says.
 PRETENDED = """#!%(python)s
 import json, os, pathlib, sys
@@ -124,9 +126,7 @@ def job(tmp_path: Path) -> Any:
     return make
 
 
-@pytest.fixture(scope="session")
-def slurm() -> Iterator[Any]:
-    """Debian's slurm-wlm on the loopback interface of this machine."""
+def require_slurm() -> None:
     missing = [
         name for name in ("munged", "slurmctld", "slurmd", "sbatch", "srun") if not shutil.which(name, path=PATHS)
     ]
@@ -134,12 +134,92 @@ def slurm() -> Iterator[Any]:
         pytest.skip(f"no SLURM here ({', '.join(missing)}): apt-get install slurmctld slurmd slurm-client munge")
     if os.geteuid() != 0:
         pytest.skip("SLURM's daemons are started as root, which this is not")
-    sys.path.insert(0, str(HERE))
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Any]:
+    """Debian's slurm-wlm on the loopback interface of this machine."""
+    require_slurm()
     from loopback import Slurm
 
     with Slurm() as running:
         yield running
-    sys.path.remove(str(HERE))
+
+
+@dataclass
+class Launch:
+    """`redline launch --submit`, in a folder whose name has characters that are special to a shell."""
+
+    slurm: Any
+    home: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.home / "it's a $HOME"
+
+    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
+        own = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(self.home)}
+        command = self.slurm.command(sys.executable, "-m", "redline", "launch", *words, "--submit", folder=self.folder)
+        environment = {**self.slurm.environment, **own}
+        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=60)
+
+    def number(self, *words: str) -> str:
+        """Submit a job and return its number."""
+        done = self(*words)
+        assert done.returncode == 0, done.stderr
+        found = re.fullmatch(r"job (\d+) submitted\n", done.stdout)
+        assert found
+        return found[1]
+
+    def replace_python(self, task: str) -> Path:
+        """Let the jobs run this script of bash instead of Python; return the file to which it writes."""
+        folder = self.home / "redline" / "my env" / "bin"
+        folder.mkdir(parents=True)
+        (folder / "python").write_text(task)
+        (folder / "python").chmod(0o755)
+        (folder / "activate").write_text(f'PATH="{folder}:$PATH"\n')
+        (self.home / "redline" / "cluster.yaml").write_text(f"venv: {str(folder.parent)!r}\n")
+        return self.folder / "tasks"
+
+
+def make_launch(slurm: Any, home: Path) -> Launch:
+    made = Launch(slurm, home)
+    made.folder.mkdir()
+    return made
+
+
+@pytest.fixture
+def launch(slurm: Any, tmp_path: Path) -> Launch:
+    return make_launch(slurm, tmp_path)
+
+
+@pytest.fixture
+def launch_on_two(tmp_path: Path) -> Iterator[Callable[[int], Launch]]:
+    """Start a SLURM of two nodes, which gives up a node after so many seconds."""
+    from hosts import TwoHosts, why_no_hosts
+    from loopback import Slurm
+
+    require_slurm()
+    if problem := why_no_hosts():
+        pytest.skip(problem)
+    with ExitStack() as stack:
+
+        def start(patience: int) -> Launch:
+            hosts = stack.enter_context(TwoHosts(tmp_path))
+            return make_launch(stack.enter_context(Slurm(hosts, patience)), tmp_path)
+
+        yield start
 
 
 PATHS = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/bin"
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Print a figure that `make soak` shows."""
+
+    def print_line(text: str) -> None:
+        with capsys.disabled():
+            print(f"\n  {text}")
+
+    return print_line

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,6 @@ import pytest
 
 from redline.runs.events import read_events
 
-SOURCE = Path(__file__).parents[2] / "src"
 STEPS = 150
 RECIPE = f"""
 description: a toy
@@ -37,29 +32,6 @@ for ((n = 0; n < ${SLURM_RESTART_COUNT:-600}; n++)); do sleep 0.1; done
 """
 
 
-@pytest.fixture
-def launch(slurm: Any, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `redline launch --submit` in a folder whose name has characters that are special to a shell."""
-    folder = tmp_path / "it's a $HOME"
-    folder.mkdir()
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        own = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(tmp_path)}
-        command = [sys.executable, "-m", "redline", "launch", *words, "--submit"]
-        environment = {**slurm.environment, **own}
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
-
-    run.folder = folder  # type: ignore[attr-defined]
-    return run
-
-
-def number_of(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 0, done.stderr
-    found = re.fullmatch(r"job (\d+) submitted\n", done.stdout)
-    assert found
-    return found[1]
-
-
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_events(run / "events.jsonl") if event["type"] == kind] if run.exists() else []
 
@@ -70,7 +42,7 @@ def test_a_preempted_run_requeues_resumes_and_finishes(launch: Any, slurm: Any, 
 
     (launch.folder / "toy.yaml").write_text(RECIPE.replace("CORPUS", str(corpus)))
     prompt = 'eval.prompt=it\'s $HOME, "you" & `x`'
-    number = number_of(launch("toy.yaml", prompt, "--gpus-per-node", "2", "--time", "10m"))
+    number = launch.number("toy.yaml", prompt, "--gpus-per-node", "2", "--time", "10m")
     run, log = launch.folder / "runs" / f"toy-{number}", launch.folder / f"toy-{number}.log"
 
     def text() -> str:
@@ -98,7 +70,7 @@ def test_a_lost_rank_resumes_where_it_was(launch: Any, slurm: Any, corpus: Path,
 
     (launch.folder / "toy.yaml").write_text(RECIPE.replace("CORPUS", str(corpus)))
     words = ("train.steps=600", "checkpoint.every=20", "parallel.timeout=4", "--gpus-per-node", "2", "--time", "10m")
-    number = number_of(launch("toy.yaml", *words))
+    number = launch.number("toy.yaml", *words)
     run, log = launch.folder / "runs" / f"toy-{number}", launch.folder / f"toy-{number}.log"
     until(lambda: len(events(run, "checkpoint")) >= 2, 120, lambda: str(slurm.job(number)))
     os.kill(pid_of("1", number), number_sent)
@@ -125,21 +97,15 @@ def pid_of(rank: str, job: str) -> int:
 
 
 @pytest.fixture
-def tasks(launch: Any, tmp_path: Path) -> Path:
-    """Make a venv with a fake python, and return the folder to which its tasks write."""
-    folder = tmp_path / "redline" / "my env" / "bin"
-    folder.mkdir(parents=True)
-    (folder / "python").write_text(TASK)
-    (folder / "python").chmod(0o755)
-    (folder / "activate").write_text(f'PATH="{folder}:$PATH"\n')
-    (tmp_path / "redline" / "cluster.yaml").write_text(f"venv: {str(folder.parent)!r}\n")
-    return Path(launch.folder) / "tasks"
+def tasks(launch: Any) -> Path:
+    """Make a venv with a fake python, and return the file to which its tasks write."""
+    return Path(launch.replace_python(TASK))
 
 
 def test_a_run_resumes_after_a_more_urgent_job(launch: Any, slurm: Any, tasks: Path) -> None:
     from loopback import until
 
-    number = number_of(launch("quickstart", "train.device=cpu", "--gpus-per-node", "2", "--time", "10m"))
+    number = launch.number("quickstart", "train.device=cpu", "--gpus-per-node", "2", "--time", "10m")
     until(lambda: tasks.exists() and len(tasks.read_text().splitlines()) == 2, 30, lambda: str(slurm.job(number)))
     slurm.ask("sbatch", "--partition=urgent", "--ntasks=2", "--output=/dev/null", "--wrap=true")
     facts = slurm.await_end(number, 60, launch.folder / f"quickstart-{number}.log")
@@ -153,7 +119,7 @@ def test_a_run_resumes_after_a_more_urgent_job(launch: Any, slurm: Any, tasks: P
 def test_a_cancelled_job_is_not_requeued(launch: Any, slurm: Any, tasks: Path) -> None:
     from loopback import until
 
-    number = number_of(launch("quickstart", "train.device=cpu", "--time", "10m"))
+    number = launch.number("quickstart", "train.device=cpu", "--time", "10m")
     until(tasks.exists, 30, lambda: str(slurm.job(number)))
     deadline, address = (launch.folder / "deadline").read_text().split()
     assert 500 < int(deadline) - time.time() <= 570, "ten minutes less half of one"
@@ -178,7 +144,7 @@ def test_slurms_message_for_too_many_gpus(launch: Any) -> None:
 
 def test_sbatch_reads_the_options_as_meant(launch: Any, slurm: Any, tasks: Path) -> None:
     """sbatch has its own rules for quotes in #SBATCH lines."""
-    number = number_of(launch("quickstart", "train.device=cpu", "--time", "1-02:00:00", "--sbatch=--comment='a b'"))
+    number = launch.number("quickstart", "train.device=cpu", "--time", "1-02:00:00", "--sbatch=--comment='a b'")
     facts = slurm.ask("scontrol", "show", "job", number)
     slurm.ask("scancel", number)
     assert f"WorkDir={launch.folder}\n" in facts

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from redline.cli.options import RecipeArgument, split_words
+from redline.cli.options import RecipeArgument, one_of, split_words
 from redline.runs.summary import refuse_too_long
 
 if TYPE_CHECKING:
+    from redline.launch.cloud import CloudJob
     from redline.launch.cluster import Cluster
     from redline.launch.slurm import Job
     from redline.recipe.load import Loaded
@@ -50,18 +52,44 @@ def launch(
         Path | None,
         typer.Option(metavar="FILE", help="Settings of the cluster. Default: ~/.config/redline/cluster.yaml."),
     ] = None,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="LAUNCHER", help="slurm, k8s or skypilot.", callback=one_of("--to", "slurm", "k8s", "skypilot")
+        ),
+    ] = "slurm",
+    image: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="k8s, skypilot: a container image that holds redline.")
+    ] = None,
+    volume: Annotated[
+        str | None,
+        typer.Option(metavar="NAME:/PATH", help="k8s: a volume claim; skypilot: a volume. Runs lie in /PATH/runs."),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="skypilot: the kind of GPU, for example h100.")
+    ] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="skypilot: use spot machines.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write to a file instead of printing.")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the script instead of printing it.")] = False,
 ) -> None:
-    """Print or submit the SLURM script of a run.
+    """Print or submit the SLURM script of a run, its Kubernetes Job, or its SkyPilot task.
 
-    The job saves before its time limit, requeues itself and resumes.
+    The job resumes by itself: after its time limit, a preemption or a lost machine.
 
     Examples:
       redline launch pretrain-350m --nodes 2 --gpus-per-node 8 --time 12:00:00
       redline launch qlora-8b data.source=./rows.jsonl --gpus-per-node 4 --time 8h --partition gpu --submit
+      redline launch pretrain-350m --to k8s --nodes 2 --gpus-per-node 8 --image redline:1 --volume training:/data
+      redline launch pretrain-350m checkpoint.mirror=s3://bucket/run --to skypilot --gpu h100 --image redline:1 --spot
     """
     from redline.launch.slurm import Job, job_name, parse_time
     from redline.recipe.load import load
+
+    slurm_only: dict[str, Any] = {"--time": time, "--partition": partition, "--sbatch": sbatch}
+    cloud_only: dict[str, Any] = {"--image": image, "--volume": volume, "--gpu": gpu, "--spot": spot}
+    if to == "k8s":  # a Job names the resource nvidia.com/gpu; the kind of GPU is a label of the cluster's own
+        slurm_only |= {"--gpu": gpu, "--spot": spot}
+    _refuse_options(cloud_only if to == "slurm" else slurm_only, to)
 
     name, overrides = split_words(recipe, "launch")
     resumed = _resumed(run, name, overrides)  # report mistakes here, not after a night in the queue
@@ -70,6 +98,33 @@ def launch(
         typer.echo(f"note    {note}", err=True)
     _check_batch(loaded, nodes * gpus_per_node)
     site, options = _site(cluster, partition, sbatch or [])
+    on_gpus = loaded.recipe.train.device != "cpu"
+    if to != "slurm":
+        from redline.launch.cloud import CloudJob, parse_volume
+
+        file = None if resumed else _recipe_file(name, Path.cwd())
+        section = site.kubernetes if to == "k8s" else site.skypilot
+        disk = None if (place := volume or section.volume) is None else parse_volume(place)
+        cloud_job = CloudJob(
+            recipe=(*([file or name or loaded.name] if name or not resumed else []), *overrides),
+            name=job_name(loaded.name),
+            folder=Path.cwd(),
+            cluster=site,
+            nodes=nodes,
+            gpus=gpus_per_node,
+            on_gpus=on_gpus,
+            cpus=cpus_per_gpu,
+            gpu=gpu,
+            image=image,
+            volume=disk,
+            spot=spot,
+            run=None if run is None else str(run),
+            mirror=bool(getattr(loaded.recipe.checkpoint, "mirror", None)),
+            file=None if file is None else Path(file).read_text(encoding="utf-8"),
+            local_data=_reads_local_data(loaded, None if disk is None else disk.path),
+        )
+        _write_cloud_job(cloud_job, to, out, submit=submit)
+        return
     job = Job(
         recipe=(*([name or loaded.name] if name or not resumed else []), *overrides),
         name=job_name(loaded.name),
@@ -77,16 +132,78 @@ def launch(
         cluster=site,
         nodes=nodes,
         ranks_per_node=gpus_per_node,
-        on_gpus=loaded.recipe.train.device != "cpu",
+        on_gpus=on_gpus,
         cpus=cpus_per_gpu,
         seconds=None if time is None else parse_time(time),
         run=None if run is None else str(run),
         sbatch=options,
     )
+    if out is not None:
+        _write(out, job.script())
     if submit:
         _submit(job)
-    else:
+    elif out is None:
         typer.echo(job.script(), nl=False)
+
+
+def _refuse_options(options: Mapping[str, Any], to: str) -> None:
+    """Raise UsageError if an option is given that this launcher does not have."""
+    from redline.errors import UsageError
+
+    if given := [option for option, value in options.items() if value]:
+        raise UsageError(f"--to {to} does not have this option.", where=given[0], fix="Leave it out.")
+
+
+def _recipe_file(name: str | None, folder: Path) -> str | None:
+    """Return the path of the recipe from the folder, or None for a shipped recipe."""
+    from redline.errors import UsageError
+    from redline.recipe.load import find_recipe
+
+    if name is None or not Path(name).is_file():
+        return None
+    path = find_recipe(name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        what = "the recipe lies outside of this folder, which is what the nodes get."
+        raise UsageError(what, where=name, fix=f"Type the command in {path.parent}.")
+    return str(path.relative_to(folder.resolve()))
+
+
+def _reads_local_data(loaded: Loaded, volume: str | None) -> bool:
+    """Return whether the recipe reads a file or a folder of this machine that is not on the volume."""
+    recipe = loaded.recipe
+    names = [*(part.source for part in recipe.data.parts), recipe.model.base, recipe.model.init_from]
+    paths = [Path(str(name)).expanduser() for name in names if name is not None]
+    return any(path.exists() and not (volume and path.is_relative_to(volume)) for path in paths)
+
+
+def _write(file: Path, text: str) -> None:
+    from redline.errors import UserError
+
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fix = "Choose another --out."
+        raise UserError(f"cannot be written ({error.strerror}).", where=str(file), fix=fix) from None
+    typer.echo(f"written {file}", err=True)
+
+
+def _write_cloud_job(job: CloudJob, to: str, out: Path | None, *, submit: bool) -> None:
+    """Print the file of a Kubernetes Job or a SkyPilot task, write it, or submit it."""
+    from redline.launch.cloud import KUBERNETES, kubernetes_name, render, submission
+    from redline.launch.cloud import submit as submit_cloud_job
+
+    text = render(job, to)
+    if out is None and not submit:
+        typer.echo(text, nl=False)
+        return
+    file = out or Path(f"{job.name}.{to}.yaml")
+    _write(file, text)
+    if not submit:
+        typer.echo(f"submit  {shlex.join(submission(to, str(file)))}", err=True)
+        return
+    submit_cloud_job(to, file)
+    follow = f"kubectl logs --follow job/{kubernetes_name(job.name)}" if to == KUBERNETES else "sky jobs logs"
+    typer.echo(f"status  {follow}", err=True)
 
 
 def _resumed(run: Path | None, name: str | None, overrides: list[str]) -> Loaded | None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from redline.cli.completion import complete_runs
 from redline.cli.options import RecipeArgument, split_words
 from redline.errors import UsageError, require_torch
+
+if TYPE_CHECKING:
+    from redline.launch.processes import Nodes
 
 
 def train(
@@ -46,6 +49,22 @@ def train(
             help="Number of GPUs on this machine. On a machine without GPUs: number of CPU processes. Default: 1.",
         ),
     ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Number of machines. Type the command on each of them, with another --node-rank."
+        ),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="I", help="Which of the machines this is, from 0. Default: $NODE_RANK."),
+    ] = None,
+    master: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST[:PORT]", help="Where the machines meet: machine 0. Default: $MASTER_ADDR:$MASTER_PORT."
+        ),
+    ] = None,
     supervise: Annotated[
         bool, typer.Option("--supervise", help="Restart by itself after a lost rank, a hang, or running out of memory.")
     ] = False,
@@ -63,13 +82,23 @@ def train(
       redline train quickstart --sweep train.lr_base=3e-3,6e-3
       redline train qlora-smollm2 data.source=./train.jsonl --preview 3
       redline train pretrain-350m data.source=./tokens --gpus 4 --supervise
+      redline train pretrain-350m --run /shared/run --continue --nodes 2 --node-rank 0 --master node0 --supervise
     """
-    from redline.launch.start import Target, read_target, restart_warning
+    from redline.launch.processes import read_nodes
+    from redline.launch.start import Target, accelerate_warning, read_target, restart_warning
 
     require_torch()
     target, words = read_target(recipe or [], Target(run, resume, continue_), os.environ, sweep=bool(sweep))
     given_recipe, overrides = split_words(words, "train")
     run, resume = target.run, target.resume
+    if warning := accelerate_warning(os.environ):
+        typer.echo(f"redline: {warning}", err=True)
+    places = read_nodes(
+        nodes, node_rank, master, os.environ, repeatable=target.continued or resume is not None or bool(sweep)
+    )
+    if places.count > 1 and dry_run:
+        fix = f"Use `redline plan RECIPE --gpus {gpus or 1} --nodes {places.count}`."
+        raise UsageError("--dry-run plans for one machine.", where="--nodes", fix=fix)
     if preview is not None and (resume or sweep):
         raise UsageError("--preview shows the data of one recipe.", fix="Leave out --resume and --sweep.")
     if resume is not None:
@@ -79,16 +108,18 @@ def train(
         if sweep:
             fix = "To resume a sweep, repeat its command with the same --run."
             raise UsageError("--resume resumes one run.", fix=fix)
-        raise typer.Exit(_resume(resume, overrides, gpus or 1, supervise=supervise, dry_run=dry_run))
+        raise typer.Exit(_resume(resume, overrides, gpus or 1, places, supervise=supervise, dry_run=dry_run))
     if not sweep and not dry_run and preview is None and (warning := restart_warning(target, os.environ)):
         typer.echo(f"redline: {warning}", err=True)
     if run is not None and target.continued and preview is None:
-        raise typer.Exit(_continue(given_recipe, overrides, run, gpus or 1, supervise=supervise, dry_run=dry_run))
+        raise typer.Exit(
+            _continue(given_recipe, overrides, run, gpus or 1, places, supervise=supervise, dry_run=dry_run)
+        )
     name = given_recipe or "quickstart"
     if sweep:
-        if gpus or supervise:
+        if gpus or supervise or places.count > 1:
             what = "--sweep trains one run after the other, each on one GPU."
-            raise UsageError(what, fix="Leave out --gpus and --supervise.")
+            raise UsageError(what, fix="Leave out --gpus, --nodes and --supervise.")
         raise typer.Exit(_sweep(name, overrides, sweep, run, dry_run=dry_run))
     # Load the recipe before anything imports torch, so that a mistake in it is reported at once.
     from redline.recipe.load import load
@@ -115,7 +146,7 @@ def train(
     raise typer.Exit(code)
 
 
-def _resume(name: str, overrides: list[str], gpus: int, *, supervise: bool, dry_run: bool) -> int:
+def _resume(name: str, overrides: list[str], gpus: int, nodes: Nodes, *, supervise: bool, dry_run: bool) -> int:
     """Run `train --resume` and return the exit code."""
     from redline.launch.processes import ChildCommand, train_or_supervise
     from redline.launch.start import open_resumable, resume_run
@@ -130,10 +161,13 @@ def _resume(name: str, overrides: list[str], gpus: int, *, supervise: bool, dry_
         gpus=gpus,
         supervise=supervise,
         dry_run=dry_run,
+        nodes=nodes,
     )
 
 
-def _continue(recipe: str | None, overrides: list[str], run: Path, gpus: int, *, supervise: bool, dry_run: bool) -> int:
+def _continue(
+    recipe: str | None, overrides: list[str], run: Path, gpus: int, nodes: Nodes, *, supervise: bool, dry_run: bool
+) -> int:
     """Run `train --continue` and return the exit code."""
     from redline.launch.processes import ChildCommand, train_or_supervise
     from redline.launch.start import continue_run, plan_continue
@@ -152,6 +186,7 @@ def _continue(recipe: str | None, overrides: list[str], run: Path, gpus: int, *,
         gpus=gpus,
         supervise=supervise,
         dry_run=dry_run,
+        nodes=nodes,
     )
 
 

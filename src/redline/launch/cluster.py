@@ -74,6 +74,12 @@ def _environment(value: Any) -> tuple[tuple[str, str], ...]:
     return tuple((name, one_line(str(text)) if text != "" else "") for name, text in value.items())
 
 
+def _labels(value: Any) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r} is not a mapping of LABEL: value.")
+    return tuple((one_line(name), one_line(text)) for name, text in value.items())
+
+
 Line = Annotated[str, BeforeValidator(one_line)]
 MaybeLine = Annotated[str | None, BeforeValidator(_maybe_line)]
 Folder = Annotated[str | None, BeforeValidator(_folder)]
@@ -87,6 +93,25 @@ class Container(Section):
     runtime: Annotated[str, one_of("apptainer", "pyxis")] = "apptainer"
     mounts: Lines = ()  # FOLDER or FOLDER:TARGET
     python: Line = "python3"
+
+
+class Kubernetes(Section):
+    """For `redline launch --to k8s`. The options of the command take precedence."""
+
+    image: MaybeLine = None
+    volume: MaybeLine = None  # CLAIM:/PATH
+    namespace: MaybeLine = None
+    secret: MaybeLine = None  # its entries become environment variables, for example the keys of a bucket
+    service_account: MaybeLine = None
+    node_selector: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_labels)] = ()  # LABEL: value
+
+
+class SkyPilot(Section):
+    """For `redline launch --to skypilot`. The options of the command take precedence."""
+
+    image: MaybeLine = None
+    volume: MaybeLine = None  # VOLUME:/PATH
+    infra: MaybeLine = None  # for example aws/us-east-1
 
 
 class Cluster(Section):
@@ -104,6 +129,11 @@ class Cluster(Section):
     environment: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_environment)] = ()  # NAME: value
     setup: Lines = ()  # lines of bash to run first
     sbatch: Annotated[tuple[str, ...], _lines(sbatch_option)] = ()
+    kubernetes: Kubernetes = Kubernetes()
+    skypilot: SkyPilot = SkyPilot()
+
+
+_SECTIONS: dict[str, type[Section]] = {"container": Container, "kubernetes": Kubernetes, "skypilot": SkyPilot}
 
 
 def cluster_file() -> Path:
@@ -128,7 +158,7 @@ def read_cluster(path: Path | None = None) -> Cluster:
 def _problem(error: Any) -> Problem:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        schema = Container if len(error["loc"]) > 1 else Cluster
+        schema = _SECTIONS[str(error["loc"][0])] if len(error["loc"]) > 1 else Cluster
         known = list(schema.model_fields)
         hint = did_you_mean(str(error["loc"][-1]), known) or f"Known keys: {', '.join(known)}."
         return Problem(key, "is not a key of this file.", hint)

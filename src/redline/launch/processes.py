@@ -30,6 +30,64 @@ from redline.vocabulary import CHECKPOINTS_FOLDER, RECIPE_LOCK_FILE
 
 LOG = "ranks.log"  # in the run directory: the output of all ranks, with the stacks of hung ones
 _SHOWN_LINES = 30  # of the log, after a failure
+DEFAULT_PORT = 29500
+NODE_WAIT_S = 1800  # for the other nodes of an attempt: a machine that was lost may take long to come back
+NODE_VARIABLES = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines that train one run together, each with a command of its own, and which of them this one is."""
+
+    count: int = 1
+    rank: int = 0
+    host: str = ""  # of the first node, where the ranks meet
+    port: int = DEFAULT_PORT
+
+    @property
+    def log(self) -> str:
+        """Return the name of the log of this machine's ranks, because all nodes share the run directory."""
+        return LOG if self.rank == 0 else LOG.replace(".", f"-{self.rank}.")
+
+    @property
+    def torchrun_options(self) -> list[str]:
+        if self.count == 1:
+            return ["--standalone", "--local-addr", "127.0.0.1"]
+        place = ["--node-rank", str(self.rank), "--master-addr", self.host, "--master-port", str(self.port)]
+        return ["--nnodes", str(self.count), *place, "--rdzv-conf", f"timeout={NODE_WAIT_S}"]
+
+
+ONE_NODE = Nodes()
+
+
+def read_nodes(
+    count: int | None, rank: int | None, master: str | None, environment: Mapping[str, str], *, repeatable: bool
+) -> Nodes:
+    """Return the nodes from the options, or where one is missing from NODE_RANK, MASTER_ADDR and MASTER_PORT.
+
+    `repeatable` says whether the command may be repeated: the nodes start at different times, and after the first one
+    has created the run the others must join it.
+    """
+    if count is None or count == 1:
+        if master is not None or rank:
+            raise UsageError("--node-rank and --master are for several nodes.", fix="Add --nodes N, or leave them out.")
+        return ONE_NODE
+    if not repeatable:
+        what = "several nodes share one run, and each of them repeats its command after a failure."
+        raise UsageError(what, where="--nodes", fix="Add --run DIR --continue, with a DIR that all nodes see.")
+    rank_text = environment.get("NODE_RANK", "") if rank is None else str(rank)
+    if not rank_text.isascii() or not rank_text.isdigit() or int(rank_text) >= count:
+        what = f"{rank_text!r} is not the number of one of {count} nodes."
+        raise UsageError(what, where="--node-rank", fix=f"Use 0 to {count - 1}, another one on each node.")
+    given = master or environment.get("MASTER_ADDR", "")
+    host, colon, port = given.rpartition(":") if given.count(":") == 1 else (given, "", "")
+    port = port if colon else environment.get("MASTER_PORT", "") or str(DEFAULT_PORT)
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        what = f"{given!r} is not an address at which the nodes can meet."
+        raise UsageError(
+            what, where="--master", fix="Use the name of the first node, for example --master node0:29500."
+        )
+    return Nodes(count, int(rank_text), host, int(port))
 
 
 @dataclass(frozen=True)
@@ -42,7 +100,13 @@ class ChildCommand:
 
 
 def train_or_supervise(
-    train: Callable[[], int], child_command: Callable[[], ChildCommand], *, gpus: int, supervise: bool, dry_run: bool
+    train: Callable[[], int],
+    child_command: Callable[[], ChildCommand],
+    *,
+    gpus: int,
+    supervise: bool,
+    dry_run: bool,
+    nodes: Nodes = ONE_NODE,
 ) -> int:
     """Call `train` in this process, or train in child processes if several are needed. Return the exit code.
 
@@ -50,18 +114,18 @@ def train_or_supervise(
     """
     # A supervised process, or a rank that torchrun has started, trains by itself: otherwise it would start others.
     is_supervised, is_rank = FOLDER_VARIABLE in os.environ, "RANK" in os.environ
-    if dry_run or is_supervised or not (supervise or (gpus > 1 and not is_rank)):
+    if dry_run or is_supervised or not (supervise or ((gpus > 1 or nodes.count > 1) and not is_rank)):
         return exit_code_of(train)
     command = child_command()
     # The script of `redline launch` restarts failed runs itself; two supervisors would restart a run twice.
     restart = supervise and SUPERVISED not in os.environ
-    return train_supervised(command.recipe, command.path, command.words, gpus=gpus, restart=restart)
+    return train_supervised(command.recipe, command.path, command.words, gpus=gpus, restart=restart, nodes=nodes)
 
 
-def check_world(recipe: Recipe, gpus: int) -> None:
-    """Raise an error if so many processes cannot train the recipe here."""
+def check_world(recipe: Recipe, gpus: int, nodes: int = 1) -> None:
+    """Raise an error if so many processes on each of so many nodes cannot train the recipe here."""
     total = none_if_auto(recipe.train.global_batch)
-    if total and (problem := indivisible_batch(total, gpus)):
+    if total and (problem := indivisible_batch(total, gpus * nodes)):
         raise RecipeError("recipe", [problem])
     count = 0 if recipe.train.device == "cpu" else _gpu_count()
     if count and gpus > count:
@@ -88,6 +152,7 @@ class Processes:
         restart: bool,
         more: Mapping[str, str],
         quiet: bool,
+        nodes: Nodes = ONE_NODE,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="redline-"))
         command, environment = [sys.executable, "-m", "redline", *words], dict(os.environ)
@@ -96,8 +161,8 @@ class Processes:
         environment |= more
         environment |= {RECOVERY: recovery} if recovery else {}
         self.log = None
-        if gpus > 1:
-            ranks = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(gpus), "-m", "--", "redline"]
+        if gpus > 1 or nodes.count > 1:
+            ranks = [*nodes.torchrun_options, "--nproc-per-node", str(gpus), "-m", "--", "redline"]
             command = [sys.executable, "-m", "torch.distributed.run", *ranks, *words]
             environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // gpus)))
             environment[CONSOLE] = "1"
@@ -158,25 +223,28 @@ def train_supervised(
     restart: bool,
     environment: Mapping[str, str] | None = None,
     quiet: bool = False,
+    nodes: Nodes = ONE_NODE,
 ) -> int:
     """Run `redline WORDS` in child processes and supervise them. Return the exit code.
 
     `environment` holds more variables for them. With `quiet` nothing of their progress is shown.
     """
-    check_world(recipe, gpus)
+    check_world(recipe, gpus, nodes.count)
     gpu_words = ["--gpus", str(gpus)] if gpus > 1 else []
-    log = path / LOG
+    log = path / nodes.log
     require_packages(recipe.monitor)
     try:
         make_folder(path)
-        if gpus > 1:
+        if gpus > 1 or nodes.count > 1:
             open(log, "ab", opener=open_no_follow).close()
     except OSError as error:
         raise UserError(f"cannot be written ({error.strerror}).", where=str(path), fix=NOT_WRITABLE_FIX) from None
 
     def start(recovery: str | None) -> Processes:
         more = environment or {}
-        return Processes([*words, *gpu_words], gpus, log, recovery, restart=restart, more=more, quiet=quiet)
+        return Processes(
+            [*words, *gpu_words], gpus, log, recovery, restart=restart, more=more, quiet=quiet, nodes=nodes
+        )
 
     def report(text: str) -> None:
         typer.echo(f"redline: {text}", err=True)
@@ -188,6 +256,7 @@ def train_supervised(
         restart=restart,
         progress=lambda: last_commit(path / CHECKPOINTS_FOLDER),
         log=report,
+        several_nodes=nodes.count > 1,
     )
     if result.code == EXIT_FAILED and result.message and log.is_file():
         _show_end(log, size)

@@ -497,5 +497,27 @@ def restart_warning(target: Target, environment: Mapping[str, str]) -> str | Non
     return None
 
 
+# What `accelerate launch` passes on for its own library: the value that asks for nothing, and the key of the recipe.
+_ACCELERATE = {
+    "ACCELERATE_MIXED_PRECISION": ("no", "train.precision"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "train.accumulation"),
+    "ACCELERATE_DYNAMO_BACKEND": ("NO", "train.compile"),
+    "ACCELERATE_USE_FSDP": ("false", "parallel.mode"),
+    "ACCELERATE_USE_DEEPSPEED": ("false", "parallel.mode"),
+}
+
+
+def accelerate_warning(environment: Mapping[str, str]) -> str | None:
+    """Return a warning if `accelerate launch` has options that the recipe decides."""
+    if environment.get("RANK", "0") != "0":
+        return None
+    ignored = [
+        f"{name.removeprefix('ACCELERATE_').lower()}={environment[name]} ({key})"
+        for name, (nothing, key) in _ACCELERATE.items()
+        if environment.get(name, nothing).lower() != nothing.lower()
+    ]
+    return f"options of accelerate have no effect; the recipe's keys do: {', '.join(ignored)}" if ignored else None
+
+
 def _count(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() else 0

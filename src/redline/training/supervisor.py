@@ -38,6 +38,7 @@ FINAL_CODES = (EXIT_DONE, EXIT_USAGE, EXIT_PREEMPTED, EXIT_INTERRUPTED)  # after
 REFUSED = "refused"  # an error that a restart would meet again, such as a wrong recipe
 LOST = "lost"  # another rank has ended or does not answer
 _POLL_S = 0.1
+_PAUSE_S = 2.0  # between two polls: this process was stopped
 
 
 class Attempt(Protocol):
@@ -92,14 +93,18 @@ class Watcher:
     attempt: Attempt
     signals: SignalForwarder
     timeout: float  # seconds within which a rank must make progress
+    several_nodes: bool = False  # other nodes have supervisors of their own
     lost_at: float | None = None  # when a rank was first found to be gone
     heartbeats: dict[int, dict[str, Any]] = field(default_factory=dict)  # the last one of each rank
+    polled_at: float = field(default_factory=time.monotonic)
+    awake_since: float = -math.inf
 
     def run(self) -> AttemptResult:
         try:
             while (code := self.attempt.poll()) is None:
                 self.heartbeats |= read_heartbeats(self.attempt.folder)
                 self._forward_signals()
+                self._note_pause()
                 if hung := self._hung_ranks():
                     return self._dump_stacks(hung)
                 if self._grace_is_over():
@@ -122,6 +127,16 @@ class Watcher:
             if not self.heartbeats:  # no rank has installed its signal handlers yet
                 self.attempt.end([])
 
+    def _note_pause(self) -> None:
+        """Note when this process runs again after it was stopped, as by a laptop's sleep or a paused machine.
+
+        The ranks were stopped as well, so their old heartbeats do not mean that they hang.
+        """
+        now = time.monotonic()
+        if now - self.polled_at > _PAUSE_S:
+            self.awake_since = now
+        self.polled_at = now
+
     def _hung_ranks(self) -> list[int]:
         """Return the ranks that make no progress and are not waiting for another rank."""
         now, hung = time.monotonic(), []
@@ -129,8 +144,8 @@ class Watcher:
             if "code" in facts or not process_runs(facts["pid"]):
                 continue
             limit = {"step": self.timeout, PREPARING: math.inf}.get(facts["doing"], SLOW_FACTOR * self.timeout)
-            silent = now - facts["time"] > max(self.timeout, 4 * EVERY_S)
-            if silent or (now - facts["since"] > limit and not facts["waiting"]):
+            silent = now - max(facts["time"], self.awake_since) > max(self.timeout, 4 * EVERY_S)
+            if silent or (now - max(facts["since"], self.awake_since) > limit and not facts["waiting"]):
                 hung.append(rank)
         return sorted(hung)
 
@@ -180,6 +195,9 @@ class Watcher:
         if first is None and code == EXIT_DONE:  # the run had finished before, so no rank sent a heartbeat
             return AttemptResult(EXIT_DONE)
         if first is None:
+            if self.several_nodes:  # torchrun has waited for a node that is not there (yet), or lost its store
+                message = f"the nodes did not meet (exit code {code})"
+                return self._unless_stopped(AttemptResult(EXIT_FAILED, message, LOST))
             message = f"the processes ended before training started (exit code {code})"
             return self._unless_stopped(AttemptResult(EXIT_FAILED, message, REFUSED))
         if first["rank"] == leader and first["why"] == REFUSED:
@@ -200,6 +218,7 @@ def supervise(
     progress: Callable[[], int | None] = lambda: None,
     log: Callable[[str], None] = lambda _: None,
     pause: float = 1.0,
+    several_nodes: bool = False,
 ) -> AttemptResult:
     """Watch a run to its end and, with `restart`, start it again after each failure.
 
@@ -208,7 +227,7 @@ def supervise(
     recovery, failures, reached = None, 0, progress()
     with SignalForwarder() as signals:
         while True:
-            result = Watcher(start(recovery), signals, timeout).run()
+            result = Watcher(start(recovery), signals, timeout, several_nodes).run()
             if not result.recoverable or not restart:
                 if result.message and result.code not in (EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
                     log(result.message)
