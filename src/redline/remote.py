@@ -165,8 +165,19 @@ class Store:
         version = next((str(entry[key]) for key in keys if entry.get(key)), "")
         return RemoteFile(name, path, None if size is None else int(size), version.strip('"'))
 
-    def exists(self, name: str) -> bool:
-        return self._stat(name) is not None
+    def entry(self, name: str = "") -> RemoteFile:
+        """Return one file, or the root itself. Raise StoreError if it is missing."""
+        return self.entry_at(self.path(name))
+
+    def entry_at(self, path: str) -> RemoteFile:
+        with _Explained(path if is_url(path) else f"{scheme_of(self.url)}://{path.lstrip('/')}"):
+            return self._file({**self.fs.info(path), "name": path})
+
+    def linked(self) -> list[str]:
+        """Return the names of the files below the root of a web server, which shows them as links."""
+        with self._explained(""):
+            found = self.fs.find(self.root + "/")
+        return [str(path).removeprefix(self.root + "/") for path in found]
 
     def _stat(self, name: str) -> dict[str, Any] | None:
         with self._explained(name):
