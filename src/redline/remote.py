@@ -237,8 +237,8 @@ class Store:
                 self.fs.mv(self.path(f"{name}.part"), self.path(name))
             else:
                 self.fs.pipe_file(self.path(name), content)
-        if (found := self._stat(name)) is None or found.get("size") != len(content):
-            raise self._passing(name, "the file did not arrive whole")
+        if self.read(name) != content:
+            raise self._passing(name, "the file did not arrive as it was sent")
 
     def upload(self, local: Path, name: str) -> str:
         """Copy a file, check that it arrived as it is here, and return its SHA-256.
