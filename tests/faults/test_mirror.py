@@ -44,9 +44,10 @@ class Log:
 
     def emit(self, type: str, **fields: Any) -> None:
         self.events.append({"type": type, **fields})
+        self.warnings += [fields["message"]] if type == "warning" else []
 
     def warn(self, message: str) -> None:
-        self.warnings.append(message)
+        self.emit("warning", message=message)
 
     def copied(self) -> list[int]:
         return [event["step"] for event in self.events if event["type"] == "mirror"]
@@ -130,7 +131,10 @@ def test_no_fault_loses_a_copy_or_makes_half_a_one_count(
             store.fault = staticmethod(lambda kind, path: None)
             scene.check(folder / "restored")
         assert scene.synchronize()
-        assert sorted(scene.whole()) == committed_steps(scene.run.checkpoints), "all that the disk has"
+        assert {*committed_steps(scene.run.checkpoints)} <= {*scene.whole()}, "all that the disk has"
+        scene.begin()
+        assert scene.synchronize()
+        assert sorted(scene.whole()) == committed_steps(scene.run.checkpoints), "and no older one stays"
         restored = folder / "elsewhere" / "run"
         restore_run(f"{MIRROR}/run", restored, print)
         assert (restored / "events.jsonl").read_bytes() == (scene.run.path / "events.jsonl").read_bytes()

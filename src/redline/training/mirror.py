@@ -67,6 +67,10 @@ class TakenOverError(UserError):
     """Another process mirrors the same run."""
 
 
+class _GivenUpError(Exception):
+    """The run has ended, and waits no longer for its copies."""
+
+
 # ----------------------------------------------------------------------------------------------------
 # A run in a mirror.
 
@@ -112,7 +116,7 @@ class MirroredRun:
             if MANIFEST not in sizes:
                 continue
             with suppress(DamagedCheckpointError):
-                manifest = self._manifest(step)
+                manifest = self.manifest(step)
                 if all(sizes.get(name) == entry["bytes"] for name, entry in manifest["files"].items()):
                     yield step, manifest
 
@@ -120,7 +124,7 @@ class MirroredRun:
         """Return the steps that have files but no manifest: what interrupted copies and removals left behind."""
         return [step for step, names in self._folders().items() if MANIFEST not in names]
 
-    def _manifest(self, step: int) -> dict[str, Any]:
+    def manifest(self, step: int) -> dict[str, Any]:
         try:
             return parse_manifest(self.store.read(f"{self.folder(step)}/{MANIFEST}"), step_name(step))
         except StoreError as error:
@@ -139,7 +143,7 @@ class MirroredRun:
 
     def fetch(self, step: int, folder: Path) -> Path:
         """Copy a checkpoint to the disk and commit it there. Raise DamagedCheckpointError if it is not whole."""
-        manifest = self._manifest(step)
+        manifest = self.manifest(step)
         with transaction(folder, step) as pending:
             if not pending.done:
                 for name, entry in manifest["files"].items():
@@ -348,7 +352,7 @@ class Mirror:
         while self._thread.is_alive() and time.monotonic() < deadline:
             HEARTBEAT.at("copying to the mirror")  # this wait has a limit of its own
             self._thread.join(min(1.0, max(0.0, deadline - time.monotonic())))
-        with self._changed:
+        with self._changed:  # from here on the thread writes no event: the log is closed soon
             self._ended = True
         missing = [step for step in committed_steps(self.run.checkpoints) if not self._is_copied(step)]
         if missing or self._thread.is_alive():
@@ -387,7 +391,9 @@ class Mirror:
                 self._synchronize()
             except TakenOverError as error:
                 self._failure = error
-                self.monitor.warn(f"{error.message()} Training continues.")
+                self._warn(f"{error.message()} Training continues.")
+                return
+            except _GivenUpError:
                 return
             except (UserError, OSError) as error:
                 self._report_failure(error)
@@ -404,17 +410,29 @@ class Mirror:
                 pause = _FIRST_PAUSE_S
                 self._report_success()
 
+    def _emit(self, type: str, **fields: Any) -> None:
+        with self._changed:
+            if not self._ended:
+                self.monitor.emit(type, **fields)
+
+    def _warn(self, message: str) -> None:
+        self._emit("warning", message=message)
+
+    def _check_given_up(self) -> None:
+        if self._ended:
+            raise _GivenUpError
+
     def _report_failure(self, error: UserError | OSError) -> None:
         """Warn once, and not again before a copy has succeeded."""
         if self._failure is None:
             text = error.message() if isinstance(error, UserError) else f"{error}."
-            self.monitor.warn(f"a checkpoint could not be copied: {text} Training continues, and the copy is repeated.")
+            self._warn(f"a checkpoint could not be copied: {text} Training continues, and the copy is repeated.")
         self._failure = error
 
     def _report_success(self) -> None:
         if self._failure is not None:
             self._failure = None
-            self.monitor.emit("recovery", message=f"the mirror {self.remote.store.url} is up to date again")
+            self._emit("recovery", message=f"the mirror {self.remote.store.url} is up to date again")
 
     def _synchronize(self) -> None:
         """Bring the mirror up to date with the disk."""
@@ -433,13 +451,19 @@ class Mirror:
         """Take over the mirror, and find out what it has."""
         content = {"attempt": self._claim, "host": socket.gethostname(), "pid": os.getpid()}
         self.remote.store.write(CLAIM, json.dumps(content).encode())
-        for step in sorted(self._forget, reverse=True):
-            self.remote.remove(step)
+        self._remove_forgotten()
         self.copied = {step: str(manifest["digest"]) for step, manifest in self.remote.whole()}
         local = set(committed_steps(self.run.checkpoints))
         for step in set(self.remote.incomplete()) - local:
             self.remote.remove(step)
         self._claimed = True
+
+    def _remove_forgotten(self) -> None:
+        """Remove copies, the newest first. What could not be removed is tried again the next time."""
+        for step in sorted(self._forget, reverse=True):
+            self.copied.pop(step, None)
+            self.remote.remove(step)
+            self._forget.discard(step)
 
     def _check_claim(self) -> None:
         """Raise TakenOverError if another process copies to this mirror, which this one must not mix its files with."""
@@ -484,33 +508,46 @@ class Mirror:
             self._skip(step, damage)
             return
         self._sent = {(sent, name) for sent, name in self._sent if sent == step}
-        if not self._sent:  # an older copy of this step ends here, before its first file is replaced
+        if not self._sent:
             self.copied.pop(step, None)
-            self.remote.remove(step)
+            self._forget.discard(step)
+            if self._is_another(step, manifest):  # an older copy of this step ends before its first file is replaced
+                self.remote.remove(step)
         for name, entry in manifest["files"].items():
             if (step, name) not in self._sent:
+                self._check_given_up()
                 if store.upload(local / name, f"{folder}/{name}") != entry["sha256"]:
                     self._skip(step, DamagedCheckpointError(f"{step_name(step)}/{name} has changed on the disk"))
                     return
                 self._sent.add((step, name))
+        self._check_given_up()
         self._check_claim()
         store.write(f"{folder}/{MANIFEST}", (local / MANIFEST).read_bytes())
         self._sent.clear()
         self.copied[step] = str(manifest["digest"])
         seconds = time.monotonic() - begin
-        self.monitor.emit("mirror", step=step, url=store.url, seconds=seconds, bytes=total_bytes(manifest))
+        self._emit("mirror", step=step, url=store.url, seconds=seconds, bytes=total_bytes(manifest))
+
+    def _is_another(self, step: int, manifest: dict[str, Any]) -> bool:
+        """Return whether the mirror has another checkpoint of this step.
+
+        A manifest that cannot be read is no reason to remove a copy: it may have been damaged on the way only, and to
+        write the same files again does no harm.
+        """
+        try:
+            return bool(self.remote.manifest(step)["digest"] != manifest["digest"])
+        except DamagedCheckpointError:
+            return False
 
     def _skip(self, step: int, damage: DamagedCheckpointError) -> None:
         self._skipped.add(step)
-        self.monitor.warn(f"a checkpoint is not copied to the mirror: {damage}")
+        self._warn(f"a checkpoint is not copied to the mirror: {damage}")
 
     def _retain(self) -> None:
         """Remove old checkpoints: from the mirror, and from the disk those that had to wait for their copy."""
-        newest = sorted(self.copied, reverse=True)
-        for step in newest[self.keep :]:
-            if step not in self._protected:
-                del self.copied[step]
-                self.remote.remove(step)
+        outdated = sorted(self.copied, reverse=True)[self.keep :]
+        self._forget |= {step for step in outdated if step not in self._protected}
+        self._remove_forgotten()
         with self._disk, suppress(OSError):
             apply_retention(self.run.checkpoints, self.keep, self._protected)
 
