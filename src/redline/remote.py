@@ -188,12 +188,11 @@ class Store:
 
     def read(self, name: str) -> bytes:
         """Return the content of a small file."""
+        return with_retries(lambda: self._read_once(name))
 
-        def read() -> bytes:
-            with self._explained(name):
-                return bytes(self.fs.cat_file(self.path(name)))
-
-        return with_retries(read)
+    def _read_once(self, name: str) -> bytes:
+        with self._explained(name):
+            return bytes(self.fs.cat_file(self.path(name)))
 
     def download(self, file: RemoteFile, local: Path) -> None:
         """Write a file to the disk in chunks, and sync it. A read that fails for a passing reason is repeated."""
@@ -229,7 +228,7 @@ class Store:
     # --- writing
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file so that a reader finds the old content or the new."""
+        """Write a small file so that a reader finds the old content or the new, and read it back."""
         with self._explained(name):
             if self.is_local:
                 self.fs.makedirs(self.path(name).rpartition("/")[0], exist_ok=True)
@@ -237,7 +236,7 @@ class Store:
                 self.fs.mv(self.path(f"{name}.part"), self.path(name))
             else:
                 self.fs.pipe_file(self.path(name), content)
-        if self.read(name) != content:
+        if self._read_once(name) != content:
             raise self._passing(name, "the file did not arrive as it was sent")
 
     def upload(self, local: Path, name: str) -> str:
