@@ -17,7 +17,7 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## create .venv with what training needs [EXTRAS="data low-bit finetune fp8 wandb"] (UV=none installs with pip)
+setup: ## create .venv with what training needs [EXTRAS="data low-bit finetune fp8 wandb remote"] (UV=none installs with pip)
 	$(FIND_PYTHON)
 	@$(PYTHON) -S scripts/setup.py $(EXTRAS)
 

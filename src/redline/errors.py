@@ -30,6 +30,10 @@ _SECRET_ENDS = ("PASSWORD", "PASSWD", "PASSPHRASE", "APIKEY", "SECRET", "TOKEN",
 _SECRET_END = "_PWD"  # noqa: S105  # DB_PWD, MYSQL_PWD; PWD and OLDPWD are working directories
 _SHORTEST_SECRET = 8  # characters; a shorter value would also match ordinary words
 _LOGIN = re.compile(r"(?<=:/)(/?)[^\s/@]+:[^\s/@]*@")  # https://user:password@
+# https://bucket/file?X-Amz-Signature=…: everyone with such an address can read the file (X-Goog-… and sig likewise).
+_SIGNATURE = re.compile(
+    r"([?&](?:x-(?:amz|goog)-(?:signature|credential|security-token)|awsaccesskeyid|signature|sig)=)[^&\s\"']+", re.I
+)
 
 
 class UserError(Exception):
@@ -99,14 +103,14 @@ def secret_variables() -> dict[str, str]:
 
 
 def redact(text: str) -> str:
-    """Return the text without the values of secret environment variables and without logins in addresses.
+    """Return the text without the values of secret environment variables and without logins or signatures in addresses.
 
     Everything that is written to a file or printed goes through here: other libraries quote such values in their
     error messages.
     """
     for value in secret_variables().values():
         text = text.replace(value, "***")
-    return _LOGIN.sub(r"\1***@", text)
+    return _SIGNATURE.sub(r"\1***", _LOGIN.sub(r"\1***@", text))
 
 
 def redact_all(value: Any) -> Any:

@@ -65,7 +65,7 @@ def test_the_intended_key_is_suggested(override: str, meant: str) -> None:
 
 def test_an_unknown_key_without_a_similar_one_gets_the_list() -> None:
     (line,) = problems("quickstart", "checkpoint.zzzzzz=1").values()
-    assert "every, keep, best." in line
+    assert "every, keep, best, mirror." in line
     (line,) = problems("quickstart", "zzzzzz=1").values()
     assert "model, data, train" in line
 

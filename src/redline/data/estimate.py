@@ -22,13 +22,14 @@ from redline.data.sources import (
     holds_tokens,
     prepared_folder,
     shared_tokenizer,
-    text_files,
+    source_files,
 )
 from redline.data.splits import tail_tokens
 from redline.data.tokenizer import named_vocabulary, trained_size
 from redline.errors import UserError
 from redline.recipe.resolve import DataFacts
 from redline.recipe.schema import Data
+from redline.remote import is_url
 
 # Measured on 26 MB of English prose. Code has fewer bytes per GPT-2 token (2.2), because its indentation takes many.
 GPT2_BYTES_PER_TOKEN = 4.42
@@ -94,13 +95,23 @@ def _source_facts(source: str, data: Data, vocab_size: int) -> DataFacts:
     path = Path(source).expanduser()
     if is_problems(source):
         return _problems(source, data, vocab_size)
+    if is_url(source):
+        return _url_facts(source, data, vocab_size)
     if source != EMBEDDED and not _exists(path):
         return _estimate(data, vocab_size, 0.0, 0)
     if source != EMBEDDED and holds_tokens(path):
         return replace(_token_facts(path, data, vocab_size), made=True)
     if dataset_id(source) is None and (facts := _described(_cache_folder(source, data))):
         return facts
-    return _estimate(data, vocab_size, *_text_bytes(source, path))
+    return _estimate(data, vocab_size, *_text_bytes(source))
+
+
+def _url_facts(source: str, data: Data, vocab_size: int) -> DataFacts:
+    """Return the facts of a URL by its listing. A machine that cannot reach it plans without them."""
+    try:
+        return _described(_cache_folder(source, data)) or _estimate(data, vocab_size, *_text_bytes(source))
+    except UserError:
+        return _estimate(data, vocab_size, 0.0, 0)
 
 
 def _token_facts(path: Path, data: Data, vocab_size: int) -> DataFacts:
@@ -127,7 +138,7 @@ def _cache_folder(source: str, data: Data) -> Path:
     reading = Reading(data.val_fraction, data.text_key, data.dedup)
     tokenizer, sources = data.tokenizer, [part.source for part in data.parts]
     if len(sources) > 1 and trained_size(tokenizer) is not None:
-        exist = all(source == EMBEDDED or _exists(Path(source).expanduser()) for source in sources)
+        exist = all(one == EMBEDDED or is_url(one) or _exists(Path(one).expanduser()) for one in sources)
         tokenizer = str(shared_tokenizer(sources, tokenizer, reading)) if exist else tokenizer
     return prepared_folder(source, tokenizer, reading, stream=data.stream)
 
@@ -164,11 +175,11 @@ def _raw(train: Path, val: Path | None, data: Data, vocab_size: int) -> DataFact
     )
 
 
-def _text_bytes(source: str, path: Path) -> tuple[float, int]:
+def _text_bytes(source: str) -> tuple[float, int]:
     """Estimate the bytes of text; return them with the number of files."""
     if source == EMBEDDED:
         return EMBEDDED_BYTES, 0
-    files = text_files(path)
+    files = source_files(source)
     return sum(file.size * _TEXT_SHARE.get(file.path.suffix, 1.0) for file in files), len(files)
 
 

@@ -1,8 +1,8 @@
 """Sources: what the name of a source stands for, and how its documents and rows are read.
 
-A source is a text file, a folder, JSONL, Parquet, a dataset of the hub, or the embedded corpus. Documents come in an
-order that never changes. Neither numpy nor a tokenizer is loaded, so that `redline plan` can find a prepared folder
-quickly.
+A source is a text file, a folder, JSONL, Parquet, a URL of these, a dataset of the hub, or the embedded corpus.
+Documents come in an order that never changes. Neither numpy nor a tokenizer is loaded, so that `redline plan` can find
+a prepared folder quickly.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch, fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+from urllib.parse import urlsplit
 
 from redline.cache import cache_dir, read_bytes, read_text
+from redline.data import downloads
 from redline.data.tokenizer import named_vocabulary, trained_size
 from redline.errors import UserError, install_hint
+from redline.remote import RemoteFile, is_url
 
 # ----------------------------------------------------------------------------------------------------
 # Documents, the text files they are read from, and the embedded corpus.
@@ -83,6 +86,14 @@ class SourceFile:
     path: Path
     size: int
     mtime_ns: int
+    url: str | None = None  # of the source, if the path is a copy that is made when the file is read
+    remote: RemoteFile | None = None
+
+    def at_hand(self) -> SourceFile:
+        """Return the file itself, after copying it to the cache if it lies behind a URL."""
+        if self.url is not None and self.remote is not None:
+            downloads.download(self.url, self.remote)
+        return self
 
 
 def _topics() -> dict[str, str]:
@@ -168,6 +179,26 @@ def embedded_documents() -> Iterator[Document]:
             yield Document(f"lib/{file.name}", file.path.read_bytes().decode("utf-8"))
         except UnicodeDecodeError:
             continue  # a few of Python's own tests are in other encodings on purpose
+
+
+def source_files(source: str) -> list[SourceFile]:
+    """Return the files of a path or of a URL, by name. Files behind a URL are not copied yet."""
+    if not is_url(source):
+        return text_files(Path(source).expanduser())
+    return [
+        SourceFile(file.name, downloads.local_copy(source, file), file.size or 0, 0, source, file)
+        for file in downloads.remote_files(source)
+    ]
+
+
+def local_path(source: str) -> Path:
+    """Return the path of a source; of a URL that names a file, that of its copy."""
+    if not is_url(source):
+        return Path(source).expanduser()
+    files = source_files(source)
+    return (
+        files[0].at_hand().path if len(files) == 1 else downloads.local_copy(source, downloads.remote_files(source)[0])
+    )
 
 
 def text_files(path: Path) -> list[SourceFile]:
@@ -833,18 +864,20 @@ def source_rows(source: str, stats: ReadStats, fields: Sequence[str], *, fix: st
         raise UserError(what, where="data.source", fix=f"{instead} {fix}")
     if dataset := dataset_id(source):
         return dataset_rows(source, dataset, stats)
-    return _rows_in_files(Path(source).expanduser(), stats, fields, fix)
+    return _rows_in_files(source, stats, fields, fix)
 
 
-def _rows_in_files(path: Path, stats: ReadStats, fields: Sequence[str], fix: str) -> Iterator[Row]:
+def _rows_in_files(source: str, stats: ReadStats, fields: Sequence[str], fix: str) -> Iterator[Row]:
     def choose(names: list[str]) -> list[str]:
         if chosen := [name for name in names if name in fields]:
             return chosen
         raise UserError(f"none of the columns is known: {', '.join(names)}.", where=str(file.path), fix=fix)
 
-    files = text_files(path)
+    files = source_files(source)
     for file in files:
         kind = row_format(file)
+        if kind:
+            file.at_hand()
         if kind == ".jsonl":
             yield from json_rows(file, stats, f"Write one JSON object per line. {fix}")
         elif kind == ".parquet":
@@ -852,8 +885,15 @@ def _rows_in_files(path: Path, stats: ReadStats, fields: Sequence[str], fix: str
         else:  # a licence or a readme that lies in the same folder
             stats.binary_file(file.name, "neither JSONL nor Parquet")
     if stats.binary_files == len(files):
-        what = "the file is neither JSONL nor Parquet." if path.is_file() else "the folder holds no JSONL or Parquet."
-        raise UserError(what, where=str(path), fix=f"{_JSONL_HINT} {fix}")
+        single = _is_one_file(source, files)
+        what = "the file is neither JSONL nor Parquet." if single else "the folder holds no JSONL or Parquet."
+        raise UserError(what, where=source, fix=f"{_JSONL_HINT} {fix}")
+
+
+def _is_one_file(source: str, files: Sequence[SourceFile]) -> bool:
+    if is_url(source):
+        return len(files) == 1 and urlsplit(source).path.endswith(files[0].name)
+    return Path(source).expanduser().is_file()
 
 
 def parse_rows(rows: Iterable[Row], parse: Callable[[str, Fields], T], stats: ReadStats, fix: str) -> Iterator[T]:
@@ -950,7 +990,7 @@ def source_bytes(source: str) -> int | None:
         return EMBEDDED_BYTES
     if dataset_id(source):
         return None
-    return sum(file.size for file in text_files(Path(source).expanduser()))
+    return sum(file.size for file in source_files(source))
 
 
 def source_documents(source: str, stats: ReadStats, text_key: str = TEXT_KEY) -> Iterator[AnyDocument]:
@@ -962,21 +1002,22 @@ def source_documents(source: str, stats: ReadStats, text_key: str = TEXT_KEY) ->
     elif dataset := dataset_id(source):
         yield from documents_in_dataset(source, dataset, text_key, stats)
     else:
-        yield from _documents_in_files(Path(source).expanduser(), stats, text_key)
+        yield from _documents_in_files(source, stats, text_key)
     stats.refuse_mostly_bad()
 
 
-def _documents_in_files(path: Path, stats: ReadStats, text_key: str) -> Iterator[AnyDocument]:
-    files = text_files(path)
+def _documents_in_files(source: str, stats: ReadStats, text_key: str) -> Iterator[AnyDocument]:
+    files = source_files(source)
+    is_only_file = _is_one_file(source, files)
     for file in files:
-        if row_format(file):
+        if row_format(file.at_hand()):
             yield from documents_in_rows(file, text_key, stats)
         else:
-            yield from _text_document(file, stats, is_only_file=path.is_file())
+            yield from _text_document(file, stats, is_only_file=is_only_file)
     stats.refuse_mostly_not_utf8(len(files))
     if stats.binary_files == len(files):
         what = f"the folder holds no text: all of its {len(files):,} files are binary."
-        raise UserError(what, where=str(path), fix="Give a folder of UTF-8 text, JSONL or Parquet files.")
+        raise UserError(what, where=source, fix="Give a folder of UTF-8 text, JSONL or Parquet files.")
 
 
 def _text_document(file: SourceFile, stats: ReadStats, *, is_only_file: bool) -> Iterator[AnyDocument]:
@@ -1021,6 +1062,8 @@ def source_identity(source: str) -> list[Any]:
         return [EMBEDDED, sys.version, [[file.name, file.size] for file in embedded_files()]]
     if dataset := dataset_id(source):
         return ["dataset", dataset.name, dataset.config, dataset.split]
+    if is_url(source):
+        return downloads.identity(downloads.remote_files(source), source)
     path = Path(source).expanduser()
     return ["files", [[str(file.path.resolve()), file.size, file.mtime_ns] for file in text_files(path)]]
 

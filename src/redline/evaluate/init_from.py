@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,12 @@ from redline.models.pretrained import StoredTensor, open_base, read_tensor, stor
 from redline.planning.shapes import SHAPE_KEYS, Adapter
 from redline.recipe.lock import job_options
 from redline.recipe.schema import Model, Recipe
-from redline.runs.summary import resolve_run
-from redline.training.checkpoint import Tensors, file_digest
+from redline.remote import MIRROR_SCHEMES, is_url, url_problem
+from redline.runs.summary import is_locked, resolve_run
+from redline.training.checkpoint import Tensors, file_digest, newest_valid, step_name
+from redline.training.mirror import fetch_weights, mirrored_run, run_url
 from redline.training.saved_run import SavedRun
+from redline.vocabulary import CHECKPOINTS_FOLDER
 
 KEY = "model.init_from"
 _SIZE = ("layers", "d_model", "heads", "d_ff")
@@ -124,7 +127,12 @@ def _text(value: Any) -> str:
 
 
 def open_initial(spec: str, root: Path, log: Log = ignore_message) -> Initial:
-    """Open RUN[@step|@best], or a folder that `redline export` wrote. A run's moving average is used if it has one."""
+    """Open RUN[@step|@best], the URL of a run in a mirror, or a folder that `redline export` wrote.
+
+    A run's moving average is used if it has one.
+    """
+    if is_url(spec):
+        return _from_mirror(spec, log)
     folder = Path(spec).expanduser()
     if (folder / ORIGIN).is_file():
         return _from_folder(folder)
@@ -133,6 +141,41 @@ def open_initial(spec: str, root: Path, log: Log = ignore_message) -> Initial:
     except UserError as error:
         fix = f"{error.fix} A folder that `redline export` wrote works too; a model from a hub does not."
         raise UsageError(error.what, where=f"{KEY}={spec}", fix=fix) from None
+    if selector is None and (copy := _newer_copy(path, log)):
+        return _from_mirror(copy, log)
+    return _from_run(path, selector, log)
+
+
+def _newer_copy(path: Path, log: Log) -> str | None:
+    """Return URL@STEP of a newer checkpoint in the run's mirror; None if there is none.
+
+    Another machine may have continued the run, or this one may have lost its checkpoints.
+    """
+    mirror = SavedRun.open(path).recipe.checkpoint.mirror
+    if mirror is None or is_locked(path):
+        return None
+    newest = newest_valid(path / CHECKPOINTS_FOLDER, log)
+    try:
+        copies = [step for step, _ in mirrored_run(path, mirror).whole()]
+    except UserError as error:
+        log(f"the mirror cannot be read: {error.message()}")
+        return None
+    newer = copies and (newest is None or step_name(copies[0]) > newest.name)
+    return f"{run_url(path, mirror)}@{copies[0]}" if newer else None
+
+
+def _from_mirror(spec: str, log: Log) -> Initial:
+    """Open URL[@step|@best]: a run in a mirror, of which one checkpoint is copied to the cache."""
+    url, at, tail = spec.rpartition("@")
+    known = at and (tail == "best" or (tail.isascii() and tail.isdigit()))
+    url, selector = (url, tail if tail == "best" else int(tail)) if known else (spec, None)
+    if problem := url_problem(url, MIRROR_SCHEMES):
+        raise UsageError(problem, where=KEY)
+    initial = _from_run(fetch_weights(url, selector, log), selector, log)
+    return replace(initial, source=f"{url}@{initial.step}")
+
+
+def _from_run(path: Path, selector: int | str | None, log: Log) -> Initial:
     run = SavedRun.open(path)
     chosen = run.weights(selector, log=log)
     return Initial(

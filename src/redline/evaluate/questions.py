@@ -21,6 +21,7 @@ from redline.fields import none_if_auto
 from redline.metrics import METRICS, RULE, answer_text, final_answer
 from redline.recipe.resolve import FEW_ROWS
 from redline.recipe.schema import Recipe
+from redline.remote import is_url
 
 if TYPE_CHECKING:
     from redline.jobs.objective import Answer, JobData, Objective, Question
@@ -259,6 +260,6 @@ def _training_keys(recipe: Recipe, *, text: bool) -> Keys | None:
 
 def _exists(source: str) -> bool:
     try:
-        return source == "embedded" or is_problems(source) or Path(source).expanduser().exists()
+        return source == "embedded" or is_problems(source) or is_url(source) or Path(source).expanduser().exists()
     except OSError:  # the name is too long for a file
         return False

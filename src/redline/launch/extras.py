@@ -6,6 +6,7 @@ from redline.data.sources import dataset_id
 from redline.planning.memory import LOW_BIT
 from redline.recipe.load import load, shipped
 from redline.recipe.schema import Recipe
+from redline.remote import is_url, scheme_of
 
 
 def extras_of(recipe: Recipe) -> set[str]:
@@ -17,6 +18,7 @@ def extras_of(recipe: Recipe) -> set[str]:
         "low-bit": train.optimizer in LOW_BIT,
         "fp8": train.precision == "fp8" and train.fp8 == "torchao",
         "wandb": recipe.monitor.wandb is not False,
+        "remote": _needs_remote(recipe.checkpoint.mirror) or any(_needs_remote(p.source) for p in recipe.data.parts),
     }
     return {extra for extra, needs in needed.items() if needs}
 
@@ -32,3 +34,7 @@ def recipes_by_extra() -> dict[str, list[str]]:
 
 def _needs_data(source: str) -> bool:
     return source.endswith((".parquet", ".zst")) or dataset_id(source) is not None
+
+
+def _needs_remote(url: str | None) -> bool:
+    return url is not None and is_url(url) and scheme_of(url) != "file"

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from redline.hardware.machine import Machine
     from redline.runs.callbacks import Callbacks
     from redline.training.distributed import Ranks
+    from redline.training.mirror import Mirror
     from redline.training.trainer import Outcome, Trainer
 
 
@@ -150,17 +151,26 @@ class Session:
                 refuse_run(self.path)  # again: another process may have trained a run here while data were prepared
             with self._monitor(console) as monitor:
                 with self._clean_up_on_failure():
-                    restart = find_restart_point(run, self.ranks, monitor, resumed=self.resumed)
-                    trainer = self._trainer(objective, run, monitor, restart)
+                    url = recipe.checkpoint.mirror
+                    restart = find_restart_point(run, self.ranks, monitor, resumed=self.resumed, mirror=url)
+                    mirror = self._mirror(run, monitor, restart)
+                    trainer = self._trainer(objective, run, monitor, restart, mirror)
                     self._build(trainer, restart, monitor)
                 self._emit_start(trainer, monitor)
+                if mirror is not None:
+                    mirror.start()
                 for message in (os.environ.get(RECOVERY), restart.message, memory_change):
                     if message:
                         monitor.emit("recovery", message=message)
                 if self.host.callbacks is not None:
                     self.host.callbacks.request_stop = trainer.signals.request_stop
-                outcome = trainer.run()
-                signal_exit.code = outcome.exit_code  # the run has ended: a signal must not turn that into "preempted"
+                try:
+                    outcome = trainer.run()
+                    # the run has ended: a signal must not turn that into "preempted"
+                    signal_exit.code = outcome.exit_code
+                finally:
+                    if mirror is not None:
+                        mirror.finish(_mirror_wait(trainer, ended=signal_exit.code == EXIT_DONE))
         self.path = run.path  # the directory may have been moved
         if self.ranks.is_main and self.path.is_dir():
             with suppress(OSError):  # a closed terminal or pipe; the run itself is complete
@@ -203,7 +213,18 @@ class Session:
         monitor.price = monitor.price and monitor.price * self.ranks.size
         return monitor
 
-    def _trainer(self, objective: Any, run: RunDirectory, monitor: Monitor, restart: RestartPoint) -> Trainer:
+    def _mirror(self, run: RunDirectory, monitor: Monitor, restart: RestartPoint) -> Mirror | None:
+        """Return what copies the checkpoints to `checkpoint.mirror`; None on all ranks but 0, and without the key."""
+        options = self.resolved.recipe.checkpoint
+        if options.mirror is None or not self.ranks.is_main:
+            return None
+        from redline.training.mirror import Mirror, mirrored_run
+
+        return Mirror(mirrored_run(self.path, options.mirror), run, monitor, keep=options.keep, forget=restart.given_up)
+
+    def _trainer(
+        self, objective: Any, run: RunDirectory, monitor: Monitor, restart: RestartPoint, mirror: Mirror | None
+    ) -> Trainer:
         from redline.training.trainer import Trainer
 
         facts = self.data.facts
@@ -220,6 +241,7 @@ class Session:
             skipped=restart.skipped,
             measure=self.host.callbacks.measure if self.host.callbacks and self.host.callbacks.metrics else None,
             signals=Signals(exits=self.host.is_command),
+            mirror=mirror,
         )
 
     def _build(self, trainer: Trainer, restart: RestartPoint, monitor: Monitor) -> None:
@@ -330,30 +352,39 @@ class RestartPoint:
     skipped: list[int]  # steps whose data are left out
     message: str | None  # what changes, if anything
     seconds: float = 0.0  # training time of the run, if it ended with the checkpoint's step
+    given_up: tuple[int, ...] = ()  # steps of later checkpoints, which were deleted
 
 
-def find_restart_point(run: RunDirectory, ranks: Ranks, monitor: Monitor, *, resumed: bool) -> RestartPoint:
+def find_restart_point(
+    run: RunDirectory, ranks: Ranks, monitor: Monitor, *, resumed: bool, mirror: str | None = None
+) -> RestartPoint:
     """Find the checkpoint to continue from: the newest valid one from before batches that were not finite.
 
-    Newer checkpoints are deleted, because the run continues differently from here.
+    It is on the disk or in the mirror. Newer checkpoints are deleted, because the run continues differently from here.
     """
     found: dict[str, Any] = {}
     if ranks.is_main:
         from redline.training.checkpoint import remove_temporaries
 
         remove_temporaries(run.checkpoints)
-        found = _find_checkpoint(run, monitor) if resumed else {"name": None, "skipped": [], "message": None}
+        found = {"name": None, "skipped": [], "message": None}
+        found = _find_checkpoint(run, monitor, mirror) if resumed else found
     found = ranks.broadcast(found)
+    if found["name"] is not None and mirror is not None:
+        _fetch_on_every_node(run.path, found["name"], mirror, ranks, monitor)
     checkpoint = None if found["name"] is None else run.checkpoints / found["name"]
-    return RestartPoint(checkpoint, found["skipped"], found["message"], found.get("seconds", 0.0))
+    given_up = tuple(found.get("given_up", ()))
+    return RestartPoint(checkpoint, found["skipped"], found["message"], found.get("seconds", 0.0), given_up)
 
 
-def _find_checkpoint(run: RunDirectory, monitor: Monitor) -> dict[str, Any]:
-    from redline.training.checkpoint import committed_steps, newest_valid, read_state, remove_checkpoint
+def _find_checkpoint(run: RunDirectory, monitor: Monitor, mirror: str | None) -> dict[str, Any]:
+    from redline.training.checkpoint import committed_steps, read_state, remove_checkpoint
+    from redline.training.mirror import CheckpointFinder
     from redline.training.step import data_step
 
     failures = recovery.nonfinite_failures(recovery.read_failures(run.path))
-    newest = newest_valid(run.checkpoints, monitor.warn)
+    finder = CheckpointFinder(run.path, mirror, monitor.warn)
+    newest = finder.newest()
     if newest is None:
         has_saved = bool(read_events(run.path / EVENTS_FILE).of_type("checkpoint"))
         if committed_steps(run.checkpoints):
@@ -363,10 +394,11 @@ def _find_checkpoint(run: RunDirectory, monitor: Monitor) -> dict[str, Any]:
     checkpoint, newer = newest, []
     while checkpoint is not None and not recovery.predates_failures(read_state(checkpoint), failures):
         newer.append(checkpoint)
-        checkpoint = newest_valid(run.checkpoints, monitor.warn, below=read_state(checkpoint)["step"])
+        checkpoint = finder.newest(below=read_state(checkpoint)["step"])
     if checkpoint is None and newest is not None:
         # Every checkpoint is from after those batches, so they are in the past and cannot be left out any more.
         checkpoint, newer = newest, []
+    given_up = [int(path.name.removeprefix("step-")) for path in newer]
     for path in newer:
         remove_checkpoint(path)
     state = None if checkpoint is None else read_state(checkpoint)
@@ -375,7 +407,43 @@ def _find_checkpoint(run: RunDirectory, monitor: Monitor) -> dict[str, Any]:
     new = [step for step in skipped if step not in known]
     message = f"the data of steps {new[0]} to {new[-1]} were not finite, and are left out" if new else None
     seconds = 0.0 if state is None else _seconds_at_stop(run.path, state["step"])
-    return {"name": checkpoint and checkpoint.name, "skipped": skipped, "message": message, "seconds": seconds}
+    name = checkpoint and checkpoint.name
+    return {"name": name, "skipped": skipped, "message": message, "seconds": seconds, "given_up": given_up}
+
+
+def _fetch_on_every_node(run: Path, name: str, mirror: str, ranks: Ranks, monitor: Monitor) -> None:
+    """Fetch rank 0's checkpoint on the nodes that do not share its disk. Raise UserError on all ranks if one cannot.
+
+    One rank of each node fetches. The ranks tell each other through the store, because a download may take longer than
+    the timeout of a collective.
+    """
+    if ranks.size == 1:
+        return
+    from redline.training.mirror import CheckpointFinder
+
+    problem = None
+    if ranks.local_rank == 0 and not ranks.is_main:
+        try:
+            CheckpointFinder(run, mirror, monitor.warn).ensure(name)
+        except UserError as error:
+            problem = f"rank {ranks.rank}: {error.message()}"
+        except OSError as error:
+            problem = f"rank {ranks.rank}: {name} cannot be fetched from the mirror: {error}."
+    if not ranks.is_main:
+        ranks.post(f"fetched-{ranks.rank}", problem)
+    problems = [ranks.wait_for(f"fetched-{rank}") for rank in range(1, ranks.size)] if ranks.is_main else []
+    if first := ranks.broadcast(next(filter(None, problems), None)):
+        raise UserError(first)
+
+
+def _mirror_wait(trainer: Trainer, *, ended: bool) -> float:
+    """Return how many seconds the run waits for its last copies to the mirror: few if its machine may be taken away."""
+    from redline.training.mirror import FINAL_WAIT_S, PREEMPTED_WAIT_S
+
+    if ended:
+        return FINAL_WAIT_S
+    left = trainer.deadline.end - trainer.deadline.clock()
+    return min(PREEMPTED_WAIT_S, max(0.0, left - 1.0))
 
 
 def _seconds_at_stop(run: Path, step: int) -> float:

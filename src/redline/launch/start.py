@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from redline.errors import EXIT_DONE, UsageError
+from redline.errors import EXIT_DONE, UsageError, UserError, redact
 from redline.launch.session import Host, RankLog, Session, SignalExit, join_ranks, refuse_run, resolve_on_all_ranks
 from redline.recipe.forecast import recipe_steps, remaining_fields
 from redline.recipe.load import Loaded, load, validate
 from redline.recipe.lock import locked_recipe, read_lock
 from redline.recipe.resolve import Resolved, adapt_to_world, resolve
 from redline.recipe.schema import RESUMABLE, Recipe
+from redline.remote import MIRROR_SCHEMES, StoreError, is_url, parent_and_name, url_problem
 from redline.runs.console import Console
 from redline.runs.events import Event, number, read_events
 from redline.runs.monitor import View, price_notes, price_of, require_packages
@@ -139,7 +140,8 @@ def plan_continue(path: Path, recipe: str | None, overrides: list[str]) -> Conti
     if not os.path.isfile(path / RECIPE_LOCK_FILE):  # noqa: PTH113 - unlike Path.is_file, false for a name that is too long
         loaded = load(recipe or "quickstart", overrides)
         new_run_path(loaded, path)
-        return ContinuePlan(loaded, False, overrides)
+        if not _restored(path, loaded.recipe.checkpoint.mirror):
+            return ContinuePlan(loaded, False, overrides)
     refuse_unreadable(path)
     refuse_links(path)
     lock = read_lock(path)
@@ -154,6 +156,23 @@ def plan_continue(path: Path, recipe: str | None, overrides: list[str]) -> Conti
     return ContinuePlan(
         locked_recipe(path, lock, changes, read_events(path / EVENTS_FILE).resume_overrides()), True, changes
     )
+
+
+def _restored(path: Path, mirror: str | None) -> bool:
+    """Restore the run at `path` from the mirror; return False if there is no mirror, or no such run in it."""
+    if mirror is None:
+        return False
+    from redline.training.mirror import holds_run, restore_run, run_url
+
+    if not holds_run(path, mirror):
+        return False
+    restore_run(run_url(path, mirror), path, _print_line)
+    return True
+
+
+def _print_line(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(redact(f"redline: {text}"), err=True)
 
 
 def continue_run(path: Path, recipe: str | None, overrides: list[str], *, dry_run: bool, gpus: int = 1) -> int:
@@ -197,8 +216,14 @@ def _by_key(words: list[str]) -> dict[str, str]:
 
 
 def open_resumable(name: str, overrides: list[str], host: Host | None = None) -> tuple[Path, Loaded]:
-    """Return the directory of the run that `name` refers to, and its locked recipe with the overrides."""
-    path, selector = resolve_run(name, RUNS)
+    """Return the directory of the run that `name` refers to, and its locked recipe with the overrides.
+
+    A run that is named by the URL of its mirror, or that is gone and has a `checkpoint.mirror=URL` among the overrides,
+    is restored first.
+    """
+    if is_url(name):
+        name, overrides = _restore(name, overrides)
+    path, selector = _find_or_restore(name, overrides)
     refuse_unreadable(path)
     if selector is not None:
         fix = f"redline train --resume {shlex.quote(str(path))}"
@@ -206,6 +231,40 @@ def open_resumable(name: str, overrides: list[str], host: Host | None = None) ->
     lock = read_lock(path)
     (host or Host.command()).refuse_foreign(path, lock)
     return path, locked_recipe(path, lock, overrides, read_events(path / EVENTS_FILE).resume_overrides())
+
+
+_MIRROR_KEY = "checkpoint.mirror"
+
+
+def _restore(url: str, overrides: list[str]) -> tuple[str, list[str]]:
+    """Restore a run from the URL of its copy to ./runs, and return its path.
+
+    The mirror is the folder above: it may differ from the one in the lock, because copies can be moved.
+    """
+    if problem := url_problem(url, MIRROR_SCHEMES):
+        raise UsageError(problem, where="--resume")
+    from redline.training.mirror import restore_run
+
+    mirror, name = parent_and_name(url)
+    path = RUNS / name
+    restore_run(url, path, _print_line)
+    known = locked_recipe(path, read_lock(path), [], read_events(path / EVENTS_FILE).resume_overrides())
+    given = any(word.partition("=")[0] == _MIRROR_KEY for word in overrides)
+    if given or known.recipe.checkpoint.mirror == mirror:
+        return str(path), overrides
+    return str(path), [*overrides, f"{_MIRROR_KEY}={mirror}"]
+
+
+def _find_or_restore(name: str, overrides: list[str]) -> tuple[Path, int | str | None]:
+    """Find a run by its name; restore it from the mirror that the overrides name if its directory is gone."""
+    mirror = _by_key(overrides).get(_MIRROR_KEY, "").partition("=")[2]
+    try:
+        return resolve_run(name, RUNS)
+    except UsageError:
+        path = Path(name) if os.sep in name else RUNS / name
+        if not name or not mirror or url_problem(mirror, MIRROR_SCHEMES) or not _restored(path, mirror):
+            raise
+    return path, None
 
 
 def _is_finished(path: Path, recipe: Recipe, *, changed: bool) -> bool:
@@ -290,6 +349,7 @@ def _start(
         path = Path(run_dir)
         if rank0_resumed != resumed:
             resumed, loaded = rank0_resumed, Loaded(name, validate(recipe_tree, where="rank 0"))
+        _check_mirror(loaded.recipe, path, ranks, resumed=resumed)
         console = (host.view or Console()) if ranks.is_main else RankLog()
         for note in (*loaded.notes, *price_notes(loaded.recipe.monitor.price_per_hour)) if ranks.is_main else ():
             console.event({"type": "warning", "message": note})
@@ -307,6 +367,29 @@ def _start(
             return EXIT_DONE
         session = Session(loaded.name, path, resolved, data, ranks, overrides, resumed, initial, continued_with, host)
         return session.train(console, signal_exit)
+
+
+def _check_mirror(recipe: Recipe, path: Path, ranks: Ranks, *, resumed: bool) -> None:
+    """Raise UserError on every rank if rank 0 cannot copy to `checkpoint.mirror`, before data are prepared.
+
+    A resumed run that has a checkpoint continues even if the store does not answer now.
+    """
+    if (mirror := recipe.checkpoint.mirror) is None:
+        return
+    problem = None
+    if ranks.is_main:
+        from redline.training.checkpoint import newest_valid
+        from redline.training.mirror import check_mirror
+
+        try:
+            check_mirror(mirror, path, resumed=resumed)
+        except UserError as error:
+            passing = isinstance(error, StoreError) and error.passing
+            if not (passing and resumed and newest_valid(path / CHECKPOINTS_FOLDER)):
+                fix = f"{error.fix} Or train without a mirror: checkpoint.mirror=null."
+                problem = {"what": error.what, "where": f"{_MIRROR_KEY}={error.where}", "fix": fix}
+    if problem := ranks.broadcast(problem):
+        raise UsageError(**problem)
 
 
 def _resume_position(path: Path) -> tuple[int, float] | None:

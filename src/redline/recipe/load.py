@@ -24,6 +24,7 @@ from redline.planning.schedule import ONE_CYCLE
 from redline.planning.shapes import SIZES
 from redline.recipe.aliases import ALIASES, canonical_keys
 from redline.recipe.schema import Model, Recipe, Train, recipe_class
+from redline.remote import MIRROR_SCHEMES, is_url, url_problem
 
 # ----------------------------------------------------------------------------------------------------
 # Presets: the share of the memory to fill and the size of the batch, in one word.
@@ -477,12 +478,17 @@ def _overlong_problems(recipe: Recipe) -> list[Problem]:
 
 
 def _address_problems(recipe: Recipe) -> list[Problem]:
-    """Refuse addresses such as https://…, without quoting them: they may contain a password."""
-    data, model = recipe.data, recipe.model
-    places = {"data.source": " ".join(part.source for part in data.parts), "data.tokenizer": data.tokenizer}
-    places |= {"model.base": model.base or "", "model.init_from": model.init_from or ""}
+    """Refuse addresses such as https://…, without quoting them: they may contain a password.
+
+    The schema checks those of data.source and checkpoint.mirror, which may be addresses.
+    """
+    model = recipe.model
+    places = {"data.tokenizer": recipe.data.tokenizer, "model.base": model.base or ""}
     what, fix = "is an address; redline opens files, folders and hub ids.", "Download it, and use the path."
-    return [Problem(key, what, fix) for key, place in places.items() if "://" in place]
+    problems = [Problem(key, what, fix) for key, place in places.items() if "://" in place]
+    if is_url(origin := model.init_from or "") and (problem := url_problem(origin, MIRROR_SCHEMES)):
+        problems.append(Problem("model.init_from", problem, "Only the mirror of a run is opened by its address."))
+    return problems
 
 
 def _model_problems(model: Model) -> list[Problem]:

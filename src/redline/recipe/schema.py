@@ -47,6 +47,7 @@ from redline.planning.batch import PRESETS
 from redline.planning.memory import LOW_BIT, MUON
 from redline.planning.schedule import SCHEDULES
 from redline.planning.shapes import ACTIVATIONS, ROPE_SCALING, SIZES, TARGETS, checked_rope_scaling
+from redline.remote import MIRROR_SCHEMES, SOURCE_SCHEMES, is_url, url_problem
 
 # torch's modes reduce-overhead and max-autotune are left out: they record CUDA graphs of their own, and the next
 # micro-batch would overwrite their gradients. train.graph records the whole step instead.
@@ -175,12 +176,19 @@ class Part(Section):
         return 1.0 if self.repeat is None else self.repeat
 
 
+def _checked_url(source: str) -> str:
+    """Return a source; raise ValueError if it is a URL that cannot be read or that holds a secret."""
+    if is_url(source) and (problem := url_problem(source, SOURCE_SCHEMES)):
+        raise ValueError(problem)
+    return source
+
+
 def _source(value: Any) -> Any:
     """Validate a source or a list of sources: names, {source, weight} or {source, repeat}."""
     if value == "":
         raise ValueError("is empty.")
     if isinstance(value, str):
-        return value
+        return _checked_url(value)
     if not isinstance(value, list | tuple) or not value:
         fix = "Put it in quotes, or write a list: [{source: ./a, weight: 3}, ./b]."
         raise ValueError(f"{value!r} is not a source. {fix}")
@@ -193,7 +201,7 @@ def _source(value: Any) -> Any:
             fix = "Write PATH, {source: PATH, weight: NUMBER} or {source: PATH, repeat: NUMBER}."
             limits = f"Numbers are above 0; repeat is at most {MOST_REPEATS:,}."
             raise ValueError(f"{item!r} is not a source. {fix} {limits}") from None
-    names = [part.source for part in parts]
+    names = [_checked_url(part.source) for part in parts]
     if duplicates := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"{duplicates[0]!r} is in the list twice. List it once, with repeat: 2.")
     if any(part.weight is not None for part in parts) and any(part.repeat is not None for part in parts):
@@ -306,10 +314,22 @@ class Eval(Section):
     patience: MaybeCount = None  # stop after so many evaluations without a lower validation loss
 
 
+def _mirror(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{value!r} is not a URL, such as s3://bucket/prefix.")
+    if problem := url_problem(value, MIRROR_SCHEMES):
+        raise ValueError(problem)
+    return value.rstrip("/")
+
+
+_MIRROR = Rule(_mirror, accepts={"type": "string", "pattern": f"^({'|'.join(MIRROR_SCHEMES)})://."})
+
+
 class Checkpoint(Section):
     every: Count = 5000  # steps; also at the end and when the run is stopped
     keep: Count = 2
     best: Flag = True  # also keep the checkpoint with the lowest validation loss
+    mirror: Annotated[str | None, none_or(_MIRROR)] = None  # a URL below which runs are copied, each to its name
 
 
 class MonitorSection(Section):

@@ -78,6 +78,8 @@ class Console:
             self._eval(event)
         elif kind == "checkpoint":
             self._write(_checkpoint_line(event), "dim")
+        elif kind == "mirror":
+            self._write(_mirror_line(event), "dim")
         elif kind == "sample":
             self._sample(event)
         elif kind in ("warning", "replan", "recovery"):
@@ -333,6 +335,16 @@ def _checkpoint_line(event: Event) -> str:
         _duration("in", event.get("seconds")),
     ]
     return "saved  " + "  ".join(filter(None, parts))
+
+
+def _mirror_line(event: Event) -> str:
+    parts = [
+        _number(event, "step", "step {:,}"),
+        "to",
+        one_line(event.get("url")),
+        _duration("in", event.get("seconds")),
+    ]
+    return "copied  " + " ".join(filter(None, parts))
 
 
 def _stop_lines(event: Event) -> list[str]:

@@ -28,7 +28,7 @@ SCHEMA = 1
 Event = dict[str, Any]
 
 # Types that a resumed run writes again; every other event (warnings, plans, recoveries) stays true.
-REPEATED_TYPES = frozenset({"step", "eval", "checkpoint", "sample"})
+REPEATED_TYPES = frozenset({"step", "eval", "checkpoint", "mirror", "sample"})
 MAX_EVENTS = 1 << 16  # of longer logs some steps are left out, or the memory of a reader would grow with the run
 TAIL_BYTES = 64 << 10  # enough to hold the last events of any log
 

@@ -17,11 +17,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,6 +36,9 @@ from redline.runs.summary import disk_bytes, is_locked, run_status
 from redline.training.control import RunDirectory
 from redline.training.schedule import StepTimer
 from redline.vocabulary import CHECKPOINTS_FOLDER, Status
+
+if TYPE_CHECKING:
+    from redline.training.mirror import Mirror
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -196,13 +199,21 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest. Raise DamagedCheckpointError if a single byte of it has changed."""
     try:
         raw = read_bytes(path / MANIFEST)
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path.name}/{MANIFEST} cannot be read ({type(error).__name__})") from None
+    return parse_manifest(raw, path.name)
+
+
+def parse_manifest(raw: bytes, name: str) -> dict[str, Any]:
+    """Return the manifest of the checkpoint `name` from its bytes. Raise DamagedCheckpointError if one has changed."""
+    try:
         manifest = json.loads(raw)
         body = {key: value for key, value in manifest.items() if key != "digest"}
         genuine = manifest["digest"] == hashlib.sha256(canonical_json(body)).hexdigest()
-        if not genuine or canonical_json(manifest) != raw or path.name != step_name(manifest["step"]):
-            raise DamagedCheckpointError(f"{path.name}/{MANIFEST} was changed")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path.name}/{MANIFEST} cannot be read ({type(error).__name__})") from None
+        if not genuine or canonical_json(manifest) != raw or name != step_name(manifest["step"]):
+            raise DamagedCheckpointError(f"{name}/{MANIFEST} was changed")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{name}/{MANIFEST} cannot be read ({type(error).__name__})") from None
     return dict(manifest)
 
 
@@ -406,10 +417,14 @@ class BackgroundSaver:
         clock: Clock = time.monotonic,
         shared_commit: Commit | None = None,
         deletes_old: bool = True,
+        mirror: Mirror | None = None,
     ) -> None:
-        """`shared_commit` commits together with the other ranks, of which only one deletes old checkpoints."""
+        """`shared_commit` commits together with the other ranks, of which only one deletes old checkpoints.
+
+        `mirror` copies what is committed, and spares the checkpoint from deletion that it is copying.
+        """
         self.folder, self.keep, self._clock = folder, keep, clock
-        self._shared_commit, self._deletes_old = shared_commit, deletes_old
+        self._shared_commit, self._deletes_old, self._mirror = shared_commit, deletes_old, mirror
         self._on_saved, self._on_failed = on_saved, on_failed
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -444,8 +459,11 @@ class BackgroundSaver:
         self._on_saved(done, self._clock() - begin)
         if not self._deletes_old:
             return
-        with suppress(OSError):  # what cannot be deleted now is tried again after the next save
-            apply_retention(self.folder, self.keep, protect, fresh=snapshot.step)
+        with suppress(OSError), nullcontext(()) if self._mirror is None else self._mirror.held() as copying:
+            # what cannot be deleted now is tried again after the next save
+            apply_retention(self.folder, self.keep, (*protect, *copying), fresh=snapshot.step)
+        if self._mirror is not None:
+            self._mirror.committed(protect)
 
 
 class HostCopy:
@@ -493,6 +511,7 @@ class CheckpointManager:
         *,
         is_main: bool = True,
         shared_commit: Commit | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         self.run, self.monitor, self.timer, self.options = run, monitor, timer, options
         self.shared = shared_commit is not None
@@ -509,6 +528,7 @@ class CheckpointManager:
             clock=timer.clock,
             shared_commit=shared_commit,
             deletes_old=is_main,
+            mirror=mirror,
         )
 
     def estimate_save_time(self, files: dict[str, Tensors]) -> None:

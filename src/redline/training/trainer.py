@@ -27,6 +27,7 @@ from redline.training import recovery
 from redline.training.checkpoint import CheckpointManager, Tensors, committed_steps, copy_weights, read_state
 from redline.training.control import HEARTBEAT, Deadline, RunDirectory, Signals, StopRequested
 from redline.training.distributed import SINGLE_PROCESS, Ranks
+from redline.training.mirror import Mirror
 from redline.training.optim import Ema, Optimizer
 from redline.training.parallel import ParallelStrategy, build_on_all_ranks, parallelize
 from redline.training.schedule import Horizon, StepTimer, TrainState
@@ -82,10 +83,12 @@ class Trainer:
         skipped: Sequence[int] = (),
         measure: Measure | None = None,
         signals: Signals | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         """`supervised`: a supervisor restarts the run after a failure. `skipped`: steps whose data are left out.
 
-        `measure` adds figures to every evaluation: it gets the objective, and the names that are taken.
+        `measure` adds figures to every evaluation: it gets the objective, and the names that are taken. `mirror` copies
+        the checkpoints.
         """
         self.resolved, self.recipe, self.train = resolved, resolved.recipe, resolved.recipe.train
         self.objective, self.run_directory, self.monitor = objective, run, monitor
@@ -116,6 +119,7 @@ class Trainer:
             self.recipe.checkpoint,
             is_main=ranks.is_main,
             shared_commit=SharedCommit(ranks) if sharded else None,
+            mirror=mirror,
         )
         # The token files are checked once per node, because each node may have its own copy.
         self.data_check = BackgroundCheck(objective.token_files if ranks.local_rank == 0 else lambda: ())

@@ -28,6 +28,7 @@ from redline.data.sources import (
     ReadStats,
     RowReport,
     UnusableRowError,
+    local_path,
     parse_rows,
     source_rows,
     squad_rows,
@@ -80,8 +81,9 @@ def read_pairs(source: str) -> tuple[list[Pair], RowReport]:
             Pair(_question_line(one.question), "", (one.answer,), one.question) for one in problems(source)
         ]
         return problem_pairs, RowReport(source, len(problem_pairs))
-    stats, path = ReadStats(source), Path(source).expanduser()
-    if path.suffix == ".json" and path.is_file():
+    stats = ReadStats(source)
+    path = local_path(source) if source.endswith(".json") else None
+    if path is not None and path.is_file():
         rows = squad_rows(path, stats, _FIX)
     else:
         rows = source_rows(source, stats, _FIELDS, fix=_FIX, instead=_INSTEAD)
