@@ -68,6 +68,7 @@ class StepBatch:
     weights: Mapping[str, float | Tensor]  # summed over all micro-batches of all ranks
     wait_seconds: float = 0.0  # how long the trainer waited for it
     first_micro: int = 0  # number of its first micro-batch among those of all ranks
+    part: int = 0  # which part of each row it holds, if rows are split over ranks
 
     def scale_weights(self, factor: float) -> StepBatch:
         """Return the batch with its weights multiplied, as if it were a part of a step `factor` times as large."""
@@ -88,9 +89,12 @@ class StepResult:
 Backward = Callable[[int, StepBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
-def micro_batch_seed(seed: int, step: int, micro: int) -> int:
-    """Return the seed of a micro-batch. It depends on nothing that ran before: a resumed run draws the same noise."""
-    return (seed * 1_000_003 + step) * 4099 + micro & 0x7FFF_FFFF_FFFF_FFFF
+def micro_batch_seed(seed: int, step: int, micro: int, part: int = 0) -> int:
+    """Return the seed of a micro-batch. It depends on nothing that ran before: a resumed run draws the same noise.
+
+    The parts of a row have seeds of their own: dropout would otherwise drop the same places of each part.
+    """
+    return ((seed * 1_000_003 + step) * 4099 + micro) + part * 0x9E37_79B9_7F4A_7C15 & 0x7FFF_FFFF_FFFF_FFFF
 
 
 class Step:
@@ -128,7 +132,7 @@ class Step:
         for index, micro in enumerate(batch.micros):
             self.parallel.begin_micro_batch(last=index == len(batch.micros) - 1)
             if not recording:  # only steps without randomness are recorded, and a graph cannot contain seeding
-                torch.manual_seed(micro_batch_seed(self.seed, step, batch.first_micro + index))
+                torch.manual_seed(micro_batch_seed(self.seed, step, batch.first_micro + index, batch.part))
             terms = self.objective.loss(micro)
             parts = {name: term.coefficient * term.sum / batch.weights[term.weight] for name, term in terms.items()}
             loss = torch.stack(list(parts.values())).sum()
@@ -216,12 +220,16 @@ class BatchLoader:
         batch = self._loader.next(step)
         wait_seconds = time.perf_counter() - begin
         micros = [to_device(micro, self.device) for micro in batch.micros]
-        weights = dict(zip(batch.weights, self.ranks.sum(*map(float, batch.weights.values())), strict=True))
-        return StepBatch(micros, weights, wait_seconds, self.ranks.rank * self.plan.accumulation)
+        # The ranks that split a row have all counted the whole of it.
+        context, sums = self.plan.context, self.ranks.sum(*map(float, batch.weights.values()))
+        weights = {name: total / context for name, total in zip(batch.weights, sums, strict=True)}
+        group, part = divmod(self.ranks.rank, context)
+        return StepBatch(micros, weights, wait_seconds, group * self.plan.accumulation, part)
 
     def _make(self, step: int) -> StepBatch:
         micro, share = self.plan.micro, self.plan.micro * self.plan.accumulation
-        first = data_step(step, self.skipped) * self.plan.global_batch + self.ranks.rank * share
+        group = self.ranks.rank // self.plan.context
+        first = data_step(step, self.skipped) * self.plan.global_batch + group * share
         starts = range(first, first + share, micro)
         batch = step_batch(self.objective, [self.objective.batch(np.arange(s, s + micro)) for s in starts])
         if self.device.type != "cuda":
@@ -237,12 +245,12 @@ def data_step(step: int, skipped: Sequence[int]) -> int:
 
 
 def step_batch(objective: Objective, micros: list[Batch]) -> StepBatch:
-    """Return the micro-batches with the sums of their weights."""
+    """Return this rank's parts of the micro-batches, with the sums of the weights of whole rows."""
     weights: dict[str, float] = {}
     for micro in micros:
         for name, weight in objective.weights(micro).items():
             weights[name] = weights.get(name, 0.0) + weight
-    return StepBatch(micros, weights)
+    return StepBatch([objective.local(micro) for micro in micros], weights)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -305,7 +313,8 @@ def resumed_batch_plan(saved: BatchPlan, planned: BatchPlan) -> BatchPlan:
 
     The run had found that more does not fit. With another world size or global batch the saved plan does not apply.
     """
-    applies = saved.world == planned.world and saved.global_batch == planned.global_batch
+    alike = (saved.world, saved.context) == (planned.world, planned.context)
+    applies = alike and saved.global_batch == planned.global_batch
     return saved if applies and saved.micro < planned.micro else planned
 
 
