@@ -107,7 +107,7 @@ class Trainer:
         peak = resolved.machine.peak("bf16") if objective.whole_rows or not resolved.flops.assumed else None
         self.throughput = Throughput(resolved.flops, peak and peak * ranks.size, clock)
         self.step_log = StepLog(
-            monitor, self.throughput, self.device, self.train.max_nonfinite, self.recipe.data.seq_len
+            monitor, self.throughput, self.device, self.train.max_nonfinite, self.recipe.data.seq_len, ranks
         )
         sharded = ranks.joined and self.recipe.parallel.mode == "fsdp"
         self.checkpoints = CheckpointManager(
