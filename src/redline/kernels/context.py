@@ -163,12 +163,16 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         ctx.part = part
-        return _unpack(part.group.all_gather(_pack(k, v))[part._order_T])
+        whole = part.group.all_gather(_pack(k, v))
+        # One pass puts the positions in order and the rows first, as kernels for documents of any length want them.
+        rows = whole.permute(1, 2, 0, 3, 4).index_select(2, part._order_T)  # [2, B, T, H, K]
+        return rows[0].transpose(1, 2), rows[1].transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, g_k: Tensor, g_v: Tensor) -> Any:
         part: Part = ctx.part
-        return *_unpack(part.group.reduce_scatter(_pack(g_k, g_v)[part._ranked_T])), None
+        own = part.group.reduce_scatter(_pack(g_k, g_v)[part._ranked_T])
+        return own[:, 0].permute(1, 2, 0, 3), own[:, 1].permute(1, 2, 0, 3), None
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
@@ -178,11 +182,6 @@ def _pack(k: Tensor, v: Tensor) -> Tensor:
     both[:, 0].copy_(k.permute(2, 0, 1, 3))
     both[:, 1].copy_(v.permute(2, 0, 1, 3))
     return both
-
-
-def _unpack(both: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = both.unbind(1)
-    return k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
 # ----------------------------------------------------------------------------------------------------
