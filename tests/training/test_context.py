@@ -130,7 +130,8 @@ def test_restarts_are_bitwise(several: Several, tmp_path: Path) -> None:
         assert all(torch.equal(tensor, got[name]) for name, tensor in expected.items())
 
 
-def test_one_process_evaluates_a_run_of_ranks_that_shared_sequences(several: Several, tmp_path: Path) -> None:
+def test_fewer_ranks_than_share_a_sequence_resume_with_smaller_groups(several: Several) -> None:
+    """One process, which evaluates and samples, reads whole rows."""
     recipe = several.world.recipe(*TEXT, "parallel.context=4")
     adapted = [adapt_to_world(recipe, size).parallel.context for size in (1, 2, 4, 6, 8)]
     assert adapted == [1, 2, 4, 2, 4]
