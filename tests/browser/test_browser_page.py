@@ -70,6 +70,33 @@ def test_the_page_of_a_run(page: Any, served: Any, tmp_path: Path, width: int, s
     assert page.messages() == [], "the content security policy blocked nothing"
 
 
+RANKS = {
+    "forward_ms": [100.0, 100.0, 140.0, 101.0],
+    "temperature_c": [60.0, 61.0, 85.0, 62.0],
+    "power_w": [650.0, 651.0, 480.0, 652.0],
+    "throttle": ["", "", "thermal", ""],
+}
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
+def test_the_ranks_side_by_side(page: Any, served: Any, tmp_path: Path, width: int, scheme: str) -> None:
+    steps = [step(n, samples_per_s=278.3, ranks=RANKS) for n in range(1, 30)]
+    run = write_run(tmp_path / "runs/four", [start(), PLAN, *steps])
+    page.open(served(tmp_path / "runs", run), width, scheme)
+    assert "285k tokens/s (278.3 samples/s)" in page.text(".facts")
+    rows = page.run("[...document.querySelectorAll('.spreads tbody tr')].map((row) => row.textContent)")
+    assert rows[:2] == [
+        "forward passes of a step (ms)100.0 rank 0100.5 140.0 rank 2",
+        "power (W)480 rank 2651 652 rank 3",
+    ]
+    notes = page.run("[...document.querySelectorAll('.straggler')].map((note) => note.textContent)")
+    assert [note.split(":")[0] for note in notes] == [
+        *("Rank 2 is the slowest", "Throttled for heat or power supply", "Rank 2 has the hottest card")
+    ]
+    assert page.run("document.documentElement.scrollWidth <= innerWidth"), "nothing overflows the page"
+    assert page.messages() == []
+
+
 def test_the_page_updates_and_survives_a_restart(page: Any, served: Any, tmp_path: Path) -> None:
     """Before the run starts, while it trains, after it was resumed, and after the server was restarted."""
     root = tmp_path / "runs"

@@ -120,7 +120,7 @@ def test_every_known_reason_has_a_word() -> None:
 
 def warnings_of(watch: ThrottleWatch, throttle: str | None, lines: int) -> list[str]:
     reading = Reading(power_limit_w=700, sm_clock_mhz=1485, sm_clock_max_mhz=1980, temperature_c=91, throttle=throttle)
-    return [warning for _ in range(lines) if (warning := watch.note(reading))]
+    return [warning.text for _ in range(lines) if (warning := watch.note(reading))]
 
 
 def test_heat_is_said_once_with_what_it_costs() -> None:
@@ -150,7 +150,7 @@ def test_what_costs_nothing_is_not_said(throttle: str | None) -> None:
 def test_a_card_that_tells_no_clock_can_be_hot_too() -> None:
     watch = ThrottleWatch()
     warnings = [watch.note(Reading(throttle="thermal")) for _ in range(5)]
-    (warning,) = [warning for warning in warnings if warning]
+    (warning,) = [warning.text for warning in warnings if warning]
     assert "too hot" in warning
     assert "MHz" not in warning
 
@@ -164,9 +164,26 @@ def test_a_step_event_carries_what_the_card_said(world: Any, tmp_path: Any, monk
     assert all({name: step[name] for name in FIELDS} == dict.fromkeys(FIELDS) for step in steps)
 
     hot = Reading(gpu_util=99.0, sm_clock_mhz=900.0, sm_clock_max_mhz=1980.0, temperature_c=92.0, throttle="thermal")
-    monkeypatch.setattr("redline.training.step.Reading", lambda: hot)
+    monkeypatch.setattr("redline.training.readings.Reading", lambda: hot)
     world.run(tmp_path / "hot", "train.steps=6")
     events = read_events(tmp_path / "hot/events.jsonl")
     assert [event["throttle"] for event in events if event["type"] == "step"] == ["thermal"] * 6
     warnings = [event["message"] for event in events if event["type"] == "warning"]
     assert len([message for message in warnings if "too hot" in message]) == 1
+
+
+def test_each_rank_reads_its_own_card(plug_in: Any, card: Any) -> None:
+    """With eight cards, and with a scheduler that shows each process only its own."""
+    cards = [card(uuid=f"GPU-{n}", temperature=50 + n) for n in range(8)]
+    plug_in(*cards)
+    assert [Nvml(rank).read().temperature_c for rank in range(8)] == [*range(50, 58)]
+    plug_in(*cards, visible="5")
+    assert Nvml(5).read().temperature_c == 55
+
+
+def test_readings_travel_as_numbers(plug_in: Any, card: Any) -> None:
+    for answers in ({}, {"throttle": 0x04 | 0x40}, {"milliwatts": None, "throttle": None}):
+        plug_in(card(**answers))
+        reading = Nvml().read()
+        sent = [float("nan") if value is None else value for value in reading.numbers()]
+        assert Reading.from_numbers(sent) == reading

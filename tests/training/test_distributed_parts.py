@@ -256,3 +256,35 @@ def test_other_ranks_share_the_same_batch() -> None:
     for world in (1, 2, 3, 8, 16):
         batch = resolve(adapt_to_world(recipe, world), H200, FACTS, gpus=world).batch
         assert (batch.global_batch, batch.world) == (96, world)
+
+
+def test_step_events_hold_the_readings_of_every_rank(
+    several: Several, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks with invented cards, of which the second is too hot: the event has both, and the warning its rank."""
+    from redline.hardware.nvml import Reading
+    from redline.training import readings
+
+    def sensors(self: Any) -> Reading:
+        hot = self.ranks.rank == 1
+        return Reading(power_w=500.0 + self.ranks.rank, temperature_c=91.0, throttle="thermal" if hot else "power_cap")
+
+    monkeypatch.setattr(readings.RankReadings, "read", sensors)
+    run = several.run(tmp_path / "run", 2, *TEXT)
+    events = read_events(run / "events.jsonl")
+    steps = [event for event in events if event["type"] == "step"]
+    for event in steps:
+        assert event["ranks"]["power_w"] == [500.0, 501.0]
+        assert event["ranks"]["throttle"] == ["power_cap", "thermal"]
+        assert event["power_w"] == 500.0, "rank 0's, as before"
+        assert "gpu_util" not in event["ranks"], "no card reports it"
+        for name in ("forward_ms", "data_wait_ms", "memory_gib"):
+            assert len(event["ranks"][name]) == 2
+            assert all(value is not None and value >= 0 for value in event["ranks"][name])
+        assert all(0 < value < event["step_ms"] for value in event["ranks"]["forward_ms"])
+    (warning,) = [
+        event["message"] for event in events if event["type"] == "warning" and "throttled" in event["message"]
+    ]
+    assert warning.startswith("rank 1: the GPU is throttled: it is too hot (91 °C)")
+    alone = several.run(tmp_path / "alone", 1, *TEXT)
+    assert not any("ranks" in event for event in read_events(alone / "events.jsonl") if event["type"] == "step")

@@ -225,6 +225,7 @@ def _check_batch(loaded: Loaded, world: int) -> None:
     from redline.errors import Problem, RecipeError
     from redline.fields import none_if_auto
     from redline.planning.batch import indivisible_batch, solve_batch
+    from redline.planning.context import indivisible_world
 
     train = loaded.recipe.train
     total, micro, accumulation = (
@@ -232,6 +233,9 @@ def _check_batch(loaded: Loaded, world: int) -> None:
         none_if_auto(train.micro_batch),
         none_if_auto(train.accumulation),
     )
+    if problem := indivisible_world(loaded.recipe.parallel.context, world):
+        raise RecipeError(loaded.name, [problem])
+    world //= loaded.recipe.parallel.context
     batch = (indivisible_batch(total, world) if total else None) or solve_batch(total, micro, accumulation, world)
     if isinstance(batch, Problem):
         raise RecipeError(loaded.name, [batch])

@@ -150,10 +150,11 @@ def _resume(name: str, overrides: list[str], gpus: int, nodes: Nodes, *, supervi
     """Run `train --resume` and return the exit code."""
     from redline.launch.processes import ChildCommand, train_or_supervise
     from redline.launch.start import open_resumable, resume_run
+    from redline.recipe.resolve import adapt_to_world
 
     def child_command() -> ChildCommand:
         path, loaded = open_resumable(name, overrides)
-        return ChildCommand(loaded.recipe, path, ["train", "--resume", str(path), *overrides])
+        return ChildCommand(adapt_to_world(loaded.recipe, gpus), path, ["train", "--resume", str(path), *overrides])
 
     return train_or_supervise(
         lambda: resume_run(name, overrides, dry_run=dry_run, gpus=gpus),
@@ -172,13 +173,15 @@ def _continue(
     from redline.launch.processes import ChildCommand, train_or_supervise
     from redline.launch.start import continue_run, plan_continue
     from redline.recipe.lock import spelled_as_locked
+    from redline.recipe.resolve import adapt_to_world
 
     recipe = spelled_as_locked(recipe, run)
 
     def child_command() -> ChildCommand:
         due = plan_continue(run, recipe, overrides)
+        resumed = adapt_to_world(due.loaded.recipe, gpus) if due.resumed else due.loaded.recipe
         words = ["train", *([recipe] if recipe else []), *overrides, "--run", str(run), "--continue"]
-        return ChildCommand(due.loaded.recipe, run, words)
+        return ChildCommand(resumed, run, words)
 
     return train_or_supervise(
         lambda: continue_run(run, recipe, overrides, dry_run=dry_run, gpus=gpus),

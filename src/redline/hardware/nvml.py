@@ -5,9 +5,10 @@ A missing library, a missing GPU and a missing permission all give None: a senso
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, TypeVar
 
@@ -59,6 +60,19 @@ class Reading:
         names = ("gpu_util", "gpu_memory_gib", "power_w", "sm_clock_mhz", "temperature_c", "throttle", "energy_j")
         return {name: getattr(self, name) for name in names}
 
+    def numbers(self) -> list[float | None]:
+        """Return all values as numbers, for ranks to exchange; the throttle reasons as NVML's bits."""
+        values = vars(self) | {"throttle": None if self.throttle is None else float(_bits(self.throttle))}
+        return list(values.values())
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> Reading:
+        """Return the reading of which `numbers` returned these; NaN stands for None."""
+        known = [None if math.isnan(value) else round(value, 3) for value in numbers]
+        values: dict[str, Any] = dict(zip((field.name for field in fields(cls)), known, strict=True))
+        bits = values["throttle"]
+        return cls(**values | {"throttle": None if bits is None else throttle_names(int(bits))})
+
 
 @dataclass(frozen=True)
 class GpuInfo:
@@ -69,12 +83,13 @@ class GpuInfo:
 
 
 class Nvml:
-    """Read the sensors of the first visible GPU repeatedly."""
+    """Read the sensors of a visible GPU repeatedly. `number` counts in CUDA's order."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
         self._nvml = open_nvml()
         handles = none_on_error(lambda: visible_handles(self._nvml)) if self._nvml else None
-        self._handle: Any = handles[0] if handles else None
+        # A scheduler may show each process only its own GPU.
+        self._handle: Any = handles[number if number < len(handles) else 0] if handles else None
         # A MIG slice has its own memory and utilisation; power, clocks and temperature belong to the whole card.
         self._whole: Any = _whole_card(self._nvml, self._handle) if handles else None
         self._limit = self._read_card("nvmlDeviceGetEnforcedPowerLimit", scale=1e-3)
@@ -180,6 +195,10 @@ def throttle_bits(nvml: Any, handle: Any) -> int:
     return int(getattr(nvml, old if hasattr(nvml, old) else new)(handle))
 
 
+def _bits(names: str) -> int:
+    return sum(bit for bit, name in _THROTTLE_REASONS.items() if name in names.split("+"))
+
+
 def throttle_names(bits: int) -> str:
     return "+".join(name for bit, name in _THROTTLE_REASONS.items() if bits & bit)
 
@@ -251,6 +270,12 @@ def usable_memory(nvml: Any, handle: Any) -> int:
 _POWER_LINES, _SLOWDOWN_LINES = 20, 3
 
 
+@dataclass(frozen=True)
+class ThrottleWarning:
+    kind: str  # slowdown or power
+    text: str
+
+
 class ThrottleWatch:
     """Warn once in a run that the card is slowed down, and once that it stays at its power limit."""
 
@@ -258,7 +283,7 @@ class ThrottleWatch:
         self._slowdown_lines = self._power_lines = 0
         self._warned: set[str] = set()
 
-    def note(self, reading: Reading) -> str | None:
+    def note(self, reading: Reading) -> ThrottleWarning | None:
         """Count the reading of one log line; return the warning that is due now, if any."""
         reasons = (reading.throttle or "").split("+")
         slowdown = next((SLOWDOWNS[reason] for reason in reasons if reason in SLOWDOWNS), None)
@@ -266,10 +291,12 @@ class ThrottleWatch:
         self._power_lines = self._power_lines + 1 if "power_cap" in reasons else 0
         if slowdown and self._slowdown_lines == _SLOWDOWN_LINES and self._first_time("slowdown"):
             degrees = "" if reading.temperature_c is None else f" ({reading.temperature_c:.0f} °C)"
-            return f"the GPU is throttled: {slowdown}{degrees}{_clock(reading)}. Check its cooling and power supply"
+            what = f"the GPU is throttled: {slowdown}{degrees}{_clock(reading)}. Check its cooling and power supply"
+            return ThrottleWarning("slowdown", what)
         if self._power_lines == _POWER_LINES and self._first_time("power"):
             watts = "" if reading.power_limit_w is None else f" of {reading.power_limit_w:.0f} W"
-            return f"the GPU stays at its power limit{watts}{_clock(reading)}. Only a higher limit would make it faster"
+            what = f"the GPU stays at its power limit{watts}{_clock(reading)}. Only a higher limit would make it faster"
+            return ThrottleWarning("power", what)
         return None
 
     def _first_time(self, kind: str) -> bool:

@@ -81,6 +81,8 @@ class Job(ABC):
     overlong_key: ClassVar[str | None] = None  # the recipe key that decides what becomes of overlong samples
     exact_likelihood: ClassVar[bool] = False  # the loss is the likelihood of a text, not a bound, and of any text
     answer_metric: ClassVar[str | None] = None  # `--answers` for its models; None: chosen by the data
+    # Why each rank needs whole sequences; "" if the objective implements `local`, which parallel.context needs.
+    whole_sequences: ClassVar[str] = "this job does not say how its sequences are split"
     answer_tokens: ClassVar[int] = 256  # the default length of an answer in `redline eval --answers`
 
     def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,13 +26,15 @@ from redline.data.tokens import TokenFile
 from redline.errors import UserError, package_hint
 from redline.jobs.base import job, load_attribute
 from redline.jobs.preview import SamplePreview
-from redline.kernels.attention import Attention, Bound, MaskSpec, Selection, select
+from redline.kernels.attention import Attention, Bound, MaskSpec, Selection, part_candidates, select
+from redline.kernels.context import ContextGroup, Part, pad_tables, varlen_tables
 from redline.kernels.cross_entropy import IGNORE, compile_loss, linear_cross_entropy
 from redline.kernels.float8_choice import Float8Choice, Shapes, choose
 from redline.kernels.matmul import DTYPES
 from redline.models.adapters import LoraLinear
 from redline.models.decoder import Decoder, Linear
 from redline.models.float8 import LINEARS
+from redline.planning.context import Split
 from redline.planning.shapes import Adapter
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Lora, Recipe
@@ -170,6 +172,7 @@ class Objective(ABC):
     # `select_questions` reads the rows again, in another way than training did, and reports on them itself.
     reloads_rows_for_questions: ClassVar[bool] = False
 
+    context: ContextGroup | None = None  # the ranks that share each row; None: each rank computes whole rows
     log: Log = staticmethod(ignore_message)  # for messages that are not events
     skipped_steps = 0  # training steps whose data the run skips: it reads the data of as many further steps instead
 
@@ -205,9 +208,14 @@ class Objective(ABC):
     def batch(self, samples: np.ndarray) -> Batch:
         """Return the rows of these global sample numbers, on the CPU: a pure function of (seed, sample)."""
 
+    def local(self, batch: Batch) -> Batch:
+        """Return this rank's part of a batch of whole rows, on the CPU. Without `context` that is the batch itself."""
+        assert self.context is None, "a job whose rows can be split implements this method"
+        return batch
+
     @abstractmethod
     def weights(self, batch: Batch) -> dict[str, float]:
-        """Return what the loss terms are divided by. It is known before the forward pass."""
+        """Return what the loss terms of whole rows are divided by. It is known before the forward pass."""
 
     @abstractmethod
     def loss(self, batch: Batch) -> dict[str, Term]:
@@ -433,6 +441,7 @@ class DecoderObjective(Objective):
 
     model: Decoder
     device: torch.device
+    part: Part | None = None  # with `context`: this rank's part of the rows
 
     def __init__(self, resolved: Resolved) -> None:
         self.resolved, self.recipe = resolved, resolved.recipe
@@ -449,9 +458,12 @@ class DecoderObjective(Objective):
         if options.kernels == "fused" and self.device.type == "cuda" and find_spec("triton") is None:
             fix = f"Install it: {package_hint('triton')}; or use model.kernels=torch."
             raise UserError("fused kernels need the package triton.", where="model.kernels", fix=fix)
+        if self.context is not None:
+            self.part = Part(Split(self.row_copies, self.context.size), self.context, self.device)
+        if self.selection is not None and self._unable_in_parts(self.selection.backend):
+            self.selection = None  # the run began with whole rows
         self.selection = self.selection or self._select_attention()
-        grouped = self.resolved.shape.kv_heads != self.resolved.shape.heads
-        self.attention = Attention(self.selection.backend, self.mask, self.device.type, grouped=grouped)
+        self.attention = self.attention_for(self.mask)
         return Decoder(
             self.resolved.shape,
             attention=self.attention,
@@ -465,6 +477,19 @@ class DecoderObjective(Objective):
             kernels=options.kernels,
         )
 
+    def attention_for(self, mask: MaskSpec) -> Attention:
+        assert self.selection is not None
+        grouped = self.resolved.shape.kv_heads != self.resolved.shape.heads
+        in_parts = self.part is not None
+        return Attention(self.selection.backend, mask, self.device.type, grouped=grouped, in_parts=in_parts)
+
+    def _unable_in_parts(self, backend: str) -> str:
+        """Return why a back-end cannot compute this rank's part of rows; "" if it can, or if rows are whole."""
+        if self.context is None:
+            return ""
+        how = (self.device.type, self.dtype, self.resolved.shape.head_dim, self.context.backend)
+        return part_candidates(self.mask, *how)[backend]
+
     def _select_attention(self) -> Selection:
         """Choose the attention backend, by measurement if the recipe leaves it open.
 
@@ -472,15 +497,26 @@ class DecoderObjective(Objective):
         not continue to the same bits.
         """
         wanted, train, shape = self.recipe.model.attention, self.recipe.train, self.resolved.shape
-        if train.deterministic and wanted == "auto":
+        if train.deterministic and wanted == "auto" and not self._unable_in_parts("flash"):
             return Selection("flash", "its backward can be deterministic")
-        measured_shape = (self.resolved.batch.micro, shape.heads, self.read_length, shape.head_dim)
-        return select(wanted, self.mask, device=self.device.type, dtype=self.dtype, shape=measured_shape)
+        return select(
+            wanted,
+            self.mask,
+            device=self.device.type,
+            dtype=self.dtype,
+            shape=(self.resolved.batch.micro, shape.heads, self.read_length, shape.head_dim),
+            context_backend=None if self.context is None else self.context.backend,
+        )
 
     @property
     def read_length(self) -> int:
         """How many positions the model reads for one sequence."""
         return self.seq_len
+
+    @property
+    def row_copies(self) -> tuple[int, ...]:
+        """The lengths of the parts of a row that are split over ranks, each by itself."""
+        return (self.read_length,)
 
     @property
     def compiled(self) -> bool:
@@ -506,6 +542,8 @@ class DecoderObjective(Objective):
     def compile(self) -> None:
         if self.device.type == "cuda" and self.recipe.model.kernels != "fused":
             compile_loss()  # on a CPU the in-place reference is as fast
+        if self.part is not None:
+            self.part.exclude_from_compilation()
         self.model.compile_blocks(self.recipe.train.compile_mode)
 
     # --- a batch
@@ -537,11 +575,61 @@ class DecoderObjective(Objective):
         longest = _power_of_two(int(np.diff(starts).max()))
         return {**batch, "max_seqlen": torch.tensor(min(longest, documents.shape[1]))}
 
+    # --- a rank's part of a batch
+
+    def local(self, batch: Batch) -> Batch:
+        """Return this rank's positions of each row. The documents stay whole: attention sees the keys of all ranks.
+
+        In numpy, as in `with_scored_positions`.
+        """
+        part = self.part
+        if part is None:
+            return batch
+        found = {**batch, "context": torch.tensor(part.split.ranks), "inputs": _columns(batch["inputs"], part)}
+        return found | self._local_targets(batch, part) | self._local_tables(batch, part)
+
+    def _local_targets(self, batch: Batch, part: Part) -> Batch:
+        """Return the targets of this rank's positions, in the form that the batch has them."""
+        if "scored_positions" not in batch:
+            return {"targets": _columns(batch["targets"], part)}
+        targets = batch["targets"].numpy()
+        scored = np.flatnonzero(targets != IGNORE)
+        mine, positions = part.scored(batch["scored_positions"].numpy()[scored])
+        size = _round_to_quarters(len(mine), len(batch["inputs"]) * part.share)
+        return _padded(targets[scored[mine]], positions, size)
+
+    def _local_tables(self, batch: Batch, part: Part) -> Batch:
+        """Return the tables of variable-length kernels for this rank's chunks."""
+        if not self.attention.varlen or part.group.backend != "gather":
+            return {}
+        rows, documents = len(batch["inputs"]), batch.get("documents")
+        whole = np.arange(rows + 1) * part.length
+        starts = whole if documents is None else cu_seqlens(documents.numpy())
+        tables = [varlen_tables(starts, rows, part.length, chunk) for chunk in part.chunks]
+        size = max(64, _power_of_two(max(len(keys) for _, keys in tables)))
+        found = {"max_seqlen": torch.tensor(min(_power_of_two(int(np.diff(starts).max())), part.length))}
+        for number, (queries, keys) in enumerate(tables):
+            padded = map(torch.from_numpy, pad_tables((queries, keys), size))
+            found |= dict(zip((f"cu_queries_{number}", f"cu_keys_{number}"), padded, strict=True))
+        return found
+
+    def evaluated(self, batch: Batch, term: str) -> Tensor:
+        """Return the sum of a loss term over a batch of whole rows, without a gradient.
+
+        If rows are split over ranks, each rank computes its part; otherwise long rows might not fit into memory.
+        """
+        rows = {name: tensor.to(self.device) for name, tensor in self.local(batch).items()}
+        total = self.loss(rows)[term].sum
+        return total if self.context is None else self.context.all_reduce(total)
+
+    # --- the loss
+
     def weights(self, batch: Batch) -> dict[str, float]:
         return {"tokens": float((batch["targets"] != IGNORE).sum())}
 
     def loss(self, batch: Batch) -> dict[str, Term]:
-        hidden = self.model(batch["inputs"], self._bind(batch)).flatten(0, 1)
+        positions = self.part.positions_T if self.part is not None and "context" in batch else None
+        hidden = self.model(batch["inputs"], self._bind(batch), positions_T=positions).flatten(0, 1)
         if "scored_positions" in batch:
             hidden = hidden.index_select(0, batch["scored_positions"])
         total = self.cross_entropy(hidden, batch["targets"].flatten())
@@ -555,7 +643,16 @@ class DecoderObjective(Objective):
 
     def _bind(self, batch: Batch) -> Bound:
         longest = int(batch["max_seqlen"]) if "max_seqlen" in batch else None
+        if self.part is not None and "context" in batch:
+            return self._bind_part(self.attention, batch)
         return self.attention.bind(batch["inputs"].shape[1], batch.get("documents"), batch.get("cu_seqlens"), longest)
+
+    def _bind_part(self, attention: Attention, batch: Batch) -> Bound:
+        assert self.part is not None
+        longest = int(batch["max_seqlen"]) if "cu_keys_0" in batch else 0
+        count = len(self.part.chunks) if "cu_keys_0" in batch else 0
+        tables = [(batch[f"cu_queries_{n}"], batch[f"cu_keys_{n}"], longest) for n in range(count)]
+        return attention.bind_part(self.part, batch.get("documents"), tables)
 
     def uncompiled(self) -> AbstractContextManager[Any]:
         """Return a context in which compiled code runs eagerly: an evaluation is too short to compile a forward for it.
@@ -584,11 +681,18 @@ def with_scored_positions(batch: Batch) -> Batch:
     targets = batch["targets"].numpy().ravel()
     scored = np.flatnonzero(targets != IGNORE)
     size = _round_to_quarters(len(scored), len(targets))
-    if size >= len(targets):
-        return batch
-    kept, positions = np.full(size, IGNORE, dtype=targets.dtype), np.zeros(size, dtype=np.int64)
-    kept[: len(scored)], positions[: len(scored)] = targets[scored], scored
-    return {**batch, "targets": torch.from_numpy(kept), "scored_positions": torch.from_numpy(positions)}
+    return batch if size >= len(targets) else {**batch, **_padded(targets[scored], scored, size)}
+
+
+def _padded(targets: np.ndarray, positions: np.ndarray, size: int) -> Batch:
+    """Return the targets and their positions in the flattened batch, padded with positions that are not scored."""
+    kept, places = np.full(size, IGNORE, dtype=targets.dtype), np.zeros(size, dtype=np.int64)
+    kept[: len(targets)], places[: len(targets)] = targets, positions
+    return {"targets": torch.from_numpy(kept), "scored_positions": torch.from_numpy(places)}
+
+
+def _columns(tensor_BT: Tensor, part: Part) -> Tensor:
+    return torch.from_numpy(tensor_BT.numpy()[:, part.columns])
 
 
 def _round_to_quarters(count: int, most: int) -> int:
@@ -633,7 +737,8 @@ class Float8Objective(DecoderObjective):
 
     def matmuls(self) -> Shapes:
         """Return (tokens, input width, output width) of every matmul that could use fp8."""
-        shape, tokens = self.resolved.shape, self.resolved.batch.micro * self.read_length
+        shape = self.resolved.shape
+        tokens = self.resolved.batch.micro * self.read_length // (1 if self.context is None else self.context.size)
         return {
             "qkv": (tokens, shape.d_model, shape.d_qkv),
             "out": (tokens, shape.d_attention, shape.d_model),

@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from redline.errors import UserError
 from redline.hardware.measurements import ATTENTION, gpu_key, read_measurement, store_measurement
 from redline.hardware.nvml import driver_version
+from redline.kernels.context import Part
 from redline.kernels.timing import TimingError, kernel_ms
 from redline.planning.layout import Layout
 
@@ -97,17 +98,27 @@ class MaskSpec:
         seen = query >= key if self.causal else torch.ones_like(query >= key)
         return seen if same_document is None else seen & same_document
 
-    def dense(self, length: int, documents_BT: Tensor | None = None, device: torch.device | None = None) -> Tensor:
-        """Return a boolean mask [B or 1, 1, T, T], True where the query (row) sees the key (column)."""
+    def dense(
+        self,
+        length: int,
+        documents_BT: Tensor | None = None,
+        device: torch.device | None = None,
+        queries_T: Tensor | None = None,
+    ) -> Tensor:
+        """Return a boolean mask [B or 1, 1, T, T], True where the query (row) sees the key (column).
+
+        `queries` are the positions of the queries, if they are not all positions in order.
+        """
         assert not self.blocks or length == self.length, "a row holds a noisy and a clean copy"
         if self.documents:
             assert documents_BT is not None, "a document mask needs document ids"
             device = documents_BT.device
-        position = torch.arange(length, device=device)
+        keys = torch.arange(length, device=device)
+        queries = keys if queries_T is None else queries_T
         same = None
         if self.documents and documents_BT is not None:
-            same = documents_BT[:, :, None] == documents_BT[:, None, :]
-        allowed = self.allows(position[:, None], position[None, :], same)
+            same = documents_BT[:, queries, None] == documents_BT[:, None, :]
+        allowed = self.allows(queries[:, None], keys[None, :], same)
         return allowed[:, None] if allowed.dim() == 3 else allowed[None, None]
 
 
@@ -140,11 +151,22 @@ def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, grouped: bool) -> Tensor:
-    """Compute attention that is causal within documents, over the flattened batch [B·T, H, K]."""
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    grouped: bool,
+    cu_queries: Tensor | None = None,
+) -> Tensor:
+    """Compute attention that is causal within documents, over the flattened batch [B·T, H, K].
+
+    `cu_queries` are the cumulative numbers of queries, if documents have fewer queries than keys: the last of each.
+    """
     from torch.nn.attention.varlen import varlen_attn  # here, because the import takes a second
 
-    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    lengths = (cu_seqlens if cu_queries is None else cu_queries, cu_seqlens, max_seqlen, max_seqlen)
     out = varlen_attn(q, k, v, *lengths, window_size=(-1, 0), **(_VARLEN_GQA if grouped else {}))
     assert isinstance(out, Tensor)
     return out
@@ -203,6 +225,7 @@ def _output_and_gradients(backend: str, qkv: tuple[Tensor, ...], grad: Tensor, g
 # The entry point and its back-ends.
 
 
+RING = "ring"  # of parallel.context_backend
 BACKENDS = ("cudnn", "flash", "efficient", "flex", "split", "matmul", "dense")
 
 Shape = tuple[int, int, int, int]  # B, H, T, K
@@ -218,6 +241,9 @@ class Bound:
     max_seqlen: int = 0
     block_mask: Any = None  # of flex attention
     own_blocks: tuple[tuple[int, int], ...] = ()  # of block diffusion: the noisy blocks, for `split`
+    cu_queries: Tensor | None = None  # cumulative numbers of queries, where documents have fewer queries than keys
+    part: Part | None = None  # the rank's part of the rows, if they are split over ranks
+    pieces: tuple[Piece, ...] = ()  # with a part: what is computed by one call each
     _bias: Tensor | None = None
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
@@ -227,17 +253,32 @@ class Bound:
         return self._bias
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Queries of a rank's part, with the keys [0, keys) of the whole rows and the mask between both."""
+
+    queries: slice
+    keys: int
+    bound: Bound
+
+
 class Attention:
     """Attention by one back-end, for one mask description."""
 
-    def __init__(self, backend: str, spec: MaskSpec, device: str = "cpu", *, grouped: bool = False) -> None:
-        """Prepare the back-end. `grouped` says that several query heads share keys and values."""
+    def __init__(
+        self, backend: str, spec: MaskSpec, device: str = "cpu", *, grouped: bool = False, in_parts: bool = False
+    ) -> None:
+        """Prepare the back-end. `grouped` says that several query heads share keys and values.
+
+        `in_parts` says that rows are split over ranks; the back-end then computes whole rows too, in evaluations.
+        """
         self.backend, self.spec, self.device = backend, spec, device
-        self.varlen = backend == "flash" and spec.documents and device == "cuda"
+        self.varlen = backend == "flash" and (spec.documents or in_parts) and device == "cuda"
         # tried now, because torch.compile cannot trace the trial
         used = ("varlen", "flash", "cudnn") if self.varlen else (backend,)
         self.gqa_backends = frozenset(name for name in used if grouped and device == "cuda" and supports_gqa(name))
         self._static: Bound | None = None
+        self._static_part: Bound | None = None
 
     def bind(
         self,
@@ -265,6 +306,58 @@ class Attention:
             return Bound(cu_seqlens=starts, max_seqlen=max_seqlen or length)
         return Bound(dense=self.spec.dense(length, documents_BT))
 
+    def bind_part(
+        self, part: Part, documents_BT: Tensor | None = None, varlen: Sequence[tuple[Tensor, Tensor, int]] = ()
+    ) -> Bound:
+        """Return the mask of a batch that holds a part of each row; `documents` are those of the whole rows.
+
+        `varlen` has cumulative numbers of queries and of keys and the longest document for each chunk of the part.
+        """
+        static = not self.spec.documents and not varlen
+        if static and self._static_part is not None and self._static_part.part is part:
+            return self._static_part
+        bound = Bound(part=part, pieces=tuple(self._pieces(part, documents_BT, varlen)))
+        self._static_part = bound if static else None
+        return bound
+
+    def _pieces(
+        self, part: Part, documents_BT: Tensor | None, varlen: Sequence[tuple[Tensor, Tensor, int]]
+    ) -> Iterator[Piece]:
+        if part.group.backend == RING:
+            return
+        if self.backend == "flex":
+            mask = _block_mask(self.spec, part.length, documents_BT, self.device, queries_T=part.positions_T)
+            yield Piece(slice(None), part.length, Bound(block_mask=mask))
+            return
+        # A causal query sees no key behind its chunk, so these are left out. Other masks are one piece.
+        causal = self.spec.causal and not self.spec.blocks
+        ends = [end for _, end in part.chunks] if causal else [part.length]
+        count = part.share // len(ends)
+        for number, end in enumerate(ends):
+            queries = slice(number * count, (number + 1) * count)
+            if varlen:
+                cu_queries, cu_keys, longest = varlen[number]
+                yield Piece(queries, part.length, Bound(cu_seqlens=cu_keys, cu_queries=cu_queries, max_seqlen=longest))
+                continue
+            dense = None
+            if self.backend != "matmul" or not causal or self.spec.documents:
+                positions = part.positions_T[queries]
+                dense = self.spec.dense(part.length, documents_BT, positions.device, positions)[..., :end]
+            yield Piece(queries, end, Bound(dense=dense))
+
+    def _of_part(self, q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> Tensor:
+        """Compute the attention of a rank's part of the rows, over the keys and values of all ranks."""
+        assert bound.part is not None
+        if not bound.pieces:
+            with sdpa_kernel(SDPA[self.backend]):
+                return bound.part.ring(q, *repeat_kv(q, k, v))
+        k, v = bound.part.whole(k, v)
+        outputs = [
+            self(q[:, :, piece.queries], k[:, :, : piece.keys], v[:, :, : piece.keys], piece.bound)
+            for piece in bound.pieces
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
     def _bind_blocks(self) -> Bound:
         splits = self.backend == "split"
         keys_from, own_blocks = (len(self.spec.noisy), tuple(self.spec.own_blocks)) if splits else (0, ())
@@ -275,6 +368,8 @@ class Attention:
         return Bound(dense=mask[..., keys_from:].contiguous(), own_blocks=own_blocks)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, bound: Bound) -> Tensor:
+        if bound.part is not None:
+            return self._of_part(q, k, v, bound)
         if self.backend == "dense":
             return _dense(q, k, v, self.spec, bound.dense)
         if self.backend == "matmul":
@@ -331,10 +426,11 @@ def by_matmuls(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, causal: 
     """Compute attention by batched matmuls in the precision of q, with a backward written by hand.
 
     On CPUs with bf16 matmuls this is two to four times as fast as torch's fused kernel up to 2,048 positions. `bias`
-    [B or 1, 1, T, T] holds −inf where a query may not see a key. With `causal`, no later key is seen either.
+    [B or 1, 1, T, T] holds −inf where a query may not see a key. With `causal`, no later key is seen either; if there
+    are fewer queries than keys, they are the last positions.
     """
     B, H, T, K = q.shape
-    out: Tensor = _MatmulAttention.apply(*(x.reshape(B * H, T, K) for x in (q, k, v)), bias, causal, H)
+    out: Tensor = _MatmulAttention.apply(*(x.reshape(B * H, -1, K) for x in (q, k, v)), bias, causal, H)
     return out.view(B, H, T, K)
 
 
@@ -345,9 +441,10 @@ class _MatmulAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, heads: int) -> Tensor:
         out, kept, scale = torch.empty_like(q), [], q.shape[-1] ** -0.5
-        for rows, keys in _tiles(q.shape[1], causal):
+        before = k.shape[1] - q.shape[1]  # keys before the first query
+        for rows, keys in _tiles(q.shape[1], k.shape[1], causal):
             if bias is None and causal:
-                hidden = _causal_bias(rows.start, rows.stop, q.dtype)[None]
+                hidden = _causal_bias(before + rows.start, before + rows.stop, q.dtype)[None]
                 scores = torch.baddbmm(hidden, q[:, rows], k[:, keys].mT, alpha=scale)
             else:
                 sizes = len(q), rows.stop - rows.start, keys.stop
@@ -367,7 +464,7 @@ class _MatmulAttention(torch.autograd.Function):
         q, k, v, *kept = ctx.saved_tensors
         g_q, g_k, g_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         scale = q.shape[-1] ** -0.5
-        for (rows, keys), weights in zip(_tiles(q.shape[1], ctx.causal), kept, strict=True):
+        for (rows, keys), weights in zip(_tiles(q.shape[1], k.shape[1], ctx.causal), kept, strict=True):
             g = grad[:, rows]
             g_weights = g @ v[:, keys].mT
             g_scores = torch._softmax_backward_data(g_weights, weights, -1, weights.dtype)
@@ -377,12 +474,13 @@ class _MatmulAttention(torch.autograd.Function):
         return g_q, g_k, g_v, None, None, None
 
 
-def _tiles(length: int, causal: bool) -> list[tuple[slice, slice]]:
+def _tiles(queries: int, keys: int, causal: bool) -> list[tuple[slice, slice]]:
     """Return the queries to compute together, each time with the keys that they may see."""
     if not causal:
-        return [(slice(0, length), slice(0, length))]
-    ends = [min(start + _QUERIES, length) for start in range(0, length, _QUERIES)]
-    return [(slice(start, end), slice(0, end)) for start, end in zip(range(0, length, _QUERIES), ends, strict=True)]
+        return [(slice(0, queries), slice(0, keys))]
+    starts, before = range(0, queries, _QUERIES), keys - queries
+    ends = [min(start + _QUERIES, queries) for start in starts]
+    return [(slice(start, end), slice(0, before + end)) for start, end in zip(starts, ends, strict=True)]
 
 
 @cache
@@ -409,9 +507,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, bound: Bound, grouped: bool) -> Ten
     B, H, T, K = q.shape
     if not grouped:
         k, v = repeat_kv(q, k, v)
-    q, k, v = (x.transpose(1, 2).reshape(B * T, -1, K) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     assert bound.cu_seqlens is not None
-    out = varlen_attention(q, k, v, bound.cu_seqlens, bound.max_seqlen, grouped)
+    out = varlen_attention(q, k, v, bound.cu_seqlens, bound.max_seqlen, grouped, bound.cu_queries)
     return out.view(B, T, H, K).transpose(1, 2)
 
 
@@ -428,19 +526,28 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, **options: Any) -> A
     return run(q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1], **options)
 
 
-def _block_mask(spec: MaskSpec, length: int, documents_BT: Tensor | None, device: str, keys_from: int = 0) -> Any:
+def _block_mask(
+    spec: MaskSpec,
+    length: int,
+    documents_BT: Tensor | None,
+    device: str,
+    keys_from: int = 0,
+    queries_T: Tensor | None = None,
+) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     tables = spec.tables(device) if spec.blocks else None  # made outside `allowed`, which flex compiles
 
     def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query = query if queries_T is None else queries_T[query]
         if tables is not None:
             return sees_block(*tables, query, key + keys_from)
         same = documents_BT[batch, query] == documents_BT[batch, key] if documents_BT is not None else None
         return spec.allows(query, key, same)
 
     batch = documents_BT.shape[0] if spec.documents and documents_BT is not None else None
-    return create_block_mask(allowed, batch, None, length, length - keys_from, device=device)
+    queries = length if queries_T is None else len(queries_T)
+    return create_block_mask(allowed, batch, None, queries, length - keys_from, device=device)
 
 
 def _split(q: Tensor, k: Tensor, v: Tensor, own_blocks: Sequence[tuple[int, int]], bound: Bound) -> Tensor:
@@ -537,6 +644,23 @@ class Selection:
     reason: str
 
 
+def part_candidates(
+    spec: MaskSpec, device: str, dtype: torch.dtype, head_dim: int, context_backend: str
+) -> dict[str, str]:
+    """Return the same for rows that are split over ranks."""
+    able = candidates(spec, device, dtype, head_dim)
+    if context_backend == RING:
+        wrong = "" if device == "cuda" else "needs a GPU: torch's ring attention has no CPU kernel"
+        wrong = wrong or ("" if spec.causal and not (spec.documents or spec.blocks) else "has no mask but a causal one")
+        kernels = ("flash", "cudnn", "efficient")
+        return {name: wrong or why or ("" if name in kernels else "has no ring") for name, why in able.items()}
+    able["split"] = able["split"] or "needs the own block of a query on its rank"
+    able["cudnn"] = able["cudnn"] or "aligns the first query with the first key"
+    if device == "cuda" and (spec.blocks or not spec.causal):
+        able["flash"] = able["flash"] or "takes causal masks only"
+    return able
+
+
 def candidates(spec: MaskSpec, device: str, dtype: torch.dtype, head_dim: int) -> dict[str, str]:
     """Return for every back-end why it cannot run, or an empty string if it can."""
     unsplit = "" if spec.noisy and spec.clean else "needs a noisy and a clean copy"
@@ -573,18 +697,35 @@ def candidates(spec: MaskSpec, device: str, dtype: torch.dtype, head_dim: int) -
     }
 
 
-def select(requested: str, spec: MaskSpec, *, device: str, dtype: torch.dtype, shape: Shape) -> Selection:
+def select(
+    requested: str,
+    spec: MaskSpec,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    shape: Shape,
+    context_backend: str | None = None,
+) -> Selection:
     """Return the back-end asked for, or with `auto` the fastest at the run's own shape [B, H, T, K].
 
-    On a GPU it is measured; on later starts the measurement is read from the cache.
+    On a GPU it is measured; on later starts the measurement is read from the cache. With a `context_backend` rows are
+    split over ranks; few back-ends can do that, and the first of BACKENDS is taken without a measurement.
     """
     able = candidates(spec, device, dtype, shape[-1])
+    if context_backend is not None:
+        able = part_candidates(spec, device, dtype, shape[-1], context_backend)
+        if not any(not why for why in able.values()):
+            fix = "Use parallel.context_backend=gather."
+            raise UserError(f"ring {next(iter(able.values()))}.", where="parallel.context_backend", fix=fix)
     if requested != "auto":
         if able[requested]:
             working = ", ".join(name for name, why in able.items() if not why)
             fix = f"Use model.attention=auto, or one of {working}."
             raise UserError(f"model.attention={requested} {able[requested]}.", where="model.attention", fix=fix)
         return Selection(requested, "as asked")
+    if device == "cuda" and context_backend is not None:
+        order = ("flash", "cudnn", "flex", "efficient", "dense")
+        return Selection(next(name for name in order if not able[name]), "rows are split over ranks; not measured")
     if device == "cpu":
         if shape[2] <= _MOST_POSITIONS:
             return Selection("matmul", "faster than torch's fused CPU kernel up to 2,048 positions")

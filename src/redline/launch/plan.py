@@ -131,7 +131,10 @@ def _find_machine(gpu: str, recipe: Recipe) -> Machine:
 
 
 def _check_probe(resolved: Resolved, gpu: str) -> None:
-    """Refuse to measure a plan for another card than the one in this machine."""
+    """Refuse to measure a plan for another card than the one in this machine, or one that no single card can run."""
+    if (context := resolved.batch.context) > 1:
+        what = f"parallel.context={context} splits each sequence over {context} cards; one card cannot measure it."
+        raise UsageError(what, where="--probe", fix="Leave out --probe, or use parallel.context=1.")
     require_torch()
     from redline.hardware.probe import detect_machine
 

@@ -22,6 +22,7 @@ from redline.hardware.host import available_cores, has_proc, list_processes
 from redline.hardware.nvml import open_nvml, visible_handles
 from redline.launch.session import CONSOLE, exit_code_of
 from redline.planning.batch import indivisible_batch
+from redline.planning.context import indivisible_world
 from redline.recipe.schema import Recipe
 from redline.runs.monitor import require_packages
 from redline.training.control import FOLDER_VARIABLE, NOT_WRITABLE_FIX, PARENT_VARIABLE, RECOVERY, open_no_follow
@@ -124,8 +125,11 @@ def train_or_supervise(
 
 def check_world(recipe: Recipe, gpus: int, nodes: int = 1) -> None:
     """Raise an error if so many processes on each of so many nodes cannot train the recipe here."""
-    total = none_if_auto(recipe.train.global_batch)
-    if total and (problem := indivisible_batch(total, gpus * nodes)):
+    total, context, world = none_if_auto(recipe.train.global_batch), recipe.parallel.context, gpus * nodes
+    problem = indivisible_world(context, world)
+    if problem is None and total:
+        problem = indivisible_batch(total, world // context)
+    if problem is not None:
         raise RecipeError("recipe", [problem])
     count = 0 if recipe.train.device == "cpu" else _gpu_count()
     if count and gpus > count:

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from redline.errors import EXIT_DONE, UsageError, UserError, redact
+from redline.errors import EXIT_DONE, RecipeError, UsageError, UserError, redact
 from redline.launch.session import Host, RankLog, Session, SignalExit, join_ranks, refuse_run, resolve_on_all_ranks
+from redline.planning.context import indivisible_world
 from redline.recipe.forecast import recipe_steps, remaining_fields
 from redline.recipe.load import Loaded, load, validate
 from redline.recipe.lock import locked_recipe, read_lock
@@ -450,6 +451,9 @@ def unused_run_path(recipe: str, suffix: str = "") -> Path:
 
 def _plan(recipe: Recipe, console: View, ranks: Ranks, *, resumed: bool, gpus: int) -> tuple[Resolved, Any]:
     """Prepare the data and resolve the recipe; return the plan and the data."""
+    problem = None if resumed else indivisible_world(recipe.parallel.context, max(gpus, ranks.size))
+    if problem is not None:  # found by `resolve` too, but only after the data are prepared
+        raise RecipeError("recipe", [problem])
     console.event({"type": "warmup", "message": "preparing data"})
     from redline.hardware.nvml import foreign_use
     from redline.hardware.probe import detect_machine

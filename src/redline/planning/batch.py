@@ -1,13 +1,14 @@
-"""How a global batch is divided: micro-batch × accumulation × world size = global batch.
+"""How a global batch is divided: micro-batch × accumulation × world size / context = global batch.
 
-The recipe may state any two of the three; if it states all three, they must agree.
+The `context` ranks that split every sequence among them read the same rows, so they count as one. The recipe may state
+any two of micro-batch, accumulation and global batch; if it states all three, they must agree.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from redline.errors import Problem
 
@@ -38,10 +39,20 @@ class BatchPlan:
     micro: int
     accumulation: int
     world: int = 1
+    context: int = 1  # ranks that split each sequence
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of groups of ranks that read different rows."""
+        return self.world // self.context
 
     @property
     def global_batch(self) -> int:
-        return self.micro * self.accumulation * self.world
+        return self.micro * self.accumulation * self.data_ranks
+
+    def to_json(self) -> list[int]:
+        """Return the arguments of this class."""
+        return [self.micro, self.accumulation, self.world, *([self.context] if self.context > 1 else [])]
 
     def halved(self) -> BatchPlan | None:
         """Return the same global batch in smaller micro-batches, or None if the micro-batch is 1 already.
@@ -51,7 +62,7 @@ class BatchPlan:
         if self.micro == 1:
             return None
         parts = next(n for n in range(2, self.micro + 1) if self.micro % n == 0)
-        return BatchPlan(self.micro // parts, self.accumulation * parts, self.world)
+        return replace(self, micro=self.micro // parts, accumulation=self.accumulation * parts)
 
 
 def solve_batch(

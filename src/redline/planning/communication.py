@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from redline.planning.context import message_bytes
 from redline.planning.shapes import DecoderShape
 
 MODES = ("ddp", "fsdp")
@@ -31,11 +32,24 @@ class Volume:
     scattered: float = 0.0  # gradients, reduce-scattered to their shards
     exchanged: float = 0.0  # by all GPUs together, for Muon: rows sent to the owner of a matrix and back
     calls: int = 0
+    context: int = 1  # GPUs that share each sequence
+    keys_gathered: float = 0.0  # keys and values, all-gathered in each of their groups
+    keys_scattered: float = 0.0  # gradients of keys and values, reduce-scattered in each group
+    key_calls: int = 0
     micros: int = 1  # micro-batches, whose forward and backward passes hide the messages
 
     def sent(self, world: int) -> float:
         """Return the bytes that each GPU sends in rings, where an all-reduce is a reduce-scatter and an all-gather."""
-        return (world - 1) / world * (2 * self.reduced + self.gathered + self.scattered + self.exchanged / world)
+        whole = (world - 1) / world * (2 * self.reduced + self.gathered + self.scattered + self.exchanged / world)
+        return whole + self.keys_sent
+
+    @property
+    def keys_sent(self) -> float:
+        """The bytes of keys and values, and of their gradients, that each GPU sends."""
+        return (self.context - 1) / self.context * (self.keys_gathered + self.keys_scattered)
+
+    def without_keys(self) -> Volume:
+        return replace(self, keys_gathered=0.0, keys_scattered=0.0, key_calls=0)
 
 
 def ddp_volume(gradient_bytes: float) -> Volume:
@@ -59,6 +73,29 @@ def fsdp_volume(
         calls=micros * (2 * layers + 1) + layers + 1 + 2 * (orthogonalised > 0),
         micros=micros,
     )
+
+
+def with_keys(
+    volume: Volume,
+    shape: DecoderShape,
+    *,
+    context: int,
+    positions: float,
+    micros: int,
+    bytes_per_value: int,
+    again: bool,
+) -> Volume:
+    """Add what `context` GPUs exchange that share each sequence.
+
+    `positions` are those of all micro-batches of a step. Each layer gathers keys and values once in every forward pass
+    (`again`: also when the backward pass recomputes it), and scatters their gradients.
+    """
+    if context == 1:
+        return volume
+    each = shape.layers * message_bytes(shape, positions, bytes_per_value)
+    gathers = 2 if again else 1
+    calls = shape.layers * (gathers + 1) * micros
+    return replace(volume, context=context, keys_gathered=gathers * each, keys_scattered=each, key_calls=calls)
 
 
 def padded_bytes(tensors: Iterable[tuple[int, int]], world: int, bytes_per_value: int = 4) -> int:
@@ -107,16 +144,28 @@ class Fabric:
         if bandwidth is None:
             return None
         hops = self.gpus - 1 + self.nodes - 1
-        return volume.sent(self.world) / (WIRE_SHARE * bandwidth) + volume.calls * hops * HOP_SECONDS
+        rest = volume.without_keys()
+        return (
+            rest.sent(self.world) / (WIRE_SHARE * bandwidth) + rest.calls * hops * HOP_SECONDS + self._of_keys(volume)
+        )
+
+    def _of_keys(self, volume: Volume) -> float:
+        """Return the seconds of the exchange of keys and values, in groups of consecutive GPUs."""
+        within = volume.context <= self.gpus and self.gpus % volume.context == 0
+        bandwidth = self.link if within else self.bandwidth
+        if volume.context == 1 or not bandwidth:
+            return 0.0
+        return volume.keys_sent / (WIRE_SHARE * bandwidth) + volume.key_calls * (volume.context - 1) * HOP_SECONDS
 
 
 def exposed_seconds(volume: Volume, fabric: Fabric, micro: float) -> float | None:
     """Return the seconds that communication adds to a step whose micro-batches take `micro` seconds each.
 
     All-reduces overlap with the last backward pass, and gathers with the blocks before them. Nothing overlaps with the
-    last message of a backward pass, the first gather, or the messages of Muon's update.
+    last message of a backward pass, the first gather, the messages of Muon's update, or keys and values, for which
+    attention waits.
     """
-    in_passes = replace(volume, exchanged=0.0, calls=volume.calls - 2 * (volume.exchanged > 0))
+    in_passes = replace(volume.without_keys(), exchanged=0.0, calls=volume.calls - 2 * (volume.exchanged > 0))
     every, overlapping = fabric.seconds(volume), fabric.seconds(in_passes)
     if every is None or overlapping is None or fabric.world == 1:
         return every

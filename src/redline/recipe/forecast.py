@@ -30,6 +30,7 @@ from redline.planning.communication import (
     fsdp_volume,
     padded_bytes,
     root_tensors,
+    with_keys,
 )
 from redline.planning.flops import mfu
 from redline.planning.memory import MUON, Kernels
@@ -47,6 +48,7 @@ from redline.planning.speed import (
     seconds_at_best_rates,
     seconds_at_peak,
 )
+from redline.recipe.load import row_copies
 from redline.recipe.schema import Recipe
 from redline.units import format_count
 
@@ -131,11 +133,18 @@ class Forecast:
             "all_gathered_bytes": round(volume.gathered),
             "reduce_scattered_bytes": round(volume.scattered),
             "exchanged_bytes": round(volume.exchanged),  # Muon's matrices, summed over all cards
+            **self._keys(),
             "sent_bytes": round(volume.sent(self.fabric.world)),  # by each card
             "ms_per_step": _milliseconds(time.communication),
             "exposed_ms": _milliseconds(time.exposed),
             "estimate": True,
         }
+
+    def _keys(self) -> dict[str, int]:
+        """Return the bytes of keys and values and of their gradients, if cards share sequences."""
+        volume = self.volume
+        sizes = {"keys_gathered_bytes": volume.keys_gathered, "keys_scattered_bytes": volume.keys_scattered}
+        return {name: round(size) for name, size in sizes.items()} if volume.context > 1 else {}
 
     def _mfu(self, tokens_per_s: float | None, flops: float) -> float | None:
         share = None if tokens_per_s is None else mfu(tokens_per_s, flops, self.peak)
@@ -253,7 +262,7 @@ def _peaks(machine: Machine, precision: str) -> tuple[Peaks | None, bool]:
 def _prior(resolved: Resolved, work: Work, peaks: Peaks | None, known: bool) -> tuple[StepTime | None, str]:
     """Return the expected step time of one card without communication, and what the expectation rests on."""
     machine, batch = resolved.machine, resolved.batch
-    micro_tokens = batch.micro * resolved.recipe.data.seq_len
+    micro_tokens = batch.micro * resolved.recipe.data.seq_len // batch.context
     if machine.device == "cpu":
         if machine.cpu_flops is None:
             return None, "unknown"
@@ -289,8 +298,24 @@ def communication_volume(resolved: Resolved) -> Volume:
     shape, batch = resolved.shape, resolved.batch
     if batch.world == 1:
         return Volume()
+    train = resolved.recipe.train
     if parallel_mode(resolved) == "ddp":
-        return ddp_volume(4.0 * costs(resolved.recipe).parameters(shape)["trainable"])
+        volume = ddp_volume(4.0 * costs(resolved.recipe).parameters(shape)["trainable"])
+    else:
+        volume = _fsdp_volume(resolved)
+    return with_keys(
+        volume,
+        shape,
+        context=batch.context,
+        positions=batch.micro * batch.accumulation * sum(row_copies(resolved.recipe)),
+        micros=batch.accumulation,
+        bytes_per_value=4 if train.precision == "fp32" else 2,
+        again=train.grad_checkpointing != "none",
+    )
+
+
+def _fsdp_volume(resolved: Resolved) -> Volume:
+    shape, batch = resolved.shape, resolved.batch
     blocks = shape.layers * padded_bytes(block_tensors(shape), batch.world)
     root = padded_bytes(root_tensors(shape), batch.world)
     muon = resolved.recipe.train.optimizer in MUON

@@ -19,6 +19,7 @@ from redline.errors import Problem, RecipeError, UsageError, did_you_mean
 from redline.fields import AUTO, none_if_auto
 from redline.jobs.base import is_job, job
 from redline.planning.batch import PRESETS, solve_batch
+from redline.planning.context import indivisible_sequence
 from redline.planning.memory import MUON
 from redline.planning.schedule import ONE_CYCLE
 from redline.planning.shapes import SIZES
@@ -419,8 +420,13 @@ def _contradictions(recipe: Recipe) -> list[Problem]:
         *_overlong_problems(recipe),
         *_optimizer_problems(recipe),
         *_schedule_problems(recipe.train),
-        *job(recipe.objective).problems(recipe),
+        *_job_problems(recipe),
     ]
+
+
+def _job_problems(recipe: Recipe) -> list[Problem]:
+    found: list[Problem] = job(recipe.objective).problems(recipe)
+    return found or _context_problems(recipe)  # which needs a valid layout
 
 
 def _keys_without_effect(recipe: Recipe) -> list[Problem]:
@@ -433,7 +439,15 @@ def _keys_without_effect(recipe: Recipe) -> list[Problem]:
         *_unused_beside_base(recipe.model),
         *_unused_stream(recipe),
         *_unused_compile_mode(recipe.train),
+        *_unused_ring(recipe),
     ]
+
+
+def _unused_ring(recipe: Recipe) -> list[Problem]:
+    if recipe.parallel.context > 1 or recipe.parallel.context_backend == "gather":
+        return []
+    fix = "Remove it, or set parallel.context."
+    return [Problem("parallel.context_backend", "does nothing with parallel.context=1.", fix)]
 
 
 def _unused_compile_mode(train: Train) -> list[Problem]:
@@ -467,6 +481,29 @@ def _unused_size(model: Model) -> list[Problem]:
     numbers = ", ".join(f"{key} {value}" for key, value in stated.items())
     fix = f"Add {' '.join(f'model.{key}=auto' for key in of_size)}, or remove the size."
     return [Problem("model.size", f"{model.size} does nothing: the recipe states {numbers}.", fix)]
+
+
+def row_copies(recipe: Recipe) -> tuple[int, ...]:
+    """Return the lengths of the copies of a sequence that the model reads side by side: in block diffusion two."""
+    layout = job(recipe.objective).layout(recipe)
+    if layout is None:
+        return (recipe.data.seq_len,)
+    return tuple(length for length in (len(layout.noisy), len(layout.clean)) if length)
+
+
+def _context_problems(recipe: Recipe) -> list[Problem]:
+    """Report sequences that cannot be split over ranks, and masks that torch's ring does not have."""
+    size = recipe.parallel.context
+    if size == 1:
+        return []
+    whole = job(recipe.objective).whole_sequences
+    problem = indivisible_sequence(size, () if whole else row_copies(recipe), whole)
+    found = [] if problem is None else [problem]
+    masked = recipe.data.pack or job(recipe.objective).layout(recipe) is not None
+    if recipe.parallel.context_backend != "ring" or not masked:
+        return found
+    what = "ring has no mask but a causal one: it cannot keep packed documents or diffusion's blocks apart."
+    return [*found, Problem("parallel.context_backend", what, "Use parallel.context_backend=gather.")]
 
 
 def _overlong_problems(recipe: Recipe) -> list[Problem]:

@@ -17,6 +17,7 @@ from redline.hardware.compiled_kernels import kernels_off, objection
 from redline.hardware.machine import Machine
 from redline.jobs.base import costs, job
 from redline.planning.batch import BatchPlan, indivisible_batch, largest_micro_batch, round_to_divisible, solve_batch
+from redline.planning.context import indivisible_world, kept_bytes
 from redline.planning.flops import FlopsPerToken
 from redline.planning.memory import LOW_BIT, MUON, MemoryParts, fsdp_rank_memory
 from redline.planning.schedule import ONE_CYCLE, PCT_START, sqrt_scaled_lr
@@ -36,7 +37,7 @@ from redline.recipe.forecast import (
     token_limit,
     warmup_warnings,
 )
-from redline.recipe.load import preset_factor, preset_text
+from redline.recipe.load import preset_factor, preset_text, row_copies
 from redline.recipe.schema import Data, Recipe
 from redline.units import GIB, format_count
 
@@ -153,9 +154,12 @@ def adapt_to_world(recipe: Recipe, world: int) -> Recipe:
     """Return a resolved recipe for another number of ranks.
 
     The global batch stays the same. If micro-batch and accumulation do not fit it any more, they become `auto`, the
-    micro-batch only if it has to.
+    micro-batch only if it has to. If the ranks cannot form groups of `parallel.context`, the groups become smaller.
     """
-    train = recipe.train
+    if world % recipe.parallel.context:
+        smaller = recipe.parallel.model_copy(update={"context": math.gcd(world, recipe.parallel.context)})
+        recipe = recipe.model_copy(update={"parallel": smaller})
+    train, world = recipe.train, world // recipe.parallel.context
     total, micro, accumulation = (none_if_auto(x) for x in (train.global_batch, train.micro_batch, train.accumulation))
     if not total or not micro or micro * (accumulation or 0) * world == total:
         return recipe
@@ -318,6 +322,15 @@ class _Resolver:
 
     def __init__(self, recipe: Recipe, machine: Machine, data: DataFacts, world: int) -> None:
         self.recipe, self.machine, self.data, self.world = recipe, machine, data, world
+        self.context = recipe.parallel.context
+        if problem := indivisible_world(self.context, world):
+            raise RecipeError("recipe", [problem])
+        if recipe.parallel.context_backend == "ring" and self.context > 1 and machine.device != "cuda":
+            fix = "Use parallel.context_backend=gather."
+            raise _problem(
+                "parallel.context_backend", "ring needs GPUs: torch's ring attention has no CPU kernel.", fix
+            )
+        self.data_ranks = world // self.context  # those that read different rows
         self.values: dict[str, dict[str, Any]] = {"model": {}, "train": {}, "data": {}, "parallel": {}}
         self.choices: list[Choice] = []
         self.warnings: list[str] = []
@@ -441,7 +454,7 @@ class _Resolver:
             return "torch.compile for MPS is a prototype"
         if not self.machine.compiler:
             return "no C++ compiler (g++ or clang++) on this machine"
-        tokens = token_limit(self.recipe, self.data.train_tokens, self.world)
+        tokens = token_limit(self.recipe, self.data.train_tokens, self.data_ranks)
         by_tokens = 6.0 * shape.matmul_parameters * tokens / self.rate()
         short = 3600 * (self.recipe.train.hours or 0.0) < WORTH_COMPILING or by_tokens < WORTH_COMPILING
         return "on a CPU it pays off only in runs of more than ten minutes" if short else ""
@@ -452,13 +465,13 @@ class _Resolver:
         Splitting the batch into micro-batches is preferred to recomputing activations.
         """
         train, seq_len = self.recipe.train, self.recipe.data.seq_len
-        requested = train.grad_checkpointing
+        requested, wide = train.grad_checkpointing, 4 if precision == "fp32" else 2
 
         def memory(micro: int, checkpointing: str, accumulates: bool = True) -> MemoryParts:
             parts: MemoryParts = costs(self.recipe).memory(
                 shape,
-                tokens=micro * seq_len,
-                bytes_per_value=4 if precision == "fp32" else 2,
+                tokens=micro * seq_len // self.context,
+                bytes_per_value=wide,
                 optimizer=train.optimizer,
                 ema=train.ema is not None,
                 checkpointing=checkpointing,
@@ -471,6 +484,9 @@ class _Resolver:
                     fused=not self.reason_not_fused(shape, precision, checkpointing),
                 ),
             )
+            if self.context > 1:
+                kept = kept_bytes(shape, micro * sum(row_copies(self.recipe)), self.context, wide, checkpointing)
+                parts = replace(parts, activations=parts.activations + kept)
             return parts
 
         available = train.memory_fraction * self.machine.memory_bytes
@@ -492,13 +508,14 @@ class _Resolver:
                 reason = "nothing fits by estimate"
             self.choose("train.grad_checkpointing", checkpointing, reason)
 
-        batch = solve_batch(*requested_batch(self.recipe), self.world)
+        batch = solve_batch(*requested_batch(self.recipe), self.data_ranks)
         if isinstance(batch, Problem):
             raise RecipeError("recipe", [batch])
         if batch is None:
             batch = self._choose_batch(
                 shape, lambda micro: rank_memory(micro, checkpointing).peak <= available, available
             )
+        batch = replace(batch, world=self.world, context=self.context)
         self.values["train"] |= {
             "micro_batch": batch.micro,
             "accumulation": batch.accumulation,
@@ -512,6 +529,10 @@ class _Resolver:
         frozen = parameters["trainable"] < parameters["total"]
         mode, reason = choose_parallel_mode(self.recipe, self.world, frozen=frozen, needed=needed, available=available)
         self.values["parallel"]["mode"] = mode
+        if self.context > 1:
+            positions = sum(row_copies(self.recipe)) // self.context
+            reason = f"set in the recipe: each GPU computes {positions:,} positions of a sequence"
+            self.choices.append(Choice("parallel.context", self.context, reason))
         if self.world > 1 and self.recipe.parallel.mode == AUTO:
             self.choices.append(Choice("parallel.mode", mode, reason))
         return mode
@@ -535,7 +556,7 @@ class _Resolver:
         """Return how many tokens the run will see: its counted limit, or train.hours at the assumed speed."""
         hours = self.recipe.train.hours
         by_clock = hours * 3600 * self.rate() / (6.0 * shape.matmul_parameters) if hours else math.inf
-        return min(token_limit(self.recipe, self.data.train_tokens, self.world), by_clock)
+        return min(token_limit(self.recipe, self.data.train_tokens, self.data_ranks), by_clock)
 
     def _choose_global_batch(self, shape: DecoderShape, multiple: int) -> int:
         """Choose a batch that leaves a short run about ENOUGH_STEPS updates, and that is a multiple of `multiple`."""
@@ -552,16 +573,16 @@ class _Resolver:
     def _choose_batch(self, shape: DecoderShape, fits: Callable[[int], bool], available: float) -> BatchPlan:
         train = self.recipe.train
         micro, accumulation = none_if_auto(train.micro_batch), none_if_auto(train.accumulation)
-        multiple = (micro or accumulation or 1) * self.world
+        multiple = (micro or accumulation or 1) * self.data_ranks
         total = none_if_auto(train.global_batch) or self._choose_global_batch(shape, multiple)
-        solved = solve_batch(total, micro, accumulation, self.world)
+        solved = solve_batch(total, micro, accumulation, self.data_ranks)
         if isinstance(solved, BatchPlan):
             return solved
         cap = max(1, CPU_MICRO_TOKENS // self.recipe.data.seq_len) if self.machine.device == "cpu" else None
-        if problem := indivisible_batch(total, self.world):
+        if problem := indivisible_batch(total, self.data_ranks):
             raise RecipeError("recipe", [problem])
-        batch = largest_micro_batch(total, self.world, fits, cap)
-        reason = f"the largest divisor of {total // self.world} that fits {available / GIB:.0f} GiB by estimate"
+        batch = largest_micro_batch(total, self.data_ranks, fits, cap)
+        reason = f"the largest divisor of {total // self.data_ranks} that fits {available / GIB:.0f} GiB by estimate"
         if not fits(batch.micro):
             reason = f"nothing fits {available / GIB:.1f} GiB by estimate"
         if cap is not None:

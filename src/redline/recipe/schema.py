@@ -44,6 +44,7 @@ from redline.fields import (
 )
 from redline.jobs.base import JOBS, is_job, job_names, options_of
 from redline.planning.batch import PRESETS
+from redline.planning.context import BACKENDS as CONTEXT_BACKENDS
 from redline.planning.memory import LOW_BIT, MUON
 from redline.planning.schedule import SCHEDULES
 from redline.planning.shapes import ACTIVATIONS, ROPE_SCALING, SIZES, TARGETS, checked_rope_scaling
@@ -342,6 +343,8 @@ class Parallel(Section):
     """How several GPUs, or processes on a CPU, share the work of a step."""
 
     mode: Annotated[str, one_of(AUTO, "ddp", "fsdp")] = AUTO  # ddp: full copies of the model; fsdp: shards
+    context: Count = 1  # ranks that split each sequence among them
+    context_backend: Annotated[str, one_of(*CONTEXT_BACKENDS)] = "gather"  # how they exchange keys and values
     timeout: Positive = 600.0  # seconds without progress after which a rank counts as hung
     network_gbps: MaybePositive = None  # between nodes, in Gbit/s per node; used by the plan
 

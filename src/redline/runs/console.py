@@ -174,6 +174,7 @@ def step_facts(event: Event) -> list[str]:
         _number(event, "loss", "loss {:.4f}") or not_finite,
         _number(event, "skipped", "{:.0f} skipped") if event.get("skipped") else "",
         _number(event, "tokens_per_s", "{} tok/s", format_count),
+        _number(event, "samples_per_s", "{} samples/s", format_count),
         _number(event, "mfu", "MFU {:.1%}"),
         _number(event, "memory_gib", "{:.1f} GiB"),
         _number(event, "cost_usd", "{}", format_usd),

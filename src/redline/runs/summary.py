@@ -681,7 +681,9 @@ def _current_speed(state: RunState, lock: Mapping[str, Any]) -> str:
     shares = [f"{100 * rate / level:.0f} % of {name}" for name, level in speed_levels(state, lock).items()]
     mfu = recent(state, "mfu")
     parts = [f"{100 * mfu:.1f} % MFU" if mfu is not None else "", *shares]
-    return f"{format_count(rate)} tokens/s" + (": " if any(parts) else "") + ", ".join(filter(None, parts))
+    sequences = recent(state, "samples_per_s")
+    samples = "" if sequences is None else f" ({format_count(sequences)} samples/s)"
+    return f"{format_count(rate)} tokens/s{samples}" + (": " if any(parts) else "") + ", ".join(filter(None, parts))
 
 
 def speed_levels(state: RunState, lock: Mapping[str, Any]) -> dict[str, float]:

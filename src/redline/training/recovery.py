@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class RunFacts:
     micro: int
     world: int
     checkpointing: str
+    context: int = field(default=1, kw_only=True)  # ranks that shared each sequence
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def read_failures(run: Path) -> list[Failure]:
                 rank, step, micro, world = (int(facts[name]) for name in ("rank", "step", "micro", "world"))
                 batches = tuple(int(batch) for batch in facts["batches"])
                 checkpointing, kind = str(facts["checkpointing"]), str(facts["kind"])
-                failures.append(Failure(rank, step, micro, world, checkpointing, kind, batches, int(facts["first"])))
+                more = {"first": int(facts["first"]), "context": int(facts.get("context", 1))}
+                failures.append(Failure(rank, step, micro, world, checkpointing, kind, batches, **more))
             except (ValueError, TypeError, KeyError):
                 continue
     return failures
@@ -104,8 +106,11 @@ def reduce_memory(
     """Return a micro-batch and checkpointing that have not run out of memory yet. The global batch stays the same.
 
     With a sharded model, fewer ranks need more memory each, so a failure on fewer ranks says nothing about more ranks.
+    The same holds for the ranks that share each sequence.
     """
-    failed = [f for f in failures if f.kind == MEMORY and (f.world >= plan.world or not sharded)]
+    failed = [
+        f for f in failures if f.kind == MEMORY and (f.world >= plan.world or not sharded) and f.context >= plan.context
+    ]
     while any(f.checkpointing == checkpointing and f.micro <= plan.micro for f in failed):
         smaller = plan.halved()
         if smaller is not None:

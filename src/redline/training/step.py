@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from redline.data.loader import Prefetcher, pin
 from redline.errors import UserError
 from redline.hardware.device import free_unused_memory, is_out_of_memory, synchronize
-from redline.hardware.nvml import Nvml, Reading, ThrottleWatch
 from redline.jobs.objective import Batch, Objective
 from redline.planning.batch import BatchPlan
 from redline.planning.flops import FlopsPerToken, mfu
@@ -32,6 +31,7 @@ from redline.training.control import StopRequested
 from redline.training.distributed import SINGLE_PROCESS, Ranks
 from redline.training.optim import Ema, Optimizer
 from redline.training.parallel import ParallelStrategy
+from redline.training.readings import RankReadings
 from redline.training.schedule import TrainState
 from redline.units import GIB, format_seconds
 from redline.vocabulary import StopReason
@@ -68,6 +68,7 @@ class StepBatch:
     weights: Mapping[str, float | Tensor]  # summed over all micro-batches of all ranks
     wait_seconds: float = 0.0  # how long the trainer waited for it
     first_micro: int = 0  # number of its first micro-batch among those of all ranks
+    part: int = 0  # which part of each row it holds, if rows are split over ranks
 
     def scale_weights(self, factor: float) -> StepBatch:
         """Return the batch with its weights multiplied, as if it were a part of a step `factor` times as large."""
@@ -83,14 +84,42 @@ class StepResult:
     grad_norm: Tensor
     bad: Tensor  # 1.0 if loss or gradient was not finite, so that nothing was changed
     figures: dict[str, Tensor] = field(default_factory=dict)  # further metrics of the job, for the log
+    forwards: Sequence[tuple[Moment, Moment]] = ()  # when the forward passes began and ended; of several ranks only
 
 
 Backward = Callable[[int, StepBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
-def micro_batch_seed(seed: int, step: int, micro: int) -> int:
-    """Return the seed of a micro-batch. It depends on nothing that ran before: a resumed run draws the same noise."""
-    return (seed * 1_000_003 + step) * 4099 + micro & 0x7FFF_FFFF_FFFF_FFFF
+# ----------------------------------------------------------------------------------------------------
+# The time of forward passes, by which a slow rank is found: a whole step takes all ranks equally long, since they wait
+# for the slowest one.
+
+
+Moment = Any  # a CUDA event, or the seconds of a clock
+
+
+def moment(device: torch.device) -> Moment:
+    """Return a mark of the moment at which the device gets here."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def forward_ms(forwards: Sequence[tuple[Moment, Moment]]) -> float | None:
+    """Return the milliseconds of a step's forward passes; the GPU must have finished them."""
+    if not forwards:
+        return None
+    return sum(1e3 * (b - a) if isinstance(a, float) else float(a.elapsed_time(b)) for a, b in forwards)
+
+
+def micro_batch_seed(seed: int, step: int, micro: int, part: int = 0) -> int:
+    """Return the seed of a micro-batch. It depends on nothing that ran before: a resumed run draws the same noise.
+
+    The parts of a row have seeds of their own: dropout would otherwise drop the same places of each part.
+    """
+    return ((seed * 1_000_003 + step) * 4099 + micro) + part * 0x9E37_79B9_7F4A_7C15 & 0x7FFF_FFFF_FFFF_FFFF
 
 
 class Step:
@@ -108,6 +137,7 @@ class Step:
         self.objective, self.optimizer, self.scale, self.ema = objective, optimizer, scale, ema
         self.parallel, self.clip, self.seed = parallel, clip, seed
         self.parameters = list(parallel.parameters().values())
+        self._forwards: list[tuple[Moment, Moment]] = []
         self.graph: Backward | None = None  # replaces `backward` if a CUDA graph was recorded
 
     def __call__(self, step: int, batch: StepBatch, lr_factor: float, momentum: float | None = None) -> StepResult:
@@ -115,7 +145,8 @@ class Step:
         grad_norm, bad = self._measure(loss)
         self._update(step, lr_factor, grad_norm, bad, momentum)
         self.scale.update(bad)
-        return StepResult(loss, terms, grad_norm, bad, self.objective.figures(loss, batch.weights))
+        figures = self.objective.figures(loss, batch.weights)
+        return StepResult(loss, terms, grad_norm, bad, figures, self._forwards)
 
     def backward(self, step: int, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the gradients of Σ coefficient·sum/weight over all micro-batches of all ranks.
@@ -125,11 +156,16 @@ class Step:
         totals: dict[str, Tensor] = {}
         recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         self.clear()
+        self._forwards, timed = [], self.parallel.ranks.size > 1
+        device = self.scale.scale.device
         for index, micro in enumerate(batch.micros):
             self.parallel.begin_micro_batch(last=index == len(batch.micros) - 1)
             if not recording:  # only steps without randomness are recorded, and a graph cannot contain seeding
-                torch.manual_seed(micro_batch_seed(self.seed, step, batch.first_micro + index))
+                torch.manual_seed(micro_batch_seed(self.seed, step, batch.first_micro + index, batch.part))
+            begin = moment(device) if timed else None
             terms = self.objective.loss(micro)
+            if timed:
+                self._forwards.append((begin, moment(device)))
             parts = {name: term.coefficient * term.sum / batch.weights[term.weight] for name, term in terms.items()}
             loss = torch.stack(list(parts.values())).sum()
             (loss * self.scale.scale).backward()
@@ -216,12 +252,16 @@ class BatchLoader:
         batch = self._loader.next(step)
         wait_seconds = time.perf_counter() - begin
         micros = [to_device(micro, self.device) for micro in batch.micros]
-        weights = dict(zip(batch.weights, self.ranks.sum(*map(float, batch.weights.values())), strict=True))
-        return StepBatch(micros, weights, wait_seconds, self.ranks.rank * self.plan.accumulation)
+        # The ranks that split a row have all counted the whole of it.
+        context, sums = self.plan.context, self.ranks.sum(*map(float, batch.weights.values()))
+        weights = {name: total / context for name, total in zip(batch.weights, sums, strict=True)}
+        group, part = divmod(self.ranks.rank, context)
+        return StepBatch(micros, weights, wait_seconds, group * self.plan.accumulation, part)
 
     def _make(self, step: int) -> StepBatch:
         micro, share = self.plan.micro, self.plan.micro * self.plan.accumulation
-        first = data_step(step, self.skipped) * self.plan.global_batch + self.ranks.rank * share
+        group = self.ranks.rank // self.plan.context
+        first = data_step(step, self.skipped) * self.plan.global_batch + group * share
         starts = range(first, first + share, micro)
         batch = step_batch(self.objective, [self.objective.batch(np.arange(s, s + micro)) for s in starts])
         if self.device.type != "cuda":
@@ -237,12 +277,12 @@ def data_step(step: int, skipped: Sequence[int]) -> int:
 
 
 def step_batch(objective: Objective, micros: list[Batch]) -> StepBatch:
-    """Return the micro-batches with the sums of their weights."""
+    """Return this rank's parts of the micro-batches, with the sums of the weights of whole rows."""
     weights: dict[str, float] = {}
     for micro in micros:
         for name, weight in objective.weights(micro).items():
             weights[name] = weights.get(name, 0.0) + weight
-    return StepBatch(micros, weights)
+    return StepBatch([objective.local(micro) for micro in micros], weights)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -305,7 +345,8 @@ def resumed_batch_plan(saved: BatchPlan, planned: BatchPlan) -> BatchPlan:
 
     The run had found that more does not fit. With another world size or global batch the saved plan does not apply.
     """
-    applies = saved.world == planned.world and saved.global_batch == planned.global_batch
+    alike = (saved.world, saved.context) == (planned.world, planned.context)
+    applies = alike and saved.global_batch == planned.global_batch
     return saved if applies and saved.micro < planned.micro else planned
 
 
@@ -552,7 +593,13 @@ _MAX_LISTED = 100  # skipped steps that the stop event lists
 
 class StepLog:
     def __init__(
-        self, monitor: Monitor, throughput: Throughput, device: torch.device, max_nonfinite: int, seq_len: int
+        self,
+        monitor: Monitor,
+        throughput: Throughput,
+        device: torch.device,
+        max_nonfinite: int,
+        seq_len: int,
+        ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         self.monitor, self.throughput, self.device = monitor, throughput, device
         self.max_nonfinite, self.seq_len = max_nonfinite, seq_len
@@ -565,8 +612,7 @@ class StepLog:
         self._flags: list[torch.Tensor] = []  # `bad` of the steps that were not read yet
         self._last: StepResult | None = None
         self._queued: deque[torch.cuda.Event] = deque()
-        self._nvml = Nvml() if device.type == "cuda" else None
-        self._throttle = ThrottleWatch()
+        self._readings = RankReadings(ranks, device)
 
     def record(self, result: StepResult, tokens: int, data_wait: float) -> None:
         """Keep the results of a step on the device, to be read later."""
@@ -594,26 +640,31 @@ class StepLog:
         skipped, self._unlogged_skips = self._unlogged_skips, 0
         rates = self.throughput.read()
         hours = state.seconds / 3600
-        card = self._nvml.read() if self._nvml else Reading()
+        card, loss, memory = self._readings.read(), result.loss.item(), peak_memory_gib(self.device)
+        wait = rates.data_wait_ms if rates else None
+        columns = self._readings.exchange(
+            card, forward_ms=forward_ms(result.forwards), data_wait_ms=wait, memory_gib=memory
+        )
         self.monitor.emit(
             "step",
             step=state.step,
             tokens=state.tokens,
-            loss=result.loss.item(),
+            loss=loss,
             **({f"loss_{n}": v.item() for n, v in result.terms.items()} if len(result.terms) > 1 else {}),
             **{name: value.item() for name, value in result.figures.items()},
             lr=lr,
             grad_norm=result.grad_norm.item(),
             **({**vars(rates), "samples_per_s": rates.tokens_per_s / self.seq_len} if rates else {}),
-            memory_gib=peak_memory_gib(self.device),
+            memory_gib=memory,
             **card.fields(),
+            **columns,
             hours=hours,
             cost_usd=self.monitor.cost(hours),
             progress=progress,
             eta_s=eta_s,
             skipped=skipped,
         )
-        if warning := self._throttle.note(card):
+        for warning in self._readings.warnings():
             self.monitor.warn(warning)
 
     def stop_fields(self, reason: StopReason, saved: bool) -> dict[str, Any]:

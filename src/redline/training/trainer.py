@@ -15,6 +15,7 @@ from redline.data.tokens import BackgroundCheck, DamagedDataError
 from redline.errors import UserError
 from redline.hardware.device import is_out_of_memory, synchronize
 from redline.jobs.objective import Objective, Sampling
+from redline.kernels.context import join_context
 from redline.planning.batch import BatchPlan
 from redline.planning.schedule import cycled_momentum, lr_factor
 from redline.recipe.forecast import warmup_warnings
@@ -109,7 +110,7 @@ class Trainer:
         peak = resolved.machine.peak("bf16") if objective.whole_rows or not resolved.flops.assumed else None
         self.throughput = Throughput(resolved.flops, peak and peak * ranks.size, clock)
         self.step_log = StepLog(
-            monitor, self.throughput, self.device, self.train.max_nonfinite, self.recipe.data.seq_len
+            monitor, self.throughput, self.device, self.train.max_nonfinite, self.recipe.data.seq_len, ranks
         )
         sharded = ranks.joined and self.recipe.parallel.mode == "fsdp"
         self.checkpoints = CheckpointManager(
@@ -133,6 +134,10 @@ class Trainer:
             self.objective.load_state(read_state(checkpoint)["objective"])
         if self.train.deterministic:
             torch.use_deterministic_algorithms(True)
+        if (context := self.batch.context) > 1:
+            self.objective.context = join_context(
+                *(self.ranks.rank, self.ranks.size, context, self.recipe.parallel.context_backend), HEARTBEAT.waiting
+            )
         build_on_all_ranks(self.objective, self.device, self.ranks, restored=checkpoint is not None)
         if initial is not None and checkpoint is None:
             trainable = {n: p for n, p in self.objective.model.named_parameters() if p.requires_grad}
@@ -300,12 +305,13 @@ class Trainer:
 
     def _dry_run(self, plan: BatchPlan) -> None:
         self.train_step.clear()
-        with self.objective.dry_run():
+        context = self.objective.context
+        with self.objective.dry_run(), context.local_only() if context else nullcontext():
             for micro, batch in self.objective.warmup_batches(plan.micro):
-                rows = to_device(batch, self.device)
                 # Weighted as one of the step's micro-batches, so that the gradients are as large as in a step.
-                weighted = step_batch(self.objective, [rows]).scale_weights(plan.global_batch / micro)
-                self.train_step.dry_run(weighted)
+                weighted = step_batch(self.objective, [batch]).scale_weights(plan.global_batch / micro)
+                rows = [to_device(part, self.device) for part in weighted.micros]
+                self.train_step.dry_run(replace(weighted, micros=rows))
         synchronize(self.device)
 
     # --- learning rate and horizon
@@ -416,7 +422,7 @@ class Trainer:
             "identity": self.identity,
             "objective": self.objective.state(),
             "decisions": {
-                "batch": [plan.micro, plan.accumulation, plan.world],
+                "batch": plan.to_json(),
                 "horizon": self.horizon.state(),
                 "closing": dict(self.timer.final_seconds),
                 **({"skipped": self.skipped} if self.skipped else {}),
@@ -526,7 +532,8 @@ class Trainer:
 
     def _facts(self) -> recovery.RunFacts:
         micro, checkpointing = self.batch.micro, self.train.grad_checkpointing
-        return recovery.RunFacts(self.ranks.rank, self.state.step, micro, self.ranks.size, checkpointing)
+        where = (self.ranks.rank, self.state.step, micro, self.ranks.size)
+        return recovery.RunFacts(*where, checkpointing, context=self.batch.context)
 
     def _follow_directory(self) -> None:
         """Find the moved run directory, on every rank. If it was removed, warn that nothing more can be saved."""

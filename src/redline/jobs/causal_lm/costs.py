@@ -22,6 +22,7 @@ class CausalLMJob(Job):
     Options: ClassVar[type[JobOptions]] = Options
     runtime = "redline.jobs.causal_lm.objective:CausalLMRuntime"
     exports = True
+    whole_sequences = ""
     exact_likelihood = True
 
     def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class CausalLM(PretrainedObjective):
         """Add the head, which only the fused kernels can compute in fp8: torchao serves linears of the blocks."""
         if self.recipe.model.kernels != "fused" or not self.base_is_trained:
             return super().matmuls()
-        shape, tokens = self.resolved.shape, self.resolved.batch.micro * self.seq_len
+        shape, (tokens, *_) = self.resolved.shape, super().matmuls()["qkv"]
         return {**super().matmuls(), "head": (chunk_tokens(shape.vocab, tokens), shape.d_model, shape.vocab)}
 
     def token_files(self) -> Sequence[TokenFile]:
@@ -124,7 +124,7 @@ class CausalLM(PretrainedObjective):
             for first in range(0, count, micro):
                 batch = self._windows(split, first, min(first + micro, count))
                 tokens += self.weights(batch)["tokens"]
-                total += self.loss({k: v.to(self.device) for k, v in batch.items()})["cross_entropy"].sum
+                total += self.evaluated(batch, "cross_entropy")
         self.model.train()
         loss = total.item() / tokens
         per_byte = None if split.bytes is None else bits_per_byte(loss, scored, split.bytes)

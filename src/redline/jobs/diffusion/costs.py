@@ -96,12 +96,12 @@ class DiffusionCosts(DecoderCosts):
 
     def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:
         """Return the memory of the worst batch, in which every position that can be masked is masked."""
-        sequences, kernels = how.pop("tokens") // self.layout.length, how.pop("kernels")
+        tokens, kernels, length = how.pop("tokens"), how.pop("kernels"), self.layout.length
         scores = self.layout.read if kernels.scores else 0
         return training_memory(
             shape,
-            tokens=sequences * self.layout.read,
-            scored=sequences * self.layout.denoised,
+            tokens=tokens * self.layout.read // length,
+            scored=tokens * self.layout.denoised // length,
             kernels=replace(kernels, scores=scores),
             **how,
         )
@@ -157,6 +157,7 @@ class DiffusionJob(Job):
     """What both diffusion jobs have in common; they differ in options, checks and layout."""
 
     runtime = "redline.jobs.diffusion.objective:DiffusionRuntime"
+    whole_sequences = ""
 
     def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
         return base_defaults(given)

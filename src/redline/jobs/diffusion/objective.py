@@ -64,7 +64,8 @@ from redline.jobs.objective import (
 )
 from redline.jobs.pretrained import PretrainedObjective, PretrainedRuntime
 from redline.jobs.preview import SamplePreview
-from redline.kernels.attention import Attention, Bound, MaskSpec, Selection
+from redline.kernels.attention import Bound, MaskSpec, Selection
+from redline.kernels.context import Part
 from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy
 from redline.planning.layout import Layout, growing_layouts, uniform
 from redline.recipe.resolve import DataFacts, Resolved
@@ -116,19 +117,25 @@ class DiffusionObjective(PretrainedObjective):
 
     def build(self, device: torch.device) -> None:
         super().build(device)
-        grouped = self.resolved.shape.kv_heads != self.resolved.shape.heads
-        backend = self.attention.backend
-        earlier = [Attention(backend, stage.mask, device.type, grouped=grouped) for stage in self.stages[:-1]]
-        self.attentions = [*earlier, self.attention]
+        self.attentions = [*(self.attention_for(stage.mask) for stage in self.stages[:-1]), self.attention]
         # Rotary positions begin again in the clean copy: a token has the same position in both.
         self.positions = torch.from_numpy(np.concatenate((self._noisy, self._clean))).to(device)
+        self.local_positions = self.positions if self.part is None else self.positions[self.part.positions_T]
 
     @property
     def read_length(self) -> int:
         return self.layout.read
 
+    @property
+    def row_copies(self) -> tuple[int, ...]:
+        return tuple(length for length in (len(self._noisy), len(self._clean)) if length)
+
     def _select_attention(self) -> Selection:
-        if self.recipe.train.deterministic and self.recipe.model.attention == "auto":
+        if (
+            self.recipe.train.deterministic
+            and self.recipe.model.attention == "auto"
+            and not self._unable_in_parts("dense")
+        ):
             return Selection("dense", "its backward is deterministic")
         return super()._select_attention()
 
@@ -237,12 +244,27 @@ class DiffusionObjective(PretrainedObjective):
 
     def _scored_states(self, batch: Batch) -> Tensor:
         """Return the hidden states of the masked positions that carry a loss."""
-        states = self.model(batch["inputs"], self._bind(batch), positions_T=self.positions)
+        positions = self.local_positions if "context" in batch else self.positions
+        states = self.model(batch["inputs"], self._bind(batch), positions_T=positions)
         return states.flatten(0, 1).index_select(0, batch["positions"])
 
     def _bind(self, batch: Batch) -> Bound:
         stage = int(batch["stage"]) if "stage" in batch else -1
+        if "context" in batch:
+            return self._bind_part(self.attentions[stage], batch)
         return self.attentions[stage].bind(batch["inputs"].shape[1])
+
+    def _local_targets(self, batch: Batch, part: Part) -> Batch:
+        targets = batch["targets"].numpy()
+        scored = np.flatnonzero(targets != IGNORE)
+        mine, positions = part.scored(batch["positions"].numpy()[scored])
+        chosen = scored[mine]
+        size = _padded_size(len(mine), len(batch["inputs"]) * len(self._noisy) // part.split.ranks)
+        return {
+            "positions": torch.from_numpy(_pad(positions, size, 0)),
+            "targets": torch.from_numpy(_pad(targets[chosen], size, IGNORE)),
+            "weights": torch.from_numpy(_pad(batch["weights"].numpy()[chosen], size, 0.0)),
+        }
 
     # --- evaluation
 
@@ -257,7 +279,7 @@ class DiffusionObjective(PretrainedObjective):
         with self.uncompiled():
             for batch in self._evaluation_batches(count, micro, FULL_RANGE):
                 counts.update(self.weights(batch))
-                total += self.loss(batch)["bound"].sum
+                total += self.evaluated(batch, "bound")
             if self.options.clip_search:
                 self._search_clip(micro)
         self.model.train()
@@ -273,8 +295,7 @@ class DiffusionObjective(PretrainedObjective):
     def _evaluation_batches(self, count: int, micro: int, clip: Clip) -> Iterator[Batch]:
         for first in range(0, count, micro):
             numbers = np.arange(first, min(first + micro, count))
-            batch = self._noisy_batch(self.data.evaluation(numbers), _EVALUATION_SEED, numbers, count, clip)
-            yield {name: tensor.to(self.device) for name, tensor in batch.items()}
+            yield self._noisy_batch(self.data.evaluation(numbers), _EVALUATION_SEED, numbers, count, clip)
 
     def _search_clip(self, micro: int) -> None:
         """Go on training with the candidate under which the loss of a block varies least, as BD3-LM
@@ -290,8 +311,9 @@ class DiffusionObjective(PretrainedObjective):
         block_of = np.array(self.layout.block_of)[self._noisy]
         sizes, estimates = np.bincount(block_of), []
         for batch in self._evaluation_batches(count, micro, clip):
-            losses = (self._token_losses(batch) * batch["weights"]).cpu().numpy()
-            row, read = np.divmod(batch["positions"].cpu().numpy(), self.layout.read)
+            rows = {name: tensor.to(self.device) for name, tensor in batch.items()}
+            losses = (self._token_losses(rows) * rows["weights"]).cpu().numpy()
+            row, read = np.divmod(batch["positions"].numpy(), self.layout.read)
             column = self.stages[-1].predicts[read]
             sums = np.zeros((len(batch["inputs"]), len(sizes)))
             np.add.at(sums, (row, block_of[column]), losses)

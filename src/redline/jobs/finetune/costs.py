@@ -27,6 +27,7 @@ class FinetuneJob(Job):
     Options: ClassVar[type[JobOptions]] = Options
     runtime = "redline.jobs.finetune.objective:FinetuneRuntime"
     exports = True
+    whole_sequences = ""
     reads_stream = False  # all conversations are read, and packed, before training starts
     overlong_key = "finetune.overlong"
 

@@ -110,7 +110,7 @@ class Finetune(PretrainedObjective):
             for first in range(0, count, micro):
                 batch = self._packed(split.rows(np.arange(first, min(first + micro, count))))
                 tokens += int((batch["targets"] != IGNORE).sum())
-                total += self.loss({k: v.to(self.device) for k, v in batch.items()})["cross_entropy"].sum
+                total += self.evaluated(batch, "cross_entropy")
         self.model.train()
         loss = total.item() / max(1, tokens)
         return {"loss": loss, "perplexity": perplexity(loss)}

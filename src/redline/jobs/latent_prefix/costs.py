@@ -248,6 +248,10 @@ class LatentPrefixJob(Job):
     overlong_key = "data.overlong"
     answer_metric = "f1"  # under every condition
     answer_tokens = 32
+    # A row is a few hundred positions for each of several frozen models, padded to one of a few lengths.
+    whole_sequences = (
+        "the frozen models of latent_prefix read short rows of many lengths, which a split would not speed up"
+    )
 
     def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Default the tokenizer to bytes, and `data.seq_len` to the length of prefix, anchor and answer."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from redline.cache import read_text
 from redline.errors import UserError
+from redline.runs.cards import cards_of
 from redline.runs.console import plan_rows, step_facts
 from redline.runs.events import number, one_line, section
 from redline.runs.roofline import analyse
@@ -199,6 +200,7 @@ class WatchedRun:
                 k: v for k in state.eval if k not in ("time", "step") and (v := number(state.eval, k)) is not None
             },
             "tokens_per_s": recent(state, "tokens_per_s"),
+            "samples_per_s": recent(state, "samples_per_s"),
             "mfu": recent(state, "mfu"),
             "memory_gib": state.peak_memory_gib,
             "progress": 1.0 if status is Status.FINISHED else number(state.step, "progress"),
@@ -210,6 +212,7 @@ class WatchedRun:
             "skipped": state.skipped,
             "unreadable": state.unreadable,
             "held_lines": state.throttled_lines,
+            "cards": None if (cards := cards_of(state.recent)) is None else cards.as_dict(),
             "answers": answers(state, status, now, self._lock_json, str(self.path)).as_dict(),
         }
 
@@ -311,6 +314,11 @@ _NOTES = 5
 _SHOWN_NOTES = frozenset({"warning", "recovery", "resumed", "skipped"})
 
 
+def _card_lines(state: RunState) -> list[str]:
+    cards = cards_of(state.recent)
+    return [] if cards is None else cards.lines()
+
+
 def snapshot(run: WatchedRun, now: float) -> tuple[dict[str, Any], list[str]]:
     """Return the figures of the run, and lines to print."""
     run.read_on()
@@ -326,6 +334,7 @@ def snapshot(run: WatchedRun, now: float) -> tuple[dict[str, Any], list[str]]:
         ("cost", sentences["cost"]),
         ("last step", "  ".join([*step_facts(state.step), *filter(None, [validation, best])])),
         ("memory", next((text for label, text in plan_rows(state.plan) if label == "memory"), "")),
+        *((label, text) for label, text in zip(("ranks", *[""] * 9), _card_lines(state), strict=False)),
     ]
     notes = [note for note in state.notes if note["kind"] in _SHOWN_NOTES][-_NOTES:]
     lines = [f"{run.path}  {title}", *(f"  {label:<11}{text}" for label, text in rows if text)]

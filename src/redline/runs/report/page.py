@@ -294,6 +294,7 @@ def run_data(run: Path, history: History, lock: Mapping[str, Any]) -> dict[str, 
 
 def _headline(steps: Sequence[Event], evals: Sequence[Event]) -> dict[str, Any]:
     val_losses, rates = numbers(evals, "loss"), numbers(steps, "tokens_per_s")
+    samples = numbers(steps, "samples_per_s")
     mfu, causal = numbers(steps, "mfu"), numbers(steps, "mfu_causal")
     return {
         "train_loss": _last(numbers(steps, "loss")),
@@ -302,6 +303,7 @@ def _headline(steps: Sequence[Event], evals: Sequence[Event]) -> dict[str, Any]:
         "perplexity": _last(numbers(evals, "perplexity")),
         "bits_per_byte": _last(numbers(evals, "bits_per_byte")),
         "tokens_per_s_median": statistics.median(rates) if rates else None,
+        "samples_per_s_median": statistics.median(samples) if samples else None,
         "mfu_median": statistics.median(mfu) if mfu else None,
         "mfu_causal_median": statistics.median(causal) if causal else None,
         "peak_memory_gib": max(numbers(steps, "memory_gib"), default=None),
@@ -412,6 +414,7 @@ def _cards(headline: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("bits per byte", h["bits_per_byte"], "{:.4f}".format, "validation"),
         ("tokens", h["tokens"], format_count, steps),
         ("tokens/s", h["tokens_per_s_median"], format_count, "median"),
+        ("samples/s", h["samples_per_s_median"], format_count, "median; sequences of data.seq_len"),
         ("MFU", h["mfu_median"], "{:.1%}".format, "; ".join(filter(None, ["median", causal, formula]))),
         ("peak memory", h["peak_memory_gib"], "{:.1f} GiB".format, ""),
         ("training time", h["hours"], _hours, ""),

@@ -2,7 +2,7 @@
 
 import { Charts } from "./charts.js";
 import { Columns } from "./columns.js";
-import { Heads, legend, memory, samples, timeline } from "./panels.js";
+import { Heads, cards, legend, memory, samples, timeline } from "./panels.js";
 
 const POLL_MS = 1000, TIMEOUT_MS = 8000, MAX_RETRY_MS = 8000;
 const get = (id) => document.getElementById(id);
@@ -59,6 +59,7 @@ function draw(answer) {
   heads.draw(shown);
   legend(get("runs"), known, shown, select);
   charts.draw(shown);
+  cards(get("cards"), get("spreads"), shown);
   memory(get("memory"), get("bars"), shown);
   timeline(get("timeline"), get("notes"), shown);
   samples(get("written"), get("samples"), shown);

@@ -115,6 +115,30 @@ function swatch(run) {
   return svg;
 }
 
+// --- the ranks side by side
+
+export function cards(section, parent, runs) {
+  const several = runs.filter((run) => run.cards);
+  const shown = JSON.stringify(several.map((run) => [run.name, run.cards]));
+  section.hidden = !several.length;
+  if (parent.dataset.shown === shown) return;
+  parent.dataset.shown = shown;
+  parent.replaceChildren(...several.map((run) => cardsCard(run, runs.length > 1)));
+}
+
+function cardsCard(run, several) {
+  const { count, spreads, stragglers } = run.cards;
+  const head = make("tr", "", null, ...["", "min", "median", "max"].map((name) => make("th", "", name)));
+  const rows = spreads.map((one) => {
+    const cell = (value, rank) => make("td", "", `${value.toFixed(one.decimals)} `, ...(rank === null || one.low === one.high ? [] : [make("span", "faint", `rank ${rank}`)]));
+    return make("tr", "", null, make("th", "", `${one.name} (${one.unit})`), cell(one.low, one.low_rank), cell(one.median, null), cell(one.high, one.high_rank));
+  });
+  const notes = stragglers.map((text) => make("p", "straggler", `${text}.`));
+  const table = make("table", "spreads", null, make("thead", "", null, head), make("tbody", "", null, ...rows));
+  const title = make("div", "faint", `${several ? `${run.name}: ` : ""}${count} ranks, each the median of the last log lines`);
+  return make("div", "card", null, title, ...notes, table);
+}
+
 // --- memory by part
 
 export function memory(section, parent, runs) {
