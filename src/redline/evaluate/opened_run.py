@@ -21,9 +21,11 @@ from redline.data.tokens import OtherTokenizerError
 from redline.errors import UsageError, UserError
 from redline.export.adapter import ADAPTER, ADAPTER_CONFIG, from_peft
 from redline.export.folder import ORIGIN
+from redline.hardware.machine import Machine
 from redline.hardware.probe import detect_machine
 from redline.jobs.base import BASE_MODEL_JOB, job
 from redline.jobs.objective import Log, Objective, ignore_message, job_runtime
+from redline.models.adapters import FrozenMatrix
 from redline.models.fused_trial import fused_failure
 from redline.models.pretrained import Base, open_base
 from redline.planning.shapes import TARGETS
@@ -119,9 +121,23 @@ def open_run(
     objective.build(torch.device(machine.device))
     trained = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
     copy_weights(trained, chosen.tensors(), str(chosen.checkpoint))
-    objective.model.eval()
+    _store_for_inference(objective, machine, writes_only)
     title = f"{run} at step {chosen.step} ({chosen.kind} weights)"
     return OpenedModel(str(run), title, objective, chosen.step, chosen.kind, resolved.batch.micro, training=own)
+
+
+def _store_for_inference(objective: Objective, machine: Machine, writes_only: bool) -> None:
+    """Convert weights once instead of in every pass: generating a token reads each weight for very little arithmetic.
+
+    On a GPU a model that is also evaluated keeps its master weights, which the fused kernels read.
+    """
+    objective.model.eval()
+    if not (writes_only or machine.device == "cpu"):
+        return
+    for decoder in objective.decoders():
+        frozen = (module for module in decoder.modules() if isinstance(module, FrozenMatrix))
+        dense = sum(matrix.shape[0] * matrix.shape[1] for matrix in frozen) * decoder.dtype.itemsize
+        decoder.store_for_inference(unpack=dense < machine.memory_bytes // 2)
 
 
 def _with_settings(recipe: Recipe, settings: Sequence[str]) -> Recipe:
@@ -360,7 +376,7 @@ def open_pretrained(
     objective.build(torch.device(machine.device))
     if adapter is not None:
         _load_adapter(objective, adapter)
-    objective.model.eval()
+    _store_for_inference(objective, machine, writes_only)
     kind, title = ("base", spec) if adapter is None else ("adapter", f"{spec} on {found.source}")
     return OpenedModel(spec, title, objective, None, kind, resolved.batch.micro)
 

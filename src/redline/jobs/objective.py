@@ -271,6 +271,10 @@ class Objective(ABC):
 
     # --- evaluation and sampling
 
+    def decoders(self) -> list[Decoder]:
+        """Return the decoders that generate text."""
+        return [module for module in self.model.modules() if isinstance(module, Decoder)]
+
     @abstractmethod
     def evaluate(self, micro: int) -> dict[str, float | None]:
         """Return metrics on the validation data, `loss` among them."""

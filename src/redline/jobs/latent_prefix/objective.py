@@ -54,7 +54,7 @@ from redline.kernels.attention import Selection
 from redline.kernels.cross_entropy import IGNORE
 from redline.kernels.matmul import DTYPES
 from redline.models.decoder import Decoder
-from redline.models.generate import continue_embeddings, generate, greedy_answers
+from redline.models.generate import Pick, continue_embeddings, generate, greedy_answers, sampler
 from redline.planning.shapes import DecoderShape
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Recipe
@@ -137,15 +137,15 @@ def context_length(model: FrozenModel) -> int:
 
 
 def answer_from_latents(
-    objective: LatentPrefix, name: str, z_BMD: torch.Tensor, tokens: int, **sampling: Any
+    objective: LatentPrefix, name: str, z_BMD: torch.Tensor, tokens: int, pick: Pick | None = None
 ) -> list[Answer]:
-    """Return one model's answers to latents; greedy, unless `sampling` has a temperature."""
+    """Return one model's answers to latents; greedy without `pick`."""
     model, answers = objective.frozen[name], []
     assert model.tokenizer is not None
     for some in z_BMD.split(_ANSWER_BATCH):
         start = model.start(objective.model.prefix(name, some))
         rows = continue_embeddings(
-            model.decoder, start, tokens=tokens, vocab=model.vocab, stop=model.tokenizer.eos_ids, **sampling
+            model.decoder, start, tokens=tokens, vocab=model.vocab, stop=model.tokenizer.eos_ids, pick=pick
         )
         answers += [Answer(model.tokenizer.decode(row.tokens), row.ended) for row in rows]
     return answers
@@ -169,11 +169,11 @@ def answer_from_prompts(model: FrozenModel, prompts: Sequence[Sequence[int]], to
 def sample_answers(objective: LatentPrefix, text: str, how: Sampling) -> list[Sample]:
     """Return, for each model, `how.count` answers from the latents, each beside an answer from the text."""
     latents, samples = objective.encode([text] * how.count), []
-    options = {"temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p}
+    options: Any = {"temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p}
     for name, one in objective.frozen.items():
         assert one.tokenizer is not None
-        generator = torch.Generator(device=objective.device).manual_seed(how.seed)
-        from_latents = answer_from_latents(objective, name, latents[name], how.tokens, generator=generator, **options)
+        pick = sampler(objective.device, seed=how.seed, **options)
+        from_latents = answer_from_latents(objective, name, latents[name], how.tokens, pick)
         room = max(1, min(how.tokens, context_length(one) // 2))
         prompt = text_prompt(one, text, context_length(one) - room)
         rows = generate(
@@ -184,7 +184,7 @@ def sample_answers(objective: LatentPrefix, text: str, how: Sampling) -> list[Sa
             vocab=one.vocab,
             seed=how.seed,
             stop=one.tokenizer.eos_ids,
-            **options,  # type: ignore[arg-type]
+            **options,
         )
         from_text, title = (one.tokenizer.decode(row) for row in rows), one.spec.title
         samples += [
@@ -389,6 +389,9 @@ class LatentPrefix(Objective):
         return Term(faded.sum(), weight, coefficient * share)
 
     # --- evaluation
+
+    def decoders(self) -> list[Decoder]:
+        return [one.decoder for one in self.frozen.values()]
 
     def uncompiled(self) -> AbstractContextManager[Any]:
         """Return a context in which nothing is compiled: evaluation has too many different lengths."""
