@@ -617,9 +617,9 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def store_for_inference(self, unpack: bool = False) -> None:
-        """Store the matrices in the compute precision, so that no pass has to convert them.
+        """Store the matrices in the compute precision, so that no pass has to convert them: outputs keep their bits.
 
-        The outputs keep their bits. With `unpack`, frozen matrices in NF4 are stored dense too. A model can no longer be trained after this.
+        With `unpack`, frozen matrices in NF4 are stored dense too. A model can no longer be trained after this.
         """
         for module in self.modules():
             if isinstance(module, (Linear, nn.Embedding)):
