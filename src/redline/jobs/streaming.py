@@ -129,3 +129,25 @@ class Finished(Event):
     reason: str = STOP
     tokens: int = 0
     forwards: int = 0
+
+
+class Transcript:
+    """Joins the texts of sections as `redline sample` does: one below the other."""
+
+    def __init__(self) -> None:
+        self.text, self._shown, self._finished, self._separated = "", 0, 0, 0
+
+    def add(self, event: Event) -> str:
+        """Return what the event adds to the text."""
+        if isinstance(event, Token):
+            added, self._shown = event.text, self._shown + len(event.text)
+        elif isinstance(event, Finished):
+            added = event.text[self._shown :]  # all of it, in sections that are not written token by token
+        else:
+            return ""
+        if self._separated < self._finished:
+            added, self._separated = f"\n{added}", self._finished
+        if isinstance(event, Finished):
+            self._finished, self._shown = self._finished + 1, 0
+        self.text += added
+        return added

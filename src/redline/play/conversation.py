@@ -14,7 +14,7 @@ from redline.cache import explain_write_errors, write_atomically
 from redline.data.chat import ASSISTANT, SYSTEM, USER, Message
 from redline.errors import UsageError, UserError
 from redline.jobs.objective import Sampling
-from redline.jobs.streaming import CHAT, LENGTH, Ask, Event, Finished, Section, Token
+from redline.jobs.streaming import CHAT, LENGTH, Ask, Event, Finished, Transcript
 from redline.play.models import PlayModel
 
 HELP = """/reset        begin again
@@ -58,24 +58,14 @@ class Side:
         return self.model.stream(Ask(self.panel.name, self.messages()), how)
 
 
-class Answer:
+class Answer(Transcript):
     """The text of an answer so far."""
 
-    def __init__(self) -> None:
-        self.text, self._shown, self.cut, self._begun = "", 0, False, False
+    cut = False  # at the most tokens of an answer
 
     def add(self, event: Event) -> str:
-        """Return what the event adds to the text."""
-        added = ""
-        if isinstance(event, Section):
-            added = "\n" if self._begun else ""
-            self._begun, self._shown = True, 0
-        elif isinstance(event, Token):
-            added, self._shown = event.text, self._shown + len(event.text)
-        elif isinstance(event, Finished):
-            added, self.cut = event.text[self._shown :], event.reason == LENGTH
-        self.text += added
-        return added
+        self.cut = self.cut or (isinstance(event, Finished) and event.reason == LENGTH)
+        return super().add(event)
 
 
 class Conversation:

@@ -15,7 +15,7 @@ from werkzeug.wrappers import Request, Response
 
 from redline.data.chat import USER, Message
 from redline.jobs.objective import Sampling
-from redline.jobs.streaming import LENGTH, STOP, Ask, Finished, Section, Token
+from redline.jobs.streaming import LENGTH, STOP, Ask, Finished, Section, Token, Transcript
 from redline.play.app import (
     MOST_ALTERNATIVES,
     MOST_TOKENS,
@@ -212,23 +212,23 @@ class _Answer:
         }
 
     def pieces(self) -> Iterator[_Piece | Failed | Waiting]:
-        """Yield the answer's text in pieces. Sections after the first begin on a line of their own."""
-        stops, shown, counted, reason, begun = StopTexts(self.asked.stops), 0, 0, STOP, False
+        """Yield the answer's text in pieces, the last of which has the reason why it ended."""
+        stops, transcript, counted, reason = StopTexts(self.asked.stops), Transcript(), 0, STOP
         for message in self.ticket.messages():
             if isinstance(message, (Waiting, Failed)):
                 yield message
                 if isinstance(message, Failed):
                     return
-            elif isinstance(message, Section):
-                if begun:
-                    yield _Piece(stops.add("\n"))
-                begun, shown, counted, self.prompt_tokens = True, 0, 0, message.prompt_tokens
+                continue
+            if isinstance(message, Section):
+                self.prompt_tokens = message.prompt_tokens
             elif isinstance(message, Token):
-                shown, counted, self.tokens = shown + len(message.text), counted + 1, self.tokens + 1
-                yield _Piece(stops.add(message.text), message)
+                counted, self.tokens = counted + 1, self.tokens + 1
             elif isinstance(message, Finished):
-                reason, self.tokens = message.reason, self.tokens + message.tokens - counted
-                yield _Piece(stops.add(message.text[shown:]))  # of sections that are not written token by token
+                reason, self.tokens, counted = message.reason, self.tokens + message.tokens - counted, 0
+            if isinstance(message, (Token, Finished)):
+                token = message if isinstance(message, Token) else None
+                yield _Piece(stops.add(transcript.add(message)), token)
             if stops.found:
                 self.ticket.cancel()
                 reason = STOP
