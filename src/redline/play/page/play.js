@@ -28,9 +28,9 @@ const panelOf = (model) => model.panels.find((one) => one.name === panel().name)
 // --- the form
 
 function choosePanel() {
-  const model = chosen(), before = document.querySelector("[name=panel]:checked")?.value;
+  const model = chosen();
   get("panels").replaceChildren(make("legend", { text: "Panel" }), ...model.panels.map((one, i) => make("label", {},
-    make("input", { type: "radio", name: "panel", value: one.name, checked: before === one.name || (i === 0 && !model.panels.some((p) => p.name === before)) }), one.title)));
+    make("input", { type: "radio", name: "panel", value: one.name, checked: i === 0 }), one.title)));
   get("panels").hidden = model.panels.length < 2;
   fillForm();
 }
@@ -117,12 +117,11 @@ async function send() {
   get("turns").append(make("li", {}, shown, into));
   if (panel().input === "chat") get("prompt").value = "";
   into.scrollIntoView({ block: "nearest" });
-  document.body.dataset.busy = "1";
   await Promise.all(columns.map((column) => answer(column, prompt, system, into, mine.signal)));
   if (running === mine) running = null;
   get("send").disabled = false;
   get("stop").disabled = true;
-  document.body.dataset.busy = "0";
+  document.body.dataset.answered = String(1 + Number(document.body.dataset.answered || 0));
   lastPrompt = prompt;
 }
 
