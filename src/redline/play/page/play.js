@@ -1,6 +1,6 @@
 // The page's form: which models, which panel, the prompt, the settings; and the conversation that follows from them.
 
-import { Answer, make } from "./sections.js";
+import { Answer, hide, make } from "./sections.js";
 import { stream } from "./stream.js";
 
 const get = (id) => document.getElementById(id);
@@ -57,6 +57,8 @@ get("numbers").addEventListener("input", (event) => { if (event.target.type === 
 
 function restart() {
   running?.abort();
+  hide();
+  get("link").textContent = "";
   columns = [chosen(), beside()].filter((model, i, all) => model && all.indexOf(model) === i).map((model) => ({ model, messages: [] }));
   get("turns").replaceChildren();
   get("command").hidden = true;
@@ -108,6 +110,7 @@ async function send() {
   const prompt = get("prompt").value, system = get("system").value;
   if (running || (!prompt && panel().input !== "text")) return;
   const mine = (running = new AbortController());
+  hide();
   get("send").disabled = true;
   get("stop").disabled = false;
   get("empty").hidden = true;

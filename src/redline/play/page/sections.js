@@ -31,7 +31,7 @@ function show(element) {
   tip.style.top = `${(below ? box.bottom + 4 : box.top - tip.offsetHeight - 4) + scrollY}px`;
 }
 
-function hide() { tip.hidden = true; }
+export function hide() { tip.hidden = true; }
 
 // Tokens can be reached by Tab to their section and then the arrow keys.
 function explore(list) {
@@ -112,7 +112,7 @@ class Section {
     if (this.places) this.element.append(make("p", { className: "whole", text: event.text }));
     else if (!this.list) this.body("tokens").append(make("span", { className: "token", text: event.text }));
     this.text = event.text;
-    this.reason = event.reason;
+    this.reason = this.places ? "" : event.reason;  // the layout decides the length of a denoised section
   }
 }
 
