@@ -100,7 +100,7 @@ class Section {
     event.places.forEach((place, i) => {
       const cell = this.places[place], p = event.probabilities[i], text = event.texts[i];
       if (!cell) return;
-      cell.textContent = p === null || text === "" ? "·" : text;
+      cell.textContent = p === null || text === "" ? "·" : text.replaceAll("\n", "⏎");
       cell.className = p === null ? "cell end" : `cell new p-${level(p)}`;
       facts.set(cell, { text, p, likeliest: [] });
       this.tokens += 1;
