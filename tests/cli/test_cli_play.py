@@ -29,13 +29,14 @@ def test_a_run_and_its_checkpoint_are_served_until_ctrl_c(home: Path) -> None:
         assert found
         assert "latest@3: " in said
         headers = {"Authorization": f"Bearer {found[2]}", "Content-Type": "application/json"}
-        texts = []
+        written = []
         for model in ("latest", "latest@3", "latest"):
-            asked = {"model": model, "prompt": "The red", "max_tokens": 8, "seed": 1}
+            asked = {"model": model, "prompt": "The red", "max_tokens": 8, "seed": 1, "logprobs": 1}
             request = urllib.request.Request(f"{found[1]}v1/completions", json.dumps(asked).encode(), headers)
             with urllib.request.urlopen(request, timeout=60) as answer:
-                texts.append(json.load(answer)["choices"][0]["text"])
-        assert texts[0] == texts[2] != texts[1]
+                found_text = json.load(answer)["choices"][0]
+                written.append((found_text["text"], found_text["logprobs"]["token_logprobs"]))
+        assert written[0] == written[2] != written[1]
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 130
