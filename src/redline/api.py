@@ -662,7 +662,7 @@ class Run:
 
     def model(self, *, weights: str | None = None, device: str = "auto") -> Model:
         """Return the torch module in eval mode with its tokenizer."""
-        return Model.of(self._open(weights, device).objective)
+        return Model.of(self._open(weights, device, trainable=True).objective)
 
     def export(
         self,
@@ -721,11 +721,13 @@ class Run:
         path = path if os.sep in path else f"./{path}"  # a path, not a name in ./runs
         return path if self.checkpoint is None else f"{path}@{self.checkpoint}"
 
-    def _open(self, weights: str | None, device: str) -> OpenedModel:
+    def _open(self, weights: str | None, device: str, *, trainable: bool = False) -> OpenedModel:
         require_torch()
         from redline.evaluate.named_model import open_model
 
-        return open_model(self._spec(), log=_ignore, weights=weights, device=device, writes_only=True)
+        return open_model(
+            self._spec(), log=_ignore, weights=weights, device=device, writes_only=True, trainable=trainable
+        )
 
     def __repr__(self) -> str:
         figures = self.metrics

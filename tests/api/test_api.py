@@ -119,6 +119,7 @@ def test_what_a_run_offers(train: Callable[..., redline.Run]) -> None:
     assert run.sample("red", tokens=5, temperature=0)[0] == run.sample("red", tokens=5, temperature=0)[0]
     model = run.model()
     assert not model.module.training
+    assert all(weight.requires_grad for weight in model.module.parameters()), "it can be trained further"
     assert model.tokenizer.decode(model.tokenizer.encode("red line")) == "red line"
     assert model.sample("red", tokens=5, temperature=0) == [run.sample("red", tokens=5, temperature=0)[0].text]
     assert (run.export("out") / "model.safetensors").is_file()

@@ -274,7 +274,7 @@ def test_an_exported_run_answers_as_the_run_does(tuning: Tuning, rows: Path, tmp
     export_run(run, None, tmp_path / "adapter")
     of_run = answers_of(open_run(run, source=str(rows), device="cpu"))
     adapter: Any = open_pretrained(str(tmp_path / "adapter"), source=str(rows), device="cpu")
-    assert adapter.objective.model.get_submodule("blocks.0.mlp.up").base.quantised
+    assert adapter.objective.recipe.model.quant == "nf4"
     of_base = answers_of(open_pretrained(str(tuning.base), source=str(rows), device="cpu"))
     assert len(of_run) == 10, "long rows too"
     assert of_run == answers_of(adapter) != of_base

@@ -55,9 +55,12 @@ LIVE_PAGE = """
 import json, sys
 from pathlib import Path
 from redline.runs.live.server import _PAGE, App
+from redline.play.app import PlayApp
 from redline.runs.live.watch import Watch
 from werkzeug.test import Client
 
+play = Client(PlayApp([]))
+assert all(play.get(url, headers={"Host": "localhost"}).status_code == 200 for url in ("/", "/play.js", "/style.css"))
 client = Client(App(Watch(Path(sys.argv[1]))))
 answers = {url: client.get(url, headers={"Host": "localhost"}) for url in (*_PAGE, "/api/state")}
 print(json.dumps({url: [answer.status_code, len(answer.data)] for url, answer in answers.items()}))

@@ -17,8 +17,9 @@ from live_logs import PLAN, sample, start, step, write_run
 from werkzeug.test import Client
 
 from redline.errors import UserError
-from redline.runs.live import server as server_module
-from redline.runs.live.server import App, is_loopback, is_own_name, open_server, ssh_line
+from redline.runs.live import local_server as server_module
+from redline.runs.live.local_server import is_loopback, is_own_name, ssh_line
+from redline.runs.live.server import App, open_server
 from redline.runs.live.watch import Watch
 
 TOKEN = "a-token-of-some-length"

@@ -22,6 +22,7 @@ from redline import __version__
 from redline.cache import IrregularFileError
 from redline.cli import (
     bench,
+    chat,
     completion,
     doctor,
     evaluate,
@@ -29,6 +30,7 @@ from redline.cli import (
     keys,
     launch,
     plan,
+    play,
     prepare,
     profile,
     recipes,
@@ -90,7 +92,7 @@ _register("Data", prepare=prepare.prepare)
 _register("Plan", recipes=recipes.recipes, keys=keys.keys, plan=plan.plan)
 _register("Train", train=train.train, launch=launch.launch, stop=runs.stop)
 _register("Inspect", runs=runs.app, watch=watch.watch, report=report.report, profile=profile.profile)
-_register("Use", eval=evaluate.evaluate, sample=sample.sample, export=export.export)
+_register("Use", eval=evaluate.evaluate, sample=sample.sample, chat=chat.chat, play=play.play, export=export.export)
 _register("Machine", doctor=doctor.doctor, bench=bench.app, completion=completion.completion)
 
 

@@ -70,7 +70,8 @@ def _snapshots(named: list[Path], json_: bool) -> None:
 
 
 def _serve(named: list[Path], host: str, port: int | None, token: bool) -> None:
-    from redline.runs.live.server import open_server, serve_until_interrupted, ssh_line
+    from redline.runs.live.local_server import serve_until_interrupted, ssh_line
+    from redline.runs.live.server import open_server
     from redline.runs.live.watch import Watch
 
     server, address = open_server(Watch(RUNS, named), host, port, token)

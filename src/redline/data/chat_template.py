@@ -373,6 +373,24 @@ class ChatTokenizer:
         text = self._plain_prompt(prompt) if self.template is None else self._apply(messages, asks=True)
         return list(encodings(self._backend, [text], self.name)[0].ids)
 
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens that a model reads before it gives the next answer of a conversation."""
+        if self.template is None:
+            if [message.role for message in messages] != [USER]:
+                what = "the tokenizer has no chat template, so it can write one question, without a system prompt."
+                raise UserError(what, where=self.name, fix=_FIX)
+            text = self._plain_prompt(messages[0].content)
+        else:
+            self.begin_source()  # the budget of a source limits its rows, not how long a person may chat
+            try:
+                text = self._apply([{"role": m.role, "content": m.content} for m in messages], asks=True)
+            except TemplateRefusalError as reason:
+                what = f"the chat template ({self.template_name}) cannot write this conversation: {reason}."
+                raise UserError(
+                    what, where=self.name, fix="Begin a new conversation, or leave out the system prompt."
+                ) from None
+        return list(encodings(self._backend, [text], self.name)[0].ids)
+
     def encode_bare(self, text: str) -> list[int]:
         """Encode text that a model continues, without a chat template."""
         text = text if text.startswith(self._bos) else self._bos + text

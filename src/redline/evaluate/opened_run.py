@@ -21,9 +21,11 @@ from redline.data.tokens import OtherTokenizerError
 from redline.errors import UsageError, UserError
 from redline.export.adapter import ADAPTER, ADAPTER_CONFIG, from_peft
 from redline.export.folder import ORIGIN
+from redline.hardware.machine import Machine
 from redline.hardware.probe import detect_machine
 from redline.jobs.base import BASE_MODEL_JOB, job
 from redline.jobs.objective import Log, Objective, ignore_message, job_runtime
+from redline.models.adapters import FrozenMatrix
 from redline.models.fused_trial import fused_failure
 from redline.models.pretrained import Base, open_base
 from redline.planning.shapes import TARGETS
@@ -62,6 +64,7 @@ def open_run(
     text_key: str | None = None,
     sequences: int | None = None,
     writes_only: bool = False,
+    trainable: bool = False,
     answers: bool = False,
     settings: Sequence[str] = (),
     device: str = "auto",
@@ -70,8 +73,10 @@ def open_run(
     """Build the run's model and load the weights of a checkpoint into it.
 
     `source` names other data to evaluate on. With `writes_only` the model is only sampled: its data are not opened, so
-    the run may have come from another machine. With `answers` the model must be able to answer questions. `settings`
-    are KEY=VALUE of options that may change after training, such as those of a sampler.
+    the run may have come from another machine. With `trainable` the weights stay as the checkpoint has them, for a
+    model that may be trained further; otherwise they are converted for generation. With `answers` the model must be
+    able to answer questions. `settings` are KEY=VALUE of options that may change after training, such as those of a
+    sampler.
     """
     saved = SavedRun.open(run)
     recipe = saved.recipe
@@ -120,8 +125,21 @@ def open_run(
     trained = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
     copy_weights(trained, chosen.tensors(), str(chosen.checkpoint))
     objective.model.eval()
+    if not trainable and (writes_only or machine.device == "cpu"):
+        _store_for_inference(objective, machine)
     title = f"{run} at step {chosen.step} ({chosen.kind} weights)"
     return OpenedModel(str(run), title, objective, chosen.step, chosen.kind, resolved.batch.micro, training=own)
+
+
+def _store_for_inference(objective: Objective, machine: Machine) -> None:
+    """Convert weights once instead of in every pass: generating a token reads each weight for very little arithmetic.
+
+    On a GPU a model that is also evaluated keeps its master weights, which the fused kernels read.
+    """
+    for decoder in objective.decoders():
+        frozen = (module for module in decoder.modules() if isinstance(module, FrozenMatrix))
+        dense = sum(matrix.shape[0] * matrix.shape[1] for matrix in frozen) * decoder.dtype.itemsize
+        decoder.store_for_inference(unpack=dense < machine.memory_bytes // 2)
 
 
 def _with_settings(recipe: Recipe, settings: Sequence[str]) -> Recipe:
@@ -325,6 +343,7 @@ def open_pretrained(
     source: str | None = None,
     sequences: int | None = None,
     writes_only: bool = False,
+    trainable: bool = False,
     device: str = "auto",
     log: Log = ignore_message,
 ) -> OpenedModel:
@@ -361,6 +380,8 @@ def open_pretrained(
     if adapter is not None:
         _load_adapter(objective, adapter)
     objective.model.eval()
+    if not trainable and (writes_only or machine.device == "cpu"):
+        _store_for_inference(objective, machine)
     kind, title = ("base", spec) if adapter is None else ("adapter", f"{spec} on {found.source}")
     return OpenedModel(spec, title, objective, None, kind, resolved.batch.micro)
 

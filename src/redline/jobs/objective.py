@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -26,6 +26,7 @@ from redline.data.tokens import TokenFile
 from redline.errors import UserError, package_hint
 from redline.jobs.base import job, load_attribute
 from redline.jobs.preview import SamplePreview
+from redline.jobs.streaming import QUESTION, TEXT, Ask, Event, Finished, Panel, Section
 from redline.kernels.attention import Attention, Bound, MaskSpec, Selection, part_candidates, select
 from redline.kernels.context import ContextGroup, Part, pad_tables, varlen_tables
 from redline.kernels.cross_entropy import IGNORE, compile_loss, linear_cross_entropy
@@ -279,6 +280,10 @@ class Objective(ABC):
 
     # --- evaluation and sampling
 
+    def decoders(self) -> list[Decoder]:
+        """Return the decoders that generate text."""
+        return [module for module in self.model.modules() if isinstance(module, Decoder)]
+
     @abstractmethod
     def evaluate(self, micro: int) -> dict[str, float | None]:
         """Return metrics on the validation data, `loss` among them."""
@@ -290,6 +295,21 @@ class Objective(ABC):
     def continuation(self, prompt: str, how: Sampling) -> list[Sample]:
         """Continue the prompt as it is, without the template that questions are usually wrapped in."""
         return self.sample(prompt, how)
+
+    def panels(self) -> Sequence[Panel]:
+        """Return the ways to use the model in chat, `redline play` and the API; none if it can write no text."""
+        kind, title = (QUESTION, "Ask") if self.can_answer else (TEXT, "Complete")
+        return [Panel(kind, title, kind)]
+
+    def stream(self, ask: Ask, how: Sampling) -> Iterator[Event]:
+        """Yield what the model writes as it is written: one text, whatever `how.count` is.
+
+        Closing the iterator cancels the rest. This default shows whole samples, for jobs that write no tokens one by
+        one.
+        """
+        for number, sample in enumerate(self.sample(ask.text, replace(how, count=1))):
+            yield Section(str(number), "")
+            yield Finished(str(number), sample.text)
 
     def first_prompt(self) -> str:
         """Return a prompt from the held-out data: the beginning of a document, or a question; "" if there is none."""

@@ -399,17 +399,18 @@ def _backend_without_documents(q: Tensor) -> str:
     return "flash" if deterministic or candidates(MaskSpec(), "cuda", q.dtype, q.shape[-1])["cudnn"] else "cudnn"
 
 
-def attend_cached(q: Tensor, k: Tensor, v: Tensor, start: int, bidirectional: bool = False) -> Tensor:
-    """Compute attention of new queries, at positions from `start`, over cached and new keys.
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, bidirectional: bool = False) -> Tensor:
+    """Compute attention of new queries over cached and new keys.
 
-    Each query sees the keys up to its own position, or with `bidirectional` all of them.
+    Each query sees the keys that `seen` says. Without it, it sees all keys if it is the only one or with
+    `bidirectional`; otherwise the keys are the queries' own, and each sees those up to itself.
     """
-    k, v = repeat_kv(q, k, v)
-    if bidirectional or q.shape[2] == 1:
-        return F.scaled_dot_product_attention(q, k, v)
-    rows = torch.arange(start, start + q.shape[2], device=q.device)
-    seen = rows[:, None] >= torch.arange(k.shape[2], device=q.device)[None, :]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    B, H, T, K = q.shape
+    if T == 1 or (bidirectional and seen is None):
+        # The queries that share a key become rows of one query head, so that no key is copied for each of them.
+        groups = q.reshape(B, k.shape[1], -1, K)
+        return F.scaled_dot_product_attention(groups, k, v, attn_mask=seen).view(B, H, T, K)
+    return F.scaled_dot_product_attention(q, *repeat_kv(q, k, v), attn_mask=seen, is_causal=seen is None)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, spec: MaskSpec, mask: Tensor | None) -> Tensor:

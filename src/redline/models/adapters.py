@@ -74,6 +74,10 @@ class FrozenMatrix(nn.Module):
             return self.plain.to(dtype)
         return dense_nf4(self.quantised, dtype)
 
+    def unpack(self, dtype: torch.dtype) -> None:
+        """Store the matrix dense: for generation, which would otherwise dequantise all of it for every token."""
+        self.plain, self.quantised, self._scale = self.dense(dtype), [], None
+
     def rows8(self) -> Float8:
         """Return the fp8 operand of x·Wᵀ."""
         if self.plain is not None:

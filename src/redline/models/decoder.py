@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -139,33 +138,72 @@ def rotary_at(
 
 
 def rotate(x_BHTK: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
-    """Rotate heads by their positions. Pairs are (i, i + K/2), as in Llama checkpoints."""
+    """Rotate heads by their positions. Pairs are (i, i + K/2), as in Llama checkpoints.
+
+    With a table for each row, cos and sin are [B, T, F].
+    """
+    if cos_TF.dim() == 3:
+        cos_TF, sin_TF = cos_TF[:, None], sin_TF[:, None]
     a, b = x_BHTK.float().chunk(2, -1)
     return torch.cat((a * cos_TF - b * sin_TF, b * cos_TF + a * sin_TF), -1).to(x_BHTK.dtype)
 
 
-@dataclass
-class KVCache:
-    """The keys and values [B, H, T, K] of one layer, which grow as tokens are sampled."""
+_CACHE_STEP = 64  # tokens
 
-    keys: Tensor | None = None
-    values: Tensor | None = None
+
+class KVCache:
+    """The keys and values [B, H, T, K] of one layer, which grow as tokens are sampled.
+
+    They lie at the beginning of buffers with room for more, so that a new token copies itself and not all before it.
+    No gradient flows through a cache.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0  # tokens that are stored
+        self._room: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def keys(self) -> Tensor | None:
+        return None if self._room is None or not self.length else self._room[0][:, :, : self.length]
+
+    @property
+    def values(self) -> Tensor | None:
+        return None if self._room is None or not self.length else self._room[1][:, :, : self.length]
 
     def extend(self, k: Tensor, v: Tensor, update: bool = True) -> tuple[Tensor, Tensor]:
         """Return all keys and values including the new ones; without `update` the cache does not store those."""
-        keys = k if self.keys is None else torch.cat((self.keys, k), 2)
-        values = v if self.values is None else torch.cat((self.values, v), 2)
+        begin, end = self.length, self.length + k.shape[2]
+        if self._room is None or self._room[0].shape[2] < end:
+            self._make_room(k, end)
+        assert self._room is not None
+        for stored, new in zip(self._room, (k, v), strict=True):
+            stored[:, :, begin:end] = new.detach()
         if update:
-            self.keys, self.values = keys, values
-        return keys, values
+            self.length = end
+        keys, values = self._room
+        return keys[:, :, :end], values[:, :, :end]
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these rows only; a row may be taken more than once."""
+        if self._room is not None:
+            keys, values = self._room
+            self._room = keys[rows], values[rows]
+
+    def _make_room(self, like: Tensor, length: int) -> None:
+        """Allocate for half as many tokens again, in steps, so that lengths that grow by one seldom copy anything."""
+        B, H, _, K = like.shape
+        size = -(-(length + length // 2) // _CACHE_STEP) * _CACHE_STEP
+        before, self._room = self._room, (like.new_empty(B, H, size, K), like.new_empty(B, H, size, K))
+        for old, new in zip(before or (), self._room, strict=False):
+            new[:, :, : self.length] = old[:, :, : self.length]
 
 
 class CachedStep(NamedTuple):
     """How new tokens, which follow those in a cache, are read."""
 
-    start: int  # position of the first new token
     bidirectional: bool = False  # each new token sees all new tokens, not only those up to itself
     update_cache: bool = True  # store the new tokens for those that follow
+    seen: Tensor | None = None  # [B or 1, 1, T, S]: which keys each new token sees; None: those before it, or all
 
 
 class SelfAttention(nn.Module):
@@ -189,7 +227,7 @@ class SelfAttention(nn.Module):
         mask: Bound,
         values_BTV: Tensor | None = None,
         cache: KVCache | None = None,
-        step: CachedStep = CachedStep(0),
+        step: CachedStep = CachedStep(),
     ) -> Tensor:
         """Return the attention's output [B, T, D]. `values`, if given, is added to the values of the tokens."""
         B, T, _ = x_BTD.shape
@@ -200,7 +238,7 @@ class SelfAttention(nn.Module):
         if cache is None:
             y = self.attention(q, k, v, mask)
         else:
-            y = attend_cached(q, *cache.extend(k, v, step.update_cache), step.start, step.bidirectional)
+            y = attend_cached(q, *cache.extend(k, v, step.update_cache), step.seen, step.bidirectional)
         out: Tensor = self.out(y.transpose(1, 2).reshape(B, T, self.heads * self.head_dim))
         return out
 
@@ -380,7 +418,7 @@ class _SplitNormRotate(torch.autograd.Function):
 
 def _turned(left_TF: Tensor, right_TF: Tensor, weights_HK: Tensor | None = None) -> Tensor:
     """Return the factors of both halves of a head side by side [T, 1 or H, K], times the heads' weights if given."""
-    factors = torch.cat((left_TF, right_TF), -1)[:, None]
+    factors = torch.cat((left_TF, right_TF), -1).unsqueeze(-2)
     return factors if weights_HK is None else factors * weights_HK
 
 
@@ -520,19 +558,23 @@ class Decoder(nn.Module):
         positions_T: Tensor | None = None,
         bidirectional: bool = False,
         update_cache: bool = True,
+        padding_B: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states [B, T, D] after the final norm.
 
         In place of tokens, embeddings [B, T, D] may be passed. The tokens are at positions start, start + 1, …, or at
         `positions`, a tensor whose values must not change afterwards. With a cache, the tokens follow those in it: each
         sees all earlier tokens, or with `bidirectional` all new ones as well. Without `update_cache` the cache does not
-        store them.
+        store them. `padding` is how many tokens at the beginning of each row only fill it: no other token sees them,
+        and positions are counted from the first one after them.
         """
         assert cache is not None or (update_cache and not bidirectional), "without a cache the mask decides this"
         x = tokens_BT.to(self.dtype) if tokens_BT.is_floating_point() else self.embed(tokens_BT)
         if self.dropout:
             x = F.dropout(x, self.dropout, self.training)
-        if positions_T is None:
+        if padding_B is not None:
+            cos, sin = self._rotary_of_rows(start, tokens_BT.shape[1], padding_B)
+        elif positions_T is None:
             cos, sin = self._rotary_slice(start, tokens_BT.shape[1], tokens_BT.device)
         else:
             cos, sin = self._rotary_of_positions(positions_T)
@@ -544,6 +586,8 @@ class Decoder(nn.Module):
             attend = partial(self._attend, mask)
             return run_blocks(blocks, self.norm, x, cos, sin, attend, self.shape, values, skips, self.scales)
         states: list[Tensor] = []
+        seen = None if cache is None else _seen_keys(tokens_BT, start, padding_B, bidirectional=bidirectional)
+        step = CachedStep(bidirectional, update_cache, seen)
         for i, (block, skip) in enumerate(zip(blocks, skips, strict=True)):
             if skip is not None:
                 x = x + skip.weight * states[skip.source]
@@ -551,7 +595,7 @@ class Decoder(nn.Module):
             if cache is None:
                 x = block(x, cos, sin, mask, values[i])
             else:
-                x = block.extend(x, cos, sin, values[i], cache[i], CachedStep(start, bidirectional, update_cache))
+                x = block.extend(x, cos, sin, values[i], cache[i], step)
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -579,6 +623,20 @@ class Decoder(nn.Module):
         z = F.linear(hidden, self.head_weight.to(hidden.dtype)).float()
         return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
 
+    @torch.no_grad()
+    def store_for_inference(self, unpack: bool = False) -> None:
+        """Store the matrices in the compute precision, so that no pass has to convert them: outputs keep their bits.
+
+        With `unpack`, frozen matrices in NF4 are stored dense too. A model can no longer be trained after this.
+        """
+        for module in self.modules():
+            if isinstance(module, (Linear, nn.Embedding)):
+                for parameter in module.parameters(recurse=False):
+                    parameter.requires_grad_(False)
+                    parameter.data = parameter.data.to(self.dtype)
+            elif isinstance(module, LoraLinear) and unpack:
+                module.base.unpack(self.dtype)
+
     def new_cache(self) -> list[KVCache]:
         return [KVCache() for _ in self.blocks]
 
@@ -591,11 +649,32 @@ class Decoder(nn.Module):
         cos, sin = self._rotary_tables[size, device]
         return cos[start : start + length], sin[start : start + length]
 
+    def _rotary_of_rows(self, start: int, length: int, padding_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tables [B, T, F] of rows whose positions begin after their padding."""
+        cos, sin = self._rotary_slice(0, start + length, padding_B.device)
+        positions = torch.arange(start, start + length, device=padding_B.device) - padding_B[:, None]
+        return cos[positions.clamp_min(0)], sin[positions.clamp_min(0)]
+
     def _rotary_of_positions(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         if positions_T not in self._rotary_at:
             table = rotary_at(positions_T, self.shape.head_dim, self.rope_theta, self.rope_scaling)
             self._rotary_at[positions_T] = table
         return self._rotary_at[positions_T]
+
+
+def _seen_keys(tokens_BT: Tensor, start: int, padding_B: Tensor | None, *, bidirectional: bool) -> Tensor | None:
+    """Return which keys each new token sees, where that is not simply all of them or those up to the token itself."""
+    assert padding_B is None or not bidirectional
+    T = tokens_BT.shape[1]
+    if bidirectional or (padding_B is None and (T == 1 or start == 0)):
+        return None
+    keys = torch.arange(start + T, device=tokens_BT.device)
+    own = torch.arange(start, start + T, device=tokens_BT.device)[:, None]
+    seen = keys <= own
+    if padding_B is None:
+        return seen[None, None]
+    # A padding token sees itself, because attention over no keys at all is not a number.
+    return ((seen & (keys >= padding_B[:, None, None])) | (keys == own))[:, None]
 
 
 def _frozen_norms(block: nn.Module) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -36,6 +36,8 @@ from redline.jobs.pretrained import (
     random_base_text,
     trained_on_base,
 )
+from redline.jobs.streaming import TEXT, Ask, Event, Panel, Section
+from redline.jobs.token_stream import stream_tokens
 from redline.kernels.attention import Attention, MaskSpec
 from redline.kernels.cross_entropy import IGNORE, chunk_tokens, linear_cross_entropy8
 from redline.kernels.float8_choice import Shapes
@@ -158,6 +160,24 @@ class CausalLM(PretrainedObjective):
         )
         self.model.train()
         return [Sample(prompt, tokenizer.decode(row)) for row in rows]
+
+    def panels(self) -> list[Panel]:
+        return [] if self.tokenizer is None else [Panel("complete", "Complete", TEXT, "A text to continue")]
+
+    def stream(self, ask: Ask, how: Sampling) -> Iterator[Event]:
+        tokenizer = self.data.tokenizer
+        assert tokenizer is not None
+        return stream_tokens(
+            self.model,
+            [self.data.tokens.eot, *tokenizer.encode(ask.text)],
+            how,
+            section=Section("text"),
+            vocab=self.data.tokens.vocab_size,
+            stop={self.data.tokens.eot},
+            text_of=tokenizer.decode,
+            alternatives=ask.alternatives,
+            continues=bool(ask.text),
+        )
 
 
 class CausalLMRuntime(PretrainedRuntime[BaseText]):

@@ -9,7 +9,7 @@ approximation. Each row has its own random generator, so a sample does not depen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +54,16 @@ class Denoised:
     ended: list[bool]  # whether the last segment contains `end`
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Pass:
+    """What one forward pass unmasked in one row, or what was filled after its segment's end (without a pass)."""
+
+    row: int
+    places: list[int]
+    tokens: list[int]
+    probabilities: list[float]  # of the tokens, under the model itself; empty for those that were filled
+
+
 def denoise(
     model: Decoder,
     rows_BN: Tensor,
@@ -65,25 +74,48 @@ def denoise(
     *,
     shift: bool = False,
     cached: bool = True,
-    on_block: Callable[[int], None] = lambda _: None,
 ) -> Denoised:
-    """Replace every mask in the rows; call `on_block` with the number of finished blocks after each one.
+    """Replace every mask in the rows.
 
     With `shift`, a token is predicted from the state at the position before it: within a block that of the noisy
     block, for the first token of a block that of the last clean token, which sees what is finished only. Without
     `cached` the finished blocks are read again for each forward pass: slower, with the same result.
     """
+    passes = denoising(model, rows_BN, layout, vocabulary, seeds, options, shift=shift, cached=cached, report=False)
+    while True:
+        try:
+            next(passes)
+        except StopIteration as end:
+            found: Denoised = end.value
+            return found
+
+
+@torch.no_grad()
+def denoising(
+    model: Decoder,
+    rows_BN: Tensor,
+    layout: Layout,
+    vocabulary: Vocabulary,
+    seeds: Sequence[int],
+    options: SamplerOptions = SamplerOptions(),
+    *,
+    shift: bool = False,
+    cached: bool = True,
+    report: bool = True,
+) -> Generator[Pass, None, Denoised]:
+    """Do what `denoise` does; with `report`, yield what each pass unmasked in each row."""
     rows, masked_at_first = rows_BN.clone(), rows_BN == vocabulary.mask
     generators = [np.random.default_rng(seed) for seed in seeds]
     forwards, ended = np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=bool)
-    cache, finished, begin = model.new_cache(), 0, 0
+    cache, begin = model.new_cache(), 0
     before: Tensor | None = None  # the state of the last clean token
     for segment in layout.segments:
         ended[:] = False
         for _ in range(segment.blocks):
             block = slice(begin, begin + segment.size)
             if vocabulary.end is not None:
-                _fill_ended_rows(rows, block, ended, vocabulary)
+                filled = _fill_ended_rows(rows, block, ended, vocabulary)
+                yield from _passes(filled, block, rows, None) if report else ()
             for unmasked in _unmask_schedule(rows, block, vocabulary, generators, options):
                 seen = cache
                 if not cached:
@@ -91,17 +123,28 @@ def denoise(
                 states = model(rows[:, block], Bound(), seen, begin, bidirectional=True, update_cache=False)
                 if shift:
                     states = torch.cat((states[:, :1] if before is None else before, states[:, :-1]), 1)
-                _unmask(model, rows, block, states, unmasked, vocabulary, generators, options)
+                chances = _unmask(model, rows, block, states, unmasked, vocabulary, generators, options)
                 forwards += unmasked.any(1)
+                yield from _passes(unmasked, block, rows, chances()) if report else ()
             if cached and block.stop < layout.length:
                 # One more pass over the finished block: the cache must hold the keys and values of clean tokens.
                 before = model(rows[:, block], Bound(), cache, begin, bidirectional=True)[:, -1:]
             if vocabulary.end is not None and not segment.given:
                 written = (rows[:, block] == vocabulary.end) & masked_at_first[:, block]
                 ended |= written.any(1).cpu().numpy()
-            begin, finished = block.stop, finished + 1
-            on_block(finished)
+            begin = block.stop
     return Denoised(rows, forwards.tolist(), ended.tolist())
+
+
+def _passes(changed: Bools, block: slice, rows: Tensor, chances: list[float] | None) -> Iterator[Pass]:
+    """Yield the changes of each row. `chances` are those of all changed positions, row after row."""
+    at = 0
+    for row, columns in enumerate(changed):
+        places = (np.flatnonzero(columns) + block.start).tolist()
+        if places:
+            tokens = rows[row, places].tolist()
+            yield Pass(row, places, tokens, [] if chances is None else chances[at : at + len(places)])
+        at += len(places)
 
 
 def _clean_cache(model: Decoder, rows: Tensor, layout: Layout, until: int) -> tuple[list[KVCache], Tensor | None]:
@@ -114,12 +157,17 @@ def _clean_cache(model: Decoder, rows: Tensor, layout: Layout, until: int) -> tu
     return cache, last
 
 
-def _fill_ended_rows(rows: Tensor, block: slice, ended: Bools, vocabulary: Vocabulary) -> None:
-    """Fill the block with `end` in the rows whose segment has ended, which saves their forward passes."""
+def _fill_ended_rows(rows: Tensor, block: slice, ended: Bools, vocabulary: Vocabulary) -> Bools:
+    """Fill the block with `end` in the rows whose segment has ended, which saves their forward passes.
+
+    Return which positions were filled.
+    """
     assert vocabulary.end is not None
     tokens = rows[:, block]
     fill = torch.from_numpy(ended).to(rows.device)[:, None] & (tokens == vocabulary.mask)
     rows[:, block] = tokens.masked_fill(fill, vocabulary.end)
+    found: Bools = fill.cpu().numpy()
+    return found
 
 
 def _unmask_schedule(
@@ -162,14 +210,19 @@ def _unmask(
     vocabulary: Vocabulary,
     generators: list[np.random.Generator],
     options: SamplerOptions,
-) -> None:
-    """Sample a token at each of these positions, and write it into the rows."""
+) -> Callable[[], list[float]]:
+    """Sample a token at each of these positions, and write it into the rows.
+
+    Return a function that computes the tokens' probabilities under the model itself.
+    """
     row, column = np.nonzero(unmasked)
     where = torch.from_numpy(row).to(rows.device), torch.from_numpy(column).to(rows.device)
     draws = np.concatenate([generators[i].random(count) for i, count in enumerate(unmasked.sum(1)) if count])
     logits = model.logits(states_BLD[where])[:, : vocabulary.classes]
     uniform = torch.from_numpy(draws).to(rows.device, torch.float32)
-    rows[where[0], where[1] + block.start] = sample_tokens(logits, uniform, options)
+    chosen = sample_tokens(logits, uniform, options)
+    rows[where[0], where[1] + block.start] = chosen
+    return lambda: logits.float().softmax(-1).gather(1, chosen[:, None])[:, 0].tolist()
 
 
 def sample_tokens(logits_NV: Tensor, uniform_N: Tensor, options: SamplerOptions) -> Tensor:

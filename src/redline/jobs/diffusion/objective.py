@@ -14,9 +14,10 @@ waits for the device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from redline.data.tokens import TokenFile
 from redline.errors import UserError
 from redline.hardware.device import sum_dtype
 from redline.jobs.base import job
+from redline.jobs.diffusion.costs import SAMPLERS
 from redline.jobs.diffusion.data import (
     Clip,
     RecordSequences,
@@ -50,7 +52,7 @@ from redline.jobs.diffusion.data import (
     reads_records,
     tokenizer_alone,
 )
-from redline.jobs.diffusion.denoise import Denoised, SamplerOptions, denoise
+from redline.jobs.diffusion.denoise import Denoised, SamplerOptions, denoise, denoising
 from redline.jobs.objective import (
     Answer,
     Batch,
@@ -64,7 +66,21 @@ from redline.jobs.objective import (
 )
 from redline.jobs.pretrained import PretrainedObjective, PretrainedRuntime
 from redline.jobs.preview import SamplePreview
-from redline.kernels.attention import Bound, MaskSpec, Selection
+from redline.jobs.streaming import (
+    LENGTH,
+    QUESTION,
+    STOP,
+    TEXT,
+    Ask,
+    Cells,
+    Choice,
+    Event,
+    Finished,
+    Panel,
+    Section,
+    Unmasked,
+)
+from redline.kernels.attention import Attention, Bound, MaskSpec, Selection
 from redline.kernels.context import Part
 from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy
 from redline.planning.layout import Layout, growing_layouts, uniform
@@ -331,6 +347,49 @@ class DiffusionObjective(PretrainedObjective):
             ]
         )
 
+    def _choices(self) -> tuple[Choice, ...]:
+        """Return the sampler's settings that a user may change: the run's own value comes first."""
+        own = self.options.sampler
+        samplers = (own, *(name for name in SAMPLERS if name != own))
+        return (Choice("sampler", "Sampler", samplers, "sampler"),)
+
+    def _asked_options(self, ask: Ask, how: Sampling) -> SamplerOptions:
+        options, sampler = self.sampler_options(how), ask.choices.get("sampler")
+        return options if sampler is None else replace(options, sampler=sampler)
+
+    def _events(
+        self, row: list[int], layout: Layout, options: SamplerOptions, seed: int, sections: Sequence[Part]
+    ) -> Generator[Event, None, list[int]]:
+        """Denoise one row; yield what each pass unmasks in the sections, and return the tokens."""
+        passes = denoising(
+            self.model,
+            torch.tensor([row], device=self.device),
+            layout,
+            self.data.vocabulary,
+            row_seeds(seed, [0]),
+            options,
+            shift=self.options.shift,
+        )
+        tokenizer, end, forwards = self.tokenizer, self.data.vocabulary.end, 0
+        assert tokenizer is not None
+        while True:
+            try:
+                one = next(passes)
+            except StopIteration as finished:
+                tokens: list[int] = finished.value.rows[0].tolist()
+                return tokens
+            forwards += bool(one.probabilities)
+            chances: Sequence[float | None] = one.probabilities or [None] * len(one.places)
+            for part in sections:
+                found = [
+                    (place - part.begin, "" if token == end else tokenizer.decode([token]), chance)
+                    for place, token, chance in zip(one.places, one.tokens, chances, strict=True)
+                    if part.begin <= place < part.stop
+                ]
+                if found:
+                    places, texts, of = zip(*found, strict=True)
+                    yield Unmasked(part.name, places, texts, of, forwards)
+
     def batches_changed(self) -> bool:
         changed, self._clip_changed = self._clip_changed, False
         return changed
@@ -351,6 +410,15 @@ class DiffusionObjective(PretrainedObjective):
         clip = Clip(*state["clip"])
         self._clip_changed = self._clip_changed or clip != self.clip
         self.clip = clip
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of the output: positions of the row."""
+
+    name: str
+    begin: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -429,28 +497,51 @@ class TextDiffusion(DiffusionObjective):
         """Sample blocks after the prompt, any number of them; with one block per sequence (MDLM), that block."""
         if self.tokenizer is None:
             return []
-        vocabulary, block = self.data.vocabulary, self.options.block_size
-        start = [self.data.text.tokens.eot, *self.tokenizer.encode(prompt)]
-        one_block = block == self.recipe.data.seq_len
-        if one_block and len(start) >= block:
-            what = f"a prompt of {len(start)} tokens fills the run's only block of {block} tokens."
-            raise UserError(what, where="--prompt", fix="Give a shorter one.")
-        length = block if one_block else -(-(len(start) + how.tokens) // block) * block
-        row = start + [vocabulary.mask] * (length - len(start))
+        row, start, layout = self._row(prompt, how.tokens)
         self.model.eval()
         with self.uncompiled():
             denoised = denoise(
                 self.model,
                 torch.tensor([row] * how.count, device=self.device),
-                uniform(length, block),
-                vocabulary,
+                layout,
+                self.data.vocabulary,
                 row_seeds(how.seed, range(how.count)),
                 self.sampler_options(how),
                 shift=self.options.shift,
             )
         self.model.train()
-        texts = (self._until_end(tokens[len(start) : len(start) + how.tokens]) for tokens in denoised.rows.tolist())
+        texts = (self._until_end(tokens[start : start + how.tokens]) for tokens in denoised.rows.tolist())
         return [Sample(prompt, self.tokenizer.decode(text)) for text in texts]
+
+    def panels(self) -> list[Panel]:
+        if self.tokenizer is None:
+            return []
+        return [Panel("denoise", "Complete", TEXT, "A text to continue", choices=self._choices())]
+
+    def stream(self, ask: Ask, how: Sampling) -> Iterator[Event]:
+        assert self.tokenizer is not None
+        row, start, layout = self._row(ask.text, how.tokens)
+        starts = accumulate(layout.sizes[:-1], initial=0)
+        blocks = [size - max(0, min(size, start - at)) for at, size in zip(starts, layout.sizes, strict=True)]
+        yield Section("text", prompt_tokens=start)
+        yield Cells("text", tuple(size for size in blocks if size))
+        part = Part("text", start, len(row))
+        tokens = yield from self._events(row, layout, self._asked_options(ask, how), how.seed, [part])
+        text = self._until_end(tokens[start : start + how.tokens])
+        reason = STOP if len(text) < how.tokens else LENGTH
+        yield Finished("text", self.tokenizer.decode(text), reason, len(text))
+
+    def _row(self, prompt: str, tokens: int) -> tuple[list[int], int, Layout]:
+        """Return the prompt followed by masks up to the end of a block, the prompt's length, and the row's layout."""
+        assert self.tokenizer is not None
+        block = self.options.block_size
+        start = [self.data.text.tokens.eot, *self.tokenizer.encode(prompt)]
+        one_block = block == self.recipe.data.seq_len
+        if one_block and len(start) >= block:
+            what = f"a prompt of {len(start)} tokens fills the run's only block of {block} tokens."
+            raise UserError(what, where="--prompt", fix="Give a shorter one.")
+        length = block if one_block else -(-(len(start) + tokens) // block) * block
+        return start + [self.data.vocabulary.mask] * (length - len(start)), len(start), uniform(length, block)
 
     def _until_end(self, tokens: list[int]) -> list[int]:
         end = self.data.vocabulary.end
@@ -523,6 +614,37 @@ class RecordDiffusion(DiffusionObjective):
         denoised = self._denoise(rows, row_seeds(how.seed, range(how.count)), how)
         return [Sample(prompt, self._text(row)) for row in denoised.rows.tolist()]
 
+    def panels(self) -> list[Panel]:
+        if self.tokenizer is None:
+            return []
+        controls = ("temperature", "top_k", "top_p", "seed")  # the layout decides the length
+        return [Panel("answer", "Ask", QUESTION, "A question", controls, self._choices())]
+
+    def stream(self, ask: Ask, how: Sampling) -> Iterator[Event]:
+        """Show each segment after the question as a section: for hierarchical diffusion plan, execution and answer."""
+        tokenizer = self.data.tokenizer
+        assert tokenizer is not None
+        if not ask.text:
+            raise UserError("the question is empty.", fix="Write a question.")
+        row = self._masked_row(question_row(ask.text, self.layout, tokenizer))
+        parts = []
+        for segment, begin in zip(self.layout.segments, self.layout.starts, strict=True):
+            if not segment.given:
+                parts.append(Part(segment.name, begin, begin + segment.length))
+                yield Section(segment.name, segment.name, prompt_tokens=self._question_length)
+                yield Cells(segment.name, (segment.size,) * segment.blocks)
+        tokens = yield from self._events(row, self.layout, self._asked_options(ask, how), how.seed, parts)
+        for part in parts:
+            written = self._segment_tokens(tokens, part.begin, part.stop)
+            ended = STOP if len(written) < part.stop - part.begin else LENGTH
+            yield Finished(part.name, tokenizer.decode(written), ended, len(written))
+
+    def _segment_tokens(self, row: list[int], begin: int, stop: int) -> list[int]:
+        """Return the tokens of a segment before its padding."""
+        assert self.data.tokenizer is not None
+        tokens, pad = row[begin:stop], self.data.tokenizer.pad
+        return tokens[: tokens.index(pad)] if pad in tokens else tokens
+
     def _masked_row(self, question: list[int]) -> list[int]:
         """Return the question, followed by masks."""
         return [*question, *[self.data.vocabulary.mask] * (self.layout.length - len(question))]
@@ -543,10 +665,8 @@ class RecordDiffusion(DiffusionObjective):
         assert tokenizer is not None
         parts = []
         for segment, begin in zip(self.layout.segments, self.layout.starts, strict=True):
-            tokens = row[begin : begin + segment.length]
             if not segment.given:
-                end = tokens.index(tokenizer.pad) if tokenizer.pad in tokens else len(tokens)
-                parts.append(tokenizer.decode(tokens[:end]))
+                parts.append(tokenizer.decode(self._segment_tokens(row, begin, begin + segment.length)))
         return "\n".join(parts)
 
 

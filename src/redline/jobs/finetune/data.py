@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from redline.cache import (
     open_regular,
     read_text,
 )
-from redline.data.chat import Conversation, read_conversations
+from redline.data.chat import SYSTEM, Conversation, read_conversations
 from redline.data.chat_template import (
     KEY,
     ChatTokenizer,
@@ -630,3 +631,27 @@ def _previews(data: AnswerData, most: int) -> Iterator[SampleView]:
                 f"{len(tokens):,} tokens, {int(loss_mask.sum()):,} in the loss{cut}"
             )
             yield SampleView(title, list(token_runs(data.tokenizer, tokens[:most], loss_mask[:most])))
+
+
+# ----------------------------------------------------------------------------------------------------
+# The system prompt that a model was trained with.
+
+
+_SYSTEM_ROWS = 200  # rows of each source that are looked at
+
+
+def usual_system_prompt(data: Data) -> str | None:
+    """Return the system prompt of more than half of the first rows; None if they have none, or cannot be read here."""
+    found: Counter[str | None] = Counter()
+    for part in data.parts:
+        try:
+            if not Path(part.source).expanduser().exists():
+                return None
+            rows = read_conversations(part.source, ReadStats(part.source))
+            for row in itertools.islice(rows, _SYSTEM_ROWS):
+                if not row.is_text:
+                    found[next((m.content for m in row.messages if m.role == SYSTEM), None)] += 1
+        except (UserError, OSError):
+            return None
+    prompt, count = found.most_common(1)[0] if found else (None, 0)
+    return prompt if 2 * count > found.total() else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from redline.cache import read_text, write_atomically
+from redline.data.chat import SYSTEM, Message
 from redline.data.chat_template import ANSWERS, ChatTokenizer, load_chat_tokenizer
 from redline.data.sources import ProgressCallback
 from redline.errors import UserError
@@ -25,6 +28,7 @@ from redline.jobs.finetune.data import (
     load_answers,
     packed,
     preview_samples,
+    usual_system_prompt,
 )
 from redline.jobs.objective import (
     Answer,
@@ -39,12 +43,15 @@ from redline.jobs.objective import (
 )
 from redline.jobs.pretrained import PretrainedObjective, PretrainedRuntime, trained_on_base
 from redline.jobs.preview import SamplePreview
+from redline.jobs.streaming import CHAT, QUESTION, TEXT, Ask, Event, Panel, Section
+from redline.jobs.token_stream import stream_tokens
 from redline.kernels.cross_entropy import IGNORE
 from redline.models.generate import generate, greedy_answers
 from redline.models.pretrained import Base, open_base
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Recipe
 
+CHAT_FILE = "chat.json"  # in the run's directory
 _MARKER = "§"  # a question whose place in an encoded prompt shows what the chat template puts around questions
 
 
@@ -54,6 +61,7 @@ class FinetuneData:
     base: Base | None = None  # None: random weights, for steps that are only timed
     answers: AnswerData | None = None
     held_out: PackedSplit | None = None  # what evaluation reads
+    system: str | None = None  # the system prompt of most training rows
 
     @property
     def messages(self) -> list[str]:
@@ -164,6 +172,46 @@ class Finetune(PretrainedObjective):
         skipped = len(tokenizer.decode(before, special=False)) if before else 0
         return [Sample(prompt, tokenizer.decode([*before, *row], special=False)[skipped:]) for row in rows]
 
+    def panels(self) -> list[Panel]:
+        if self.tokenizer is None:
+            return []
+        kind = QUESTION if self.tokenizer.template is None else CHAT
+        return [
+            Panel("chat", "Chat", kind, "A message", system=self.data.system),
+            Panel("complete", "Complete", TEXT, "A text to continue", options=("--plain",)),
+        ]
+
+    def stream(self, ask: Ask, how: Sampling) -> Iterator[Event]:
+        tokenizer, chats = self.tokenizer, ask.panel == "chat"
+        assert tokenizer is not None
+        prompt = tokenizer.encode_chat(self._with_system(ask.messages)) if chats else tokenizer.encode_bare(ask.text)
+        if not prompt:
+            raise UserError("the prompt is empty.", fix="Write some text.")
+        return stream_tokens(
+            self.model,
+            prompt,
+            how,
+            section=Section("answer" if chats else "text"),
+            vocab=self.data.facts.vocab_size,
+            stop=tokenizer.eos_ids,
+            text_of=partial(tokenizer.decode, special=False),
+            token_text=tokenizer.decode,
+            alternatives=ask.alternatives,
+            context=None if self.data.base is None else self.data.base.context,
+            continues=not chats,
+        )
+
+    def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Begin with the system prompt of the training rows, unless the conversation has one of its own."""
+        if self.data.system is None or any(message.role == SYSTEM for message in messages):
+            return messages
+        return (Message(SYSTEM, self.data.system), *messages)
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Record the system prompt of the training rows, so that the model is sampled under it without its data."""
+        if (system := usual_system_prompt(self.recipe.data)) is not None:
+            write_atomically(folder / CHAT_FILE, json.dumps({"system": system}) + "\n")
+
     def select_questions(self, count: int | None) -> None:
         """Keep the first `count` held-out questions that were not cut: half an answer cannot be a reference."""
         if self.data.answers is None or self.data.held_out is None:
@@ -250,7 +298,7 @@ class FinetuneRuntime(PretrainedRuntime[FinetuneData]):
         return FinetuneData(facts)
 
     def tokenizer_alone(self, facts: DataFacts, folder: Path, recipe: Recipe) -> FinetuneData:
-        return FinetuneData(facts, open_base(str(recipe.model.base)))
+        return FinetuneData(facts, open_base(str(recipe.model.base)), system=_recorded_system(folder, recipe))
 
     def create(self, resolved: Resolved, data: FinetuneData) -> Finetune:
         return Finetune(resolved, data)
@@ -267,6 +315,17 @@ class FinetuneRuntime(PretrainedRuntime[FinetuneData]):
         if recipe.model.softcap is not None:
             raise UserError(" ".join(problem.line() for problem in export_problems(recipe.model)))
         return trained_on_base(recipe, tensors, learn=options.learn, template=options.template)
+
+
+def _recorded_system(folder: Path, recipe: Recipe) -> str | None:
+    """Return the system prompt of the training rows: as the run recorded it, else from the rows if they are here."""
+    try:
+        found = json.loads(read_text(folder / CHAT_FILE))["system"]
+    except FileNotFoundError:
+        return usual_system_prompt(recipe.data)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def load_data(

@@ -237,7 +237,10 @@ class PromptTokenizer:
         return len(self._ids(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, special=False).strip()
+        return self.decode_unstripped(ids).strip()
+
+    def decode_unstripped(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, special=False)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.data.sources import ProgressCallback
+from redline.errors import UserError
 from redline.fields import AUTO
 from redline.jobs.latent_prefix.costs import WORDS, PrefixShape, needs_teacher, prefix_length
 from redline.jobs.latent_prefix.data import (
@@ -50,11 +51,13 @@ from redline.jobs.objective import (
     role_groups,
 )
 from redline.jobs.preview import SamplePreview, SampleView, TokenRun
+from redline.jobs.streaming import TEXT, Ask, Choice, Event, HeatMap, Panel, Section
+from redline.jobs.token_stream import stream_tokens
 from redline.kernels.attention import Selection
 from redline.kernels.cross_entropy import IGNORE
 from redline.kernels.matmul import DTYPES
 from redline.models.decoder import Decoder
-from redline.models.generate import continue_embeddings, generate, greedy_answers
+from redline.models.generate import Pick, continue_embeddings, generate, greedy_answers, sampler
 from redline.planning.shapes import DecoderShape
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Recipe
@@ -137,15 +140,15 @@ def context_length(model: FrozenModel) -> int:
 
 
 def answer_from_latents(
-    objective: LatentPrefix, name: str, z_BMD: torch.Tensor, tokens: int, **sampling: Any
+    objective: LatentPrefix, name: str, z_BMD: torch.Tensor, tokens: int, pick: Pick | None = None
 ) -> list[Answer]:
-    """Return one model's answers to latents; greedy, unless `sampling` has a temperature."""
+    """Return one model's answers to latents; greedy without `pick`."""
     model, answers = objective.frozen[name], []
     assert model.tokenizer is not None
     for some in z_BMD.split(_ANSWER_BATCH):
         start = model.start(objective.model.prefix(name, some))
         rows = continue_embeddings(
-            model.decoder, start, tokens=tokens, vocab=model.vocab, stop=model.tokenizer.eos_ids, **sampling
+            model.decoder, start, tokens=tokens, vocab=model.vocab, stop=model.tokenizer.eos_ids, pick=pick
         )
         answers += [Answer(model.tokenizer.decode(row.tokens), row.ended) for row in rows]
     return answers
@@ -169,11 +172,11 @@ def answer_from_prompts(model: FrozenModel, prompts: Sequence[Sequence[int]], to
 def sample_answers(objective: LatentPrefix, text: str, how: Sampling) -> list[Sample]:
     """Return, for each model, `how.count` answers from the latents, each beside an answer from the text."""
     latents, samples = objective.encode([text] * how.count), []
-    options = {"temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p}
+    options: Any = {"temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p}
     for name, one in objective.frozen.items():
         assert one.tokenizer is not None
-        generator = torch.Generator(device=objective.device).manual_seed(how.seed)
-        from_latents = answer_from_latents(objective, name, latents[name], how.tokens, generator=generator, **options)
+        pick = sampler(objective.device, seed=how.seed, **options)
+        from_latents = answer_from_latents(objective, name, latents[name], how.tokens, pick)
         room = max(1, min(how.tokens, context_length(one) // 2))
         prompt = text_prompt(one, text, context_length(one) - room)
         rows = generate(
@@ -184,7 +187,7 @@ def sample_answers(objective: LatentPrefix, text: str, how: Sampling) -> list[Sa
             vocab=one.vocab,
             seed=how.seed,
             stop=one.tokenizer.eos_ids,
-            **options,  # type: ignore[arg-type]
+            **options,
         )
         from_text, title = (one.tokenizer.decode(row) for row in rows), one.spec.title
         samples += [
@@ -192,6 +195,21 @@ def sample_answers(objective: LatentPrefix, text: str, how: Sampling) -> list[Sa
             for latent, plain in zip(from_latents, from_text, strict=True)
         ]
     return samples
+
+
+# What a frozen model reads before it answers, in `stream`.
+LATENTS, FROM_TEXT, BUDGET, OTHER = "latents", "text", "first M tokens", "another text's latents"
+SOURCES = (LATENTS, FROM_TEXT, BUDGET, OTHER)
+ALL_SOURCES = "each of these"
+_MAP_ROWS, _MAP_COLUMNS = 64, 96
+
+
+def _heat_map(z_MD: Tensor) -> tuple[tuple[float, ...], ...]:
+    """Return the latents as a matrix that fits a page: neighbouring values are averaged if there are more."""
+    M, D = z_MD.shape
+    size = min(M, _MAP_ROWS), min(D, _MAP_COLUMNS)
+    small = F.adaptive_avg_pool2d(z_MD.float()[None, None], size)[0, 0]
+    return tuple(tuple(round(value, 4) for value in row) for row in small.tolist())
 
 
 _EVALUATION_BATCH = 8  # rows per batch of an evaluation, at least
@@ -390,6 +408,9 @@ class LatentPrefix(Objective):
 
     # --- evaluation
 
+    def decoders(self) -> list[Decoder]:
+        return [one.decoder for one in self.frozen.values()]
+
     def uncompiled(self) -> AbstractContextManager[Any]:
         """Return a context in which nothing is compiled: evaluation has too many different lengths."""
         if not self.recipe.train.compile:
@@ -461,6 +482,57 @@ class LatentPrefix(Objective):
             samples = sample_answers(self, text if text.endswith("\n") else f"{text}\n", how)
         self.model.train()
         return samples
+
+    def panels(self) -> list[Panel]:
+        if self.data.tokenizers is None:
+            return []
+        names = tuple(one.spec.title for one in self.frozen.values())
+        choices = (Choice("model", "Model", names),) if len(names) > 1 else ()
+        sources = Choice("source", "Answer from", (*SOURCES, ALL_SOURCES))
+        other = (("other", "Another text, for its latents"),)
+        return [Panel("latents", "Answer from latents", TEXT, "A text", choices=(sources, *choices), fields=other)]
+
+    @torch.no_grad()
+    def stream(self, ask: Ask, how: Sampling) -> Iterator[Event]:
+        """Show the text's latents as a heat map, then the answer of one frozen model from each source that is asked."""
+        if not ask.text.strip():
+            raise UserError("the text is empty.", fix="Write a text.")
+        titles = {one.spec.title: name for name, one in self.frozen.items()}
+        name = titles.get(ask.choices.get("model", ""), next(iter(self.frozen)))
+        asked, other = ask.choices.get("source", LATENTS), ask.fields.get("other", "")
+        sources: tuple[str, ...] = (asked,)
+        if asked == ALL_SOURCES:
+            sources = SOURCES if other.strip() else SOURCES[:-1]
+        if OTHER in sources and not other.strip():
+            raise UserError("there is no other text.", fix="Write another text, whose latents the model then reads.")
+        texts = [text if text.endswith("\n") else f"{text}\n" for text in (ask.text, other) if text.strip()]
+        z = self.encode(texts)[name]
+        for number, title in enumerate(("Latents of the text", "Latents of the other text")[: len(texts)]):
+            yield HeatMap(f"map {number}", title, _heat_map(z[number]))
+        for source in sources:
+            yield from self._answer(name, texts[0], z, source, ask, how)
+
+    def _answer(self, name: str, text: str, z_BMD: Tensor, source: str, ask: Ask, how: Sampling) -> Iterator[Event]:
+        one = self.frozen[name]
+        assert one.tokenizer is not None
+        context = context_length(one)
+        room = context - max(1, min(how.tokens, context // 2))
+        prompt: list[int] | Tensor
+        if source in (LATENTS, OTHER):
+            prompt = one.start(self.model.prefix(name, z_BMD[:1] if source == LATENTS else z_BMD[1:2]))
+        else:
+            prompt = text_prompt(one, text, room, z_BMD.shape[1] if source == BUDGET else None)
+        yield from stream_tokens(
+            one.decoder,
+            prompt,
+            how,
+            section=Section(source, f"From {'' if source == OTHER else 'the '}{source}", one.spec.title),
+            vocab=one.vocab,
+            stop=one.tokenizer.eos_ids,
+            text_of=one.tokenizer.decode_unstripped,
+            alternatives=ask.alternatives,
+            context=context,
+        )
 
     def evaluate_answers(
         self, *, numbers: bool, count: int | None, tokens: int, where: str, progress: Callable[[int, int], None]
