@@ -37,6 +37,7 @@ from redline.export.adapter import (
     whole_tensors,
 )
 from redline.export.card import CARD, finetuned_card, model_card
+from redline.export.gguf_folder import CHECKED_TOKENS, GgufModel, gguf_name, write_gguf_folder
 from redline.export.tensors import Named, Shapes, write_json, write_tensors
 from redline.jobs.base import job
 from redline.jobs.objective import FinetunedModel, Log, TransformersModel, ignore_message, job_runtime
@@ -75,6 +76,9 @@ class ExportOptions:
     merged: bool = False
     onto: str | None = None
     base: str | None = None  # the place of the run's base, if it has moved
+    quant: str | None = None  # of a GGUF file; None: a folder for transformers
+    verify: bool | None = None  # in llama.cpp; None: if it is installed
+    checked_tokens: int = CHECKED_TOKENS  # of each continuation
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ class Contents:
     write_tokenizer: Callable[[Path], None] | None
     card: Callable[[Mapping[str, Any]], str]  # from the content of redline.json
     origin: Callable[[], dict[str, Any]] = field(default=dict)  # for redline.json; called after the tensors are written
+    tokenizer: Tokenizer | None = None  # of a model that was trained from random weights
+    chat: ChatTokenizer | None = None  # of a model on a base
 
 
 def model_contents(source: Source, options: ExportOptions, log: Log) -> Contents:
@@ -123,6 +129,7 @@ def model_contents(source: Source, options: ExportOptions, log: Log) -> Contents
         if tokenizer is None
         else lambda folder: write_tokenizer(tokenizer, folder, seq_len=recipe.data.seq_len),
         card=lambda origin: model_card(run.path, run.lock, origin, tokenizer=tokenizer is not None),
+        tokenizer=tokenizer,
     )
 
 
@@ -151,6 +158,8 @@ class Exported:
     tokenizer: bool
     files: dict[str, int]  # name → bytes
     quantisation_difference: float | None  # of the base in training and the one that adapters were merged onto
+    quant: str | None = None  # of a GGUF file
+    verified: dict[str, Any] | None = None  # what llama.cpp computes from that file, compared with the run
 
 
 def export_run(
@@ -163,14 +172,20 @@ def export_run(
     merged: bool = False,
     onto: str | None = None,
     base: str | None = None,
+    quant: str | None = None,
+    verify: bool | None = None,
+    checked_tokens: int = CHECKED_TOKENS,
     log: Log = ignore_message,
 ) -> Exported:
-    """Write the folder `out`, whole or not at all."""
+    """Write the folder `out`, whole or not at all. With `quant`, it holds a GGUF file of that quantisation."""
     out = out.resolve() if ".." in out.parts else out  # in a/../b, the folder a need not exist
     check_empty(out)
     saved = SavedRun.open(run)
     source = Source(saved, saved.weights(selector, weights, log))
-    options = ExportOptions(dtype, merged, onto, base)
+    # A GGUF file is made from the whole model in float32.
+    options = ExportOptions(
+        "fp32" if quant else dtype, merged or _merges(saved, quant), onto, base, quant, verify, checked_tokens
+    )
     if saved.recipe.model.base is None or not job(saved.recipe.objective).exports:
         contents = model_contents(source, options, log)
     else:
@@ -178,11 +193,18 @@ def export_run(
     origin: dict[str, Any] = {}
 
     def write(folder: Path) -> None:
-        write_tensors(folder, contents.stem, contents.shapes, contents.tensors(), dtype)
-        origin.update(_origin(source, contents, dtype))
-        for name, content in {**contents.files, ORIGIN: origin}.items():
+        if quant is None:
+            write_tensors(folder, contents.stem, contents.shapes, contents.tensors(), dtype)
+            _write_tokenizer(contents, folder)
+            gguf, files = {}, contents.files
+        else:
+            model = _gguf_model(source, contents)
+            found = write_gguf_folder(folder, model, quant, verify=verify, tokens=checked_tokens, log=log)
+            gguf = {"quant": quant, "file": gguf_name(quant), "verified": found.as_dict() if found else None}
+            files = {}
+        origin.update({**_origin(source, contents, quant or dtype), **({"gguf": gguf} if gguf else {})})
+        for name, content in {**files, ORIGIN: origin}.items():
             write_json(folder / name, content)
-        _write_tokenizer(contents, folder)
         (folder / CARD).write_text(contents.card(origin), encoding="utf-8")
 
     _commit(out, write)
@@ -196,6 +218,28 @@ def export_run(
         tokenizer=contents.write_tokenizer is not None,
         files={path.name: path.stat().st_size for path in sorted(out.iterdir())},
         quantisation_difference=origin.get("quantisation_difference"),
+        quant=quant,
+        verified=origin.get("gguf", {}).get("verified"),
+    )
+
+
+def _merges(run: SavedRun, quant: str | None) -> bool:
+    """Whether adapters are merged because the format has no other form: llama.cpp loads whole models."""
+    return quant is not None and run.recipe.model.base is not None and job(run.recipe.objective).exports
+
+
+def _gguf_model(source: Source, contents: Contents) -> GgufModel:
+    recipe = source.run.recipe
+    return GgufModel(
+        name=f"{source.run.path.name} step {source.weights.step}",
+        config=contents.files["config.json"],
+        shapes=contents.shapes,
+        tensors=contents.tensors,
+        write_tokenizer=contents.write_tokenizer,
+        tokenizer=contents.tokenizer,
+        chat=contents.chat,
+        answers=job(recipe.objective).can_answer(recipe),
+        where=source.where,
     )
 
 
@@ -381,6 +425,7 @@ def _whole_model(
         write_tokenizer=finetuned.tokenizer.save,
         card=_card(finetuned),
         origin=lambda: {**_base_origin(finetuned), **origin()},
+        chat=finetuned.tokenizer,
     )
 
 

@@ -124,6 +124,7 @@ EXTRAS = {  # extra of redline → {package: purpose}
         "accelerate": "GGUF files",
         "gguf": "GGUF files",
     },
+    "gguf": {"gguf": "writing GGUF files", "xllamacpp": "checking them in llama.cpp, and K-quants"},
     "fp8": {"torchao": "fp8 in compiled blocks"},
     "wandb": {"wandb": "Weights & Biases"},
 }
