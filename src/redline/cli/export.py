@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from redline.cli.completion import complete_words
 from redline.cli.options import BaseOption, CheckpointArgument, JsonOption, WeightsOption, one_of
 from redline.errors import UsageError
 from redline.vocabulary import RUNS
+
+if TYPE_CHECKING:
+    from redline.export.folder import Exported
 
 QUANTS = ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m")
 
@@ -66,6 +69,14 @@ def export(
             help="With --format gguf: compare the file in llama.cpp with the run.  [default: if it is installed]",
         ),
     ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(metavar="OWNER/NAME", help="Also push the folder to the Hugging Face hub, as one commit."),
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="With --push: a new repository is public.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --push: write the folder and list its files, but send nothing.")
+    ] = False,
     base: BaseOption = None,
     json_: JsonOption = False,
 ) -> None:
@@ -76,6 +87,7 @@ def export(
       redline export latest@best --out ./my-model-bf16 --dtype bf16
       redline export my-tuning --out ./my-merged --merged
       redline export my-tuning --out ./my-gguf --format gguf --quant q8_0
+      redline export my-tuning --out ./my-model --merged --push me/my-model
     """
     gguf = format_ == "gguf"
     if not gguf and (quant is not None or verify is not None):
@@ -83,11 +95,20 @@ def export(
         raise UsageError("is for a GGUF file.", where=name, fix="Add --format gguf.")
     if gguf and dtype is not None:
         raise UsageError("is not for a GGUF file.", where="--dtype", fix=f"Use --quant {' or '.join(QUANTS[:3])}.")
+    if push is None and (public or dry_run):
+        raise UsageError("goes with --push.", where="--public" if public else "--dry-run", fix="Add --push OWNER/NAME.")
+    if push is not None:
+        from redline.export.push import check_repository
+
+        check_repository(push)
     from redline.runs.summary import resolve_run
     from redline.units import format_bytes, format_count
 
     path, selector = resolve_run(run, RUNS)
     from redline.export.folder import export_run
+
+    def warn(text: str) -> None:
+        typer.echo(f"warning  {text}", err=True)
 
     done = export_run(
         path,
@@ -100,13 +121,15 @@ def export(
         base=base,
         quant=(quant or "f16") if gguf else None,
         verify=verify,
-        log=lambda text: typer.echo(f"warning  {text}", err=True),
+        reuse=push is not None,
+        log=warn,
     )
+    sent = None if push is None else _push(done, push, path, public=public, dry_run=dry_run, log=warn)
     stored = done.quant or dtype or "fp32"
     if json_:
         import json
 
-        typer.echo(json.dumps({"run": str(path), "dtype": stored, **vars(done), "out": str(out)}))
+        typer.echo(json.dumps({"run": str(path), "dtype": stored, **vars(done), "out": str(out), "pushed": sent}))
         return
     kind = f"adapter for {done.architecture}" if done.form == "adapter" else done.architecture
     size = f"{format_count(done.parameters)} parameters, {format_bytes(sum(done.files.values()))}"
@@ -129,6 +152,23 @@ def export(
         from redline.export.card import auto_class
 
         typer.echo(f"load it with transformers: {auto_class(done.architecture)}.from_pretrained({str(out)!r})")
+    if sent is not None:
+        kind = "private" if sent["private"] else "public"
+        where = f"{len(sent['files'])} files to {sent['repository']} ({kind})"
+        typer.echo(f"would push {where}" if dry_run else f"pushed {where}, commit {sent['commit'][:12]}: {sent['url']}")
+
+
+def _push(
+    done: Exported, repository: str, run: Path, *, public: bool, dry_run: bool, log: Callable[[str], None]
+) -> dict[str, Any]:
+    """Push the exported folder, or list its files; return what `--json` prints about it."""
+    from redline.export.push import files_to_push, push
+
+    if dry_run:
+        listed = {"repository": repository, "private": not public, "files": files_to_push(done.out)}
+        return {**listed, "url": None, "commit": None, "dry_run": True}
+    message = f"{run.name}, step {done.step} ({done.quant or done.form})"
+    return {**vars(push(done.out, repository, public=public, message=message, log=log)), "dry_run": False}
 
 
 def _verified(found: Mapping[str, Any] | None) -> list[str]:

@@ -175,13 +175,20 @@ def export_run(
     quant: str | None = None,
     verify: bool | None = None,
     checked_tokens: int = CHECKED_TOKENS,
+    reuse: bool = False,
     log: Log = ignore_message,
 ) -> Exported:
-    """Write the folder `out`, whole or not at all. With `quant`, it holds a GGUF file of that quantisation."""
+    """Write the folder `out`, whole or not at all. With `quant`, it holds a GGUF file of that quantisation.
+
+    With `reuse`, the folder may exist with this very export in it, from a command whose push broke off.
+    """
     out = out.resolve() if ".." in out.parts else out  # in a/../b, the folder a need not exist
-    check_empty(out)
+    if not (reuse and (out / ORIGIN).is_file()):
+        check_empty(out)
     saved = SavedRun.open(run)
     source = Source(saved, saved.weights(selector, weights, log))
+    if reuse and (out / ORIGIN).is_file():
+        return _written_before(out, source, quant or dtype, merged=merged or quant is not None)
     # A GGUF file is made from the whole model in float32.
     options = ExportOptions(
         "fp32" if quant else dtype, merged or _merges(saved, quant), onto, base, quant, verify, checked_tokens
@@ -221,6 +228,33 @@ def export_run(
         quant=quant,
         verified=origin.get("gguf", {}).get("verified"),
     )
+
+
+def _written_before(out: Path, source: Source, dtype: str, *, merged: bool) -> Exported:
+    """Return the export that the folder holds already; a UserError if it is another one."""
+    try:
+        origin = json.loads(read_text(out / ORIGIN))
+        lock, form = source.run.lock, str(origin["form"])
+        wanted = (lock["run_id"], source.weights.step, source.weights.kind, dtype)
+        same = (origin["run_id"], origin["step"], origin["weights"], origin["dtype"]) == wanted
+        if not same or (form != "model" and (form == "merged") is not merged):
+            raise UserError("the folder holds another export.", where=str(out), fix="Choose another folder with --out.")
+        gguf = origin.get("gguf") or {}
+        return Exported(
+            out=out,
+            step=int(origin["step"]),
+            weights=str(origin["weights"]),
+            form=form,
+            architecture=str(origin["class"]),
+            parameters=int(origin["parameters"]),
+            tokenizer=bool(gguf) or (out / DEFINITION).is_file(),
+            files={path.name: path.stat().st_size for path in sorted(out.iterdir())},
+            quantisation_difference=origin.get("quantisation_difference"),
+            quant=gguf.get("quant"),
+            verified=gguf.get("verified"),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise UserError("the folder is not empty.", where=str(out), fix="Choose another folder with --out.") from None
 
 
 def _merges(run: SavedRun, quant: str | None) -> bool:
@@ -268,6 +302,7 @@ def _origin(source: Source, contents: Contents, dtype: str) -> dict[str, Any]:
         "form": contents.form,
         "class": contents.architecture,
         "model_type": contents.model_type,
+        "parameters": sum(prod(shape) for shape in contents.shapes.values()),
         "model": recipe.model.model_dump(mode="json"),
         "data_fingerprint": data["fingerprint"],
         "tokenizer": data["tokenizer"],

@@ -125,6 +125,7 @@ EXTRAS = {  # extra of redline → {package: purpose}
         "gguf": "GGUF files",
     },
     "gguf": {"gguf": "writing GGUF files", "xllamacpp": "checking them in llama.cpp, and K-quants"},
+    "hub": {"huggingface_hub": "hf:// addresses, and pushing exports"},
     "fp8": {"torchao": "fp8 in compiled blocks"},
     "wandb": {"wandb": "Weights & Biases"},
 }

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from redline.errors import Problem, RecipeError, UsageError, did_you_mean
 from redline.fields import AUTO, none_if_auto
+from redline.hub import parse_address
 from redline.jobs.base import is_job, job
 from redline.planning.batch import PRESETS, solve_batch
 from redline.planning.memory import MUON
@@ -481,8 +482,15 @@ def _address_problems(recipe: Recipe) -> list[Problem]:
     data, model = recipe.data, recipe.model
     places = {"data.source": " ".join(part.source for part in data.parts), "data.tokenizer": data.tokenizer}
     places |= {"model.base": model.base or "", "model.init_from": model.init_from or ""}
-    what, fix = "is an address; redline opens files, folders and hub ids.", "Download it, and use the path."
-    return [Problem(key, what, fix) for key, place in places.items() if "://" in place]
+    what, fix = (
+        "is an address; redline opens files, folders, hub ids and hf://OWNER/NAME[@REVISION].",
+        "Download it, and use the path.",
+    )
+    return [
+        Problem(key, what, fix)
+        for key, place in places.items()
+        if any("://" in word and (key == "data.tokenizer" or parse_address(word) is None) for word in place.split())
+    ]
 
 
 def _model_problems(model: Model) -> list[Problem]:
