@@ -146,6 +146,8 @@ def export(
         for line in _verified(done.verified):
             typer.echo(line)
         typer.echo(f"load it with llama.cpp, LM Studio, or Ollama: ollama create my-model -f {out / 'Modelfile'}")
+    elif any(name.startswith("modeling_") for name in done.files):
+        typer.echo(f"load it with transformers and the code beside it: {out / 'README.md'} shows how")
     elif done.form == "adapter":  # the code names the base, its revision and the stop tokens: too much for one line
         typer.echo(f"load it with peft: the code is in {out / 'README.md'}")
     else:

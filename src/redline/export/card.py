@@ -47,6 +47,30 @@ def model_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], 
     return "\n\n".join(parts) + "\n"
 
 
+def code_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], usage: str, code: str) -> str:
+    """Return README.md for a model that comes with its own code."""
+    events = read_events(run / EVENTS_FILE)
+    tags = ["redline", "custom_code", str(exported["objective"]), str(exported["model_type"])]
+    front = {"library_name": "transformers", "tags": tags}
+    kind = {"ema": "the moving average of the weights", "raw": "the weights"}[str(exported["weights"])]
+    what = (
+        f"A model of objective {exported['objective']}. This folder holds {kind} {_stored(exported)}, and `{code}`, "
+        "which computes it. transformers runs that file only with `trust_remote_code=True`; read it first."
+    )
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# {lock['recipe_name']}, step {exported['step']:,}",
+        what,
+        f"## How to use it\n```python\n{usage}```",
+        "## Training data\n" + bullets(data_facts(events, lock, exported["step"])),
+        "## Quality\n" + quality(events, exported),
+        "## Limits\n" + _limits(lock, generates=False),
+        "## How it was made\n" + bullets(making(events, lock, exported)),
+        f"The recipe, as it was resolved:\n\n```yaml\n{resolved_recipe(lock)}```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
 def _what(lock: Mapping[str, Any], exported: Mapping[str, Any]) -> str:
     total = number(section(lock, "parameters"), "total") or 0
     model = section(section(lock, "recipe"), "model")

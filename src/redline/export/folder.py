@@ -36,11 +36,11 @@ from redline.export.adapter import (
     to_peft,
     whole_tensors,
 )
-from redline.export.card import CARD, finetuned_card, model_card
+from redline.export.card import CARD, code_card, finetuned_card, model_card
 from redline.export.gguf_folder import CHECKED_TOKENS, GgufModel, gguf_name, write_gguf_folder
 from redline.export.tensors import Named, Shapes, write_json, write_tensors
 from redline.jobs.base import job
-from redline.jobs.objective import FinetunedModel, Log, TransformersModel, ignore_message, job_runtime
+from redline.jobs.objective import CodeModel, FinetunedModel, Log, TransformersModel, ignore_message, job_runtime
 from redline.jobs.pretrained import base_tokenizer
 from redline.kernels.matmul import DTYPES
 from redline.models.families import FAMILIES, read_config, tensor_names
@@ -95,6 +95,7 @@ class Contents:
     write_tokenizer: Callable[[Path], None] | None
     card: Callable[[Mapping[str, Any]], str]  # from the content of redline.json
     origin: Callable[[], dict[str, Any]] = field(default=dict)  # for redline.json; called after the tensors are written
+    code: str | None = None  # the module in redline.export.modeling that is copied beside the weights
     tokenizer: Tokenizer | None = None  # of a model that was trained from random weights
     chat: ChatTokenizer | None = None  # of a model on a base
 
@@ -133,7 +134,59 @@ def model_contents(source: Source, options: ExportOptions, log: Log) -> Contents
     )
 
 
-def _convert(source: Source, options: ExportOptions, tokenizer: Tokenizer | None) -> TransformersModel | FinetunedModel:
+def code_contents(source: Source, options: ExportOptions, log: Log) -> Contents:
+    """Return the content for a job that transformers has no class for: the weights, and a file that computes them."""
+    run, name = source.run, source.run.recipe.objective
+    if options.quant is not None:
+        what = f"llama.cpp has no model for objective={name}."
+        raise UserError(what, where=source.where, fix="Leave out --format: the folder then has its own code.")
+    if options.merged or options.onto or options.base:
+        what = f"a run of objective={name} has no adapters that can be merged into a base."
+        raise UsageError(what, where=source.where, fix="Leave out --merged, --onto and --base.")
+    data = run.lock["data"]
+    tokenizer = run_tokenizer(run.path, data["tokenizer"], data["tokenizer_fingerprint"])
+    try:
+        model = _convert(source, options, tokenizer)
+    except UserError as error:
+        raise UserError(error.what, where=error.where or source.where, fix=error.fix) from None
+    assert isinstance(model, CodeModel)
+    recorded = source.weights.state["identity"]
+    if changed := [key for key, value in model.identity.items() if recorded.get(key, value) != value]:
+        what = f"its {' and '.join(changed)} is not what this run was trained on."
+        raise UserError(what, where=source.where, fix="Put the old one back.")
+    classes = {"AutoConfig": f"{model.architecture}Config", "AutoModel": model.architecture}
+    config = {
+        **model.config,
+        "auto_map": {auto: f"{model.code}.{own}" for auto, own in classes.items()},
+        "torch_dtype": str(DTYPES[options.dtype]).removeprefix("torch."),
+    }
+    special, length = model.special_tokens, run.recipe.data.seq_len
+    save = None
+    if tokenizer is not None and special:
+        save = partial(write_tokenizer, tokenizer, seq_len=length, special=special)
+    if tokenizer is None:
+        log(f"the files of the tokenizer {data['tokenizer']} are missing here: the folder will have no tokenizer")
+    return Contents(
+        form="model",
+        architecture=model.architecture,
+        model_type=str(config["model_type"]),
+        stem=MODEL,
+        shapes={key: tuple(tensor.shape) for key, tensor in model.tensors.items()},
+        tensors=model.tensors.items,
+        files={"config.json": config},
+        write_tokenizer=save,
+        card=lambda origin: code_card(run.path, run.lock, origin, model.usage, f"{model.code}.py"),
+        code=model.code,
+    )
+
+
+def _code_file(name: str) -> Path:
+    return Path(__file__).parent / "modeling" / f"{name}.py"
+
+
+def _convert(
+    source: Source, options: ExportOptions, tokenizer: Tokenizer | None
+) -> TransformersModel | FinetunedModel | CodeModel:
     run, data = source.run, source.run.lock["data"]
     return job_runtime(run.recipe.objective).export(
         run.recipe,
@@ -193,7 +246,9 @@ def export_run(
     options = ExportOptions(
         "fp32" if quant else dtype, merged or _merges(saved, quant), onto, base, quant, verify, checked_tokens
     )
-    if saved.recipe.model.base is None or not job(saved.recipe.objective).exports:
+    if job(saved.recipe.objective).exports_code:
+        contents = code_contents(source, options, log)
+    elif saved.recipe.model.base is None or not job(saved.recipe.objective).exports:
         contents = model_contents(source, options, log)
     else:
         contents = finetuned_contents(source, options, log)
@@ -203,6 +258,8 @@ def export_run(
         if quant is None:
             write_tensors(folder, contents.stem, contents.shapes, contents.tensors(), dtype)
             _write_tokenizer(contents, folder)
+            if contents.code is not None:
+                (folder / f"{contents.code}.py").write_bytes(_code_file(contents.code).read_bytes())
             gguf, files = {}, contents.files
         else:
             model = _gguf_model(source, contents)
@@ -551,8 +608,8 @@ def end_of_text(tokenizer: Tokenizer | None, name: str) -> int:
     return known[1]
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, seq_len: int) -> None:
-    """Write tokenizer.json and its settings.
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, seq_len: int, special: tuple[str, ...] = ()) -> None:
+    """Write tokenizer.json and its settings. The special tokens follow the tokenizer's own.
 
     The exported tokenizer puts the end-of-text token before a text, since every document had it there in training.
     """
@@ -566,6 +623,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, seq_len: int) -> None
         tokenizer.save(path)
         backend = Backend.from_file(str(path))
     end = backend.id_to_token(tokenizer.eot)
+    if backend.get_vocab_size(with_added_tokens=True) == tokenizer.vocab_size:  # else their ids would be others
+        backend.add_special_tokens(list(special))
     backend.post_processor = TemplateProcessing(
         single=f"{end} $A", pair=f"{end} $A {end}:1 $B:1", special_tokens=[(end, tokenizer.eot)]
     )

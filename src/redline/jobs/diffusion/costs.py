@@ -157,6 +157,7 @@ class DiffusionJob(Job):
     """What both diffusion jobs have in common; they differ in options, checks and layout."""
 
     runtime = "redline.jobs.diffusion.objective:DiffusionRuntime"
+    exports_code = True
 
     def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
         return base_defaults(given)

@@ -33,6 +33,7 @@ from redline.errors import UserError
 from redline.hardware.device import sum_dtype
 from redline.jobs.base import job
 from redline.jobs.diffusion.data import (
+    SPECIALS,
     Clip,
     RecordSequences,
     Rows,
@@ -54,6 +55,7 @@ from redline.jobs.diffusion.denoise import Denoised, SamplerOptions, denoise
 from redline.jobs.objective import (
     Answer,
     Batch,
+    CodeModel,
     Log,
     Question,
     Sample,
@@ -66,6 +68,7 @@ from redline.jobs.pretrained import PretrainedObjective, PretrainedRuntime
 from redline.jobs.preview import SamplePreview
 from redline.kernels.attention import Attention, Bound, MaskSpec, Selection
 from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy
+from redline.kernels.matmul import DTYPES
 from redline.planning.layout import Layout, growing_layouts, uniform
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Recipe
@@ -528,6 +531,21 @@ class RecordDiffusion(DiffusionObjective):
         return "\n".join(parts)
 
 
+_LOAD = """from transformers import AutoModel, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("PATH-OF-THIS-FOLDER")
+model = AutoModel.from_pretrained("PATH-OF-THIS-FOLDER", trust_remote_code=True).eval()
+"""
+_TEXT_USAGE = f"""{_LOAD}prompt = tokenizer("The ").input_ids  # begins with the end-of-text token
+for row in model.write(prompt, count=2, tokens=100, temperature=0.8, top_p=0.95, seed=0):
+    print(tokenizer.decode(row))
+"""
+_RECORD_USAGE = f"""{_LOAD}question = tokenizer("What is 3 plus 4?", add_special_tokens=False).input_ids
+for row in model.write(question, temperature=0.0):
+    print(tokenizer.decode([token for token in row if token != model.config.end_id]))
+"""
+
+
 class DiffusionRuntime(PretrainedRuntime[TextSequences | RecordSequences]):
     """The runtime of both diffusion jobs."""
 
@@ -544,6 +562,38 @@ class DiffusionRuntime(PretrainedRuntime[TextSequences | RecordSequences]):
 
     def create(self, resolved: Resolved, data: TextSequences | RecordSequences) -> DiffusionObjective:
         return TextDiffusion(resolved, data) if isinstance(data, TextSequences) else RecordDiffusion(resolved, data)
+
+    def export(
+        self, recipe: Recipe, tensors: dict[str, Tensor], *, eot: Callable[[], int], vocab_size: int, dtype: str
+    ) -> CodeModel:
+        model, options, records = recipe.model, getattr(recipe, recipe.objective), reads_records(recipe)
+        for key, off in {"value_embeddings": 0, "skips": "none"}.items():
+            if (value := getattr(model, key)) != off:
+                what = f"model.{key}={value} is not in the code that is exported with a diffusion model."
+                raise UserError(what, fix=f"Only model.{key}={off} can be exported.")
+        layout = layout_of(recipe)
+        shape = ("layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "mlp", "tied", "qk_norm", "qkv_bias")
+        config = {
+            "architectures": ["RedlineDiffusion"],
+            "model_type": "redline_diffusion",
+            **{key: getattr(model, key) for key in (*shape, "softcap", "norm_eps")},
+            "rotary_theta": model.rope_theta,
+            "rotary_scaling": model.rope_scaling,
+            "vocab_size": model.vocab,
+            "segments": [[one.name, one.length, one.size, one.given] for one in layout.segments],
+            "repeats": not records,
+            "mask_id": vocab_size - 1,
+            "classes": vocab_size - 1,
+            "end_id": vocab_size - 2 if records else eot(),
+            "shift": options.shift,
+            "sampler": options.sampler,
+            "sampler_steps": options.sampler_steps,
+        }
+        kind = DTYPES[dtype]
+        special = SPECIALS if records else SPECIALS[-1:]
+        usage = _RECORD_USAGE if records else _TEXT_USAGE
+        held = {name: tensor.to(kind) for name, tensor in tensors.items()}
+        return CodeModel(config, held, "modeling_redline_diffusion", usage, special)
 
     def preview(self, recipe: Recipe, count: int, progress: ProgressCallback | None, log: Log) -> SamplePreview | None:
         if not reads_records(recipe):
