@@ -84,7 +84,7 @@ def test_a_tuned_chat_model(
 @pytest.mark.soak
 @needs_llama_cpp
 def test_every_shape_and_quantisation(tmp_path: Path) -> None:
-    """Greedy text is equal for 19 of 20 prompts in f16, 99 of 100 log-probabilities are within 2e-2 (f16; SmolLM2: 5e-2)
+    """Greedy text is equal for 19 of 20 prompts in f16, 99 of 100 log-probabilities within 2e-2 (f16; SmolLM2: 5e-2)
     and 1e-1 (q8_0; not SmolLM2, whose weights lose more than that in any arithmetic), and chats end as the run's do."""
     out = tmp_path / "gguf.json"
     command = [
