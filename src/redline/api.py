@@ -673,8 +673,12 @@ class Run:
         weights: str | None = None,
         onto: str | None = None,
         base: str | None = None,
+        quant: str | None = None,
     ) -> Path:
-        """Write a folder that transformers (or, for an adapter, peft) loads; return it."""
+        """Write a folder that transformers (or, for an adapter, peft) loads; return it.
+
+        With `quant`, such as "f16" or "q8_0", it holds a GGUF file for llama.cpp and Ollama.
+        """
         require_torch()
         from redline.export.folder import export_run
 
@@ -687,6 +691,7 @@ class Run:
             merged=merged,
             onto=onto,
             base=base,
+            quant=quant,
         )
         return Path(out)
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from redline.errors import UserError, install_hint, redact
+from redline.hub import SCHEME as HUB
 
 MIRROR_SCHEMES = ("s3", "gs", "file")
 SOURCE_SCHEMES = ("s3", "gs", "http", "https", "file")
@@ -47,7 +48,8 @@ class StoreError(UserError):
 
 
 def is_url(text: str) -> bool:
-    return _URL.match(text) is not None
+    """Return whether fsspec opens this. An address of the hub is not such a URL: hub.py opens it."""
+    return _URL.match(text) is not None and not text.startswith(HUB)
 
 
 def url_problem(url: str, schemes: tuple[str, ...]) -> str | None:

@@ -350,6 +350,29 @@ class ChatTokenizer:
         text = before + completion + ("" if completion.endswith(self._eos) else self._eos)
         return Rendered(text, ((len(before), len(text)),))
 
+    @property
+    def plain_jinja(self) -> str | None:
+        """Return a template that writes a question as a run without a template reads it; None if there is a template.
+
+        Inference engines would otherwise choose a template of their own, which the model has never seen.
+        """
+        if self.template is not None:
+            return None
+        end, begin = json.dumps(self._eos), json.dumps(self._bos)
+        return (
+            f"{{{{ {begin} }}}}{{% for message in messages %}}"
+            "{% if message['role'] == 'user' %}{{ message['content'] + '\\n' }}"
+            f"{{% elif message['role'] == 'assistant' %}}{{{{ message['content'] + {end} }}}}{{% endif %}}"
+            "{% endfor %}"
+        )
+
+    def write_turns(self, messages: list[dict[str, str]], *, asks: bool) -> str:
+        """Return the text of a conversation; with `asks`, also the beginning of the answer that follows."""
+        if self.template is not None:
+            return self._apply(messages, asks=asks)
+        ends = {USER: "\n", ASSISTANT: self._eos}
+        return self._bos + "".join(turn["content"] + ends[turn["role"]] for turn in messages)
+
     def _render_text(self, text: str) -> Rendered:
         """Write a plain text, with the tokens that begin and end it unless it has them already."""
         begin = "" if text.startswith(self._bos) else self._bos

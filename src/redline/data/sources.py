@@ -32,6 +32,7 @@ from redline.cache import cache_dir, read_bytes, read_text
 from redline.data import downloads
 from redline.data.tokenizer import named_vocabulary, trained_size
 from redline.errors import UserError, install_hint
+from redline.hub import DATASET, SCHEME, HubId, fetch, parse_address
 from redline.remote import RemoteFile, is_url
 
 # ----------------------------------------------------------------------------------------------------
@@ -717,21 +718,30 @@ def squad_rows(path: Path, stats: ReadStats, fix: str) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class DatasetId:
-    """`owner/name[:config][@split]` on a hub."""
+    """`owner/name[:config][@split]`, or `hf://owner/name[@revision]`, on a hub."""
 
     name: str
     config: str | None
     split: str
+    address: HubId | None = None  # of hf://…, whose files are downloaded and read as a folder
+
+    def folder(self) -> Path:
+        """Return the folder of its files, after downloading them."""
+        assert self.address is not None
+        return fetch(f"{SCHEME}{self.name}", self.address, DATASET, [f"*{suffix}" for suffix in _DATA_SUFFIXES])
 
 
 _DATASET = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?")
 _FILE_SUFFIXES = (".txt", ".md", ".json", ".jsonl", ".ndjson", ".parquet", ".bin", ".tok", ".gz", ".zst", ".csv", ".py")
+_DATA_SUFFIXES = (".txt", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst")  # no README, licence or code
 _OFFLINE = ("OfflineModeIsEnabled", "ConnectionError", "ConnectTimeout", "ReadTimeout", "LocalEntryNotFoundError")
 _UNKNOWN = ("DatasetNotFoundError", "RepositoryNotFoundError", "RevisionNotFoundError")
 
 
 def dataset_id(source: str) -> DatasetId | None:
     """Return the dataset that `source` names; None if it is an existing path or has the suffix of a file."""
+    if address := parse_address(source):
+        return DatasetId(address.name, None, "", address)
     match = _DATASET.fullmatch(source)
     if match is None or source.endswith(_FILE_SUFFIXES):
         return None
@@ -863,6 +873,8 @@ def source_rows(source: str, stats: ReadStats, fields: Sequence[str], *, fix: st
         what = "the embedded corpus is plain text without questions and answers."
         raise UserError(what, where="data.source", fix=f"{instead} {fix}")
     if dataset := dataset_id(source):
+        if dataset.address is not None:
+            return _rows_in_files(str(dataset.folder()), stats, fields, fix)
         return dataset_rows(source, dataset, stats)
     return _rows_in_files(source, stats, fields, fix)
 
@@ -999,7 +1011,9 @@ def source_documents(source: str, stats: ReadStats, text_key: str = TEXT_KEY) ->
         for document in embedded_documents():
             stats.read(len(document.text))
             yield document
-    elif dataset := dataset_id(source):
+    elif (dataset := dataset_id(source)) and dataset.address is not None:
+        yield from _documents_in_files(str(dataset.folder()), stats, text_key)
+    elif dataset:
         yield from documents_in_dataset(source, dataset, text_key, stats)
     else:
         yield from _documents_in_files(source, stats, text_key)
@@ -1061,6 +1075,8 @@ def source_identity(source: str) -> list[Any]:
     if source == EMBEDDED:
         return [EMBEDDED, sys.version, [[file.name, file.size] for file in embedded_files()]]
     if dataset := dataset_id(source):
+        if dataset.address is not None:
+            return ["hub", dataset.name, dataset.folder().name]
         return ["dataset", dataset.name, dataset.config, dataset.split]
     if is_url(source):
         return downloads.identity(downloads.remote_files(source), source)

@@ -19,6 +19,7 @@ from redline.errors import UsageError, UserError
 from redline.export.adapter import ADAPTER, from_peft
 from redline.export.folder import ORIGIN
 from redline.fields import AUTO
+from redline.hub import MODEL, fetch, parse_address
 from redline.jobs.base import job
 from redline.jobs.objective import Log, ignore_message
 from redline.models.families import from_llama, shape_of
@@ -34,6 +35,7 @@ from redline.training.saved_run import SavedRun
 from redline.vocabulary import CHECKPOINTS_FOLDER
 
 KEY = "model.init_from"
+_EXPORTED = (ORIGIN, "*.safetensors", "*.safetensors.index.json", "tokenizer.json")
 _SIZE = ("layers", "d_model", "heads", "d_ff")
 # Keys that may differ, since the weights still fit; but they were trained with the source's values.
 _TRAINED_WITH = ("rope_theta", "rope_scaling", "norm_eps", "softcap")
@@ -127,19 +129,25 @@ def _text(value: Any) -> str:
 
 
 def open_initial(spec: str, root: Path, log: Log = ignore_message) -> Initial:
-    """Open RUN[@step|@best], the URL of a run in a mirror, or a folder that `redline export` wrote.
+    """Open RUN[@step|@best], the URL of a run in a mirror, or a folder or hub repository that `redline export` wrote.
 
     A run's moving average is used if it has one.
     """
     if is_url(spec):
         return _from_mirror(spec, log)
+    if hub_id := parse_address(spec):
+        folder = fetch(spec, hub_id, MODEL, _EXPORTED)
+        if not (folder / ORIGIN).is_file():
+            what, fix = "was not written by redline export: it has no redline.json.", f"Use model.base={spec}."
+            raise UsageError(what, where=f"{KEY}={spec}", fix=fix)
+        return replace(_from_folder(folder), source=hub_id.at(folder.name))
     folder = Path(spec).expanduser()
     if (folder / ORIGIN).is_file():
         return _from_folder(folder)
     try:
         path, selector = resolve_run(spec, root)
     except UserError as error:
-        fix = f"{error.fix} A folder that `redline export` wrote works too; a model from a hub does not."
+        fix = f"{error.fix} A folder that `redline export` wrote works too, also as hf://OWNER/NAME."
         raise UsageError(error.what, where=f"{KEY}={spec}", fix=fix) from None
     if selector is None and (copy := _newer_copy(path, log)):
         return _from_mirror(copy, log)

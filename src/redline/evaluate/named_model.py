@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.errors import UsageError
+from redline.hub import parse_address
 from redline.runs.summary import is_sweep, resolve_run
 from redline.vocabulary import RUNS
 
@@ -79,6 +80,8 @@ def _may_be_model(name: str) -> bool:
     """
     if not name or is_sweep(Path(name)):
         return False
+    if parse_address(name):
+        return True
     hub_id = _HUB_ID.fullmatch(name)
     is_remote = hub_id is not None and hub_id[1] != RUNS.name and not Path(hub_id[1]).exists()
     return is_remote or Path(name).expanduser().exists()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from redline.cache import cache_dir
 from redline.hardware.device import sum_dtype
+from redline.hub import parse_address
 from redline.jobs.objective import FinetunedModel
 from redline.models.adapters import FrozenMatrix, LoraLinear
 from redline.models.families import tensor_names
@@ -60,7 +61,8 @@ def is_unpacked(base: Base) -> bool:
 def hub_id(base: Base) -> str | None:
     """Return the base's id on the Hugging Face hub; None for a base that is known only as local files."""
     if not Path(base.source).expanduser().exists():
-        return base.source  # open_base() accepts paths and hub ids, and this is no path
+        # open_base() accepts paths, hub ids and hf://… addresses, and this is no path
+        return found.name if (found := parse_address(base.source)) else base.source
     # A snapshot of the hub's cache, given by its path: models--OWNER--NAME/snapshots/COMMIT.
     kind, *parts = base.folder.parent.parent.name.split("--")
     is_snapshot = kind == "models" and len(parts) == 2 and revision(base) is not None

@@ -29,7 +29,7 @@ def model_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], 
     events, architecture = read_events(run / EVENTS_FILE), str(exported["class"])
     pipeline = next((task for end, task in _PIPELINES.items() if architecture.endswith(end)), None)
     front = {
-        "library_name": "transformers",
+        "library_name": _library(exported, "transformers"),
         **({"pipeline_tag": pipeline} if pipeline else {}),
         "tags": ["redline", str(exported["objective"]), str(exported["model_type"])],
     }
@@ -37,10 +37,34 @@ def model_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], 
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {lock['recipe_name']}, step {exported['step']:,}",
         _what(lock, exported),
-        "## How to load it\n" + _loading(architecture, tokenizer),
+        "## How to load it\n" + (_gguf_loading(exported) or _loading(architecture, tokenizer)),
         "## Training data\n" + bullets(data_facts(events, lock, exported["step"])),
         "## Quality\n" + quality(events, exported),
         "## Limits\n" + _limits(lock, generates=architecture.endswith(_GENERATES)),
+        "## How it was made\n" + bullets(making(events, lock, exported)),
+        f"The recipe, as it was resolved:\n\n```yaml\n{resolved_recipe(lock)}```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def code_card(run: Path, lock: Mapping[str, Any], exported: Mapping[str, Any], usage: str, code: str) -> str:
+    """Return README.md for a model that comes with its own code."""
+    events = read_events(run / EVENTS_FILE)
+    tags = ["redline", "custom_code", str(exported["objective"]), str(exported["model_type"])]
+    front = {"library_name": "transformers", "tags": tags}
+    kind = {"ema": "the moving average of the weights", "raw": "the weights"}[str(exported["weights"])]
+    what = (
+        f"A model of objective {exported['objective']}. This folder holds {kind} {_stored(exported)}, and `{code}`, "
+        "which computes it. transformers runs that file only with `trust_remote_code=True`; read it first."
+    )
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
+        f"# {lock['recipe_name']}, step {exported['step']:,}",
+        what,
+        f"## How to use it\n```python\n{usage}```",
+        "## Training data\n" + bullets(data_facts(events, lock, exported["step"])),
+        "## Quality\n" + quality(events, exported),
+        "## Limits\n" + _limits(lock, generates=False),
         "## How it was made\n" + bullets(making(events, lock, exported)),
         f"The recipe, as it was resolved:\n\n```yaml\n{resolved_recipe(lock)}```",
     ]
@@ -58,7 +82,33 @@ def _what(lock: Mapping[str, Any], exported: Mapping[str, Any]) -> str:
     task = "to predict the next token" if generates else f"with objective {exported['objective']}"
     return (
         f"A decoder-only {'language ' if generates else ''}model with {format_count(total)} parameters ({shape}), "
-        f"trained from {start} {task}. This folder holds {kind} in {exported['dtype']} as `{exported['class']}`."
+        f"trained from {start} {task}. This folder holds {kind} {_stored(exported)}."
+    )
+
+
+def _library(exported: Mapping[str, Any], usual: str) -> str:
+    return "gguf" if exported.get("gguf") else usual
+
+
+def _stored(exported: Mapping[str, Any]) -> str:
+    if gguf := exported.get("gguf"):
+        return f"in {gguf['quant']} as the GGUF file `{gguf['file']}`"
+    return f"in {exported['dtype']} as `{exported['class']}`"
+
+
+def _gguf_loading(exported: Mapping[str, Any]) -> str:
+    """Return how a GGUF file is loaded, and what llama.cpp computes from it; "" for an export of another format."""
+    gguf = exported.get("gguf")
+    if not gguf:
+        return ""
+    text = f"```console\nllama-server -m {gguf['file']}\nollama create my-model -f Modelfile\n```\n\n"
+    if not (found := gguf["verified"]):
+        return text + "The file was not compared with the run."
+    return text + (
+        f"The file was opened in llama.cpp ({found['package']}) and compared with the weights that were trained, in "
+        f"float32. After {found['prompts']} prompts the greedy text was the same for {found['greedy_equal']}. Over "
+        f"{found['tokens']} tokens the {found['top_tokens']} highest log-probabilities differed by "
+        f"{found['logprob_difference_mean']:.2g} on average and by {found['logprob_difference_max']:.2g} at most."
     )
 
 
@@ -177,7 +227,7 @@ def finetuned_card(
     events = read_events(run / EVENTS_FILE)
     is_adapter = exported["form"] == "adapter"
     front = {
-        "library_name": "peft" if is_adapter else "transformers",
+        "library_name": _library(exported, "peft" if is_adapter else "transformers"),
         # Model hubs reject a card whose base_model is not one of their ids.
         **({"base_model": known} if (known := exported["base"]["hub_id"]) else {}),
         "pipeline_tag": "text-generation",
@@ -194,7 +244,7 @@ def finetuned_card(
         f"# {lock['recipe_name']}, step {exported['step']:,}",
         _adapter_summary(lock, exported),
         "## Its base\n" + bullets(_base(lock, exported)),
-        "## How to load it\n" + _adapter_loading(exported, template),
+        "## How to load it\n" + (_gguf_loading(exported) or _adapter_loading(exported, template)),
         "## Training data\n" + bullets(facts),
         "## Quality\n" + quality(events, exported),
         "## Limits\n" + _adapter_limits(lock),
@@ -205,7 +255,7 @@ def finetuned_card(
 
 
 def _adapter_summary(lock: Mapping[str, Any], exported: Mapping[str, Any]) -> str:
-    base, kind = f"`{exported['base']['name']}`", f"in {exported['dtype']} as `{exported['class']}`"
+    base, kind = f"`{exported['base']['name']}`", _stored(exported)
     held = "the moving average of the weights" if exported["weights"] == "ema" else "the weights"
     if exported["form"] == "adapter":
         what = f"{_adapters(lock)} for {base}. This folder holds {held} in {exported['dtype']}, and not the base."

@@ -36,10 +36,11 @@ from redline.export.adapter import (
     to_peft,
     whole_tensors,
 )
-from redline.export.card import CARD, finetuned_card, model_card
+from redline.export.card import CARD, code_card, finetuned_card, model_card
+from redline.export.gguf_folder import CHECKED_TOKENS, GgufModel, gguf_name, write_gguf_folder
 from redline.export.tensors import Named, Shapes, write_json, write_tensors
 from redline.jobs.base import job
-from redline.jobs.objective import FinetunedModel, Log, TransformersModel, ignore_message, job_runtime
+from redline.jobs.objective import CodeModel, FinetunedModel, Log, TransformersModel, ignore_message, job_runtime
 from redline.jobs.pretrained import base_tokenizer
 from redline.kernels.matmul import DTYPES
 from redline.models.families import FAMILIES, read_config, tensor_names
@@ -75,6 +76,9 @@ class ExportOptions:
     merged: bool = False
     onto: str | None = None
     base: str | None = None  # the place of the run's base, if it has moved
+    quant: str | None = None  # of a GGUF file; None: a folder for transformers
+    verify: bool | None = None  # in llama.cpp; None: if it is installed
+    checked_tokens: int = CHECKED_TOKENS  # of each continuation
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,9 @@ class Contents:
     write_tokenizer: Callable[[Path], None] | None
     card: Callable[[Mapping[str, Any]], str]  # from the content of redline.json
     origin: Callable[[], dict[str, Any]] = field(default=dict)  # for redline.json; called after the tensors are written
+    code: str | None = None  # the module in redline.export.modeling that is copied beside the weights
+    tokenizer: Tokenizer | None = None  # of a model that was trained from random weights
+    chat: ChatTokenizer | None = None  # of a model on a base
 
 
 def model_contents(source: Source, options: ExportOptions, log: Log) -> Contents:
@@ -123,10 +130,63 @@ def model_contents(source: Source, options: ExportOptions, log: Log) -> Contents
         if tokenizer is None
         else lambda folder: write_tokenizer(tokenizer, folder, seq_len=recipe.data.seq_len),
         card=lambda origin: model_card(run.path, run.lock, origin, tokenizer=tokenizer is not None),
+        tokenizer=tokenizer,
     )
 
 
-def _convert(source: Source, options: ExportOptions, tokenizer: Tokenizer | None) -> TransformersModel | FinetunedModel:
+def code_contents(source: Source, options: ExportOptions, log: Log) -> Contents:
+    """Return the content for a job that transformers has no class for: the weights, and a file that computes them."""
+    run, name = source.run, source.run.recipe.objective
+    if options.quant is not None:
+        what = f"llama.cpp has no model for objective={name}."
+        raise UserError(what, where=source.where, fix="Leave out --format: the folder then has its own code.")
+    if options.merged or options.onto or options.base:
+        what = f"a run of objective={name} has no adapters that can be merged into a base."
+        raise UsageError(what, where=source.where, fix="Leave out --merged, --onto and --base.")
+    data = run.lock["data"]
+    tokenizer = run_tokenizer(run.path, data["tokenizer"], data["tokenizer_fingerprint"])
+    try:
+        model = _convert(source, options, tokenizer)
+    except UserError as error:
+        raise UserError(error.what, where=error.where or source.where, fix=error.fix) from None
+    assert isinstance(model, CodeModel)
+    recorded = source.weights.state["identity"]
+    if changed := [key for key, value in model.identity.items() if recorded.get(key, value) != value]:
+        what = f"its {' and '.join(changed)} is not what this run was trained on."
+        raise UserError(what, where=source.where, fix="Put the old one back.")
+    classes = {"AutoConfig": f"{model.architecture}Config", "AutoModel": model.architecture}
+    config = {
+        **model.config,
+        "auto_map": {auto: f"{model.code}.{own}" for auto, own in classes.items()},
+        "torch_dtype": str(DTYPES[options.dtype]).removeprefix("torch."),
+    }
+    special, length = model.special_tokens, run.recipe.data.seq_len
+    save = None
+    if tokenizer is not None and special:
+        save = partial(write_tokenizer, tokenizer, seq_len=length, special=special)
+    if tokenizer is None:
+        log(f"the files of the tokenizer {data['tokenizer']} are missing here: the folder will have no tokenizer")
+    return Contents(
+        form="model",
+        architecture=model.architecture,
+        model_type=str(config["model_type"]),
+        stem=MODEL,
+        shapes={key: tuple(tensor.shape) for key, tensor in model.tensors.items()},
+        tensors=model.tensors.items,
+        files={"config.json": config},
+        write_tokenizer=save,
+        card=lambda origin: code_card(run.path, run.lock, origin, model.usage, f"{model.code}.py"),
+        code=model.code,
+    )
+
+
+def _code_file(name: str) -> Path:
+    return Path(__file__).parent / "modeling" / f"{name}.py"
+
+
+def _convert(
+    source: Source, options: ExportOptions, tokenizer: Tokenizer | None
+) -> TransformersModel | FinetunedModel | CodeModel:
     run, data = source.run, source.run.lock["data"]
     return job_runtime(run.recipe.objective).export(
         run.recipe,
@@ -151,6 +211,8 @@ class Exported:
     tokenizer: bool
     files: dict[str, int]  # name → bytes
     quantisation_difference: float | None  # of the base in training and the one that adapters were merged onto
+    quant: str | None = None  # of a GGUF file
+    verified: dict[str, Any] | None = None  # what llama.cpp computes from that file, compared with the run
 
 
 def export_run(
@@ -163,26 +225,50 @@ def export_run(
     merged: bool = False,
     onto: str | None = None,
     base: str | None = None,
+    quant: str | None = None,
+    verify: bool | None = None,
+    checked_tokens: int = CHECKED_TOKENS,
+    reuse: bool = False,
     log: Log = ignore_message,
 ) -> Exported:
-    """Write the folder `out`, whole or not at all."""
+    """Write the folder `out`, whole or not at all. With `quant`, it holds a GGUF file of that quantisation.
+
+    With `reuse`, the folder may exist with this very export in it, from a command whose push broke off.
+    """
     out = out.resolve() if ".." in out.parts else out  # in a/../b, the folder a need not exist
-    check_empty(out)
+    if not (reuse and (out / ORIGIN).is_file()):
+        check_empty(out)
     saved = SavedRun.open(run)
     source = Source(saved, saved.weights(selector, weights, log))
-    options = ExportOptions(dtype, merged, onto, base)
-    if saved.recipe.model.base is None or not job(saved.recipe.objective).exports:
+    if reuse and (out / ORIGIN).is_file():
+        return _written_before(out, source, quant or dtype, merged=merged or quant is not None)
+    # A GGUF file is made from the whole model in float32.
+    options = ExportOptions(
+        "fp32" if quant else dtype, merged or _merges(saved, quant), onto, base, quant, verify, checked_tokens
+    )
+    if job(saved.recipe.objective).exports_code:
+        contents = code_contents(source, options, log)
+    elif saved.recipe.model.base is None or not job(saved.recipe.objective).exports:
         contents = model_contents(source, options, log)
     else:
         contents = finetuned_contents(source, options, log)
     origin: dict[str, Any] = {}
 
     def write(folder: Path) -> None:
-        write_tensors(folder, contents.stem, contents.shapes, contents.tensors(), dtype)
-        origin.update(_origin(source, contents, dtype))
-        for name, content in {**contents.files, ORIGIN: origin}.items():
+        if quant is None:
+            write_tensors(folder, contents.stem, contents.shapes, contents.tensors(), dtype)
+            _write_tokenizer(contents, folder)
+            if contents.code is not None:
+                (folder / f"{contents.code}.py").write_bytes(_code_file(contents.code).read_bytes())
+            gguf, files = {}, contents.files
+        else:
+            model = _gguf_model(source, contents)
+            found = write_gguf_folder(folder, model, quant, verify=verify, tokens=checked_tokens, log=log)
+            gguf = {"quant": quant, "file": gguf_name(quant), "verified": found.as_dict() if found else None}
+            files = {}
+        origin.update({**_origin(source, contents, quant or dtype), **({"gguf": gguf} if gguf else {})})
+        for name, content in {**files, ORIGIN: origin}.items():
             write_json(folder / name, content)
-        _write_tokenizer(contents, folder)
         (folder / CARD).write_text(contents.card(origin), encoding="utf-8")
 
     _commit(out, write)
@@ -196,6 +282,55 @@ def export_run(
         tokenizer=contents.write_tokenizer is not None,
         files={path.name: path.stat().st_size for path in sorted(out.iterdir())},
         quantisation_difference=origin.get("quantisation_difference"),
+        quant=quant,
+        verified=origin.get("gguf", {}).get("verified"),
+    )
+
+
+def _written_before(out: Path, source: Source, dtype: str, *, merged: bool) -> Exported:
+    """Return the export that the folder holds already; a UserError if it is another one."""
+    try:
+        origin = json.loads(read_text(out / ORIGIN))
+        lock, form = source.run.lock, str(origin["form"])
+        wanted = (lock["run_id"], source.weights.step, source.weights.kind, dtype)
+        same = (origin["run_id"], origin["step"], origin["weights"], origin["dtype"]) == wanted
+        if not same or (form != "model" and (form == "merged") is not merged):
+            raise UserError("the folder holds another export.", where=str(out), fix="Choose another folder with --out.")
+        gguf = origin.get("gguf") or {}
+        return Exported(
+            out=out,
+            step=int(origin["step"]),
+            weights=str(origin["weights"]),
+            form=form,
+            architecture=str(origin["class"]),
+            parameters=int(origin["parameters"]),
+            tokenizer=bool(gguf) or (out / DEFINITION).is_file(),
+            files={path.name: path.stat().st_size for path in sorted(out.iterdir())},
+            quantisation_difference=origin.get("quantisation_difference"),
+            quant=gguf.get("quant"),
+            verified=gguf.get("verified"),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise UserError("the folder is not empty.", where=str(out), fix="Choose another folder with --out.") from None
+
+
+def _merges(run: SavedRun, quant: str | None) -> bool:
+    """Whether adapters are merged because the format has no other form: llama.cpp loads whole models."""
+    return quant is not None and run.recipe.model.base is not None and job(run.recipe.objective).exports
+
+
+def _gguf_model(source: Source, contents: Contents) -> GgufModel:
+    recipe = source.run.recipe
+    return GgufModel(
+        name=f"{source.run.path.name} step {source.weights.step}",
+        config=contents.files["config.json"],
+        shapes=contents.shapes,
+        tensors=contents.tensors,
+        write_tokenizer=contents.write_tokenizer,
+        tokenizer=contents.tokenizer,
+        chat=contents.chat,
+        answers=job(recipe.objective).can_answer(recipe),
+        where=source.where,
     )
 
 
@@ -224,6 +359,7 @@ def _origin(source: Source, contents: Contents, dtype: str) -> dict[str, Any]:
         "form": contents.form,
         "class": contents.architecture,
         "model_type": contents.model_type,
+        "parameters": sum(prod(shape) for shape in contents.shapes.values()),
         "model": recipe.model.model_dump(mode="json"),
         "data_fingerprint": data["fingerprint"],
         "tokenizer": data["tokenizer"],
@@ -381,6 +517,7 @@ def _whole_model(
         write_tokenizer=finetuned.tokenizer.save,
         card=_card(finetuned),
         origin=lambda: {**_base_origin(finetuned), **origin()},
+        chat=finetuned.tokenizer,
     )
 
 
@@ -471,8 +608,8 @@ def end_of_text(tokenizer: Tokenizer | None, name: str) -> int:
     return known[1]
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, seq_len: int) -> None:
-    """Write tokenizer.json and its settings.
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, seq_len: int, special: tuple[str, ...] = ()) -> None:
+    """Write tokenizer.json and its settings. The special tokens follow the tokenizer's own.
 
     The exported tokenizer puts the end-of-text token before a text, since every document had it there in training.
     """
@@ -486,6 +623,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, seq_len: int) -> None
         tokenizer.save(path)
         backend = Backend.from_file(str(path))
     end = backend.id_to_token(tokenizer.eot)
+    if backend.get_vocab_size(with_added_tokens=True) == tokenizer.vocab_size:  # else their ids would be others
+        backend.add_special_tokens(list(special))
     backend.post_processor = TemplateProcessing(
         single=f"{end} $A", pair=f"{end} $A {end}:1 $B:1", special_tokens=[(end, tokenizer.eot)]
     )

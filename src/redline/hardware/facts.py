@@ -124,6 +124,12 @@ EXTRAS = {  # extra of redline → {package: purpose}
         "accelerate": "GGUF files",
         "gguf": "GGUF files",
     },
+    "gguf": {
+        "gguf": "writing GGUF files",
+        "transformers": "their tokenizers and chat templates",
+        "xllamacpp": "checking them in llama.cpp, and K-quants",
+    },
+    "hub": {"huggingface_hub": "hf:// addresses, and pushing exports"},
     "fp8": {"torchao": "fp8 in compiled blocks"},
     "wandb": {"wandb": "Weights & Biases"},
 }

@@ -76,6 +76,7 @@ class Job(ABC):
     Options: ClassVar[type[JobOptions]] = JobOptions
     runtime: ClassVar[str]  # "module:class" of the JobRuntime, imported only when torch is needed
 
+    exports_code: ClassVar[bool] = False  # JobRuntime.export returns a CodeModel: transformers lacks a class for it
     exports: ClassVar[bool] = False  # JobRuntime.export is implemented: transformers can load the models of this job
     reads_stream: ClassVar[bool] = True  # data.stream has a meaning for it
     overlong_key: ClassVar[str | None] = None  # the recipe key that decides what becomes of overlong samples

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -121,6 +121,22 @@ class TransformersModel:
     config: dict[str, Any]  # config.json
     generation: dict[str, Any]  # generation_config.json
     tensors: dict[str, Tensor]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.config["architectures"][0])
+
+
+@dataclass(frozen=True)
+class CodeModel:
+    """A trained model that transformers has no class for: it is exported with a file of code that computes it."""
+
+    config: dict[str, Any]  # config.json
+    tensors: dict[str, Tensor]
+    code: str  # the module in redline.export.modeling that is copied; redline itself never runs an exported copy
+    usage: str  # Python that loads and uses it, for the model card
+    special_tokens: tuple[str, ...] = ()  # that follow the tokenizer's own
+    identity: dict[str, str] = field(default_factory=dict)  # must be equal in the checkpoint's identity
 
     @property
     def architecture(self) -> str:
@@ -404,7 +420,7 @@ class JobRuntime(ABC, Generic[DataT]):
 
     def export(
         self, recipe: Recipe, tensors: dict[str, Tensor], *, eot: Callable[[], int], vocab_size: int, dtype: str
-    ) -> TransformersModel | FinetunedModel:
+    ) -> TransformersModel | FinetunedModel | CodeModel:
         """Return what the resolved recipe trained, for `redline export`. It needs neither data nor a device.
 
         `eot` returns the id of the end-of-text token, or raises a UserError if the tokenizer's files are missing.

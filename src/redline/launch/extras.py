@@ -33,7 +33,8 @@ def recipes_by_extra() -> dict[str, list[str]]:
 
 
 def _needs_data(source: str) -> bool:
-    return source.endswith((".parquet", ".zst")) or dataset_id(source) is not None
+    dataset = dataset_id(source)
+    return source.endswith((".parquet", ".zst")) or (dataset is not None and dataset.address is None)
 
 
 def _needs_remote(url: str | None) -> bool:

@@ -615,7 +615,9 @@ def _next_commands(path: Path, recipe: Recipe, reason: StopReason) -> list[str]:
     if reason is StopReason.PATIENCE:  # the last steps only showed that the best one was earlier
         run = best
     commands = [f"redline sample {run}{prompt_option}", f"redline eval {best}{answers}"]
-    if job(recipe.objective).exports and (recipe.model.base is not None or not export_problems(recipe.model)):
+    kind = job(recipe.objective)
+    has_class = kind.exports and (recipe.model.base is not None or not export_problems(recipe.model))
+    if has_class or kind.exports_code:
         commands.append(f"redline export {run} --out {model}")
     return commands
 

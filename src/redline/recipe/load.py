@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from redline.errors import Problem, RecipeError, UsageError, did_you_mean
 from redline.fields import AUTO, none_if_auto
+from redline.hub import parse_address
 from redline.jobs.base import is_job, job
 from redline.planning.batch import PRESETS, solve_batch
 from redline.planning.context import indivisible_sequence
@@ -517,12 +518,19 @@ def _overlong_problems(recipe: Recipe) -> list[Problem]:
 def _address_problems(recipe: Recipe) -> list[Problem]:
     """Refuse addresses such as https://…, without quoting them: they may contain a password.
 
-    The schema checks those of data.source and checkpoint.mirror, which may be addresses.
+    The schema checks those of data.source and checkpoint.mirror, which may be URLs.
     """
-    model = recipe.model
-    places = {"data.tokenizer": recipe.data.tokenizer, "model.base": model.base or ""}
-    what, fix = "is an address; redline opens files, folders and hub ids.", "Download it, and use the path."
-    problems = [Problem(key, what, fix) for key, place in places.items() if "://" in place]
+    data, model = recipe.data, recipe.model
+    places = {"data.source": " ".join(part.source for part in data.parts), "data.tokenizer": data.tokenizer}
+    places |= {"model.base": model.base or "", "model.init_from": model.init_from or ""}
+    what = "is an address; redline opens files, folders, hub ids and hf://OWNER/NAME[@REVISION]."
+    problems = []
+    for key, place in places.items():
+        addresses = [word for word in place.split() if "://" in word]
+        if key in ("data.source", "model.init_from"):
+            addresses = [word for word in addresses if not is_url(word)]  # other URLs may be opened
+        if any(key == "data.tokenizer" or parse_address(word) is None for word in addresses):
+            problems.append(Problem(key, what, "Download it, and use the path."))
     if is_url(origin := model.init_from or "") and (problem := url_problem(origin, MIRROR_SCHEMES)):
         problems.append(Problem("model.init_from", problem, "Only the mirror of a run is opened by its address."))
     return problems

@@ -158,6 +158,7 @@ class DiffusionJob(Job):
 
     runtime = "redline.jobs.diffusion.objective:DiffusionRuntime"
     whole_sequences = ""
+    exports_code = True
 
     def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
         return base_defaults(given)

@@ -35,6 +35,7 @@ from redline.hardware.device import sum_dtype
 from redline.jobs.base import job
 from redline.jobs.diffusion.costs import SAMPLERS
 from redline.jobs.diffusion.data import (
+    SPECIALS,
     Clip,
     RecordSequences,
     Rows,
@@ -56,6 +57,7 @@ from redline.jobs.diffusion.denoise import Denoised, SamplerOptions, denoise, de
 from redline.jobs.objective import (
     Answer,
     Batch,
+    CodeModel,
     Log,
     Question,
     Sample,
@@ -80,9 +82,10 @@ from redline.jobs.streaming import (
     Section,
     Unmasked,
 )
-from redline.kernels.attention import Attention, Bound, MaskSpec, Selection
+from redline.kernels.attention import Bound, MaskSpec, Selection
 from redline.kernels.context import Part
 from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy
+from redline.kernels.matmul import DTYPES
 from redline.planning.layout import Layout, growing_layouts, uniform
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Recipe
@@ -358,7 +361,7 @@ class DiffusionObjective(PretrainedObjective):
         return options if sampler is None else replace(options, sampler=sampler)
 
     def _events(
-        self, row: list[int], layout: Layout, options: SamplerOptions, seed: int, sections: Sequence[Part]
+        self, row: list[int], layout: Layout, options: SamplerOptions, seed: int, sections: Sequence[OutputPart]
     ) -> Generator[Event, None, list[int]]:
         """Denoise one row; yield what each pass unmasks in the sections, and return the tokens."""
         passes = denoising(
@@ -413,7 +416,7 @@ class DiffusionObjective(PretrainedObjective):
 
 
 @dataclass(frozen=True)
-class Part:
+class OutputPart:
     """A section of the output: positions of the row."""
 
     name: str
@@ -525,7 +528,7 @@ class TextDiffusion(DiffusionObjective):
         blocks = [size - max(0, min(size, start - at)) for at, size in zip(starts, layout.sizes, strict=True)]
         yield Section("text", prompt_tokens=start)
         yield Cells("text", tuple(size for size in blocks if size))
-        part = Part("text", start, len(row))
+        part = OutputPart("text", start, len(row))
         tokens = yield from self._events(row, layout, self._asked_options(ask, how), how.seed, [part])
         text = self._until_end(tokens[start : start + how.tokens])
         reason = STOP if len(text) < how.tokens else LENGTH
@@ -630,7 +633,7 @@ class RecordDiffusion(DiffusionObjective):
         parts = []
         for segment, begin in zip(self.layout.segments, self.layout.starts, strict=True):
             if not segment.given:
-                parts.append(Part(segment.name, begin, begin + segment.length))
+                parts.append(OutputPart(segment.name, begin, begin + segment.length))
                 yield Section(segment.name, segment.name, prompt_tokens=self._question_length)
                 yield Cells(segment.name, (segment.size,) * segment.blocks)
         tokens = yield from self._events(row, self.layout, self._asked_options(ask, how), how.seed, parts)
@@ -670,6 +673,21 @@ class RecordDiffusion(DiffusionObjective):
         return "\n".join(parts)
 
 
+_LOAD = """from transformers import AutoModel, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("PATH-OF-THIS-FOLDER")
+model = AutoModel.from_pretrained("PATH-OF-THIS-FOLDER", trust_remote_code=True).eval()
+"""
+_TEXT_USAGE = f"""{_LOAD}prompt = tokenizer("The ").input_ids  # begins with the end-of-text token
+for row in model.write(prompt, count=2, tokens=100, temperature=0.8, top_p=0.95, seed=0):
+    print(tokenizer.decode(row))
+"""
+_RECORD_USAGE = f"""{_LOAD}question = tokenizer("What is 3 plus 4?", add_special_tokens=False).input_ids
+for row in model.write(question, temperature=0.0):
+    print(tokenizer.decode([token for token in row if token != model.config.end_id]))
+"""
+
+
 class DiffusionRuntime(PretrainedRuntime[TextSequences | RecordSequences]):
     """The runtime of both diffusion jobs."""
 
@@ -686,6 +704,38 @@ class DiffusionRuntime(PretrainedRuntime[TextSequences | RecordSequences]):
 
     def create(self, resolved: Resolved, data: TextSequences | RecordSequences) -> DiffusionObjective:
         return TextDiffusion(resolved, data) if isinstance(data, TextSequences) else RecordDiffusion(resolved, data)
+
+    def export(
+        self, recipe: Recipe, tensors: dict[str, Tensor], *, eot: Callable[[], int], vocab_size: int, dtype: str
+    ) -> CodeModel:
+        model, options, records = recipe.model, getattr(recipe, recipe.objective), reads_records(recipe)
+        for key, off in {"value_embeddings": 0, "skips": "none"}.items():
+            if (value := getattr(model, key)) != off:
+                what = f"model.{key}={value} is not in the code that is exported with a diffusion model."
+                raise UserError(what, fix=f"Only model.{key}={off} can be exported.")
+        layout = layout_of(recipe)
+        shape = ("layers", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "mlp", "tied", "qk_norm", "qkv_bias")
+        config = {
+            "architectures": ["RedlineDiffusion"],
+            "model_type": "redline_diffusion",
+            **{key: getattr(model, key) for key in (*shape, "softcap", "norm_eps")},
+            "rotary_theta": model.rope_theta,
+            "rotary_scaling": model.rope_scaling,
+            "vocab_size": model.vocab,
+            "segments": [[one.name, one.length, one.size, one.given] for one in layout.segments],
+            "repeats": not records,
+            "mask_id": vocab_size - 1,
+            "classes": vocab_size - 1,
+            "end_id": vocab_size - 2 if records else eot(),
+            "shift": options.shift,
+            "sampler": options.sampler,
+            "sampler_steps": options.sampler_steps,
+        }
+        kind = DTYPES[dtype]
+        special = SPECIALS if records else SPECIALS[-1:]
+        usage = _RECORD_USAGE if records else _TEXT_USAGE
+        held = {name: tensor.to(kind) for name, tensor in tensors.items()}
+        return CodeModel(config, held, "modeling_redline_diffusion", usage, special)
 
     def preview(self, recipe: Recipe, count: int, progress: ProgressCallback | None, log: Log) -> SamplePreview | None:
         if not reads_records(recipe):

@@ -245,6 +245,7 @@ class LatentPrefixJob(Job):
     name = NAME
     Options: ClassVar[type[JobOptions]] = Options
     runtime = "redline.jobs.latent_prefix.objective:LatentPrefixRuntime"
+    exports_code = True
     overlong_key = "data.overlong"
     answer_metric = "f1"  # under every condition
     answer_tokens = 32

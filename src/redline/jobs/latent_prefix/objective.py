@@ -40,6 +40,7 @@ from redline.jobs.objective import (
     Answer,
     AnswerEvaluation,
     Batch,
+    CodeModel,
     JobRuntime,
     Log,
     Objective,
@@ -550,6 +551,18 @@ class LatentPrefix(Objective):
         self.selections = {name: Selection(backend, CHOSEN_AT_START) for name, backend in state["attention"].items()}
 
 
+_USAGE = """from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+wire = AutoModel.from_pretrained("PATH-OF-THIS-FOLDER", trust_remote_code=True).eval()
+number, about = next(iter(wire.config.frozen.items()))
+print(about["name"], about["fingerprint"])  # the frozen model that this prefix was trained for, and no other
+tokenizer = AutoTokenizer.from_pretrained("PATH-OF-THE-FROZEN-MODEL")
+frozen = AutoModelForCausalLM.from_pretrained("PATH-OF-THE-FROZEN-MODEL").eval()
+latents = wire.encode(["The stone is red. Which colour?\\n"])[number]
+print(tokenizer.decode(wire.answer(number, frozen, latents, tokens=32)[0]))
+"""
+
+
 class LatentPrefixRuntime(JobRuntime[LatentData]):
     def complete(self, recipe: Recipe, log: Log) -> Recipe:
         return complete(recipe, log)
@@ -568,6 +581,40 @@ class LatentPrefixRuntime(JobRuntime[LatentData]):
 
     def create(self, resolved: Resolved, data: LatentData) -> LatentPrefix:
         return LatentPrefix(resolved, data)
+
+    def export(
+        self, recipe: Recipe, tensors: dict[str, Tensor], *, eot: Callable[[], int], vocab_size: int, dtype: str
+    ) -> CodeModel:
+        data, options = open_models(recipe), options_of(recipe)
+        assert data.bases is not None
+        assert data.tokenizers is not None
+        frozen = {}
+        for name, (source, section) in frozen_models(recipe).items():
+            base, tokenizer = data.bases[name], data.tokenizers[name]
+            embedding = next(tensor for key, tensor in base.tensors() if key == "embedding.weight")
+            frozen[name] = {
+                "name": source.rstrip("/").rpartition("/")[2] if Path(source).expanduser().exists() else source,
+                "fingerprint": base.fingerprint,
+                "width": base.shape.d_model,
+                "rms": float(embedding.to(DTYPES[recipe.train.precision]).float().square().mean().sqrt()),
+                "begin": tokenizer.begin,
+                "anchor": tokenizer.anchor,
+                "stops": list(tokenizer.eos_ids),
+                "vocab": min(tokenizer.vocab_size, base.shape.vocab),
+                "quant": section.quant,
+            }
+        identity = {f"base {name}": base.fingerprint for name, base in data.bases.items()}
+        config = {
+            "architectures": ["RedlineLatent"],
+            "model_type": "redline_latent",
+            **{name: getattr(options, name) for name in ("d_z", "layers", "heads", "patch", "slots", "private_slots")},
+            "most_bytes": options.bytes,
+            "frozen": frozen,
+        }
+        kind = DTYPES[dtype]
+        # The head that predicts words only helps in training.
+        held = {name: tensor.to(kind) for name, tensor in tensors.items() if not name.startswith("words.")}
+        return CodeModel(config, held, "modeling_redline_latent", _USAGE, identity=identity)
 
     def preview(self, recipe: Recipe, count: int, progress: ProgressCallback | None, log: Log) -> SamplePreview:
         """Return texts with their training answers, and how much of each text the encoder reads."""
