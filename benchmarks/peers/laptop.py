@@ -132,6 +132,7 @@ def train_by_trainer(job: Qwen3Job, resolved: Resolved, seconds: float, folder: 
             warmup_steps=max(1, steps // 20),
             bf16=options.precision == "bf16",
             use_cpu=True,
+            remove_unused_columns=False,  # or it drops the labels that are shifted already, and the model shifts again
             save_strategy="no",
             report_to=[],
             logging_strategy="no",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from redline.kernels.attention import by_matmuls
-from redline.kernels.cross_entropy import IGNORE, softmax_loss
+from redline.kernels.cross_entropy import IGNORE, linear_cross_entropy, softmax_loss
 from redline.models.decoder import RMSNorm, rms_norm, rotary_table, rotate, split_norm_rotate
 from redline.training.optim import orthogonalize
 
@@ -124,3 +124,21 @@ def test_orthogonalisation_in_bf16_is_that_in_float32(shape: tuple[int, int, int
     squares = x.square().sum((1, 2))
     wide, narrow = orthogonalize(x, squares), orthogonalize(x.bfloat16(), squares)
     assert relative(narrow, wide.double()) < 0.1  # small singular values, which the steps enlarge, are rounded most
+
+
+def test_the_number_of_threads_does_not_change_a_bit() -> None:
+    """A run may be resumed with another number of threads, for example beside another program."""
+    x, weight = leaf(96, 64, seed=1, dtype=torch.bfloat16), leaf(256, 64, seed=2, dtype=torch.float32)
+    target = torch.arange(96) % 256
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            normed = rms_norm(x, torch.ones(64), 1e-5)
+            loss = linear_cross_entropy(normed, weight, target)
+            matrices = [t.view(-1, 32, 64).float() for t in (x.detach(), weight.detach())]
+            updates = [orthogonalize(m, m.square().sum((1, 2))) for m in matrices]
+            found.append([loss, *torch.autograd.grad(loss, (x, weight)), *updates])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
