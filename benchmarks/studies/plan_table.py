@@ -23,10 +23,14 @@ from redline.recipe.resolve import DataFacts, resolve
 H200 = Machine("cuda", "NVIDIA H200", 150_109_880_320, 16, (9, 0), fast_bf16=True)
 
 
+# Keys that a recipe has changed since its rows were measured.
+_AS_MEASURED = {"quickstart": ("train.muon_steps=5",)}
+
+
 def with_new_plan(row: dict[str, Any], more: list[str]) -> dict[str, Any]:
     """Return the row with today's plan and its errors."""
     name, *overrides = str(row["case"]).split()
-    recipe = load(name, [*overrides, *more]).recipe
+    recipe = load(name, [*_AS_MEASURED.get(name, ()), *overrides, *more]).recipe
     facts = DataFacts(50257 if recipe.data.tokenizer == "gpt2" else 4096, 3_700_000, 190_000, "", "", "")
     plan = resolve(recipe, H200, facts).plan_event()
     planned = {"memory_gib": plan["memory_gib"]["peak"], "tokens_per_s": plan["throughput"]["tokens_per_s"]}
