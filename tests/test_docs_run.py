@@ -68,6 +68,8 @@ SENTENCES = {
     "Skylion007/openwebtext": "no such file or folder",
     "gpt2": "the GPT-2 tokenizer's files are not on this machine",
     "monitor.wandb=my-project": "needs the package wandb",
+    "me/my-model": "the hub needs a token",
+    "me/my-model-gguf": "the hub needs a token",
 }
 # Benchmarks take long: tests/cli/test_cli_bench.py runs each of them once.
 SHOWN = [e for e in EXAMPLES if e not in (*HELP, *FAILING) and e.words[0] != "bench"]

@@ -90,7 +90,6 @@ def command_of(answer: Any) -> list[str]:
         ("pretrain ./notes", "train quickstart data.source=./notes"),
         ("fit quickstart", "train quickstart"),
         ("generate one --prompt Hi", "sample one --prompt Hi"),
-        ("chat", "sample latest"),
         ("test one", "eval one"),
         ("evaluate one --json", "eval one --json"),
         ("compare one two", "report one two"),

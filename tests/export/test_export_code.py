@@ -151,11 +151,12 @@ def test_latent_prefix(world: Any, tiny_base: Path, tmp_path: Path, monkeypatch:
         expected = objective.frozen[name].start(objective.model.prefix(name, ours[name]))
         assert (start - expected).abs().max() < 1e-5
         from redline.jobs.latent_prefix.objective import answer_from_latents
+        from redline.models.generate import sampler
 
         for temperature in (0.0, 0.9):
             how = {"temperature": temperature, "top_k": None, "top_p": None}
-            generator = torch.Generator().manual_seed(4)
-            said = answer_from_latents(objective, name, ours[name], 8, generator=generator, **how)
+            pick = sampler(objective.device, seed=4, **how)
+            said = answer_from_latents(objective, name, ours[name], 8, pick)
             written = wire.answer(name, frozen, theirs[name], tokens=8, seed=4, **how)
             tokenizer = objective.frozen[name].tokenizer
             assert [tokenizer.decode(one) for one in written] == [one.text for one in said]

@@ -205,7 +205,7 @@ def restart_data(patch: pytest.MonkeyPatch) -> None:
 
 def seed_without_step(patch: pytest.MonkeyPatch) -> None:
     original = step.micro_batch_seed
-    patch.setattr(step, "micro_batch_seed", lambda seed, number, micro: original(seed, 0, micro))
+    patch.setattr(step, "micro_batch_seed", lambda seed, number, micro, part=0: original(seed, 0, micro, part))
 
 
 def seed_by_micro_batches_run(patch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def seed_by_micro_batches_run(patch: pytest.MonkeyPatch) -> None:
         original(self, *args, **options)
 
     patch.setattr(Step, "__init__", begin)
-    patch.setattr(step, "micro_batch_seed", lambda seed, number, micro: next(micro_batches_run))
+    patch.setattr(step, "micro_batch_seed", lambda *_: next(micro_batches_run))
 
 
 # --- skipping

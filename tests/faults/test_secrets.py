@@ -202,7 +202,7 @@ def test_errors_leak_no_secret(home: Home) -> None:
         assert home.redline(*toy, f"{key}={address}") == 2
         assert any(f"{key}: {why}" in home.output() for why in ("is an address", "'https://***@host/x.jsonl'"))
     assert home.redline("plan", "toy.yaml", f"data.source=[{address}, ./b]") == 2
-    assert home.redline("prepare", address, "--out", "tokens") == 1
+    assert home.redline("prepare", address, "--out", "tokens") == 2
     assert "***@host" in home.output()
     assert home.redline(*toy, "data.source=owner/name", before=make_hub_refuse) == 1
     assert "403" in home.output()

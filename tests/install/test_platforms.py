@@ -26,7 +26,8 @@ import importlib, os, pkgutil, sys
 import redline
 assert sys.platform == "darwin" and not os.path.exists("/proc/self") and not hasattr(os, "sched_getaffinity")
 for module in pkgutil.walk_packages(redline.__path__, "redline."):
-    if not module.name.endswith("__main__") and ".triton" not in module.name:  # Triton is not for macOS
+    # Triton is not for macOS; the modeling files are copied into exports, and transformers imports them there
+    if not module.name.endswith("__main__") and ".triton" not in module.name and ".modeling" not in module.name:
         importlib.import_module(module.name)
         print(module.name)
 """

@@ -25,7 +25,6 @@ PACKAGE = ROOT / "src" / "redline"
 
 UNDECLARED = {  # modules that redline imports without declaring their packages
     "IPython": "a notebook has it; elsewhere nothing is shown",
-    "huggingface_hub": "tokenizers requires it",
     "pandas": "Events.to_pandas names it if it is missing",
     "pydantic_core": "pydantic requires it",
     "triton": "CUDA builds of torch require it; without it plain torch computes",

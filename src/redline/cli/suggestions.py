@@ -24,7 +24,7 @@ FOREIGN_VERBS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("finetune", "fine-tune", "fine_tune", "tune", "sft", "lora", "qlora"), ("train", "qlora-smollm2")),
     **dict.fromkeys(("pretrain", "fit", "run", "start"), ("train",)),
     "sweep": ("train", "--sweep"),
-    **dict.fromkeys(("generate", "chat", "infer", "inference", "predict", "complete"), ("sample",)),
+    **dict.fromkeys(("generate", "infer", "inference", "predict", "complete"), ("sample",)),
     **dict.fromkeys(("evaluate", "evaluation", "test", "validate", "score"), ("eval",)),
     **dict.fromkeys(("compare", "summary"), ("report",)),
     **dict.fromkeys(("list", "ls", "status", "ps"), ("runs",)),

@@ -333,6 +333,9 @@ def _problem(error: Any, schema: type[BaseModel], *, hint: bool) -> Problem:
     return Problem(key, str(error.get("ctx", {}).get("error") or error["msg"]))
 
 
+_ONLY_MUON = ("train.cautious", "train.muon_momentum_warmup", "train.muon_steps")
+
+
 def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     """Read a recipe by name or path, apply the overrides and validate it.
 
@@ -348,6 +351,9 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
         # The prompt of a shipped recipe suits its own data ("def " for Python). With other data, samples start like a
         # held-out document instead.
         base |= {"eval.prompt": None} if base.get("eval.prompt") else {}
+    if path in shipped().values() and "train.optimizer" in extra and extra["train.optimizer"] not in MUON:
+        # `redline train quickstart train.optimizer=adamw` would otherwise complain of a key that nobody typed.
+        base = {key: value for key, value in base.items() if key not in _ONLY_MUON}
     keys = _apply_preset(_without_replaced(base, extra), extra)
     defaults = job(str(objective)).defaults(keys) if is_job(objective) else {}
     tree, clashes = nest({**defaults, **keys})
