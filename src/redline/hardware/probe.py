@@ -127,7 +127,7 @@ def _measure_cpu() -> Rates:
     return {name: done[name] / seconds for name, seconds in _fastest(work).items()}
 
 
-def _fastest(work: dict[str, Work], seconds: float = 0.25) -> dict[str, float]:
+def _fastest(work: dict[str, Work], seconds: float = 0.4) -> dict[str, float]:
     """Return the seconds of the fastest single call of each; call them in turns.
 
     Disturbances only slow a call down, and the result is stored: a busy minute must not decide for later runs.
