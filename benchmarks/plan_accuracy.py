@@ -52,6 +52,8 @@ CASES: dict[str, Cases] = {
         "2m-adamw": "quickstart model.size=2m train.optimizer=adamw",
         "2m-t1024": "quickstart model.size=2m data.seq_len=1024",
         "5m": "quickstart model.size=5m",
+        "5m-t512": "quickstart model.size=5m data.seq_len=512",
+        "2-layers": "quickstart model.layers=2 model.d_model=128 model.heads=2",
         "bd3lm": "problems-bd3lm",
     },
 }
