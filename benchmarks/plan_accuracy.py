@@ -46,9 +46,15 @@ CASES: dict[str, Cases] = {
         "1.3b-fp8": f"{_1300M} train.global_batch=16 train.precision=fp8",
     },
     "cpu": {
+        "1m": "quickstart model.size=1m",
+        "2m": "quickstart model.size=2m",
+        "2m-fp32": "quickstart model.size=2m train.precision=fp32",
+        "2m-adamw": "quickstart model.size=2m train.optimizer=adamw",
+        "2m-t1024": "quickstart model.size=2m data.seq_len=1024",
         "5m": "quickstart model.size=5m",
         "5m-t512": "quickstart model.size=5m data.seq_len=512",
         "2-layers": "quickstart model.layers=2 model.d_model=128 model.heads=2",
+        "bd3lm": "problems-bd3lm",
     },
 }
 # Configurations that no constant of the plan may be fitted to, from the commit that added this list on. They cover what
@@ -70,7 +76,12 @@ HELD_OUT: dict[str, Cases] = {
         "bd3lm-blocks-8": "owt-bd3lm block_diffusion.block_size=8 train.global_batch=64",
     },
     "cpu": {
-        "3-layers": "quickstart model.layers=3 model.d_model=96 model.heads=3",
+        "3-layers": "quickstart model.layers=3 model.d_model=192 model.heads=3",
+        "2m-batch-16": "quickstart model.size=2m train.global_batch=16 train.micro_batch=16",
+        "2m-vocab-1024": "quickstart model.size=2m data.tokenizer=train:1024 data.seq_len=128",
+        "6-layers-gqa": "quickstart model.layers=6 model.d_model=256 model.heads=4 model.kv_heads=2",
+        "5m-fp32-muon": "quickstart model.size=5m train.precision=fp32 train.optimizer=muon",
+        "5m-full": "quickstart model.size=5m train.grad_checkpointing=full",
     },
 }
 NAMES = {False: "plan-accuracy", True: "plan-accuracy-held-out"}  # of the results: they are never in one file

@@ -97,6 +97,8 @@ def test_a_long_list_is_measured_in_two_calls(compare: Any, monkeypatch: pytest.
         return MEASURED
 
     monkeypatch.setattr(plan_accuracy, "ask_trial", steps)
+    three = {name: plan_accuracy.CASES["cpu"][name] for name in ("5m", "5m-t512", "2-layers")}
+    monkeypatch.setitem(plan_accuracy.CASES, "cpu", three)
     words = ("plan-accuracy", "train.device=cpu", "--out", "plan.json")
     assert compare(*words, "--only", "2-layers,5m").code == 0
     assert measured == ["128x256", "256x256"]

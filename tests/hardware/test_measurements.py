@@ -109,7 +109,7 @@ def test_entries_live_side_by_side(cache: Path) -> None:
 
 def test_the_measurement_itself() -> None:
     rates = probe.measure("cpu")
-    assert set(rates) == {"fp32", "bf16", "copy"}
+    assert set(rates) == {"fp32", "bf16", "copy", "cached"}
     assert 1e8 < rates["fp32"] < 1e15
     assert 1e8 < rates["copy"] < 1e13
 
@@ -119,6 +119,13 @@ def test_a_matmul_counts_two_operations_per_term(monkeypatch: pytest.MonkeyPatch
     rates = probe.measure("cpu")
     assert rates["fp32"] == rates["bf16"] == 2 * 2048 * 256 * 768 / 0.5
     assert rates["copy"] == 2 * (64 << 20) / 0.5
+    assert rates["cached"] == 3 * 4 * 2048 * 256 / 0.5, "two factors are read and the product is written"
+
+
+def test_forbidden_instructions_make_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = measured.cpu_key()
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert measured.cpu_key() != plain
 
 
 def test_a_gpu_is_known_without_torch(cache: Path, plug_in: Any, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 # ----------------------------------------------------------------------------------------------------
 # Documents to pieces, and pieces to token ids by as many processes as there are cores.
 #
-# Processes, not threads: turning ids into Python integers holds the interpreter's lock. They are spawned, so that they
+# Processes, not threads, for much text: a part of the work holds the interpreter's lock. They are spawned, so that they
 # inherit no open files and no torch threads, and they exit when the parent does, even if it is killed.
 
 
@@ -72,7 +72,7 @@ _SPACE_BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)")
 
 _BATCH_PIECES = 256
 _BATCH_CHARACTERS = 1 << 20
-# Starting processes takes about half a second. One process encodes less text than this in less time.
+# Starting processes takes about half a second. Threads of this process encode less text than this in less time.
 _MIN_CHARACTERS_FOR_WORKERS = 16 << 20
 _BATCHES_PER_WORKER = 2  # submitted and not yet collected
 
@@ -150,9 +150,15 @@ def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer, workers: int) -
     while characters < _MIN_CHARACTERS_FOR_WORKERS and (batch := next(batches, None)):
         beginning.append(batch)
         characters += sum(len(piece.text) for piece in batch)
-    if workers < 2 or characters < _MIN_CHARACTERS_FOR_WORKERS:
+    if workers < 2:
         for batch in itertools.chain(beginning, batches):
             yield from _join(batch, _encode(tokenizer, [piece.text for piece in batch]))
+        return
+    if characters < _MIN_CHARACTERS_FOR_WORKERS:
+        with ThreadPoolExecutor(workers) as threads:
+            encoded = threads.map(lambda batch: _encode(tokenizer, [piece.text for piece in batch]), beginning)
+            for batch, texts in zip(beginning, encoded, strict=True):
+                yield from _join(batch, texts)
         return
     yield from _encode_in_workers(itertools.chain(beginning, batches), tokenizer, workers)
 

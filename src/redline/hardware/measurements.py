@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from typing import Any
 
 from redline.cache import cache_dir, write_atomically
 from redline.hardware.host import cpu_name, cpu_threads
 
-SCHEMA = 2  # changes when what is measured, or how, changes
+SCHEMA = 3  # changes when what is measured, or how, changes
 RATES = "machine.json"
 ATTENTION = "attention.json"
 FLOAT8 = "float8.json"
 KERNELS = "kernels.json"
 
-# FLOP/s of a matmul under fp32, tf32, bf16, fp16 and fp8; bytes/s under copy, to_device and to_host. What the device
-# cannot do is missing.
+# FLOP/s of a matmul under fp32, tf32, bf16, fp16 and fp8; bytes/s under copy, cached, to_device and to_host. What the
+# device cannot do is missing.
 Rates = dict[str, float]
 
 
@@ -35,8 +36,13 @@ def installed_torch_version() -> str:
         return "missing"
 
 
+# Variables that forbid torch's and oneDNN's kernels some of the CPU's instructions, and so change its rates.
+_ISA_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+
+
 def cpu_key() -> str:
-    return f"{cpu_name()}, {cpu_threads()} threads, torch {installed_torch_version()}"
+    limits = "".join(f", {name}={os.environ[name]}" for name in _ISA_VARIABLES if os.environ.get(name))
+    return f"{cpu_name()}, {cpu_threads()} threads, torch {installed_torch_version()}{limits}"
 
 
 def gpu_key(name: str, driver: str | None) -> str:

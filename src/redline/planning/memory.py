@@ -13,7 +13,11 @@ from redline.units import GIB
 LOGITS_PER_CHUNK = 1 << 29  # logits that exist at once; must stay below 2^31, because kernels index in int32
 WORKSPACE = 1.0 * GIB  # measured: buffers of cuBLAS, cuDNN and compiled kernels
 WORKSPACE_FUSED = 0.1 * GIB
-PROCESS = 0.26 * GIB  # Python and torch, which occupy the same memory when training on a CPU
+PROCESS = 0.30 * GIB  # Python, torch and oneDNN, which occupy the same memory when training on a CPU
+# A CPU's heap holds this much per byte of activations and logits that a step needs at once: pieces that no buffer fits
+# into, and what the running block makes and frees. Fitted to whole steps: docs/decisions/0037-plans-on-cpus.md.
+HEAP, HEAP_LOGITS = 1.36, 1.2
+MATMUL_POSITIONS, QUERIES_AT_ONCE = 2048, 128  # the longest rows of attention by matmuls, and its tiles
 COMPILER = 0.12 * GIB  # torch's compiler, once it is imported
 LOW_BIT = ("adamw_8bit", "paged_adamw_8bit")
 MUON = ("muon", "normuon")  # they update the hidden matrices, and AdamW the rest
@@ -33,6 +37,8 @@ class Kernels:
     fp8: bool = False  # operands of matmuls are kept in one byte
     packed: bool = False  # attention within documents of any length
     scores: int = 0  # keys per query whose attention weights are kept in float32; 0 if they are never stored
+    cpu: bool = False  # the decoder's own backward passes for CPUs (docs/decisions/0030-cpu-steps.md)
+    keys: float = 0.0  # keys per query that attention by matmuls computes; it keeps their weights
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,8 @@ def activation_bytes_per_token(
 def _backward_bytes(shape: DecoderShape, bytes_per_value: int, checkpointing: str, kernels: Kernels) -> float:
     """Return the bytes per token that one block's backward pass adds: recomputation and, uncompiled, gradients."""
     whole = _block_bytes(shape, bytes_per_value, kernels)
+    if kernels.cpu:
+        return RECOMPUTED_AT_ONCE * whole if checkpointing != "none" else 0.0
     if kernels.fused:
         return _fused_backward_bytes(shape, bytes_per_value, kernels.fp8)
     return (RECOMPUTED_AT_ONCE * whole if checkpointing != "none" else 0.0) + (0.0 if kernels.compiled else whole)
@@ -95,7 +103,24 @@ def _fused_backward_bytes(shape: DecoderShape, bytes_per_value: int, fp8: bool) 
     return float((made - 2 * d) * bytes_per_value)
 
 
+def causal_keys(length: float) -> float:
+    """Return the keys per query that causal attention by matmuls computes: it skips whole tiles only."""
+    return (length + min(length, QUERIES_AT_ONCE)) / 2
+
+
+def _cpu_block_bytes(shape: DecoderShape, bytes_per_value: int, kernels: Kernels) -> float:
+    """Return what the decoder's own backward passes for CPUs keep: the inputs of the norms in float32, and operands of
+    matmuls."""
+    d, rotated = shape.d_model, (shape.heads + shape.kv_heads) * shape.head_dim
+    normed = 2 * d + (rotated if shape.qk_norm else 0)
+    gated = shape.d_ff if shape.gated else 0
+    operands = 2 * d + shape.d_qkv + shape.d_attention + shape.d_up + gated + shape.d_ff
+    return float(4 * normed + bytes_per_value * (operands + shape.heads * kernels.keys))
+
+
 def _block_bytes(shape: DecoderShape, bytes_per_value: int, kernels: Kernels) -> float:
+    if kernels.cpu and not kernels.scores:
+        return _cpu_block_bytes(shape, bytes_per_value, kernels)
     d, rotated, scores = shape.d_model, (shape.heads + shape.kv_heads) * shape.head_dim, kernels.scores
     # Kernels for fixed lengths return the output in a layout of their own, which is kept beside ours.
     attention = shape.d_qkv + rotated + (1 if kernels.packed else 2) * shape.d_attention
@@ -196,6 +221,8 @@ def activation_memory(
     kept = copied + tokens * activation_bytes_per_token(shape, bytes_per_value, checkpointing, kernels)
     backward = tokens * _backward_bytes(shape, bytes_per_value, checkpointing, kernels)
     logits = _head_bytes(shape, tokens if scored is None else scored, bytes_per_value, kernels, head_learns)
+    if kernels.cpu:
+        return HEAP * (kept + backward), HEAP_LOGITS * logits
     if not (kernels.compiled or kernels.fused):  # nothing is freed early
         return kept + backward, logits
     return (kept, logits) if logits > backward else (kept + backward, 0.0)
@@ -211,6 +238,8 @@ def _head_bytes(shape: DecoderShape, tokens: int, bytes_per_value: int, kernels:
         return float(most + 2 * tokens * shape.d_model + (2 + 4) * weights)
     if kernels.fused:  # the gradient overwrites the logits
         return float((logits + tokens * shape.d_model) * bytes_per_value + (4 * weights if learns else 0))
+    if kernels.cpu:  # the gradient overwrites the logits
+        return float(logits * bytes_per_value)
     copies = 0 if kernels.gpu else 12 if bytes_per_value == 2 else 4  # CPU kernels make float32 copies
     return float(logits * (2 * bytes_per_value + copies) + (6 * weights if learns else 0))
 

@@ -101,6 +101,7 @@ class Work:
     width: int
     head_dim: int
     seq_len: int
+    attention_hidden: float = 0.0  # FLOPs of pairs that the mask hides, and that are computed all the same
 
 
 # Bytes that pass through memory between the matmuls, per byte that the forward pass keeps for the backward pass. Fitted
@@ -109,6 +110,15 @@ TRAFFIC = 4.25
 TRAFFIC_UNCOMPILED = 16.3
 KERNELS_PER_LAYER = 45  # launches of a compiled block, forward and backward
 KERNELS_UNCOMPILED = 220
+# A CPU's step, fitted to whole steps of one and two threads, with and without AVX-512: docs/decisions/0037. The
+# matmul share is above 1 because the head's matmul is larger than the one that `hardware/probe.py` measures.
+CPU_MATMUL_SHARE, CPU_ATTENTION_SHARE, CPU_UPDATE_SHARE = 1.33, 0.5, 0.8
+CPU_TRAFFIC = 74.0  # bytes, at the rate of a multiplication in the caches, per byte that the forward pass keeps
+CPU_LOSS_TRAFFIC = 170.0  # the same per logit: exponentials are slow
+CPU_UPDATE_PASSES = 2.5
+CPU_KERNELS_PER_LAYER = 120
+CPU_LAUNCH_SECONDS = 19e-6  # of one operation of torch: Python, dispatch, and waking the other threads
+CACHED_OF_COPY = 4.0  # the rate in the caches, where only that of the memory is known
 SYMMETRIC_TILE = 128  # rows and columns of the tile that one program of a symmetric matmul computes
 
 
@@ -133,7 +143,13 @@ def decoder_work(
     traffic = TRAFFIC if kernels.compiled else TRAFFIC_UNCOMPILED
     recompute_traffic = 0.0 if checkpointing == "none" else kept  # the forward pass once more
     beside = passes.read * _skip_and_value_traffic(shape) * bytes_per_value
-    fused = _fused_traffic(shape, bytes_per_value, kernels.fp8, passes) if kernels.fused else None
+    moved = traffic * kept + recompute_traffic + beside
+    if kernels.fused:
+        moved = _fused_traffic(shape, bytes_per_value, kernels.fp8, passes)
+    elif kernels.cpu:
+        moved = CPU_TRAFFIC * kept + recompute_traffic + CPU_LOSS_TRAFFIC * passes.scored * shape.vocab
+    launches = KERNELS_PER_LAYER if kernels.compiled else KERNELS_UNCOMPILED
+    hidden = 12.0 * passes.read * kernels.keys * layers * shape.d_attention - attention
     return Work(
         matmul=layer_matmul + 6.0 * passes.scored * shape.head_parameters,
         attention=attention,
@@ -141,15 +157,16 @@ def decoder_work(
         attention_again=attention / 3 if recomputes_attention(checkpointing, passes.mask) else 0.0,
         touched=float(passes.read * layers * shape.d_attention * bytes_per_value),
         moved_least=_least_traffic(shape, bytes_per_value, passes),
-        moved=traffic * kept + recompute_traffic + beside if fused is None else fused,
+        moved=moved,
         update=_update_traffic(shape, optimizer, ema, muon_steps),
         gradient_bytes=4.0 * shape.parameters,
-        kernels=(KERNELS_PER_LAYER if kernels.compiled else KERNELS_UNCOMPILED) * layers,
-        update_flops=_orthogonalisation(shape, muon_steps) if optimizer in MUON else 0.0,
+        kernels=(CPU_KERNELS_PER_LAYER if kernels.cpu else launches) * layers,
+        update_flops=_orthogonalisation(shape, muon_steps, symmetric=not kernels.cpu) if optimizer in MUON else 0.0,
         mask="documents" if kernels.packed else passes.mask,
         width=d,
         head_dim=shape.head_dim,
         seq_len=seq_len,
+        attention_hidden=max(0.0, hidden) if kernels.cpu else 0.0,
     )
 
 
@@ -215,16 +232,16 @@ def _muon_traffic(shape: DecoderShape, optimizer: str, steps: int) -> float:
     return float(moved * shape.layers)
 
 
-def _orthogonalisation(shape: DecoderShape, steps: int) -> float:
+def _orthogonalisation(shape: DecoderShape, steps: int, *, symmetric: bool = True) -> float:
     """Return the FLOPs of Muon's orthogonalisation of all hidden matrices, as executed.
 
-    Each step computes X·Xᵀ, its square, and their product with X. The first two are symmetric, so kernels compute only
-    the tiles on and above the diagonal.
+    Each step computes X·Xᵀ, its square, and their product with X. The first two are symmetric, so GPU kernels compute
+    only the tiles on and above the diagonal.
     """
     per_step = 0.0
     for m in _hidden_matrices(shape):
         short, tiles = min(m), ceil(min(m) / SYMMETRIC_TILE)
-        computed = (tiles + 1) / (2 * tiles)  # share of a symmetric matrix
+        computed = (tiles + 1) / (2 * tiles) if symmetric else 1.0  # share of a symmetric matrix
         per_step += 2.0 * short * short * (computed * (max(m) + short) + max(m))
     return steps * shape.layers * per_step
 
@@ -305,6 +322,29 @@ def expected_step_time(work: Work, peaks: Peaks, *, micro_tokens: int, accumulat
     micro = max(micro_tokens * per_token, work.kernels * LAUNCH_SECONDS)
     update = work.update / bandwidth + work.update_flops * never_fp8
     return StepTime(accumulation * micro, update / shards)
+
+
+@dataclass(frozen=True)
+class CpuRates:
+    """What `hardware/probe.py` measured: FLOP/s of a matmul in the precision in use, bytes/s in the caches and of a
+    copy in memory."""
+
+    matmul: float
+    cached: float
+    copy: float
+
+
+def expected_cpu_step_time(work: Work, rates: CpuRates, *, micro_tokens: int, accumulation: int) -> StepTime:
+    """Return the expected time of a step on a CPU, whose cores work on one operation after the other."""
+    attention = work.attention + work.attention_again + work.attention_hidden
+    per_token = (
+        (work.matmul + work.recomputed) / (CPU_MATMUL_SHARE * rates.matmul)
+        + attention / (CPU_ATTENTION_SHARE * rates.matmul)
+        + work.moved / rates.cached
+    )
+    micro = micro_tokens * per_token + work.kernels * CPU_LAUNCH_SECONDS
+    update = CPU_UPDATE_PASSES * work.update / rates.copy + work.update_flops / (CPU_UPDATE_SHARE * rates.matmul)
+    return StepTime(accumulation * micro, update)
 
 
 def _seconds_per_flop(width: int, peaks: Peaks, micro_tokens: int) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from redline.errors import Problem, RecipeError, UserError
-from redline.fields import none_if_auto
+from redline.fields import AUTO, none_if_auto
 from redline.hardware.machine import Machine
 from redline.jobs.base import costs
 from redline.planning.batch import BatchPlan, solve_batch
@@ -33,16 +33,19 @@ from redline.planning.communication import (
     with_keys,
 )
 from redline.planning.flops import mfu
-from redline.planning.memory import MUON, Kernels
+from redline.planning.memory import MATMUL_POSITIONS, MUON, Kernels, causal_keys
 from redline.planning.schedule import horizon_steps
 from redline.planning.speed import (
     BEST_MATMUL_SHARE,
+    CACHED_OF_COPY,
     COPY_SHARE,
+    CpuRates,
     Limit,
     Peaks,
     StepTime,
     Work,
     add_communication,
+    expected_cpu_step_time,
     expected_step_time,
     limits,
     seconds_at_best_rates,
@@ -87,6 +90,8 @@ class Forecast:
     volume: Volume
     fabric: Fabric
     time: StepTime | None
+    matmul_rate: float | None = None  # tokens/s of a CPU at its measured matmul rate: no CPU is in the table of peaks
+    precision: str | None = None  # of that rate
 
     def event(self) -> dict[str, Any]:
         """Return the forecast's fields of the plan event."""
@@ -102,8 +107,9 @@ class Forecast:
             "ceiling": {
                 "tokens_per_s": _rounded_int(self.physical),
                 "mfu": self._ceiling_mfu(causal),
-                "precision": None if self.peaks is None else self.peaks.precision,
+                "precision": self.precision if self.peaks is None else self.peaks.precision,
                 "best_kernels_tokens_per_s": _rounded_int(self.reachable),
+                **({} if self.matmul_rate is None else {"matmul_rate_tokens_per_s": round(self.matmul_rate)}),
                 "limits": [
                     {
                         "part": part.part,
@@ -186,6 +192,7 @@ def forecast(resolved: Resolved, *, price: float | None = None, measured: ProbeR
     rate = tokens / time.total if time and time.total else None
     hours = _hours(resolved, rate)
     bf16_peak = machine.peak("bf16")
+    cpu_rate = cpu_matmul_rate(machine, resolved.recipe.train.precision)
     return Forecast(
         tokens_per_s=rate,
         source=source,
@@ -201,12 +208,22 @@ def forecast(resolved: Resolved, *, price: float | None = None, measured: ProbeR
         volume=volume,
         fabric=fabric,
         time=time,
+        matmul_rate=world * cpu_rate / flops.computed if cpu_rate else None,
+        precision=resolved.recipe.train.precision if cpu_rate else None,
     )
+
+
+def cpu_matmul_rate(machine: Machine, precision: str) -> float | None:
+    """Return the FLOP/s of matmuls in this precision as measured on a CPU, or those of its fastest precision."""
+    if machine.device != "cpu":
+        return None
+    return (machine.measured or {}).get(precision, machine.cpu_flops)
 
 
 def planned_kernels(recipe: Recipe, device: str, *, precision: str, compiled: bool, fused: bool) -> Kernels:
     """Return how a step is computed, as far as memory and traffic depend on it."""
-    gpu = device == "cuda"
+    gpu, length = device == "cuda", recipe.data.seq_len
+    by_matmuls = recipe.model.attention == "matmul" or (recipe.model.attention == AUTO and length <= MATMUL_POSITIONS)
     return Kernels(
         gpu=gpu,
         compiled=compiled,
@@ -214,7 +231,9 @@ def planned_kernels(recipe: Recipe, device: str, *, precision: str, compiled: bo
         fp8=fused and precision == "fp8",
         packed=gpu and recipe.data.pack,
         # On MPS attention is always dense (kernels/attention.py).
-        scores=recipe.data.seq_len if recipe.model.attention == "dense" or device == "mps" else 0,
+        scores=length if recipe.model.attention == "dense" or device == "mps" else 0,
+        cpu=device == "cpu" and not compiled,
+        keys=causal_keys(length) if device == "cpu" and not compiled and by_matmuls else 0.0,
     )
 
 
@@ -266,8 +285,7 @@ def _prior(resolved: Resolved, work: Work, peaks: Peaks | None, known: bool) -> 
     if machine.device == "cpu":
         if machine.cpu_flops is None:
             return None, "unknown"
-        rate = CPU_SHARE * machine.cpu_flops / resolved.flops.computed
-        return StepTime(micro_tokens * batch.accumulation / rate, 0.0), "prior: this CPU's measured matmul rate"
+        return _cpu_prior(resolved, work, machine.cpu_flops), "prior: this CPU's measured rates"
     if peaks is None:
         return None, "unknown"
     shards = batch.world if parallel_mode(resolved) == "fsdp" else 1
@@ -279,6 +297,21 @@ def _prior(resolved: Resolved, work: Work, peaks: Peaks | None, known: bool) -> 
     else:
         source = "prior: H200 kernel rates, scaled to this card"
     return time, source + costs(resolved.recipe).assumed
+
+
+def _cpu_prior(resolved: Resolved, work: Work, fastest: float) -> StepTime:
+    machine, batch, train = resolved.machine, resolved.batch, resolved.recipe.train
+    measured = machine.measured or {}
+    if train.compile or "copy" not in measured:
+        rate = CPU_SHARE * fastest / resolved.flops.computed
+        return StepTime(batch.micro * resolved.recipe.data.seq_len * batch.accumulation / rate, 0.0)
+    rates = CpuRates(
+        measured.get(train.precision, fastest),
+        measured.get("cached", CACHED_OF_COPY * measured["copy"]),
+        measured["copy"],
+    )
+    micro_tokens = batch.micro * resolved.recipe.data.seq_len
+    return expected_cpu_step_time(work, rates, micro_tokens=micro_tokens, accumulation=batch.accumulation)
 
 
 def parallel_mode(resolved: Resolved) -> str:

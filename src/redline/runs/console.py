@@ -286,6 +286,7 @@ def _speed_rows(event: Event) -> Iterator[tuple[str, str]]:
         [
             _number(ceiling, "tokens_per_s", "{} tokens/s at the dense peak", format_count),
             _number(ceiling, "best_kernels_tokens_per_s", "{} at the best kernels' rates", format_count),
+            _number(ceiling, "matmul_rate_tokens_per_s", "{} tokens/s at the measured matmul rate", format_count),
         ],
     )
     limits = ceiling.get("limits")

@@ -18,7 +18,7 @@ from redline.fields import AUTO, AutoFlag, AutoWhole, Count, Flag, MaybeCount, N
 from redline.jobs.base import DecoderCosts, Job, JobOptions, base_defaults, base_problems
 from redline.planning.flops import ASSUMES_FULL_LOSS, FlopsPerToken, Passes, layout_flops, layout_passes
 from redline.planning.layout import Layout, Segment, growing_layouts, uniform
-from redline.planning.memory import MemoryParts, training_memory
+from redline.planning.memory import Kernels, MemoryParts, training_memory
 from redline.planning.shapes import DecoderShape
 from redline.planning.speed import Work, decoder_work
 from redline.units import parse_count
@@ -97,19 +97,24 @@ class DiffusionCosts(DecoderCosts):
     def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:
         """Return the memory of the worst batch, in which every position that can be masked is masked."""
         tokens, kernels, length = how.pop("tokens"), how.pop("kernels"), self.layout.length
-        scores = self.layout.read if kernels.scores else 0
         return training_memory(
             shape,
             tokens=tokens * self.layout.read // length,
             scored=tokens * self.layout.denoised // length,
-            kernels=replace(kernels, scores=scores),
+            kernels=self._kernels(kernels),
             **how,
         )
+
+    def _kernels(self, kernels: Kernels) -> Kernels:
+        """Return the kernels with the keys of a row of both copies, in which no tile is skipped."""
+        read = self.layout.read
+        return replace(kernels, scores=read if kernels.scores else 0, keys=float(read) if kernels.keys else 0.0)
 
     def passes(self, seq_len: int) -> Passes:
         return layout_passes(self.layout, self.hidden)
 
     def work(self, shape: DecoderShape, seq_len: int, **how: Any) -> Work:
+        how["kernels"] = self._kernels(how.get("kernels", Kernels()))
         return decoder_work(shape, seq_len, **how, passes=self.passes(seq_len))
 
 
