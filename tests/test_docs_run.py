@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from redline.errors import EXIT_INTERRUPTED
 from redline.training.control import RunDirectory
 from test_docs import EXAMPLES, FAILING, HELP, Example, blocks
 
@@ -68,8 +70,8 @@ SENTENCES = {
     "Skylion007/openwebtext": "no such file or folder",
     "gpt2": "the GPT-2 tokenizer's files are not on this machine",
     "monitor.wandb=my-project": "needs the package wandb",
-    "me/my-model": "the hub needs a token",
-    "me/my-model-gguf": "the hub needs a token",
+    "me/my-model": "HF_HUB_OFFLINE is set",
+    "me/my-model-gguf": "HF_HUB_OFFLINE is set",
 }
 # Benchmarks take long: tests/cli/test_cli_bench.py runs each of them once.
 SHOWN = [e for e in EXAMPLES if e not in (*HELP, *FAILING) and e.words[0] != "bench"]
@@ -200,8 +202,13 @@ def made_by(words: list[str]) -> list[Path]:
 
 
 @pytest.mark.parametrize("example", COMMANDS, ids=str)
-def test_a_shown_command_does_what_it_says(example: Example, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shown_command_does_what_it_says(
+    example: Example, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = smaller(example.words)
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # a conversation ends with its input
+    if words[0] == "play":  # the page would be served until it is interrupted
+        monkeypatch.setattr("redline.runs.live.local_server.serve_until_interrupted", lambda *_, **__: None)
     for path in made_by(words):
         shutil.rmtree(path, ignore_errors=True)
         path.unlink(missing_ok=True)
@@ -216,7 +223,7 @@ def test_a_shown_command_does_what_it_says(example: Example, here: Path, capsys:
     if missing is not None and status:
         assert missing in printed.err
         return
-    assert status == 0, printed.err
+    assert status == (EXIT_INTERRUPTED if words[0] == "play" else 0), printed.err
     if "--json" in words:
         assert json.loads(printed.out.strip().splitlines()[-1])
     if "--dry-run" not in words:
@@ -225,8 +232,8 @@ def test_a_shown_command_does_what_it_says(example: Example, here: Path, capsys:
 
 def test_a_command_that_fails_would_be_noticed(here: Path) -> None:
     run: Callable[..., Any] = test_a_shown_command_does_what_it_says
-    with pytest.raises(AssertionError):
-        run(Example("", ("eval", "first@99"), ()), here, _Captured())
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError):
+        run(Example("", ("eval", "first@99"), ()), here, _Captured(), patch)
 
 
 class _Captured:

@@ -223,7 +223,7 @@ def _weight_warnings(data: Data) -> list[str]:
 # The share of the peak that training is assumed to reach before the shape of the model is known.
 PRIOR_SHARE = {"cuda": 0.35, "mps": 0.35, "cpu": CPU_SHARE}
 # For model.size=auto: a larger model learns more from each token, until it is too large for the tokens it will see.
-TOKENS_PER_PARAMETER = {"cuda": 0.3, "mps": 0.6, "cpu": 1.2}
+TOKENS_PER_PARAMETER = {"cuda": 0.3, "mps": 0.6, "cpu": 0.9}
 CPU_MICRO_TOKENS = 2048  # larger micro-batches fall out of a CPU's cache and gain nothing
 ENOUGH_STEPS = 1000  # a short run learns by its number of updates, so global_batch=auto leaves about so many
 WORTH_COMPILING = 600.0  # seconds of a CPU run: compiling takes 20 and then saves about a tenth
