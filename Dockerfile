@@ -7,7 +7,7 @@ WORKDIR /opt/redline
 COPY Makefile pyproject.toml constraints.txt README.md LICENSE ./
 COPY scripts scripts
 COPY src src
-ARG EXTRAS="data finetune low-bit"
+ARG EXTRAS="data finetune low-bit remote"
 RUN make setup EXTRAS="${EXTRAS}"
 # Runs, caches and whatever is fetched lie in /work, so that they outlive the container.
 ENV PATH=/opt/redline/.venv/bin:${PATH} HOME=/work USER=redline

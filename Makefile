@@ -11,7 +11,7 @@ FIND_PYTHON = @command -v $(PYTHON) >/dev/null || \
 	{ echo "$(PYTHON) was not found. Install Python 3.11 or newer, or choose another with PYTHON=…" >&2; exit 1; }
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
-.PHONY: help setup tools train test lint soak nightly wheel bench kernels audit
+.PHONY: help setup tools soaktools train test lint soak nightly docs wheel bench kernels audit
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -26,6 +26,11 @@ tools:
 	$(FIND_PYTHON)
 	@$(PYTHON) -S scripts/setup.py dev
 
+# With a server of object storage for the long tests, of 180 MB.
+soaktools:
+	$(FIND_PYTHON)
+	@$(PYTHON) -S scripts/setup.py dev soak
+
 train: setup ## train [RECIPE=name or path] [ARGS="key=value …"]
 	.venv/bin/redline train $(RECIPE) $(ARGS)
 
@@ -39,11 +44,16 @@ lint: tools ## run ruff, mypy and import-linter
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-soak: tools ## run the long tests [ARGS="pytest options"]
+soak: soaktools ## run the long tests [ARGS="pytest options"]
 	HYPOTHESIS_PROFILE=default $(PYTEST) -m soak $(ARGS)
 
-nightly: tools ## run everything in parts; a restart goes on with the parts that are missing [ARGS=--again]
+nightly: soaktools ## run everything in parts; a restart goes on with the parts that are missing [ARGS=--again]
 	.venv/bin/python scripts/nightly.py $(ARGS)
+
+docs: ## build the pages as a site with search in build/site/ [ARGS=--check]
+	$(FIND_PYTHON)
+	@$(PYTHON) -S scripts/setup.py docs
+	@.venv/bin/python scripts/site_builder.py $(ARGS)
 
 wheel: tools ## build the wheel and the source archive in dist/, and print their paths
 	@.venv/bin/python -m hatchling build --clean

@@ -107,9 +107,9 @@ def laptop(
     out: OutOption = None,
     only: cli.OnlyOption = None,
 ) -> None:
-    """Train quickstart on this CPU beside nanoGPT's loop, our architecture with AdamW, and transformers' Trainer.
+    """Train quickstart on this CPU beside nanoGPT's loop, transformers' Trainer, and our architecture with AdamW.
 
-    It takes about 13 minutes. With an --out file of an earlier call, arms that it holds are not trained again.
+    It takes about 15 minutes. With an --out file of an earlier call, arms that it holds are not trained again.
 
     Examples:
       python -m benchmarks laptop

@@ -1,22 +1,30 @@
-"""Generate the pages about recipe keys: python scripts/docs.py [--check]
+"""Generate what the pages take from the code: python scripts/docs.py [--check | --measure PAGE …]
 
-They are docs/keys.md, docs/recipe.md, docs/recipe.schema.json and the table of `auto` in docs/recipes.md. The meaning
-of each key comes from src/redline/recipe/keys.toml; types, bounds, defaults and other spellings come from the code.
-`--check` writes nothing and exits with 1 if a file is out of date.
+These are docs/keys.md, docs/recipe.md, docs/recipe.schema.json, the table of `auto` in docs/recipes.md, the index of
+docs/how-do-i.md, and the outputs that pages show of commands (scripts/outputs.py). The meaning of each key comes from
+src/redline/recipe/keys.toml; types, bounds, defaults and other spellings come from the code.
+
+`--check` writes nothing and exits with 1 if a file is out of date. `--measure docs/PAGE.md …` runs every command of the
+pages in one new folder, which may take minutes, and rewrites the outputs that depend on the machine, too.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+import tempfile
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
 
 try:
+    import outputs
+
     from redline.jobs.base import JOBS
     from redline.recipe.aliases import ALIASES
     from redline.recipe.explain import (
@@ -157,23 +165,83 @@ recipe makes an editor complete keys, show these texts and mark mistakes.
 HEADER = ["| key | type | default | is |", "|---|---|---|---|"]
 
 
+def questions_page() -> str:
+    """Return docs/how-do-i.md with a new index of its questions; the rest of the page is written by hand."""
+    text = (DOCS / "how-do-i.md").read_text(encoding="utf-8")
+    before, _, body = text.partition(INDEX_BEGINS)
+    body = body.partition(INDEX_ENDS)[2]
+    lines = []
+    for title in re.findall(r"^###? .+$", body, re.MULTILINE):
+        heading, name = title.split(" ", 1)
+        anchor = re.sub(r"[^\w\- ]", "", name.lower()).replace(" ", "-")
+        lines.append(f"\n**{name}**\n" if heading == "##" else f"- [{name}](#{anchor})")
+    return "".join([before, INDEX_BEGINS, "\n", "\n".join(lines), "\n", INDEX_ENDS, body])
+
+
+INDEX_BEGINS, INDEX_ENDS = "<!-- index -->\n", "\n<!-- end of index -->"
+
+
+# --- the outputs of commands
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
+def refresh(texts: dict[Path, str], measured: Iterable[Path] = ()) -> tuple[dict[Path, str], list[str]]:
+    """Return the pages with the outputs as their commands print them now, and sentences about lines that are gone.
+
+    All commands of the pages in `measured` are run, each page's in a folder of its own; of the others, those with a
+    fixed output.
+    """
+    problems: list[str] = []
+    new, everything = {}, set(measured)
+    with tempfile.TemporaryDirectory() as shared:
+        outputs.prepare(Path(shared), list(texts.values()))
+        for path, text in texts.items():
+            with tempfile.TemporaryDirectory() as own:
+                if path in everything:
+                    outputs.prepare(Path(own), list(texts.values()))
+                answers = {}
+                for command in outputs.shown(text):
+                    if command.fixed:
+                        answers[command] = outputs.run(command, Path(shared), ROOT)
+                    elif path in everything and command.words[:1] == ["redline"]:
+                        answers[command] = outputs.run(command, Path(own), ROOT)
+            new[path], lost = outputs.rewritten(text, answers)
+            problems += [f"{path.relative_to(ROOT)}: {problem}." for problem in lost]
+    return new, problems
+
+
 def generated_files() -> dict[Path, str]:
     schema = json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
-    pages = {"keys.md": keys_page(), "recipe.md": page(), "recipes.md": recipes_page(), "recipe.schema.json": schema}
-    return {DOCS / name: text for name, text in pages.items()}
+    written = {"keys.md": keys_page(), "recipe.md": page(), "recipes.md": recipes_page(), "recipe.schema.json": schema}
+    written["how-do-i.md"] = questions_page()
+    return {DOCS / name: text for name, text in written.items()}
 
 
 def main() -> int:
+    words = sys.argv[1:]
+    measured = [Path(word).resolve() for word in words[1:]] if words[:1] == ["--measure"] else []
+    if unknown := [path for path in measured if path not in pages()]:
+        sys.exit(f"--measure: {unknown[0]} is not one of the pages. Use, for example, docs/train.md.")
     files = generated_files()
+    texts = {path: files.get(path) or path.read_text(encoding="utf-8") for path in pages()}
+    new, problems = refresh(texts, measured)
+    files |= new
     stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv[1:]:
         for path in stale:
             print(f"{path.relative_to(ROOT)} is out of date. Run `python scripts/docs.py`.")
-        return 1 if stale else 0
+        for problem in problems:
+            print(f"{problem} Show a line that it prints now, or none.")
+        return 1 if stale or problems else 0
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
+    for problem in problems:
+        print(f"{problem} Show a line that it prints now, or none.")
     print(f"{len(stale)} of {len(files)} files changed")
-    return 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Run every test in parts, and go on after an interruption: make nightly [ARGS=--again]
 
-The parts are the linters, each folder of tests/ without its long tests, and each folder's long tests. A state file
-holds the parts that have passed, so that a restarted run only makes up for the others. A change of the source, or
-`--again`, begins anew. A failed part does not stop the others; the exit code is 1 if any has failed.
+The parts are the linters, each folder of tests/ without its long tests, each folder's long tests, and 50 runs of
+several ranks in each parallel mode (scripts/leaving.py). A state file holds the parts that have passed, so that a
+restarted run only makes up for the others. A change of the source, or `--again`, begins anew. A failed part does not
+stop the others; the exit code is 1 if any has failed.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def parts(tests: Path) -> dict[str, list[str]]:
         "lint": ["make", "--no-print-directory", "lint"],
         **{name: [*pytest, "-n", "2", "-m", "not soak", *paths] for name, paths in places.items()},
         **{f"{name}{LONG}": [*pytest, "-m", "soak", *paths] for name, paths in places.items()},
+        "ranks leave in order": [sys.executable, "scripts/leaving.py"],
     }
 
 
@@ -61,12 +63,16 @@ def run_parts(commands: dict[str, list[str]], source: str, state: Path, run: Run
             failed.append(name)
             continue
         passed[name] = round(time.monotonic() - start, 1)
-        # Replaced whole after each part: an interruption may come at any time.
-        beside = state.with_name(state.name + ".part")
-        beside.write_text(json.dumps({"source": source, "passed": passed}, indent=1) + "\n", encoding="utf-8")
-        beside.replace(state)
+        replace_file(state, json.dumps({"source": source, "passed": passed}, indent=1) + "\n")
     print(f"{len(passed)} of {len(commands)} parts passed" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole: an interruption may come at any time."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 def passed_parts(state: Path, source: str) -> dict[str, float]:
@@ -78,9 +84,9 @@ def passed_parts(state: Path, source: str) -> dict[str, float]:
         return {}
 
 
-def source_digest() -> str:
-    """Return a digest of every file that git tracks or would track."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+def source_digest(*folders: str) -> str:
+    """Return a digest of every file that git tracks or would track, of these folders or of all."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *folders]
     names = subprocess.run(listed, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout.split(b"\0")
     digest = hashlib.sha256()
     for name in sorted(filter(None, names)):

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ WIRED = (  # a latent prefix, of a few texts
 SENTENCES = {
     "700000": "is impossible",
     "owner/name:en@train": "no such file or folder",
+    "data.source=./tokens-hub": "no such file or folder",
     "Skylion007/openwebtext": "no such file or folder",
     "gpt2": "the GPT-2 tokenizer's files are not on this machine",
     "monitor.wandb=my-project": "needs the package wandb",
@@ -85,10 +86,14 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tiny_base: Path
     (folder / "notes" / "slicings.txt").write_text("red line train token\n" * 40)
     shutil.copytree(tiny_base, folder / "base")
     shutil.copy(answers, folder / "train.jsonl")
+    sums = [{"question": f"What is {n} + 2?", "answer": f"{n} + 2 = {n + 2}\n#### {n + 2}"} for n in range(40)]
+    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    rows = "".join(json.dumps({"content": f"the river and the stone, part {n}"}) + "\n" for n in range(200))
+    (folder / "corpus.jsonl").write_text(rows)
     (folder / "squad.json").write_text(json.dumps({"data": [_article(number) for number in range(40)]}))
     (folder / "tokens").mkdir()
     np.arange(20_000, dtype="<u2").tofile(folder / "tokens" / "train.bin")
-    _write_zst(folder / "corpus.jsonl.zst")
+    _write_zst(folder / "corpus.jsonl.zst", rows)
     for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
         for block in blocks(page.read_text(encoding="utf-8"), "yaml"):
             if block.startswith("# ") and block.split("\n", 1)[0].endswith(".yaml"):
@@ -129,10 +134,9 @@ def _article(number: int) -> dict[str, Any]:
     return {"title": f"stone {number}", "paragraphs": [{"context": f"Stone {number} is red.", "qas": [asked]}]}
 
 
-def _write_zst(path: Path) -> None:
+def _write_zst(path: Path, rows: str) -> None:
     import zstandard
 
-    rows = "".join(json.dumps({"content": f"the river and the stone, part {n}"}) + "\n" for n in range(200))
     path.write_bytes(zstandard.compress(rows.encode()))
 
 
@@ -184,6 +188,8 @@ def smaller(words: tuple[str, ...]) -> list[str]:
         return [*words, "--once"]
     if verb in ("train", "profile") or (verb == "plan" and "--probe" in words):
         data = () if any(word.startswith("data.") for word in words) else ("data.source=notes", "data.tokenizer=bytes")
+        if any(word.startswith("model.init_from=") for word in words):  # a run with the tokenizer of its source
+            data = ("data.source=notes", "data.tokenizer=train:300")
         words = tuple("2" if words[i - 1] == "--gpus" else word for i, word in enumerate(words))
         return [*words, *SMALL, *data, "train.steps=2"]
     # A model of the hub would be downloaded.
@@ -192,7 +198,27 @@ def smaller(words: tuple[str, ...]) -> list[str]:
     return ["1" if words[i - 1] == "--workers" else word for i, word in enumerate(words)] + plain
 
 
+# Commands that print a model's text, the names of runs, or another text with `--once`.
+VARYING = {"chat", "play", "runs", "sample"}
+NOT_HERE = {"binary files", "sample after step", "SmolLM"}  # needs a picture, more samples, or that model
+
+
+def names_of(lines: Iterable[str]) -> list[str]:
+    """Return the words with which each line of an output begins: `step`, `eval`, `val loss`, `memory-bound`."""
+    plain = (re.sub(r"[^\x00-\x7f]+", " ", line) for line in lines if not line.startswith("    "))
+    return [re.split(r"\d|  |=", line.strip())[0].strip() for line in plain if line.strip()]
+
+
+def comparable(words: list[str], shown: tuple[str, ...]) -> bool:
+    """Return whether the small command prints lines of the same kinds as the one that a page shows."""
+    other_lines = {"--preview", "--sweep"} & set(words) or ("--once" in words) != ("--once" in shown)
+    return words[0] not in VARYING and not other_lines
+
+
 # Several pages show the same command, which is run once.
+OUTPUTS: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+for shown in SHOWN:
+    OUTPUTS.setdefault(tuple(smaller(shown.words)), []).append(shown.output)
 COMMANDS = list({tuple(smaller(example.words)): example for example in reversed(SHOWN)}.values())[::-1]
 
 
@@ -219,6 +245,10 @@ def test_a_shown_command_does_what_it_says(
         status = _redline(*words)
     printed = capsys.readouterr()
     assert "Traceback" not in printed.err
+    if status == 0 and comparable(words, example.words):
+        now = {*names_of([*printed.err.splitlines(), *printed.out.splitlines()]), *NOT_HERE}
+        gone = [name for lines in OUTPUTS.get(tuple(words), []) for name in names_of(lines) if name not in now]
+        assert gone == [], f"{example.page} shows lines that begin so, and the command prints none"
     missing = next((sentence for word, sentence in SENTENCES.items() if word in words), None)
     if missing is not None and status:
         assert missing in printed.err

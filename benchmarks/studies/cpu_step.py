@@ -92,12 +92,12 @@ def measure_redline(checkout: Path, words: list[str], steps: int) -> dict[str, A
 
     The latter is the difference between this run and one of a few steps, so that start-up does not count.
     """
-    short, long = (_train(checkout, words, count) for count in (SETTLING, SETTLING + steps))
+    short, long = (train_steps(checkout, words, count) for count in (SETTLING, SETTLING + steps))
     processor = 1e3 * (long["seconds"] - short["seconds"]) / steps
     return {**long, "times": long["times"][SETTLING:], "processor_ms": processor}
 
 
-def _train(checkout: Path, words: list[str], steps: int) -> dict[str, Any]:
+def train_steps(checkout: Path, words: list[str], steps: int) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": str((checkout / "src").resolve())}
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"

@@ -1,11 +1,11 @@
 """Generation of redline and of transformers at the same model, on this machine, measured in turns to share the noise.
 
-    python -m benchmarks.studies.generation FOLDER OUT.json [--rounds N] [--tokens N] [--device cpu|cuda]
+    python -m benchmarks.studies.generation MODEL OUT.json [--rounds N] [--tokens N] [--device cpu|cuda]
 
-FOLDER holds a model that transformers loads, and redline opens the same files. Each round times both, one after the
-other, in the order that the round's number decides: the time to the first token, and the tokens per second after it,
-greedy and without a stop token. A row has the medians of all rounds, and the median over the rounds of the ratio of
-redline to transformers, which other programs on the machine disturb least.
+MODEL is what `model.base` may be: a folder, a .gguf file or a hub id. transformers loads the files that redline opens.
+Each round times both, one after the other, in the order that the round's number decides: the time to the first token,
+and the tokens per second after it, greedy and without a stop token. A row has the medians of all rounds, and the median
+over the rounds of the ratio of redline to transformers, which other programs on the machine disturb least.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from typing import Any
 import torch
 
 from redline.cache import write_atomically
+from redline.export.adapter import base_name
 from redline.hardware.probe import detect_machine
+from redline.models.pretrained import Base, open_base
 from redline.recipe.lock import git_state, versions
 
 # name → (length of each prompt)
@@ -40,17 +42,18 @@ Run = Callable[[list[list[int]], int], list[float]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("model", metavar="MODEL")
     parser.add_argument("out", type=Path, metavar="OUT.json")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--precision", nargs="*", default=list(DTYPES), choices=list(DTYPES))
     options = parser.parse_args()
-    rows = [row for name in options.precision for row in measure(options, name)]
+    base = open_base(options.model)
+    rows = [row for name in options.precision for row in measure(options, base, name)]
     about = {
         "benchmark": "generation",
-        "model": options.folder.name,
+        "model": base_name(base),
         "machine": detect_machine(options.device).facts(),
         "threads": torch.get_num_threads(),
         "versions": versions(),
@@ -59,8 +62,8 @@ def main() -> None:
     write_atomically(options.out, json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
-def measure(options: argparse.Namespace, precision: str) -> Iterator[dict[str, Any]]:
-    runs, vocab = contenders(options.folder, precision, options.device)
+def measure(options: argparse.Namespace, base: Base, precision: str) -> Iterator[dict[str, Any]]:
+    runs, vocab = contenders(base, precision, options.device)
     chance = torch.Generator().manual_seed(0)
     for case, lengths in CASES.items():
         prompts = [torch.randint(vocab, (length,), generator=chance).tolist() for length in lengths]
@@ -91,7 +94,7 @@ def figures(times: dict[str, list[list[float]]], rows: int) -> dict[str, Any]:
     }
 
 
-def contenders(folder: Path, precision: str, device: str) -> tuple[dict[str, Run], int]:
+def contenders(base: Base, precision: str, device: str) -> tuple[dict[str, Run], int]:
     from transformers import AutoModelForCausalLM
 
     from redline.evaluate import opened_run
@@ -101,11 +104,11 @@ def contenders(folder: Path, precision: str, device: str) -> tuple[dict[str, Run
 
     validate, opened_run.validate = opened_run.validate, stated  # a model that is no run has the machine's precision
     try:
-        opened = opened_run.open_pretrained(str(folder), writes_only=True, device=device)
+        opened = opened_run.open_pretrained(str(base.folder), writes_only=True, device=device)
     finally:
         opened_run.validate = validate
     ours: Any = opened.objective.model
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[precision])
+    loaded: Any = AutoModelForCausalLM.from_pretrained(base.folder, dtype=DTYPES[precision])
     theirs = loaded.to(device).eval()
     vocab = int(theirs.config.vocab_size)
 

@@ -6,7 +6,10 @@ message quotes the text of one of its errors: that text may contain a token.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -106,3 +109,15 @@ def causes(error: BaseException) -> Iterator[BaseException]:
     while current is not None:
         yield current
         current = current.__cause__ or current.__context__
+
+
+@contextlib.contextmanager
+def silence_libraries() -> Iterator[None]:
+    """Hide the progress bars and log lines of huggingface_hub and transformers. Failures still raise."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -30,7 +32,8 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SECRET_PARAMETERS = re.compile(r"[?&](x-amz-|x-goog-|awsaccesskeyid|signature|sig|token|key|api_?key|password)[^=&]*=")
 CHUNK_BYTES = 16 << 20
 PART_BYTES = 64 << 20  # of a multipart upload to S3; 10,000 parts are allowed, so a file may have 640 GB
-_TRIES, _PAUSE_S = 5, 0.5  # of a read, for errors that may pass
+_CLOCK_TOLERANCE_S = 600.0  # S3 refuses a request that was signed more than 15 minutes ago
+_TRIES, _PAUSE_S, _RETRIES_S = 5, 0.5, 20.0  # of a read, for errors that may pass
 
 T = TypeVar("T")
 
@@ -121,6 +124,8 @@ class Store:
                 own = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
                 limits = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}
                 options["config_kwargs"] = {**limits, **own}
+            # gcsfs logs a traceback before it raises the error that is reported here.
+            logging.getLogger("gcsfs").addHandler(logging.NullHandler())
             fs, root = fsspec.core.url_to_fs(url, **({} if scheme == "file" else options))
         except ImportError:
             package = _PACKAGES.get(scheme, scheme)
@@ -302,12 +307,16 @@ class _Explained:
 
 
 def with_retries(read: Callable[[], T]) -> T:
-    """Return what `read` returns; repeat it after errors that may pass, with longer and longer pauses."""
+    """Return what `read` returns; repeat it after errors that may pass, with longer and longer pauses.
+
+    A package may have repeated the request for so long already (gcsfs: half a minute) that this does not do it, too.
+    """
+    end = time.monotonic() + _RETRIES_S
     for attempt in range(_TRIES - 1):
         try:
             return read()
         except StoreError as error:
-            if not error.passing:
+            if not error.passing or time.monotonic() > end:
                 raise
         time.sleep(_PAUSE_S * 2**attempt)
     return read()
@@ -386,24 +395,41 @@ def explain(url: str, error: Exception) -> StoreError:
     text = " ".join(str(one) for one in chain)
     credentials = _CREDENTIALS_FIX.get(scheme, "Check its permissions.")
     if "TimeTooSkewed" in text or "Signature not yet current" in text or "request time and the current time" in text:
-        fix = "Set the clock of this machine (`timedatectl set-ntp true`)."
-        return StoreError("the store refuses the clock of this machine.", where=url, fix=fix, passing=True)
+        return _clock_error(url)
     if names & _NO_CREDENTIALS:
         return StoreError(f"no credentials for {scheme}:// were found.", where=url, fix=credentials)
     if "NoSuchBucket" in text or "bucket does not exist" in text.lower():
         name = urlsplit(url).netloc
         fix = "Check its name, or create it."
-        return StoreError(f"the bucket {name} does not exist.", where=url, fix=fix, missing=True)
+        return StoreError(f"the bucket {name} does not exist.", where=url, fix=fix)
     if isinstance(error, FileNotFoundError):
         return StoreError("there is no such file.", where=url, fix="Check the address.", missing=True)
     if any(code in text for code in _REFUSED_CODES):
         code = next(code for code in _REFUSED_CODES if code in text)
         return StoreError(f"the store refuses access ({code}).", where=url, fix=credentials)
     if isinstance(error, PermissionError) or re.search(r"\b(401|403)\b", text):
+        if _clocks_differ(chain):  # the answer to a HEAD request has no text that names the reason
+            return _clock_error(url)
         return StoreError("the store refuses access.", where=url, fix=credentials)
     first = (redact(str(error)).strip().splitlines() or [""])[0][:200].rstrip(".") or type(error).__name__
     fix = "Check the network and the address."
     return StoreError(f"the store cannot be used ({type(error).__name__}: {first}).", where=url, fix=fix, passing=True)
+
+
+def _clock_error(url: str) -> StoreError:
+    fix = "Set the clock of this machine (`timedatectl set-ntp true`)."
+    return StoreError("the store refuses the clock of this machine.", where=url, fix=fix, passing=True)
+
+
+def _clocks_differ(chain: list[BaseException]) -> bool:
+    """Return whether the store's clock, as the date of its answer tells it, differs too much for a signature."""
+    for error in chain:
+        answer = getattr(error, "response", None)  # of botocore
+        headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}) if isinstance(answer, dict) else {}
+        with suppress(TypeError, ValueError):
+            told = parsedate_to_datetime(str(headers.get("date"))).timestamp()
+            return abs(told - time.time()) > _CLOCK_TOLERANCE_S
+    return False
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -76,6 +76,14 @@ def format_bytes(number: float) -> str:
     return f"{number:.0f} B"
 
 
+def format_gib(gib: float) -> str:
+    """Format memory that is given in GiB: 12.34 → 12.3 GiB, 0.314 → 0.31 GiB, 0.0123 → 13 MiB."""
+    if gib >= 1:
+        return f"{gib:.1f} GiB"
+    mib = 1024 * gib
+    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{mib:.0f} MiB" if mib >= 10 or not mib else f"{mib:.1f} MiB"
+
+
 def format_usd(dollars: float) -> str:
     if 0 < dollars < 0.005:
         return "<$0.01"  # $0.00 would look as if the run were free

@@ -46,6 +46,7 @@ def train(corpus: Path, tiny: tuple[str, ...]) -> Callable[..., redline.Run]:
 
 CHANGING = {"time", "seconds", "hours", "tokens_per_s", "samples_per_s", "mfu", "mfu_causal", "step_ms", "eta_s"}
 CHANGING |= {"data_wait_ms", "memory_gib", "run_id", "run_dir", "cpu_flops", "measured", "files_verified", "gpu_util"}
+CHANGING |= {"cpu_share"}  # of a busy machine
 CHANGING |= {"ceiling"}  # by the rates of the CPU, which the first starts measure anew
 
 

@@ -16,7 +16,9 @@ from benchmarks.studies.plan_table import H200, table_line, with_new_plan
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, resolve
 
-PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")), "benchmarks/README.md"]
+GENERATED = "figures.md"  # every figure of it is computed from the files, which test_measured_page.py checks
+DOCS = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md") if page.name != GENERATED)
+PAGES = ["README.md", *DOCS, "benchmarks/README.md"]
 BF16_PEAK = 989e12
 FP8 = "curves-fp8-warmup-200-350m-h200-20261115.json"
 RACE = "race-h200-20261118.json"
@@ -97,7 +99,6 @@ PLAN = "plan-h200-20261115.json"
 COMPILED, FUSED = "pretrain-350m-h200-20261115.json", "pretrain-350m-fused-h200-20261115.json"
 # Figures that follow from numbers of a file: the file, the figure as it is written, and how it follows.
 DECLARED: list[tuple[str, str, Callable[[], float]]] = [
-    (FP8, "53.2%", lambda: palm(content(FP8)["bf16-seed-1"]["tokens_per_s"])),
     (FP8, "70.8%", lambda: palm(curve("fp8"))),
     (FP8, "35%", fp8_share),
     (FP8, "291,000", partial(curve, "fp8")),
@@ -149,7 +150,7 @@ DECLARED: list[tuple[str, str, Callable[[], float]]] = [
 # Texts with numbers that are no measurements: sizes of models and data, bounds that tests hold, settings.
 IGNORED = (
     *("700 W", "40M", "1.3B", "124M", "125M", "350M", "1B, 1.5B", "8B", "2.6M", "torch 2.11", "7,473", "of about 512"),
-    *("1024 tokens", "512 tokens", "floors from 1.7 to 3.15", "within 5 %", "within 10 %"),
+    *("1024 tokens", "512 tokens", "120 steps", "floors from 1.7 to 3.15", "within 5 %", "within 10 %"),
 )
 # The arithmetic in the other columns of this page is compared with the plan by tests/test_claims.py.
 LAST_CELL_ONLY = "docs/claims.md"
@@ -173,7 +174,7 @@ def test_every_figure_that_names_a_result_file_is_in_it(page: str) -> None:
 
 def test_the_pages_that_matter_name_their_files() -> None:
     counted = {page: len(quotes_of(page)) for page in PAGES}
-    assert counted["README.md"] > 15
+    assert counted["README.md"] >= 10
     assert counted["benchmarks/README.md"] >= 20
     least = {"docs/plan.md": 9, "docs/diffusion.md": 9, "docs/finetune.md": 5, "docs/latentwire.md": 5}
     assert all(counted[page] >= count for page, count in least.items()), counted
@@ -213,9 +214,9 @@ def test_code_names_dates_and_counts_are_no_figures() -> None:
 
 
 def test_a_changed_figure_is_noticed() -> None:
-    """Change each figure of the README in turn by more than its rounding: nearly all of them must be missed."""
+    """Change each figure of both READMEs in turn by more than its rounding: nearly all of them must be missed."""
     noticed = changed = 0
-    for quote in quotes_of("README.md"):
+    for quote in [*quotes_of("README.md"), *quotes_of("benchmarks/README.md")]:
         assert unsupported(quote, DECLARED, IGNORED) == []
         for figure in {figure.text: figure for figure in figures(quote.text)}.values():
             wrong = _changed(figure)
@@ -224,7 +225,7 @@ def test_a_changed_figure_is_noticed() -> None:
             changed += 1
             text = quote.text.replace(figure.text, wrong, 1)
             noticed += bool(unsupported(Quote(quote.where, text, quote.files), DECLARED, IGNORED))
-    assert changed > 25
+    assert changed > 60
     assert noticed / changed > 0.8, f"{noticed} of {changed}"
 
 

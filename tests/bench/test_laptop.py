@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ from benchmarks import laptop, pages, pictures
 from benchmarks.peers.laptop import measure
 from benchmarks.studies.legibility import is_python
 from redline.errors import UsageError
+from redline.recipe.load import load
 
 Row = dict[str, Any]
 
@@ -74,6 +79,35 @@ def test_unknown_arms_are_refused() -> None:
     with pytest.raises(UsageError, match="nanogp'"):
         laptop.choose_arms("nanogp")
     assert laptop.choose_arms("trainer") == ["redline", "trainer"]
+
+
+def test_our_step_with_adamw_has_the_shape_of_the_run_that_it_is_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"layers": 3, "d_model": 192, "heads": 3, "d_ff": 512}
+    words: list[list[str]] = []
+
+    def trained(seed: int, seconds: float, more: Sequence[str] = ()) -> Row:
+        words.append(list(more))
+        return {"recipe": {"model": shape}}
+
+    monkeypatch.setattr(laptop, "_redline", trained)
+    monkeypatch.setattr(laptop, "busy_share", lambda: 0.9)
+    rows = list(laptop.run_laptop(["redline", "redline-adamw"], [1], 9.0, []))
+    assert "busy (90%" in rows[1]["warnings"][0]
+    assert words[0] == []
+    chosen = load("quickstart", words[1]).recipe
+    assert {key: getattr(chosen.model, key) for key in shape} == shape
+    assert chosen.train.optimizer == "adamw"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/stat")
+def test_a_busy_machine_is_noticed() -> None:
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        assert laptop.busy_share(0.5) > 0.9
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 @pytest.mark.parametrize("arm", ["nanogpt", "adamw", "trainer"])

@@ -70,6 +70,28 @@ def test_the_page_of_a_run(page: Any, served: Any, tmp_path: Path, width: int, s
     assert page.messages() == [], "the content security policy blocked nothing"
 
 
+# Where the last chart of each row ends, from the right side of the grid.
+ROW_ENDS = """(() => {
+  const grid = document.querySelector('#charts'), rows = {};
+  for (const figure of grid.querySelectorAll('figure:not([hidden])')) {
+    const box = figure.getBoundingClientRect();
+    rows[box.top] = Math.max(rows[box.top] ?? 0, box.right);
+  }
+  return Object.values(rows).map((end) => grid.getBoundingClientRect().right - end);
+})()"""
+
+
+@pytest.mark.parametrize("fields", [[], ["power_w"], ["power_w", "gpu_util"]])
+def test_no_place_of_the_grid_is_empty(page: Any, served: Any, tmp_path: Path, fields: list[str]) -> None:
+    """Whatever number of charts the log has values for, the last row is as wide as the others."""
+    run = write_run(tmp_path / "run", [start(), PLAN, *(step(n, **dict.fromkeys(fields)) for n in range(1, 30))])
+    page.open(served(tmp_path, run))
+    assert shown(page) == CHARTS - set(fields)
+    ends = page.run(ROW_ENDS)
+    assert len(ends) > 2
+    assert max(ends) < 1
+
+
 RANKS = {
     "forward_ms": [100.0, 100.0, 140.0, 101.0],
     "temperature_c": [60.0, 61.0, 85.0, 62.0],

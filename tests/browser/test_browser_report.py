@@ -61,6 +61,38 @@ def test_a_page_fits_its_width_and_requests_nothing(page: Any, pages: dict[str, 
     assert tall == [], "a figure is large enough to read"
 
 
+# The rows of each grid: the width of the grid, and where the last box of the row ends.
+ROWS = """[...document.querySelectorAll('.grid')].filter(grid => grid.clientWidth).flatMap(grid => {
+  const rows = {}, right = grid.getBoundingClientRect().right;
+  for (const box of [...grid.children].map(child => child.getBoundingClientRect()))
+    rows[box.top] = Math.max(rows[box.top] ?? 0, box.right);
+  return Object.values(rows).map(end => right - end);
+})"""
+TEXT_PIXELS = """[...document.querySelectorAll('figure svg')].filter(svg => svg.clientWidth).flatMap(svg =>
+  [...svg.querySelectorAll('text')].map(text =>
+    parseFloat(getComputedStyle(text).fontSize) * svg.getScreenCTM().a))"""
+
+
+@pytest.mark.parametrize("name", ["report", "comparison"])
+@pytest.mark.parametrize("width", [1280, 900, 400])
+def test_no_place_of_a_grid_is_empty_and_charts_can_be_read(
+    page: Any, pages: dict[str, str], name: str, width: int
+) -> None:
+    opened(page, pages[name], width)
+    left_over = page.run(ROWS)
+    assert left_over
+    assert max(left_over) < 1
+    sizes = page.run(TEXT_PIXELS)
+    assert sizes
+    assert 9.5 <= min(sizes) <= max(sizes) < 19
+
+
+def test_the_validation_loss_has_no_colour_of_alarm(page: Any, pages: dict[str, str]) -> None:
+    opened(page, pages["report"], 1280)
+    colours = page.run("[...document.querySelectorAll('.value')].map(value => getComputedStyle(value).color)")
+    assert set(colours) == {page.run("getComputedStyle(document.body).color")}
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colours_follow_the_scheme_and_text_can_be_read(page: Any, pages: dict[str, str], scheme: str) -> None:
     opened(page, pages["comparison"], 1280, scheme)

@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from redline.errors import EXIT_PREEMPTED
 from redline.recipe.lock import read_lock
 from redline.runs.events import read_events
 from redline.training import mirror as mirroring
-from redline.training.checkpoint import committed_steps, step_name
+from redline.training.checkpoint import committed_steps, step_name, verify
 from several import Fork, free_port, rank_environment
 from stores import BUCKET, Gate, ObjectStore, object_store
 
@@ -171,6 +173,7 @@ def weights_of(run: Path) -> dict[int, str]:
         ("s3://", "names no bucket", "s3://NAME/PREFIX"),
         ("file://folder", "names no folder", "file:///FOLDER"),
         ("file:///no/such/folder", "folder does not exist", "Create it"),
+        ("file:///proc", "no file can be written to this folder", "permissions"),
         ("gs://me:password-1234@bucket/x", "login or a signature", "credentials belong in the environment"),
         ("gs://bucket/x?X-Amz-Signature=password-1234", "login or a signature", "credentials belong"),
     ],
@@ -206,9 +209,25 @@ def test_a_store_without_credentials_or_permission_is_refused(store: Any, train:
         assert not (tmp_path / "runs/one").exists()
 
 
-def test_a_missing_package_is_named(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
+def test_a_missing_bucket_is_named_when_a_run_is_resumed(store: Any, inside: Any) -> None:
+    refused = inside("train", "--resume", "gs://nothing/prefix/one")
+    assert refused.code == 1
+    assert "bucket nothing does not exist" in refused.message
 
+
+@pytest.mark.parametrize(("seconds", "sentence"), [(0, "refuses access"), (3600, "refuses the clock")])
+def test_the_date_of_an_answer_tells_a_wrong_clock(seconds: int, sentence: str) -> None:
+    """S3 gives no reason in its answer to a HEAD request."""
+    error = PermissionError("Forbidden")
+    error.__cause__ = cause = Exception("An error occurred (403) when calling the HeadObject operation: Forbidden")
+    date = formatdate(time.time() + seconds, usegmt=True)
+    cause.response = {"ResponseMetadata": {"HTTPHeaders": {"date": date}}}  # type: ignore[attr-defined] # as botocore's
+    explained = remote.explain("s3://bucket/prefix", error)
+    assert sentence in explained.what
+    assert explained.passing == bool(seconds)
+
+
+def test_a_missing_package_is_named(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     refused = train("--run", "runs/one", "checkpoint.mirror=s3://bucket/prefix")
     assert refused.code == 2
@@ -229,28 +248,28 @@ def test_another_run_of_the_same_name_is_not_overwritten(store: Any, train: Any,
     assert "Runs there: one" in inside("train", "--resume", MIRROR).message
 
 
-def test_nodes_that_share_no_disk_continue_from_the_mirror(train: Any, world: Any, tmp_path: Path) -> None:
-    """Two ranks in two folders, as on two machines: each begins with an empty disk and ends with the same weights."""
-    (tmp_path / "mirror").mkdir()
-    mirror = f"file://{tmp_path}/mirror"
-    assert train("--run", "runs/one", f"checkpoint.mirror={mirror}", "train.steps=6", "model.dropout=0").code == 0
-    shutil.rmtree(tmp_path / "runs")
+def on_two_nodes(
+    folder: Path, *words: str, prepare: Callable[[int], None] = lambda rank: None
+) -> tuple[list[int], str]:
+    """Run a command on two ranks in two folders, as on two machines; return the exit codes and what they wrote."""
     port, forks = free_port(), []
 
     def node(rank: int) -> Callable[[], int]:
         def live() -> int:
-            from redline.cli.main import app
+            from redline.cli.main import run
 
-            os.chdir(tmp_path / f"node-{rank}")
-            words = ["train", "--resume", f"{mirror}/one", "train.steps=12"]
-            return int(app(words, standalone_mode=False) or 0)
+            os.chdir(folder / f"node-{rank}")
+            prepare(rank)
+            sys.argv = ["redline", *words]
+            return run()
 
         return live
 
     for rank in range(2):
-        (tmp_path / f"node-{rank}").mkdir()
+        (folder / f"node-{rank}").mkdir(exist_ok=True)
+        (folder / f"node-{rank}.log").unlink(missing_ok=True)
         apart = {**rank_environment(rank, 2, port), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        forks.append(Fork(node(rank), apart, tmp_path / f"node-{rank}.log"))
+        forks.append(Fork(node(rank), apart, folder / f"node-{rank}.log"))
     deadline = time.monotonic() + 120
     try:
         while any(fork.poll() is None for fork in forks) and time.monotonic() < deadline:
@@ -258,8 +277,78 @@ def test_nodes_that_share_no_disk_continue_from_the_mirror(train: Any, world: An
     finally:
         for fork in forks:
             fork.end()
-    logs = "\n".join((tmp_path / f"node-{rank}.log").read_text() for rank in range(2))
-    assert [fork.code for fork in forks] == [0, 0], logs
+    logs = "\n".join((folder / f"node-{rank}.log").read_text() for rank in range(2))
+    return [int(fork.code or 0) for fork in forks], logs
+
+
+def test_nodes_that_share_no_disk_continue_from_the_mirror(train: Any, world: Any, tmp_path: Path) -> None:
+    """Each begins with an empty disk and ends with the same weights."""
+    (tmp_path / "mirror").mkdir()
+    mirror = f"file://{tmp_path}/mirror"
+    assert train("--run", "runs/one", f"checkpoint.mirror={mirror}", "train.steps=6", "model.dropout=0").code == 0
+    shutil.rmtree(tmp_path / "runs")
+    codes, logs = on_two_nodes(tmp_path, "train", "--resume", f"{mirror}/one", "train.steps=12")
+    assert codes == [0, 0], logs
     assert committed_steps(tmp_path / "node-0/runs/one/checkpoints")[-1] == 12
     assert committed_steps(tmp_path / "node-1/runs/one/checkpoints") == [6], "it fetched rank 0's"
     assert max(mirroring.MirroredRun.at(f"{mirror}/one").steps()) == 12
+
+
+def test_nodes_with_shards_that_share_no_disk_save_in_the_mirror(
+    train: Any, inside: Any, world: Any, tmp_path: Path
+) -> None:
+    """They lose a save to the store, and then both disks, and train as one process does."""
+    (tmp_path / "mirror").mkdir()
+    mirror = f"file://{tmp_path}/mirror"
+    options = [*OPTIONS, "train.steps=6", "model.dropout=0", f"checkpoint.mirror={mirror}", "parallel.mode=fsdp"]
+    words = ["train", "quickstart", *world.tiny, f"data.source={world.corpus}", *options, "--run", "runs/one"]
+
+    def refuse_step_3(rank: int) -> None:
+        original = remote.Store.upload
+
+        def upload(self: Any, local: Path, name: str) -> str:
+            if rank == 1 and step_name(3) in name:
+                raise remote.StoreError("the store refuses access.", where=self.url, fix="Ask its owner.")
+            return original(self, local, name)
+
+        remote.Store.upload = upload  # type: ignore[method-assign] # in a fork
+
+    codes, logs = on_two_nodes(tmp_path, *words, prepare=refuse_step_3)
+    assert codes == [0, 0], logs
+    copy = mirroring.MirroredRun.at(f"{mirror}/one")
+    assert copy.steps() == [step for step, _ in copy.whole()] == [6]
+    first = tmp_path / "node-0/runs/one"
+    assert "the store refuses access" in warnings(first)
+    assert committed_steps(first / "checkpoints") == [6]
+    assert verify(first / "checkpoints" / step_name(6))
+    assert list((tmp_path / "node-1/runs/one/checkpoints").iterdir()) == []
+    for node in range(2):
+        shutil.rmtree(tmp_path / f"node-{node}")
+    codes, logs = on_two_nodes(tmp_path, "train", "--resume", f"{mirror}/one", "train.steps=12")
+    assert codes == [0, 0], logs
+    assert copy.steps()[-2:] == [9, 12]
+    assert committed_steps(tmp_path / "node-1/runs/one/checkpoints") == [6]
+    assert train("--run", "runs/alone", "model.dropout=0", "train.steps=6").code == 0
+    assert inside("train", "--resume", "alone", "train.steps=12").code == 0
+    assert losses(first) == pytest.approx(losses(tmp_path / "runs/alone"), abs=1e-4)
+
+
+def test_nodes_with_shards_that_share_no_disk_need_a_mirror(world: Any, tmp_path: Path) -> None:
+    options = [*OPTIONS, "parallel.mode=fsdp", "--run", "runs/one"]
+    words = ["train", "quickstart", *world.tiny, f"data.source={world.corpus}", *options]
+    codes, logs = on_two_nodes(tmp_path, *words)
+    assert 0 not in codes
+    assert "rank 1 cannot see this folder of rank 0" in logs
+    assert "checkpoint.mirror" in logs
+    assert not (tmp_path / "node-0/runs/one/lock.json").exists()
+
+
+def test_a_node_without_the_checkpoint_says_so(train: Any, tmp_path: Path) -> None:
+    """With whole weights on every rank, rank 0 saves alone; without a mirror nobody can resume elsewhere."""
+    assert train("--run", "runs/one", "train.steps=6").code == 0
+    for node in range(2):
+        shutil.copytree(tmp_path / "runs", tmp_path / f"node-{node}/runs", symlinks=True)
+    shutil.rmtree(tmp_path / "node-1/runs/one/checkpoints")
+    codes, logs = on_two_nodes(tmp_path, "train", "--resume", "runs/one", "train.steps=12")
+    assert 0 not in codes
+    assert "this node does not have step-00000006" in logs

@@ -48,7 +48,7 @@ def test_a_run_and_its_checkpoint_are_served_until_ctrl_c(home: Path) -> None:
 
 def test_mistakes_are_one_sentence(inside: Any, home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        answer = inside("play", "latest", "--port", str(taken.getsockname()[1]), cwd=home)
+        answer = inside("play", "nothing", "--port", str(taken.getsockname()[1]), cwd=home)
     assert answer.code == 1
     assert "--port" in answer.message
     answer = inside("play", "nothing", cwd=home)

@@ -21,6 +21,7 @@ from redline.cli.main import app
 from redline.errors import UserError
 from redline.jobs import base
 from redline.recipe.load import load
+from several import run_ranks
 
 PACKAGE = Path(__file__).parents[2] / "examples/classifier_job"
 SMALL = (
@@ -245,3 +246,43 @@ def test_a_plan_of_a_job_of_redline_reads_no_entry_points_and_imports_no_other_j
     assert "torch" not in modules
     assert "causal_lm" in modules
     assert not any(name in modules for name in ("finetune", "latent_prefix", "diffusion"))
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_its_model_is_sharded_though_the_job_knows_nothing_of_it(
+    recipe: str, rows: Path, tmp_path: Path, precision: str
+) -> None:
+    import numpy as np
+    import torch
+
+    from redline.hardware.machine import Machine
+    from redline.jobs.objective import job_runtime
+    from redline.recipe.resolve import resolve
+    from redline.training.distributed import SINGLE_PROCESS, Ranks
+    from redline.training.parallel import build_parallel
+
+    words = (f"data.source={rows}", "parallel=fsdp", f"train.precision={precision}", "train.compile=false")
+    loaded = load(str(tmp_path / recipe), [*SMALL, *words]).recipe
+    data = job_runtime("classifier").load_data(loaded)
+
+    def norm(ranks: Ranks) -> float:
+        machine = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
+        resolved = resolve(loaded, machine, data.facts, gpus=ranks.size)
+        objective = job_runtime("classifier").create(resolved, data)
+        cpu = torch.device("cpu")
+        parallel = build_parallel(resolved.recipe.parallel, ranks, objective, cpu, restored=False)
+        share = 8 // ranks.size
+        parallel.begin_micro_batch(last=True)
+        batch = objective.batch(np.arange(ranks.rank * share, (ranks.rank + 1) * share))
+        sum(term.sum for term in objective.loss(batch).values()).backward()
+        parallel.end_backward()
+        return float(parallel.grad_norm([p.grad for p in parallel.parameters().values() if p.grad is not None]))
+
+    def write(ranks: Ranks) -> None:
+        (tmp_path / f"norm-{ranks.rank}").write_text(str(norm(ranks)))
+
+    alone = norm(SINGLE_PROCESS)
+    assert run_ranks(2, write, tmp_path / "logs") == [0, 0], (tmp_path / "logs/rank-0.log").read_text()
+    found = [float((tmp_path / f"norm-{rank}").read_text()) for rank in (0, 1)]
+    assert found == pytest.approx([alone] * 2, rel=1e-5 if precision == "fp32" else 2e-2)

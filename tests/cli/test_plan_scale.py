@@ -91,7 +91,7 @@ def test_a_mistake_is_a_sentence(words: tuple[str, ...], said: str) -> None:
 
 
 def test_a_world_size_that_does_not_fit_is_not_the_reference() -> None:
-    words = ("model.layers=72", "model.d_model=4096", "model.heads=32", "model.d_ff=11008", "--gpu", "h100", "--gpus")
+    words = ("model.layers=96", "model.d_model=8192", "model.heads=64", "model.d_ff=22016", "--gpu", "h100", "--gpus")
     nowhere = planned("pretrain-350m", *words, "8")["scaling"]
     assert not any(row["fits"] for row in nowhere["rows"])
     assert nowhere["pays_up_to"] is None

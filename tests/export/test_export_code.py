@@ -160,6 +160,11 @@ def test_latent_prefix(world: Any, tiny_base: Path, tmp_path: Path, monkeypatch:
             written = wire.answer(name, frozen, theirs[name], tokens=8, seed=4, **how)
             tokenizer = objective.frozen[name].tokenizer
             assert [tokenizer.decode(one) for one in written] == [one.text for one in said]
+            asked = "Question: Which?\n"
+            again, question = sampler(objective.device, seed=4, **how), tokenizer.question(asked)
+            said = answer_from_latents(objective, name, ours[name], 8, again, [asked] * 2)
+            written = wire.answer(name, frozen, theirs[name], question=question, tokens=8, seed=4, **how)
+            assert [tokenizer.decode(one) for one in written] == [one.text for one in said]
     usage = (tmp_path / "out/README.md").read_text().split("```python\n")[1].split("```")[0]
     assert len(usage.strip().splitlines()) <= 10
 

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from redline.data.chat_template import ChatTokenizer, load_chat_tokenizer
 from redline.errors import UsageError, UserError
+from redline.evaluate.opened_run import open_run
 from redline.export import gguf_folder, llama_cpp
 from redline.export.folder import export_run
 from redline.export.gguf_file import _kind, _rope_factors, described
@@ -84,8 +85,11 @@ def test_a_tuned_chat_model(
 @pytest.mark.soak
 @needs_llama_cpp
 def test_every_shape_and_quantisation(tmp_path: Path) -> None:
-    """Greedy text is equal for 19 of 20 prompts in f16, 99 of 100 log-probabilities within 2e-2 (f16; SmolLM2: 5e-2)
-    and 1e-1 (q8_0; not SmolLM2, whose weights lose more than that in any arithmetic), and chats end as the run's do."""
+    """Greedy text is equal for 19 of 20 prompts in f16, and the chat model ends all of its answers.
+
+    Log-probabilities are within 2e-2 (f16) and 1e-1 (q8_0) for the small decoders. SmolLM2 loses more by the rounding
+    alone: its file in f32 is exact, and f16 and q8_0 lose what rounding redline's own decoder loses.
+    """
     out = tmp_path / "gguf.json"
     command = [
         sys.executable,
@@ -94,21 +98,26 @@ def test_every_shape_and_quantisation(tmp_path: Path) -> None:
         str(out),
         "--allow-dirty",
         "--quants",
-        "f16,q8_0,q4_k_m",
+        "f32,f16,q8_0,q4_k_m",
     ]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2])
-    rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 21
+    result = json.loads(out.read_text())
+    rows = result["rows"]
+    assert len(rows) == 32
     for row in rows:
         assert row["prompts"] == 20
-        if row["quant"] == "f16":
+        if row["quant"] in ("f32", "f16"):
             assert row["greedy_equal"] >= 19, row["name"]
-            assert row["logprob_difference_p99"] < (5e-2 if row["shape"] == "chat" else 2e-2), row["name"]
-        if row["quant"] == "q8_0" and row["shape"] != "chat":
-            assert row["logprob_difference_p99"] < 1e-1, row["name"]
+        most = {"f32": 5e-3, "f16": 2e-2, "q8_0": 1e-1}.get(row["quant"])
         if row["shape"] == "chat":
             assert row["chats_equal"] == 20
-            assert row["ended"] == row["ended_by_run"] or row["quant"] != "f16"
+            if row["quant"] in ("f32", "f16"):
+                assert row["ended"] == row["ended_by_run"] == 20
+        if row["shape"] in ("chat", "texts"):
+            rounded = {one["type"]: one["p99"] for one in result["rounding"] if one["rounded"] == "both"}
+            most = 2 * rounded[row["quant"]] if row["quant"] in rounded else most
+        if most is not None:
+            assert row["logprob_difference_p99"] < most, row["name"]
 
 
 @pytest.mark.soak
@@ -177,6 +186,9 @@ def test_an_adapter_without_its_base(base_of: Callable[..., Path], tuned: Callab
     with pytest.raises(UserError) as caught:
         export_run(run, None, tmp_path / "out", quant="f16")
     assert "--base" in str(caught.value.fix)
+    with pytest.raises(UserError) as caught:
+        open_run(run, None, writes_only=True, device="cpu")
+    assert "--base" in str(caught.value.fix), "chat, play, sample and eval say it too"
     assert export_run(run, None, tmp_path / "out", quant="q8_0", base=str(tmp_path / "moved"), verify=False).files
 
 
@@ -215,6 +227,59 @@ def test_a_full_disk_is_a_sentence(
     with pytest.raises(UserError, match="No space left on device"):
         export_run(run, None, tmp_path / "out", quant="f16", verify=False)
     assert sorted(tmp_path.iterdir()) == before
+
+
+@needs_llama_cpp
+def test_what_llama_cpp_refuses_is_a_sentence(
+    trained: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads go on after an error, so the process must not wait for them. A proxy is not asked."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    run, _ = trained()
+    file = tmp_path / "out/model-f16.gguf"
+    export_run(run, None, file.parent, quant="f16", verify=False)
+    request = {"file": str(file), "context": 32, "threads": 1, "texts": [], "chats": [], "prompts": [[65, 66]]}
+    request |= {"tokens": 2, "top": 1, "cache": "f32"}
+    assert len(llama_cpp._ask(request, file)["continuations"][0]["tokens"]) == 2
+    with pytest.raises(UserError, match="refuses a request"):
+        llama_cpp._ask({**request, "prompts": [[999_999]]}, file)
+    with pytest.raises(UserError, match="stopped with code 1"):
+        llama_cpp._ask({key: value for key, value in request.items() if key != "top"}, file)
+
+
+EXPORT_AND_WAIT = """
+import sys, time
+from pathlib import Path
+import gguf
+from redline.export.folder import export_run
+written = gguf.GGUFWriter.write_tensor_data
+def write_and_wait(self, *args, **kwargs):
+    written(self, *args, **kwargs)
+    for file in self.fout:
+        file.flush()
+    print("a tensor is on disk", flush=True)
+    time.sleep(600)
+gguf.GGUFWriter.write_tensor_data = write_and_wait
+export_run(Path(sys.argv[1]), None, Path(sys.argv[2]), quant="f16", verify=False)
+"""
+
+
+def test_a_killed_export_leaves_nothing_that_looks_like_one(trained: Callable[..., Any], tmp_path: Path) -> None:
+    run, _ = trained()
+    place, scratch = tmp_path / "exports", tmp_path / "tmp"
+    place.mkdir()
+    scratch.mkdir()
+    command = [sys.executable, "-c", EXPORT_AND_WAIT, str(run), str(place / "out")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline(), "it was killed while it wrote"
+        process.kill()
+    assert list(place.rglob("*.gguf")), "half a file was there"
+    assert not (place / "out").exists()
+    assert not list(scratch.iterdir())
+    assert export_run(run, None, place / "out", quant="f16", verify=False).files
+    assert [path.name for path in place.iterdir()] == ["out"], "what was left is removed by the next export"
 
 
 # --- parts

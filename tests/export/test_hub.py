@@ -113,7 +113,9 @@ def test_refusals_are_sentences(hub: FakeHub, folder: Path, monkeypatch: pytest.
         push(folder, "me/model", public=False, message="x")
 
 
-def test_the_command_lists_then_pushes_and_resumes(hub: FakeHub, trained: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_command_lists_then_pushes_and_resumes(
+    hub: FakeHub, trained: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from redline.cli.main import app
 
     run, _ = trained("model.qk_norm=false")
@@ -127,6 +129,11 @@ def test_the_command_lists_then_pushes_and_resumes(hub: FakeHub, trained: Callab
     listed = json.loads(call("--dry-run").stdout)["pushed"]
     assert listed["files"].keys() >= {"model.safetensors", "README.md", "config.json"}
     assert not hub.requests
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    early = CliRunner().invoke(app, ["export", str(run), "--out", str(tmp_path / "early"), "--push", "me/model"])
+    assert early.exit_code != 0
+    assert not (tmp_path / "early").exists(), "what a push lacks is said before anything is exported"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     hub.faults = [("commit/main", 500)] * 100
     assert call().exit_code != 0
     hub.faults = []

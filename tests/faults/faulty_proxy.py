@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections import Counter
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -28,6 +29,7 @@ class FaultyProxy:
         handler = type("Handler", (_Handler,), {"proxy": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
+        self._server.handle_error = lambda request, address: None  # type: ignore[method-assign] # clients are killed
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
@@ -39,6 +41,9 @@ class FaultyProxy:
             kind = self._random.choice(self.kinds)
             self.faults[kind] += 1
             return kind
+
+    def reseed(self, seed: int) -> None:
+        self._random.seed(seed)
 
     def close(self) -> None:
         self._server.shutdown()
@@ -78,8 +83,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body if sent is None else sent)
 
-    def _refuse(self, status: int, code: str, text: str) -> None:
-        self._answer(status, [("Content-Type", "application/xml")], _ERROR.format(code=code, text=text).encode())
+    def _refuse(self, status: int, code: str, text: str, date: str | None = None) -> None:
+        headers = [("Content-Type", "application/xml"), ("Date", date or formatdate(usegmt=True))]
+        body = b"" if self.command == "HEAD" else _ERROR.format(code=code, text=text).encode()
+        self._answer(status, headers, body)
 
     def _handle(self) -> None:
         body, fault = self._body(), self.proxy.choose()
@@ -91,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(503, "SlowDown", "Please reduce your request rate.")
         if fault == "clock":
             text = "The difference between the request time and the current time is too large."
-            return self._refuse(403, "RequestTimeTooSkewed", text)
+            return self._refuse(403, "RequestTimeTooSkewed", text, formatdate(time.time() + 3600, usegmt=True))
         if fault == "slow":
             time.sleep(0.5)
         if fault == "partial upload" and self.command == "PUT":

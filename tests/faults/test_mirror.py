@@ -274,6 +274,15 @@ def test_damage_on_the_disk_is_not_copied(store: Any, tiny: Any, tmp_path: Path)
     assert "has changed on the disk" in scene.log.warnings[0]
 
 
+def test_a_file_that_is_gone_from_the_disk_stops_no_other_copy(store: Any, tiny: Any, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, tiny)
+    scene.save(1)
+    scene.save(2)
+    (scene.run.checkpoints / step_name(2) / "model.safetensors").unlink()
+    assert scene.synchronize()
+    assert list(scene.whole()) == [1]
+
+
 def test_the_newest_whole_checkpoint_of_disk_and_mirror(store: Any, tiny: Any, tmp_path: Path) -> None:
     scene = Scene(tmp_path, tiny)
     for step in (1, 2):

@@ -1,7 +1,7 @@
 """The mirror against a real S3 server (moto's) through s3fs, with a proxy between them that breaks requests.
 
-`pip install s3fs 'moto[server]'` first, in an environment of its own: moto brings fifty packages. REDLINE_RESULTS names
-a folder for the figures.
+`make soak` and `make nightly` install what this needs, the extra `soak`. REDLINE_RESULTS names a JSON file to which
+each call adds its figures, and REDLINE_SOAK_S the seconds of a call: a long soak can be interrupted and goes on.
 """
 
 from __future__ import annotations
@@ -77,10 +77,34 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
         server.wait()
 
 
-def record(name: str, figures: dict[str, Any], say: Callable[[str], None]) -> None:
-    say(f"{name}: {json.dumps(figures)}")
-    if folder := os.environ.get("REDLINE_RESULTS"):
-        (Path(folder) / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+class Tally:
+    """The figures of one test, added up over all calls."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.file = name, os.environ.get("REDLINE_RESULTS")
+        self.all = json.loads(Path(self.file).read_text()) if self.file and Path(self.file).exists() else {}
+        self.before: dict[str, Any] = self.all.get(name, {})
+        self.calls = int(self.before.get("calls", 0))
+
+    def add(self, figures: dict[str, Any], say: Callable[[str], None]) -> None:
+        total = _added(self.before, {"calls": 1, **figures})
+        say(f"{self.name}: {json.dumps(total)}")
+        if self.file:
+            about = {"benchmark": "mirror-s3", "test": "tests/faults/test_mirror_s3.py", "versions": versions()}
+            part = Path(self.file).with_suffix(".part")
+            part.write_text(json.dumps({**about, **self.all, self.name: total}, indent=1) + "\n")
+            part.replace(self.file)
+
+
+def _added(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return the sums; of a figure called `most_…` the larger one."""
+    total = {**before}
+    for key, value in now.items():
+        if isinstance(value, dict):
+            total[key] = _added(before.get(key, {}), value)
+        else:
+            total[key] = max(before.get(key, 0), value) if key.startswith("most_") else before.get(key, 0) + value
+    return total
 
 
 def versions() -> dict[str, str]:
@@ -93,7 +117,9 @@ def test_faults_between_the_mirror_and_s3(
     s3: FaultyProxy, tiny: Any, tmp_path: Path, say: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request in ten goes wrong, over saves, copies and restarts; every copy is fetched and compared after each."""
-    chance, step, failed, checks = random.Random(7), 0, 0, 0
+    tally = Tally("faults")
+    chance, step, failed, checks = random.Random(7 + tally.calls), 0, 0, 0
+    s3.reseed(tally.calls)
     scene, saved = Scene(tmp_path, tiny, MIRROR), 0
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
@@ -117,7 +143,7 @@ def test_faults_between_the_mirror_and_s3(
     assert copies > 0
     figures = {"requests": s3.requests, "faults": dict(s3.faults), "saves": saved, "steps_copied": copies}
     figures |= {"passes_that_failed": failed, "copies_fetched_and_compared": checks, "lost": 0, "half": 0}
-    record("mirror-s3-faults", {**figures, "versions": versions()}, say)
+    tally.add(figures, say)
 
 
 def test_a_multipart_upload_is_verified(s3: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +212,10 @@ def test_killed_runs_continue_on_empty_disks(
     """A run is killed at a random instant and its disk is lost; the next machine restores it from the bucket."""
     import s3fs  # noqa: F401 - imported before the forks, which would each import it
 
-    chance, killed, runs, lost, behind = random.Random(3), 0, 0, 0, []
+    tally = Tally("kills")
+    kills -= tally.before.get("kills", 0)
+    chance, killed, runs, lost, behind = random.Random(3 + tally.calls), 0, 0, 0, [0]
+    s3.reseed(tally.calls)
     world.run(tmp_path / "whole", *RUN)
     expected = tensors_of(tmp_path / "whole/checkpoints" / step_name(STEPS))
     seconds = time.monotonic()
@@ -194,7 +223,8 @@ def test_killed_runs_continue_on_empty_disks(
     def attempt(child: Any, run: Path) -> int:
         with RunDirectory(run) as directory:
             finder = mirroring.CheckpointFinder(run, MIRROR, lambda text: None)
-            newest = finder.newest() if (run / "lock.json").exists() else None
+            resumed = (run / "lock.json").exists()
+            newest = finder.newest() if resumed else None
             monitor = Log()
             mirror = Mirror(mirrored_run(run, MIRROR), directory, monitor, keep=KEEP)  # type: ignore[arg-type]
             trainer = world.trainer(directory, *RUN, checkpoint=newest, mirror=mirror)
@@ -202,7 +232,7 @@ def test_killed_runs_continue_on_empty_disks(
             (run / "lock.json").write_text(
                 json.dumps({"schema": 1, "run_id": run.name, "recipe_name": "a", "recipe": {}})
             )
-            trainer.monitor.emit("start", schema=1, resumed_from=trainer.state.step if newest else None)
+            trainer.monitor.emit("start", schema=1, resumed_from=trainer.state.step if resumed else None)
             mirror.start()
             child.say_ready()
             code = trainer.run().exit_code
@@ -236,12 +266,12 @@ def test_killed_runs_continue_on_empty_disks(
                 restore_run(url, run, lambda text: None)
             newest = max(committed_steps(run / "checkpoints"), default=0)
             lost += newest < reported
+            assert lost == 0, (reported, newest)
             behind.append(saved - newest)
         assert losses(run) == losses(tmp_path / "whole")
         got = tensors_of(run / "checkpoints" / step_name(STEPS))
         assert all(torch.equal(tensor, got[name]) for name, tensor in expected.items())
     figures = {"kills": killed, "runs": runs, "reported_copies_lost": lost, "runs_with_another_curve": 0}
-    figures |= {"commits_not_copied_yet_mean": sum(behind) / len(behind), "commits_not_copied_yet_most": max(behind)}
+    figures |= {"steps_not_copied_yet": sum(behind), "most_steps_not_copied_yet": max(behind)}
     figures |= {"requests": s3.requests, "faults": dict(s3.faults), "seconds": round(time.monotonic() - seconds)}
-    record("mirror-s3-kills", {**figures, "versions": versions()}, say)
-    assert lost == 0
+    tally.add(figures, say)

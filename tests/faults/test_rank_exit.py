@@ -25,10 +25,12 @@ def busy_core() -> Iterator[None]:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("busy_core")
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp"])
 @pytest.mark.parametrize("launcher", ["gpus", "torchrun"])
 def test_no_finished_run_ends_with_an_error(world: Any, tmp_path: Path, mode: str, launcher: str) -> None:
     options = (*world.tiny, f"data.source={world.corpus}", "train.steps=2", f"parallel.mode={mode}")
+    if mode == "hsdp":
+        options += ("parallel.shard_size=1",)
     words = ["train", "quickstart", *options]
     command = ["-m", "redline", *words, "--gpus", "2"] if launcher == "gpus" else [*TORCHRUN, "redline", *words]
     failed = []

@@ -1,4 +1,4 @@
-"""NCCL, DDP and FSDP2 on one GPU: a world of size 1 makes the same calls as a larger one."""
+"""NCCL, DDP, FSDP2 and HSDP on one GPU: a world of size 1 makes the same calls as a larger one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,20 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-GPU = ("train.device=cuda", "model.d_model=128", "data.seq_len=64", "train.steps=6", "train.lr=1e-3")
+GPU = (
+    "train.device=cuda",
+    "model.d_model=128",
+    "data.seq_len=64",
+    "train.steps=6",
+    "train.lr=1e-3",
+    "train.micro_batch=2",
+)
+MODES = {
+    "ddp": ("parallel.mode=ddp",),
+    "rows": ("parallel.mode=fsdp", "parallel.accumulate=sharded"),
+    "whole": ("parallel.mode=fsdp", "parallel.accumulate=whole"),
+    "groups": ("parallel.mode=hsdp", "parallel.shard_size=1"),
+}
 NCCL = """
 import sys
 import torch.distributed as dist
@@ -75,28 +88,28 @@ def machine() -> Any:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_world_of_one_has_the_curve_of_a_single_process(
     world: Any, tmp_path: Path, machine: Any, mode: str, optimizer: str
 ) -> None:
     options = ("train.precision=fp32", f"train.optimizer={optimizer}", "train.ema=0.9")
     world.run(tmp_path / "one", *GPU, *options, machine=machine)
-    run = train(world, tmp_path / "group", *options, f"parallel.mode={mode}")
+    run = train(world, tmp_path / "group", *options, *MODES[mode])
     tolerance = (
         5e-3 if optimizer == "muon" else 1e-4
     )  # Muon multiplies in bf16, and each process may choose other kernels
     assert losses(run) == pytest.approx(losses(tmp_path / "one"), abs=tolerance)
     newest = newest_valid(run / "checkpoints")
     assert newest is not None
-    assert (newest / "model.index.json").exists() == (mode == "fsdp")
+    assert (newest / "model.index.json").exists() == (mode != "ddp")
     expected = read_tensors(tmp_path / "one/checkpoints" / newest.name, "model")
     for name, tensor in read_tensors(newest, "model").items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=2 * tolerance)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_compiled_bf16_run_is_resumed(world: Any, tmp_path: Path, mode: str) -> None:
-    options = ("train.precision=bf16", "train.compile=true", f"parallel.mode={mode}", "checkpoint.every=3")
+    options = ("train.precision=bf16", "train.compile=true", *MODES[mode], "checkpoint.every=3")
     run = train(world, tmp_path / "run", *options, "train.steps=3")
     train(world, run, arguments=("--resume", str(run), "train.steps=6"))
     found = losses(run)

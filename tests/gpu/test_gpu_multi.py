@@ -22,7 +22,21 @@ pytestmark = [
     pytest.mark.multi,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
 ]
-GPU = ("train.device=cuda", "model.d_model=128", "data.seq_len=64", "train.lr=1e-3", "train.precision=fp32")
+GPU = (
+    "train.device=cuda",
+    "model.d_model=128",
+    "data.seq_len=64",
+    "train.lr=1e-3",
+    "train.precision=fp32",
+    "train.micro_batch=2",
+)
+MODES = {
+    "ddp": ("parallel.mode=ddp",),
+    "rows": ("parallel.mode=fsdp", "parallel.accumulate=sharded"),
+    "whole": ("parallel.mode=fsdp", "parallel.accumulate=whole"),
+    "one group": ("parallel.mode=hsdp", "parallel.shard_size=2"),
+    "two groups": ("parallel.mode=hsdp", "parallel.shard_size=1"),
+}
 STEPS = 600  # long enough to be interrupted
 
 
@@ -47,22 +61,22 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", MODES)
 def test_two_gpus_have_the_curve_of_one(world: Any, tmp_path: Path, mode: str, optimizer: str) -> None:
     options = (f"train.optimizer={optimizer}", "train.steps=8")
     train(world, tmp_path / "one", *options, gpus=1)
-    printed = train(world, tmp_path / "two", *options, f"parallel.mode={mode}")
+    printed = train(world, tmp_path / "two", *options, *MODES[mode])
     assert "NCCL version" in printed
     tolerance = 5e-3 if optimizer == "muon" else 1e-4  # Muon multiplies in bf16
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=tolerance)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_run_changes_from_two_gpus_to_one_and_back(world: Any, tmp_path: Path, mode: str) -> None:
     train(world, tmp_path / "one", "train.steps=9", gpus=1)
     for steps, gpus in ((3, 2), (6, 1), (9, 2)):
-        kind = mode if gpus > 1 else "auto"
-        train(world, tmp_path / "run", f"train.steps={steps}", f"parallel.mode={kind}", gpus=gpus)
+        kind = MODES[mode] if gpus > 1 else ("parallel.mode=auto",)
+        train(world, tmp_path / "run", f"train.steps={steps}", *kind, gpus=gpus)
     assert losses(tmp_path / "run")[:3] == pytest.approx(losses(tmp_path / "one")[:3], abs=1e-4)
     assert len(losses(tmp_path / "run")) == 9
 

@@ -170,6 +170,7 @@ def test_names_for_kubernetes() -> None:
     assert kubernetes_name("My_recipe.v2") == "my-recipe-v2"
     assert len(kubernetes_name("a" * 90)) == 50
     assert kubernetes_name("…") == "redline"
+    assert kubernetes_name("350m") == "run-350m", "the name of a service begins with a letter"
 
 
 @pytest.fixture
@@ -218,6 +219,7 @@ def test_submitting_without_the_tool_names_the_command(typed: Any, tmp_path: Pat
     "words",
     [
         ("--to", "k8s"),
+        ("--to", "k8s", "--image", "a", "checkpoint.mirror=file:///tmp"),
         ("--to", "k8s", "--image", "a", "--volume", "a:/b", "--time", "3h"),
         ("--to", "k8s", "--image", "a", "--volume", "a:/b", "--spot"),
         ("--to", "skypilot", "--image", "a", "--volume", "a:/b", "--partition", "p"),

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from redline.models import decoder
-from redline.models.decoder import fill_normal
+from redline.models.decoder import fill_normal, tensor_seeds
 
 
 def filled(seed: int, count: int = 11) -> list[torch.Tensor]:
     """Return tensors of different sizes; tensor n has standard deviation 0.02·n."""
     tensors = [torch.empty(40 + n, 30) for n in range(count)]
-    fill_normal([(tensor, 0.02 * n) for n, tensor in enumerate(tensors)], torch.Generator().manual_seed(seed))
+    seeds = tensor_seeds(len(tensors), torch.Generator().manual_seed(seed))
+    fill_normal([(tensor, 0.02 * n) for n, tensor in enumerate(tensors)], seeds)
     return tensors
 
 

@@ -18,9 +18,9 @@ from redline.planning.communication import (
     Volume,
     ddp_volume,
     exposed_seconds,
-    fsdp_volume,
-    padded_bytes,
+    sharded_volume,
 )
+from redline.planning.shards import Sharded, Units
 from redline.recipe.forecast import ProbeResult, Scaling, forecast, scaling, worlds
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, Resolved, resolve
@@ -76,8 +76,16 @@ def test_exposed_time_is_part_of_all_communication(
     size: float, gpus: int, nodes: int, micro: float, micros: int
 ) -> None:
     fabric = Fabric(gpus, nodes, 450e9, 50e9)
-    sharded = {"blocks": size, "root": size / 9, "gradients": size, "layers": 5, "micros": micros}
-    volumes = [ddp_volume(size), fsdp_volume(**sharded), fsdp_volume(**sharded, orthogonalised=size)]
+    units = Units(5, (Sharded(int(size) // 20 + 1, 1),), (Sharded(int(size) // 36 + 1, 1),))
+    sharded = {"ranks": gpus, "replicas": nodes, "micros": micros}
+    whole = {"ranks": gpus * nodes, "micros": micros, "whole": True}
+    volumes = [
+        ddp_volume(size),
+        sharded_volume(units, **sharded, whole=False),
+        sharded_volume(units, **sharded, whole=True),
+        sharded_volume(units, **whole),
+        sharded_volume(units, **whole, orthogonalised=size),
+    ]
     for volume in volumes:
         total, left = fabric.seconds(volume), exposed_seconds(volume, fabric, micro)
         assert total is not None
@@ -91,8 +99,8 @@ def test_exposed_time_is_part_of_all_communication(
 
 @given(rows=st.integers(1, 2000), columns=st.integers(1, 9), world=st.integers(1, 64))
 def test_padding_is_less_than_a_row_per_gpu(rows: int, columns: int, world: int) -> None:
-    padded = padded_bytes([(rows, columns)], world, 2)
-    assert 0 <= padded - 2 * rows * columns < 2 * world * columns
+    padded = Sharded(rows, columns).padded(world)
+    assert 0 <= padded - rows * columns < world * columns
     assert padded % world == 0
 
 
@@ -145,7 +153,7 @@ def test_shards_are_gathered_for_every_micro_batch() -> None:
         forecast(planned("h100", *small, f"parallel.mode={mode}", gpus=8)) for mode in ("ddp", "fsdp")
     )
     assert (replicated.mode, sharded.mode) == ("ddp", "fsdp")
-    assert sharded.volume.gathered > 4 * 2 * 4 * 298_844_160, "four micro-batches, each block twice"
+    assert sharded.volume.gathered > 4 * 2 * 2 * 298_844_160, "four micro-batches, each block twice, in bf16"
     assert sharded.volume.sent(8) > replicated.volume.sent(8)
 
 

@@ -19,13 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from redline.hardware.machine import Machine
 from redline.jobs.objective import job_runtime
-from redline.planning.communication import Volume, block_tensors, root_tensors
+from redline.planning.communication import Volume
+from redline.planning.shards import block_tensors, root_tensors
 from redline.recipe.forecast import forecast
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, Resolved, resolve
 from redline.training.distributed import Ranks
+from redline.training.fsdp import FSDP
 from redline.training.optim import Optimizer
-from redline.training.parallel import FSDP, parallelize
+from redline.training.parallel import parallelize
 
 FACTS = DataFacts(320, 10**6, 10**4, "", "bytes", "")
 CPU = Machine("cpu", "a CPU", 8 << 30, 2, cpu_flops=1e11)
@@ -116,7 +118,7 @@ def counted_step(resolved: Resolved) -> Callable[[int], dict[str, int]]:
     def action(rank: int) -> dict[str, int]:
         objective = built(resolved)
         ranks = Ranks(rank, resolved.batch.world, rank, joined=True)
-        parallel = parallelize(resolved.recipe.parallel.mode, ranks, objective)
+        parallel = parallelize(resolved.recipe.parallel, ranks, objective)
         assert isinstance(parallel, FSDP) == (resolved.recipe.parallel.mode == "fsdp")
         optimizer = Optimizer(parallel.groups(), resolved.recipe.train, parallel.make_muon)
         for _ in range(2):

@@ -16,8 +16,9 @@ from redline.kernels.attention import Attention, MaskSpec
 from redline.kernels.cross_entropy import linear_cross_entropy
 from redline.models.decoder import Decoder
 from redline.planning.flops import decoder_flops, mfu
-from redline.planning.memory import fsdp_rank_memory, training_memory
+from redline.planning.memory import training_memory
 from redline.planning.shapes import SIZES, DecoderShape, padded_vocab
+from redline.planning.shards import decoder_units, sharded_memory
 from redline.recipe.load import load
 from redline.recipe.resolve import DataFacts, resolve
 from redline.units import GIB
@@ -180,15 +181,21 @@ def test_a_checkpointed_block_keeps_no_cast_weights() -> None:
     assert stored - recomputed == spared > 12.5 * GIB
 
 
-def test_an_fsdp_rank_holds_unsharded_gradients_only_while_accumulating() -> None:
+def test_a_sharded_rank_holds_whole_gradients_only_if_it_sums_them_whole() -> None:
     shape = DecoderShape(32, 4096, 32, 8, 128, 14336, 128_256, tied=False)
     how: dict[str, Any] = {"tokens": 8192, "bytes_per_value": 2, "optimizer": "adamw", "ema": False}
-    parts = training_memory(shape, **how, checkpointing="full")
-    adding, once = (fsdp_rank_memory(parts, shape, 8, accumulates=accumulates) for accumulates in (True, False))
-    assert adding.gradients == 4 * shape.parameters
-    under_way = 2 * shape.layer_matmul_parameters + shape.parameters - shape.layers * shape.layer_matmul_parameters
-    assert once.gradients == 4 * (shape.parameters / 8 + under_way)
-    assert replace(adding, gradients=0.0) == replace(once, gradients=0.0)
+    parts, units = (
+        training_memory(shape, **how, checkpointing="full"),
+        decoder_units(shape, block_bytes=2, root_bytes=2),
+    )
+    whole, rows = (sharded_memory(parts, units, 8, whole=whole) for whole in (True, False))
+    assert whole.gradients > 4 * shape.parameters
+    assert rows.gradients < whole.gradients / 3
+    assert replace(whole, gradients=0.0) == replace(rows, gradients=0.0)
+    ranks = [sharded_memory(parts, units, count, whole=False) for count in (8, 16, 32)]
+    assert [parts.optimizer / one.optimizer for one in ranks] == [8, 16, 32]
+    under_way = ranks[0].gradients - 4 * shape.parameters / 8
+    assert [round(4 * shape.parameters / (one.gradients - under_way)) for one in ranks] == [8, 16, 32]
 
 
 @pytest.mark.parametrize(("precision", "share"), [("bf16", 1.0), ("fp8", 0.937), ("fp32", 1.0)])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.units import format_bytes, format_count, format_seconds, format_usd, parse_count, parse_hours
+from redline.units import format_bytes, format_count, format_gib, format_seconds, format_usd, parse_count, parse_hours
 
 
 @given(st.integers(0, 10**15))
@@ -95,3 +95,12 @@ def test_printed_seconds_are_within_their_last_digit(seconds: float) -> None:
 )
 def test_formatted_values(printed: str, expected: str) -> None:
     assert printed == expected
+
+
+@pytest.mark.parametrize(
+    ("gib", "text"),
+    [(103.95, "104.0 GiB"), (1.0, "1.0 GiB"), (0.31, "0.31 GiB"), (0.05, "51 MiB"), (0.0123, "13 MiB"),
+     (0.004, "4.1 MiB"), (0.0, "0 MiB")],
+)  # fmt: skip
+def test_memory_is_written_with_a_unit_that_does_not_round_it_away(gib: float, text: str) -> None:
+    assert format_gib(gib) == text

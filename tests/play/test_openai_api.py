@@ -1,4 +1,4 @@
-"""The API in OpenAI's form: raw requests here; the official client, if it is installed, in the long tests."""
+"""The API in OpenAI's form: raw requests, and the official client."""
 
 from __future__ import annotations
 
@@ -176,9 +176,8 @@ def address(models: dict[str, PlayModel]) -> Iterator[str]:
     yield from served(open_play_server(list(models.values()), "127.0.0.1", 0, guarded=True))
 
 
-@pytest.mark.soak
 def test_the_official_client(address: str) -> None:
-    openai = pytest.importorskip("openai", reason="pip install openai")
+    openai = pytest.importorskip("openai")
     page, _, token = address.partition("?token=")
     client = openai.OpenAI(base_url=f"{page}v1", api_key=token, max_retries=0)
     assert "chat" in [model.id for model in client.models.list()]

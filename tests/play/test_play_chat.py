@@ -40,7 +40,7 @@ class Typed:
 def talk(sides: list[Side], *lines: str | BaseException, how: Sampling = HOW) -> tuple[str, Conversation]:
     out = io.StringIO()
     conversation = Conversation(sides, how, out)
-    converse(conversation, read=Typed(*lines))
+    assert converse(conversation, read=Typed(*lines)) == ("redline: " not in out.getvalue())
     return out.getvalue(), conversation
 
 
@@ -115,11 +115,43 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
     assert closed == ["First?", "Second?"]
 
 
+def test_ctrl_c_ends_a_conversation_that_is_read_from_a_file(
+    models: dict[str, PlayModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def interrupted(self: Any, ask: Ask, how: Sampling) -> Iterator[Event]:
+        asked.append(ask.text)
+        yield Token("x", "half an")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PlayModel, "stream", interrupted)
+    for lines in (("First?", "Second?"), (KeyboardInterrupt(), "Second?")):
+        out = io.StringIO()
+        conversation = Conversation([Side(models["chat"], "chat")], HOW, out)
+        with pytest.raises(KeyboardInterrupt):
+            converse(conversation, interactive=False, read=Typed(*lines))
+    assert asked == ["First?"]
+
+
+def test_a_conversation_is_saved_without_harm(models: dict[str, PlayModel], tmp_path: Path) -> None:
+    """A last row without its line break stays a row of its own; what is no text is not touched."""
+    rows, other = tmp_path / "rows.jsonl", tmp_path / "model.bin"
+    rows.write_text('{"messages": []}')
+    other.write_bytes(b"\xff\xfe")
+    text, _ = talk([Side(models["chat"], "chat")], "One?", f"/save {rows}", f"/save {other}", f"/save {tmp_path}")
+    assert [len(json.loads(line)["messages"]) for line in rows.read_text().splitlines()] == [0, 2]
+    assert other.read_bytes() == b"\xff\xfe"
+    assert text.count("Name another file after /save") == 2
+
+
 def test_a_line_may_go_on_and_an_error_ends_only_its_answer(models: dict[str, PlayModel]) -> None:
     side = Side(models["chat"], "chat")
     text, _ = talk([side], "stone " * 400, "one\\", "two")
     assert "redline: the prompt has" in text
     assert side.turns[0].content == "one\ntwo"
+    talk([side], "\udcff\\")
+    assert side.turns[2].content == "?", "the file's last line goes on, and is no UTF-8"
     text, _ = talk([Side(models["chat"], "chat")], "x", how=Sampling(1, 1, 1, 1.0))
     assert "(cut at 1 tokens)" in text
 
@@ -167,5 +199,6 @@ def test_the_command_reads_lines(models: dict[str, PlayModel], monkeypatch: pyte
     words = ["chat", "runs/chat", "--beside", "base", "--tokens", "3", "--system", "Be brief."]
     done = CliRunner().invoke(app, words, input="What?\n/help\n")
     assert done.exit_code == 0, done.output
-    assert opened == ["runs/chat", base_of(models["chat"])]
+    assert CliRunner().invoke(app, words, input="stone " * 400).exit_code == 1
+    assert opened[:2] == ["runs/chat", base_of(models["chat"])]
     assert "/reset" in done.output

@@ -129,6 +129,10 @@ def test_an_oversized_request_is_refused_unread(own: Client, path: str) -> None:
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         {"fields": "x"},
         {"other": 1},
+        {"model": []},
+        {"model": None},
+        {"panel": {}},
+        {"choices": {"sampler": []}, "model": "blocks", "panel": "denoise"},
     ],
 )
 def test_a_request_out_of_bounds_is_refused(own: Client, change: dict[str, Any]) -> None:
@@ -257,25 +261,29 @@ def address(models: dict[str, PlayModel]) -> Iterator[str]:
     yield from served(open_play_server(list(models.values()), "127.0.0.1", 0, guarded=False))
 
 
+@pytest.mark.parametrize("path", ["/api/stream", "/v1/completions"])
 def test_closing_the_connection_cancels(
-    address: str, models: dict[str, PlayModel], monkeypatch: pytest.MonkeyPatch
+    address: str, models: dict[str, PlayModel], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
+    """An answer that is sent whole writes nothing before its end, so it has to look at the connection."""
     work = Slow()
     monkeypatch.setattr(type(models["text"]), "stream", lambda self, ask, how: work())
     host = address.removeprefix("http://").strip("/")
     connection = http.client.HTTPConnection(host, timeout=30)
-    connection.request("POST", "/api/stream", json.dumps(body()), {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    assert b"waiting" in answer.read1(1000)
+    asked = body() if path == "/api/stream" else {"model": "text", "prompt": "x"}
+    connection.request("POST", path, json.dumps(asked), {"Content-Type": "application/json"})
+    if path == "/api/stream":
+        answer = connection.getresponse()
+        assert b"waiting" in answer.read1(1000)
+        answer.close()
     assert work.begun.wait(20)
-    answer.close()
     connection.close()
     assert work.closed.wait(20)
 
 
 def test_a_taken_port_is_one_sentence(address: str, models: dict[str, PlayModel]) -> None:
     port = int(address.rstrip("/").rpartition(":")[2])
-    with pytest.raises(UserError, match=r"in use.*--port"):
+    with pytest.raises(UserError, match=r"\(Address already in use\).*--port"):
         open_play_server(list(models.values()), "127.0.0.1", port, guarded=False)
 
 

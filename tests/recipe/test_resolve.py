@@ -37,7 +37,9 @@ def test_no_auto_is_left_and_each_choice_has_a_reason(name: str, machine: Machin
     own = load(name).recipe.model.vocab  # of a base that is stated
     plan = resolved(name=name, machine=machine, data=DATA if own == AUTO else replace(DATA, vocab_size=own))
     left = {key for key, value in flatten(plan.recipe.model_dump()) if value == AUTO}
-    assert left <= {"model.attention", "train.fp8"}, "which are measured when the model is built"
+    measured, of_shards = {"model.attention", "train.fp8"}, {"parallel.shard_size", "parallel.accumulate"}
+    assert left <= measured | of_shards, "measured when the model is built; read by shards only"
+    assert plan.recipe.parallel.mode == "ddp"
     assert all(len(choice.reason) > 3 for choice in plan.choices)
     flat = dict(flatten(plan.recipe.model_dump()))
     assert {c.key: c.value for c in plan.choices} == {c.key: flat[c.key] for c in plan.choices}

@@ -67,6 +67,22 @@ def test_slow_data_and_heat_are_reported(running: Any) -> None:
     assert "heat or the power supply" in health
 
 
+def test_a_run_that_lacks_cpu_time_is_told_so(running: Any) -> None:
+    def health(share: float) -> dict[str, str]:
+        answers: dict[str, str] = running([start(), *(step(n, cpu_share=share) for n in range(1, 30))])["answers"]
+        return answers
+
+    assert health(0.4)["mood"] == "careful"
+    assert "40 %" in health(0.4)["health"]
+    assert health(0.95)["mood"] == "good"
+
+
+def test_a_speed_that_changes_is_reported_beside_that_of_the_run(running: Any) -> None:
+    slower = [step(n, tokens_per_s=285_000.0 if n < 80 else 90_000.0) for n in range(1, 101)]
+    assert running([start(), *slower])["answers"]["fast"].endswith("; 90k in the last log lines")
+    assert "log lines" not in running(GOING)["answers"]["fast"]
+
+
 def test_a_run_without_events_hangs_if_its_lock_is_held_and_has_crashed_otherwise(running: Any, tmp_path: Path) -> None:
     held = running(GOING, now=NOW + 300)
     assert "No event for 5m02s" in held["answers"]["health"]

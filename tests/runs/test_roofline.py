@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+import live_logs
 import pytest
 
 from redline.hardware.machine import Machine
@@ -97,6 +98,21 @@ def test_the_limit_of_a_step_is_found_and_described(fields: dict[str, Any], kind
     assert found.limit is not None
     assert found.limit.kind is kind
     assert words in limit_sentences(found)[-1]
+
+
+def test_a_run_that_lacks_cpu_time_is_told_so(tmp_path: Path) -> None:
+    starved, busy = (analyse(lines(cpu_share=share), {}, {}) for share in (0.45, 0.93))
+    assert starved.limit is not None
+    assert (starved.limit.kind, starved.limit.cpu_share) == (LimitKind.CPU_TIME, 0.45)
+    assert "45%" in limit_sentences(starved)[-1]
+    assert busy.limit is not None
+    assert busy.limit.kind is LimitKind.KERNELS
+    assert "93%" in limit_sentences(busy)[-1]
+    steps = [live_logs.step(number, cpu_share=0.45, data_wait_ms=0.0) for number in range(1, 9)]
+    run = live_logs.write_run(tmp_path / "run", [live_logs.start(), *steps])
+    data = report_data(run)
+    assert "CPU time" in data["verdict"]
+    assert any("OMP_NUM_THREADS" in sentence for sentence in data["roofline"]["sentences"])
 
 
 def test_a_step_near_the_best_kernels_is_limited_by_their_rates() -> None:

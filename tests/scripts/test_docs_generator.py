@@ -38,6 +38,7 @@ def test_a_stale_page_is_found(
 ) -> None:
     written = {tmp_path / path.name: text for path, text in docs.generated_files().items()}
     monkeypatch.setattr(docs, "generated_files", lambda: written)
+    monkeypatch.setattr(docs, "pages", list)
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["docs.py", "--check"])
     assert docs.main() == 1

@@ -62,6 +62,34 @@ def test_the_number_of_ranks_does_not_change_the_curve(
         assert losses(run) == pytest.approx(alone, abs=1e-5), size
 
 
+MODES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "ddp": (4, ("parallel.mode=ddp",)),
+    "rows": (2, ("parallel.mode=fsdp", "parallel.accumulate=sharded")),
+    "whole": (4, ("parallel.mode=fsdp", "parallel.accumulate=whole")),
+    "groups": (4, ("parallel.mode=hsdp", "parallel.shard_size=2", "parallel.accumulate=sharded")),
+    "groups, whole": (4, ("parallel.mode=hsdp", "parallel.shard_size=2", "parallel.accumulate=whole")),
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_mode_trains_every_job_to_the_same_curve(
+    several: Several, job: str, tiny_base: Path, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses and gradient norms of copies, shards and groups of shards are those of one process within 1e-5."""
+    if job == "tuned":
+        Tuning(several.world, tiny_base, answers, tmp_path)
+    if job == "latents":
+        bases = [tiny_base, other_base(tmp_path / "other")]
+        Latents(several.world, bases, write_rows(tmp_path / "rows.jsonl"), tmp_path)
+    options = (*JOBS[job], *(() if job == "tuned" else ("train.micro_batch=1",)), "train.steps=3")
+    alone = np.array(curve(several.run(tmp_path / "1", 1, *options)))
+    for mode, (size, how) in MODES.items():
+        if job == "latents":
+            monkeypatch.setenv("REDLINE_CACHE", str(tmp_path / f"cache-{mode}"))
+        found = np.array(curve(several.run(tmp_path / mode, size, *options, *how)))
+        assert found == pytest.approx(alone, rel=1e-5, abs=1e-5), mode
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon"])
 def test_fsdp_ddp_and_one_process_learn_the_same(several: Several, tmp_path: Path, optimizer: str) -> None:
     """Compares weights, averages and losses, with accumulation, of a model whose rows are not divisible by 3."""
@@ -80,13 +108,14 @@ def test_fsdp_ddp_and_one_process_learn_the_same(several: Several, tmp_path: Pat
                 torch.testing.assert_close(got[name], tensor, rtol=2e-4, atol=2e-5, msg=f"{other}/{stem}/{name}")
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", MODES)
 def test_restarts_with_as_many_ranks_are_bitwise(several: Several, tmp_path: Path, mode: str) -> None:
-    options = (*TEXT, f"parallel.mode={mode}", "model.dropout=0.1", "train.ema=0.9")
-    several.run(tmp_path / "whole", 2, *options)
-    several.run(tmp_path / "parts", 2, *options, prepare=lambda t: stop_at(t, 3))
+    size, how = MODES[mode]
+    options = (*TEXT, *how, "train.micro_batch=1", "model.dropout=0.1", "train.ema=0.9")
+    several.run(tmp_path / "whole", size, *options)
+    several.run(tmp_path / "parts", size, *options, prepare=lambda t: stop_at(t, 3))
     assert read_state(newest_valid(tmp_path / "parts/checkpoints"))["step"] == 3
-    several.run(tmp_path / "parts", 2, *options, resume=True)
+    several.run(tmp_path / "parts", size, *options, resume=True)
     assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
     for stem in ("model", "ema", "optimizer"):
         expected, got = (read_tensors(newest_valid(tmp_path / r / "checkpoints"), stem) for r in ("whole", "parts"))
@@ -107,8 +136,8 @@ def stop_at(trainer: Any, step: int, rank: int = 1) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_fsdp_resumes_with_fewer_and_with_more_ranks(several: Several, tmp_path: Path, optimizer: str) -> None:
-    """2 → 1 → 3 → 2 ranks: each resumes where the others stopped, from sharded and single-file checkpoints."""
+def test_shards_resume_with_fewer_and_with_more_ranks(several: Several, tmp_path: Path, optimizer: str) -> None:
+    """2 → 1 → 3 → 2·2 ranks: each resumes where the others stopped, from sharded and single-file checkpoints."""
     options = (
         *TEXT[:-1],
         f"train.optimizer={optimizer}",
@@ -118,12 +147,13 @@ def test_fsdp_resumes_with_fewer_and_with_more_ranks(several: Several, tmp_path:
     )
     alone = losses(several.run(tmp_path / "alone", 1, *options, "train.steps=8"))
     run = tmp_path / "run"
-    for size, stop in ((2, 2), (1, 4), (3, 6), (2, 8)):
-        fsdp = () if size == 1 else ("parallel.mode=fsdp",)
+    for size, stop in ((2, 2), (1, 4), (3, 6), (4, 8)):
+        fsdp = ("parallel.mode=hsdp", "parallel.shard_size=2") if size == 4 else ("parallel.mode=fsdp",)
         steps = ("train.steps=8",)
         if size == 1:
             several.world.run(run, *options, *steps, resume=True, stop_at=stop)
         else:
+            options = (*options, "train.micro_batch=1") if size == 4 else options
             several.run(run, size, *options, *steps, *fsdp, resume=stop > 2, prepare=lambda t, s=stop: stop_at(t, s, 0))
         newest = newest_valid(run / "checkpoints")
         assert newest is not None

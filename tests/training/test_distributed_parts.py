@@ -61,8 +61,9 @@ def test_a_bad_step_on_one_rank_is_skipped_on_all(several: Several, tmp_path: Pa
 
 
 def test_traffic_of_a_step(several: Several, tmp_path: Path) -> None:
-    """DDP sends each gradient once per step, FSDP gathers in each micro-batch and scatters once per step."""
-    for mode in ("ddp", "fsdp"):
+    """DDP sends each gradient once per step; FSDP gathers in each micro-batch, and scatters once or in each of them."""
+    modes = {"ddp": (), "fsdp": ("parallel.accumulate=whole",), "rows": ("parallel.accumulate=sharded",)}
+    for mode, how in modes.items():
 
         def count(trainer: Any, mode: str = mode) -> None:
             plain = trainer._loop
@@ -77,7 +78,8 @@ def test_traffic_of_a_step(several: Several, tmp_path: Path) -> None:
 
             trainer._loop = loop
 
-        options = (*TEXT[:-1], "train.steps=3", "train.micro_batch=1", f"parallel.mode={mode}")
+        options = (*TEXT[:-1], "train.steps=3", "train.micro_batch=1", *how)
+        options += (f"parallel.mode={'ddp' if mode == 'ddp' else 'fsdp'}",)
         several.run(tmp_path / mode, 2, *options, prepare=count)
     model = read_tensors(newest_valid(tmp_path / "ddp/checkpoints"), "model")  # type: ignore[arg-type]
     size = 4 * sum(tensor.numel() for tensor in model.values())
@@ -88,6 +90,8 @@ def test_traffic_of_a_step(several: Several, tmp_path: Path) -> None:
     assert [found["scattered"] for found in shares] == [3 * size] * 2  # every dimension here is even
     assert [found["gathered"] for found in shares] == [3 * 4 * (size + blocks)] * 2
     assert sum(found["own"] for found in shares) == size // 4
+    rows = [json.loads((tmp_path / f"rows-{rank}.json").read_text()) for rank in (0, 1)]
+    assert rows == [{**share, "scattered": 3 * 4 * size} for share in shares]
 
 
 def test_fsdp_samples_and_its_checkpoint_is_read_as_one(several: Several, tmp_path: Path) -> None:
@@ -235,15 +239,48 @@ def test_the_mode_follows_from_memory() -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "words"),
     [
-        ("qlora-8b", (), "quantised base"),
-        ("pretrain-350m", ("train.optimizer=adamw_8bit",), "adamw_8bit keeps moments in blocks"),
-        ("pretrain-350m", ("model.kernels=fused",), r"model\.kernels"),
+        ("pretrain-350m", ("parallel=fsdp", "model.kernels=fused"), r"model\.kernels"),
+        ("pretrain-350m", ("parallel=hsdp",), r"parallel\.mode.*on one node.*Use parallel\.mode=fsdp"),
+        ("pretrain-350m", ("parallel.mode=hsdp", "parallel.shard_size=3"), r"parallel\.shard_size.*Use one of 1, 2, 4"),
     ],
 )
-def test_what_ddp_cannot_share_is_refused_with_an_alternative(name: str, overrides: Any, words: str) -> None:
-    recipe = load(name, [*overrides, "parallel=fsdp"]).recipe
+def test_what_cannot_be_sharded_is_refused_with_an_alternative(name: str, overrides: Any, words: str) -> None:
+    recipe = load(name, [*overrides]).recipe
     with pytest.raises(RecipeError, match=words):
         resolve(recipe, H200, FACTS, gpus=4)
+
+
+@pytest.mark.parametrize(
+    "words", [("parallel=fsdp", "parallel.shard_size=2"), ("parallel=ddp", "parallel.accumulate=whole")]
+)
+def test_keys_of_shards_are_refused_where_nothing_reads_them(words: tuple[str, str]) -> None:
+    key = words[1].partition("=")[0]
+    with pytest.raises(RecipeError) as refused:
+        load("pretrain-350m", [words[0].replace("parallel=", "parallel.mode="), words[1]])
+    assert [problem.key for problem in refused.value.problems] == [key]
+
+
+def test_a_node_holds_a_copy_where_it_fits() -> None:
+    """With several nodes, shards within each node are preferred: then only gradients pass between nodes."""
+    wide = ("model.layers=48", "model.d_model=6144", "model.heads=48", "model.size=null", "model.d_ff=auto")
+    recipe = load("pretrain-350m", list(wide)).recipe
+    one, two = (resolve(recipe, H200, FACTS, gpus=8, nodes=nodes).recipe.parallel for nodes in (1, 2))
+    assert (one.mode, two.mode, two.shard_size) == ("fsdp", "hsdp", 8)
+    stated = load("pretrain-350m", ["parallel=hsdp"]).recipe
+    assert resolve(stated, H200, FACTS, gpus=4, nodes=2).recipe.parallel.shard_size == 4
+    again = adapt_to_world(resolve(stated, H200, FACTS, gpus=4, nodes=2).recipe, 2)
+    assert resolve(again, H200, FACTS, gpus=2).recipe.parallel.shard_size == 2
+    assert resolve(adapt_to_world(again, 1), H200, FACTS, gpus=1).recipe.parallel.mode == "hsdp"
+
+
+def test_gradients_are_summed_whole_where_they_fit() -> None:
+    small = resolved("parallel=fsdp", "train.micro_batch=2", "train.global_batch=64")
+    assert small.recipe.parallel.accumulate == "whole"
+    wide = ("model.layers=48", "model.d_model=6144", "model.heads=48", "model.size=null", "model.d_ff=auto")
+    large = resolved(*wide, "train.micro_batch=1", "train.accumulation=4", "train.global_batch=auto", gpus=8)
+    assert large.recipe.parallel.accumulate == "sharded"
+    assert "whole gradients need" in next(c.reason for c in large.choices if c.key == "parallel.accumulate")
+    assert resolved("parallel=fsdp", "train.accumulation=1").recipe.parallel.accumulate == "sharded"
 
 
 def test_a_batch_that_cannot_be_shared_names_the_nearest() -> None:

@@ -82,7 +82,7 @@ def test_a_batch_of_parameters_learns_as_each_alone(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("redline.training.optim._MAX_BATCH", most)
         torch.manual_seed(0)
         named = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
-        ours = Optimizer([ParamGroup("matrix", named, dict.fromkeys(named, (1,)))], options())
+        ours = Optimizer([ParamGroup("matrix", named, {n: (rows,) for n, (rows, _) in shapes.items()})], options())
         for grads in gradients(named, 3):
             for name, grad in grads.items():
                 named[name].grad = grad

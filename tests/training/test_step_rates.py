@@ -47,6 +47,30 @@ def test_mfu_is_rate_times_flops_over_peak(clock: Clock) -> None:
     assert got.step_ms == 500.0
 
 
+def test_cpu_time_is_a_share_of_what_the_threads_could_use(clock: Clock) -> None:
+    cpu = Clock()
+    rates = Throughput(FLOPS, None, clock, threads=2, cpu_clock=cpu)
+    clock.now, cpu.now = clock.now + 10.0, cpu.now + 8.0
+    with rates.paused():  # an evaluation
+        clock.now, cpu.now = clock.now + 50.0, cpu.now + 100.0
+    rates.add(1024)
+    got = rates.read()
+    assert got is not None
+    assert got.fields()["cpu_share"] == got.cpu_share == 0.4
+    clock.now, cpu.now = clock.now + 1.0, cpu.now + 5.0  # threads that write a checkpoint count too
+    rates.add(1024)
+    assert (again := rates.read()) is not None
+    assert again.cpu_share == 1.0
+
+
+def test_a_gpu_run_logs_no_cpu_time(clock: Clock) -> None:
+    rates = Throughput(FLOPS, PEAK, clock)
+    clock.now += 1.0
+    rates.add(1024)
+    assert (got := rates.read()) is not None
+    assert "cpu_share" not in got.fields()
+
+
 def test_pauses_are_not_training_time(clock: Clock) -> None:
     rates = Throughput(FLOPS, PEAK, clock)
     clock.now += 2.0

@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from redline.cli.options import MOST_TOKENS, BaseOption, DeviceOption, ModelArgument, WeightsOption
+from redline.cli.options import (
+    MOST_TOKENS,
+    BaseOption,
+    DeviceOption,
+    ModelArgument,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    WeightsOption,
+)
+from redline.errors import EXIT_FAILED
 
 
 def chat(
@@ -24,16 +34,9 @@ def chat(
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, metavar="N", help="Most tokens of one answer.")] = 1024,
-    temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="Sampling temperature; 0 is greedy.")] = 0.8,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, metavar="K", help="Sample only from the K most likely tokens.")
-    ] = None,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            min=0.01, max=1.0, metavar="P", help="Sample only from the most likely tokens whose probabilities sum to P."
-        ),
-    ] = 0.95,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = None,
+    top_p: TopPOption = 0.95,
     seed: Annotated[
         int, typer.Option(min=0, max=2**62, metavar="N", help="The same seed and messages give the same answers.")
     ] = 0,
@@ -68,7 +71,8 @@ def chat(
             sides[1].system = sides[0].panel.system  # both answer under the prompt that the run was trained with
     conversation = Conversation(sides, Sampling(1, tokens, seed, temperature, top_k, top_p), sys.stdout)
     if not sys.stdin.isatty():
-        converse(conversation, prompt="")
+        if not converse(conversation, interactive=False):
+            raise typer.Exit(EXIT_FAILED)
         return
     import readline  # noqa: F401  # gives `input` a history and line editing
 

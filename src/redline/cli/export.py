@@ -98,9 +98,9 @@ def export(
     if push is None and (public or dry_run):
         raise UsageError("goes with --push.", where="--public" if public else "--dry-run", fix="Add --push OWNER/NAME.")
     if push is not None:
-        from redline.export.push import check_repository
+        from redline.export.push import check_push
 
-        check_repository(push)
+        check_push(push, dry_run=dry_run)
     from redline.runs.summary import resolve_run
     from redline.units import format_bytes, format_count
 
@@ -173,6 +173,12 @@ def _push(
     return {**vars(push(done.out, repository, public=public, message=message, log=log)), "dry_run": False}
 
 
+def _of_probabilities(found: Mapping[str, Any]) -> str:
+    """Return the largest difference of a probability, which older exports do not record."""
+    largest = found.get("probability_difference_max")
+    return "" if largest is None else f"; of their probabilities: largest {largest:.2g}"
+
+
 def _verified(found: Mapping[str, Any] | None) -> list[str]:
     """Return what the check in llama.cpp found, as lines."""
     if found is None:
@@ -182,7 +188,8 @@ def _verified(found: Mapping[str, Any] | None) -> list[str]:
         f"in llama.cpp ({found['package']}), {prompts} prompts, {found['tokens']} tokens: the greedy text is the run's "
         f"for {prompts - parted} of {prompts}",
         f"difference of the top {found['top_tokens']} log-probabilities: mean {found['logprob_difference_mean']:.2g}, "
-        f"99th percentile {found['logprob_difference_p99']:.2g}, largest {found['logprob_difference_max']:.2g}",
+        f"99th percentile {found['logprob_difference_p99']:.2g}, largest {found['logprob_difference_max']:.2g}"
+        f"{_of_probabilities(found)}",
     ]
     if found["chats_equal"] is not None:
         lines.append(

@@ -101,6 +101,7 @@ def launch(
     on_gpus = loaded.recipe.train.device != "cpu"
     if to != "slurm":
         from redline.launch.cloud import CloudJob, parse_volume
+        from redline.remote import scheme_of
 
         file = None if resumed else _recipe_file(name, Path.cwd())
         section = site.kubernetes if to == "k8s" else site.skypilot
@@ -119,7 +120,8 @@ def launch(
             volume=disk,
             spot=spot,
             run=None if run is None else str(run),
-            mirror=bool(getattr(loaded.recipe.checkpoint, "mirror", None)),
+            # A folder of file:// is on the disk of the machine that goes, unless it is on the volume.
+            mirror=scheme_of(loaded.recipe.checkpoint.mirror or "") not in ("", "file"),
             file=None if file is None else Path(file).read_text(encoding="utf-8"),
             local_data=_reads_local_data(loaded, None if disk is None else disk.path),
         )

@@ -96,6 +96,30 @@ DeviceOption = Annotated[
         help="The device to compute on.",
     ),
 ]
+# How tokens are drawn.
+TemperatureOption = Annotated[float, typer.Option(min=0.0, metavar="T", help="Sampling temperature; 0 is greedy.")]
+TopKOption = Annotated[int | None, typer.Option(min=1, metavar="K", help="Sample only from the K most likely tokens.")]
+TopPOption = Annotated[
+    float,
+    typer.Option(
+        min=0.01, max=1.0, metavar="P", help="Sample only from the most likely tokens whose probabilities sum to P."
+    ),
+]
+# Of a local page.
+PortOption = Annotated[
+    int | None,
+    typer.Option(min=0, max=65535, metavar="PORT", help="The port of the page. Default: the first free one from 8770."),
+]
+HostOption = Annotated[
+    str,
+    typer.Option(
+        metavar="ADDRESS",
+        help="The address to listen on. Any other than loopback requires the token in the printed URL.",
+    ),
+]
+TokenOption = Annotated[
+    bool, typer.Option("--token", help="Require the token on loopback too, on a machine that others use.")
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(

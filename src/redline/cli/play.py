@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from redline.cli.options import BaseOption, DeviceOption, RunsArgument, WeightsOption
+from redline.cli.options import (
+    BaseOption,
+    DeviceOption,
+    HostOption,
+    PortOption,
+    RunsArgument,
+    TokenOption,
+    WeightsOption,
+)
 from redline.errors import EXIT_INTERRUPTED
 
 
 def play(
     runs: RunsArgument = None,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=65535, metavar="PORT", help="The port of the page. Default: the first free one from 8770."
-        ),
-    ] = None,
-    host: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDRESS",
-            help="The address to listen on. Any other than loopback requires the token in the printed URL.",
-        ),
-    ] = "127.0.0.1",
-    token: Annotated[
-        bool, typer.Option("--token", help="Require the token on loopback too, on a machine that others use.")
-    ] = False,
+    port: PortOption = None,
+    host: HostOption = "127.0.0.1",
+    token: TokenOption = False,
     base: BaseOption = None,
     weights: WeightsOption = None,
     device: DeviceOption = "auto",
@@ -45,13 +38,15 @@ def play(
     def log(text: str) -> None:
         typer.echo(text, err=True)
 
+    from redline.runs.live.local_server import check_address, serve_until_interrupted, ssh_line
+
+    check_address(host, port)  # loading a model may take minutes
     from redline.play.models import open_models
 
     options = {"base": base, "weights": weights, "device": device}
     names = list(dict.fromkeys(runs or ["latest"]))
     models = open_models(names, log=log, **options)
     from redline.play.app import open_play_server
-    from redline.runs.live.local_server import serve_until_interrupted, ssh_line
 
     server, address = open_play_server(models, host, port, token)
     for model in models:

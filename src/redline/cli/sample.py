@@ -13,6 +13,9 @@ from redline.cli.options import (
     JsonOption,
     ModelArgument,
     SetOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
     WeightsOption,
 )
 
@@ -27,16 +30,9 @@ def sample(
         int, typer.Option(min=1, max=MOST_TOKENS, metavar="N", help="Most tokens of one continuation.")
     ] = 200,
     count: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Number of continuations.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, metavar="T", help="Sampling temperature; 0 is greedy.")] = 0.8,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, metavar="K", help="Sample only from the K most likely tokens.")
-    ] = None,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            min=0.01, max=1.0, metavar="P", help="Sample only from the most likely tokens whose probabilities sum to P."
-        ),
-    ] = 0.95,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = None,
+    top_p: TopPOption = 0.95,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, metavar="N", help="The same seed gives the same text.")
     ] = 0,

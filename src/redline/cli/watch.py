@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from redline.cli.options import JsonOption, RunsArgument
+from redline.cli.options import HostOption, JsonOption, PortOption, RunsArgument, TokenOption
 from redline.errors import EXIT_INTERRUPTED, UsageError
 from redline.vocabulary import RUNS
 
@@ -16,22 +16,9 @@ if TYPE_CHECKING:
 
 def watch(
     runs: RunsArgument = None,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=65535, metavar="PORT", help="The port of the page. Default: the first free one from 8770."
-        ),
-    ] = None,
-    host: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDRESS",
-            help="The address to listen on. Any other than loopback requires the token in the printed URL.",
-        ),
-    ] = "127.0.0.1",
-    token: Annotated[
-        bool, typer.Option("--token", help="Require the token on loopback too, on a machine that others use.")
-    ] = False,
+    port: PortOption = None,
+    host: HostOption = "127.0.0.1",
+    token: TokenOption = False,
     once: Annotated[bool, typer.Option("--once", help="Print one snapshot as text and exit.")] = False,
     json_: JsonOption = False,
 ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from redline.cache import read_text
+from redline.data.facts import document_bytes, fact_count, is_facts
 from redline.data.problems import is_problems, problem_count
 from redline.data.sources import (
     EMBEDDED,
@@ -97,7 +98,7 @@ def _source_facts(source: str, data: Data, vocab_size: int) -> DataFacts:
         return _problems(source, data, vocab_size)
     if is_url(source):
         return _url_facts(source, data, vocab_size)
-    if source != EMBEDDED and not _exists(path):
+    if source != EMBEDDED and not is_facts(source) and not _exists(path):
         return _estimate(data, vocab_size, 0.0, 0)
     if source != EMBEDDED and holds_tokens(path):
         return replace(_token_facts(path, data, vocab_size), made=True)
@@ -138,7 +139,9 @@ def _cache_folder(source: str, data: Data) -> Path:
     reading = Reading(data.val_fraction, data.text_key, data.dedup)
     tokenizer, sources = data.tokenizer, [part.source for part in data.parts]
     if len(sources) > 1 and trained_size(tokenizer) is not None:
-        exist = all(one == EMBEDDED or is_url(one) or _exists(Path(one).expanduser()) for one in sources)
+        exist = all(
+            one == EMBEDDED or is_facts(one) or is_url(one) or _exists(Path(one).expanduser()) for one in sources
+        )
         tokenizer = str(shared_tokenizer(sources, tokenizer, reading)) if exist else tokenizer
     return prepared_folder(source, tokenizer, reading, stream=data.stream)
 
@@ -179,6 +182,8 @@ def _text_bytes(source: str) -> tuple[float, int]:
     """Estimate the bytes of text; return them with the number of files."""
     if source == EMBEDDED:
         return EMBEDDED_BYTES, 0
+    if is_facts(source):
+        return document_bytes(source), fact_count(source)
     files = source_files(source)
     return sum(file.size * _TEXT_SHARE.get(file.path.suffix, 1.0) for file in files), len(files)
 

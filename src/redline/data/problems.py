@@ -6,12 +6,11 @@ text or draw here changes the data of every run on word problems.
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
+from redline.data.chance import Chance, Range
 from redline.data.splits import key_of
 from redline.errors import UserError, did_you_mean
 from redline.units import parse_count
@@ -140,10 +139,6 @@ DISTRACTORS = (
 # False, and adds nothing, if it is impossible with the numbers of the story so far.
 
 
-T = TypeVar("T")
-Range = tuple[int, int]
-
-
 @dataclass(frozen=True)
 class Level:
     steps: Range
@@ -152,27 +147,6 @@ class Level:
     factor: Range
     most: int  # the largest number that may occur
     distractors: Range = (0, 0)
-
-
-class Chance:
-    """A random generator that gives the same numbers for a key on every machine and with every version of Python."""
-
-    def __init__(self, *key: object) -> None:
-        self._key, self._pool = repr(key).encode(), 0
-
-    def below(self, n: int) -> int:
-        """Draw from range(n)."""
-        if self._pool < 1 << 64:  # too few bits are left for a uniform draw
-            self._key = hashlib.blake2b(self._key).digest()
-            self._pool = int.from_bytes(self._key, "little")
-        self._pool, drawn = divmod(self._pool, n)
-        return drawn
-
-    def of(self, options: Sequence[T]) -> T:
-        return options[self.below(len(options))]
-
-    def between(self, bounds: Range) -> int:
-        return bounds[0] + self.below(bounds[1] - bounds[0] + 1)
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Sources: what the name of a source stands for, and how its documents and rows are read.
 
-A source is a text file, a folder, JSONL, Parquet, a URL of these, a dataset of the hub, or the embedded corpus.
-Documents come in an order that never changes. Neither numpy nor a tokenizer is loaded, so that `redline plan` can find
-a prepared folder quickly.
+A source is a text file, a folder, JSONL, Parquet, a URL of these, a dataset of the hub, the embedded corpus, or
+generated facts. Documents come in an order that never changes. Neither numpy nor a tokenizer is loaded, so that
+`redline plan` can find a prepared folder quickly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
 from redline.cache import cache_dir, read_bytes, read_text
-from redline.data import downloads
+from redline.data import downloads, facts
 from redline.data.tokenizer import named_vocabulary, trained_size
 from redline.errors import UserError, install_hint
 from redline.hub import DATASET, SCHEME, HubId, fetch, parse_address
@@ -872,6 +872,9 @@ def source_rows(source: str, stats: ReadStats, fields: Sequence[str], *, fix: st
     if source == EMBEDDED:
         what = "the embedded corpus is plain text without questions and answers."
         raise UserError(what, where="data.source", fix=f"{instead} {fix}")
+    if facts.is_facts(source):
+        what = "generated facts are texts to learn reading from, or texts for LatentWire; this job reads rows."
+        raise UserError(what, where=source, fix=f"{instead} {fix}")
     if dataset := dataset_id(source):
         if dataset.address is not None:
             return _rows_in_files(str(dataset.folder()), stats, fields, fix)
@@ -1000,6 +1003,8 @@ def source_bytes(source: str) -> int | None:
     """Return the bytes of its files on disk; None if the size is not known before it is read."""
     if source == EMBEDDED:
         return EMBEDDED_BYTES
+    if facts.is_facts(source):
+        return facts.document_bytes(source)
     if dataset_id(source):
         return None
     return sum(file.size for file in source_files(source))
@@ -1011,6 +1016,10 @@ def source_documents(source: str, stats: ReadStats, text_key: str = TEXT_KEY) ->
         for document in embedded_documents():
             stats.read(len(document.text))
             yield document
+    elif facts.is_facts(source):
+        for number, text in enumerate(facts.documents(source)):
+            stats.read(len(text))
+            yield Document(f"{source}/{number}", text)
     elif (dataset := dataset_id(source)) and dataset.address is not None:
         yield from _documents_in_files(str(dataset.folder()), stats, text_key)
     elif dataset:
@@ -1074,6 +1083,8 @@ def source_identity(source: str) -> list[Any]:
     """
     if source == EMBEDDED:
         return [EMBEDDED, sys.version, [[file.name, file.size] for file in embedded_files()]]
+    if facts.is_facts(source):
+        return [source, facts.VERSION]
     if dataset := dataset_id(source):
         if dataset.address is not None:
             return ["hub", dataset.name, dataset.folder().name]

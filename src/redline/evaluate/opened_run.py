@@ -18,7 +18,7 @@ from torch import Tensor
 from redline.cache import check_regular, read_text
 from redline.data.chat_template import load_chat_tokenizer
 from redline.data.tokens import OtherTokenizerError
-from redline.errors import UsageError, UserError
+from redline.errors import RecipeError, UsageError, UserError
 from redline.export.adapter import ADAPTER, ADAPTER_CONFIG, from_peft
 from redline.export.folder import ORIGIN
 from redline.hardware.machine import Machine
@@ -27,7 +27,7 @@ from redline.jobs.base import BASE_MODEL_JOB, job
 from redline.jobs.objective import Log, Objective, ignore_message, job_runtime
 from redline.models.adapters import FrozenMatrix
 from redline.models.fused_trial import fused_failure
-from redline.models.pretrained import Base, open_base
+from redline.models.pretrained import Base, naming_base, open_base
 from redline.planning.shapes import TARGETS
 from redline.recipe.load import parse_overrides, validate
 from redline.recipe.resolve import DataFacts, adapt_to_world, resolve_tried
@@ -100,17 +100,20 @@ def open_run(
     )
     chosen, runtime = saved.weights(selector, weights, log), job_runtime(recipe.objective)
     identity = chosen.state["identity"]
-    if writes_only:
-        facts = DataFacts(**saved.lock["data"])
-        data = runtime.tokenizer_alone(facts, run, recipe)
-    else:
-        try:
+    facts = DataFacts(**saved.lock["data"])
+    try:
+        if writes_only:
+            data = runtime.tokenizer_alone(facts, run, recipe)
+        else:
             data = runtime.load_data(recipe, for_evaluation=source is not None)
-        except OtherTokenizerError:
-            raise _other_tokenizer(run) from None
-        facts = data.facts
-        if source is None and facts.fingerprint != identity["data"]:
-            log("the data have changed since the run began: the rows that are held out now may have been trained on")
+            facts = data.facts
+    except OtherTokenizerError:
+        raise _other_tokenizer(run) from None
+    except UserError as error:
+        of_base = base is None and error.where == recipe.model.base is not None and not isinstance(error, RecipeError)
+        raise (naming_base(error) if of_base else error) from None
+    if not writes_only and source is None and facts.fingerprint != identity["data"]:
+        log("the data have changed since the run began: the rows that are held out now may have been trained on")
     if identity["tokenizer"] != facts.tokenizer_fingerprint:
         raise _other_tokenizer(run)
     # One process evaluates, however many trained the run.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from redline.data.estimate import expected_facts
+from redline.data.facts import is_facts
 from redline.data.problems import is_problems
 from redline.data.sources import is_clean, source_bytes
 from redline.errors import UserError
@@ -260,6 +261,7 @@ def _training_keys(recipe: Recipe, *, text: bool) -> Keys | None:
 
 def _exists(source: str) -> bool:
     try:
-        return source == "embedded" or is_problems(source) or is_url(source) or Path(source).expanduser().exists()
+        generated = source == "embedded" or is_problems(source) or is_facts(source)
+        return generated or is_url(source) or Path(source).expanduser().exists()
     except OSError:  # the name is too long for a file
         return False

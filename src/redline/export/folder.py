@@ -44,7 +44,7 @@ from redline.jobs.objective import CodeModel, FinetunedModel, Log, TransformersM
 from redline.jobs.pretrained import base_tokenizer
 from redline.kernels.matmul import DTYPES
 from redline.models.families import FAMILIES, read_config, tensor_names
-from redline.models.pretrained import Base, open_base, stored_tensors
+from redline.models.pretrained import Base, naming_base, open_base, stored_tensors
 from redline.training.checkpoint import Weights
 from redline.training.saved_run import SavedRun
 
@@ -111,7 +111,7 @@ def model_contents(source: Source, options: ExportOptions, log: Log) -> Contents
         fix = "Use `redline sample` and `redline eval`; a checkpoint's weights are safetensors."
         raise UserError(what, where=source.where, fix=fix)
     tokenizer = run_tokenizer(run.path, data["tokenizer"], data["tokenizer_fingerprint"])
-    if tokenizer is None:
+    if tokenizer is None and options.quant is None:  # a GGUF file is refused without it
         log(f"the files of the tokenizer {data['tokenizer']} are missing here: the folder will have no tokenizer")
     try:
         model = _convert(source, options, tokenizer)
@@ -430,8 +430,7 @@ def _open_base(model: FinetunedModel, options: ExportOptions, source: Source, lo
     try:
         base = open_base(place, log)
     except UserError as error:
-        moved = f"{error.fix or ''} If the run's base has moved: --base PATH.".strip()
-        raise type(error)(error.what, where=error.where, fix=error.fix if options.base else moved) from None
+        raise (error if options.base else naming_base(error)) from None
     recorded = str(source.weights.state["identity"].get("base"))
     if base.fingerprint != recorded:
         what = f"is not the base of this run (its fingerprint is {base.fingerprint[:12]}, the run's {recorded[:12]})."

@@ -55,7 +55,7 @@ def write_gguf_folder(
         what = "a GGUF file holds its tokenizer, and the files of this run's tokenizer are missing here."
         raise UserError(what, where=model.where, fix="Copy its tokenizer.json into the run's directory.")
     base = described(model.config, model.where)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # a killed process leaves nothing elsewhere
         model.write_tokenizer(Path(scratch))
         plain = model.chat.plain_jinja if model.chat is not None and model.answers else None
         vocabulary = read_vocabulary(Path(scratch), _stops(model), plain)

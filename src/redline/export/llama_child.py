@@ -9,8 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from typing import Any
-from urllib.request import Request, urlopen
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
+
+# Servers are kept until the process exits: llama.cpp's destructor waits for its threads, sometimes forever.
+_servers: list[Any] = []
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -24,15 +29,21 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = request["threads"]
     params.warmup, params.ui = False, False
     params.use_jinja = True
+    if request["cache"] == "f32":  # llama.cpp's default rounds keys and values to 16 bits
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     try:
         server = xllamacpp.Server(params)
     except RuntimeError:
         return {"error": "llama.cpp cannot load it"}
+    _servers.append(server)
+
+    direct = build_opener(ProxyHandler({}))  # the environment's proxy cannot reach this machine's loopback address
 
     def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
         url = server.listening_address + path
-        with urlopen(Request(url, json.dumps(body).encode(), headers)) as reply:  # noqa: S310 — its own loopback address
+        with direct.open(Request(url, json.dumps(body).encode(), headers)) as reply:  # noqa: S310 — its own loopback address
             found: dict[str, Any] = json.load(reply)
             return found
 
@@ -67,9 +78,19 @@ def main() -> None:
     """Answer the request on stdin. What llama.cpp prints goes to stderr, not into the answer."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    json.dump(answer(json.load(sys.stdin)), answers)
+    code = 0
+    try:
+        reply = answer(json.load(sys.stdin))
+    except HTTPError as error:
+        reason = error.read(200).decode(errors="replace")
+        reply = {"error": f"llama.cpp refuses a request (HTTP {error.code}: {reason})"}
+    except Exception:
+        traceback.print_exc()
+        reply, code = {}, 1
+    json.dump(reply, answers)
     answers.close()
-    os._exit(0)  # llama.cpp's threads would keep the interpreter alive
+    sys.stderr.flush()
+    os._exit(code)  # llama.cpp's threads would keep the interpreter alive
 
 
 if __name__ == "__main__":

@@ -92,6 +92,8 @@ def _ggml_quantize_chunk() -> Any:
 
 
 TOP = 5  # log-probabilities that are compared at each token
+# llama.cpp's keys and values during the check. Its default, f16, would add an error of its own to that of the file.
+CACHE = "f32"
 _TIE = 1e-3  # two tokens whose log-probabilities are nearer may change places
 # Mean difference of log-probabilities. Rounding to 8 bits changes them by a few hundredths; a matrix in the wrong order
 # changes them by more than one.
@@ -177,6 +179,7 @@ class Check:
     logprob_difference_mean: float
     logprob_difference_p99: float
     logprob_difference_max: float
+    probability_difference_max: float
     ended: int  # continuations that ended by themselves
     ended_by_run: int  # those at whose end the run's most likely token ends, too
     chats_equal: int | None  # prompts that llama.cpp renders as the same tokens; None without a chat template
@@ -199,6 +202,7 @@ def check(
         "prompts": reading.prompts,
         "tokens": tokens,
         "top": TOP,
+        "cache": CACHE,
     }
     reply = _ask(request, file)
     for text, theirs in zip(TEXTS, reply["texts"], strict=True):
@@ -249,6 +253,7 @@ def _reference(model: BaseConfig, tensors: Iterable[tuple[str, Tensor]]) -> Deco
 @torch.no_grad()
 def _compare(decoder: Decoder, reading: Reading, reply: Mapping[str, Any]) -> Check:
     differences: list[Tensor] = []
+    of_probabilities = 0.0
     equal = ties = ended = ended_by_run = written = 0
     for prompt, given in zip(reading.prompts, reply["continuations"], strict=True):
         tokens, measured = given["tokens"], _measured(given, reading.token_bytes)
@@ -267,8 +272,12 @@ def _compare(decoder: Decoder, reading: Reading, reply: Mapping[str, Any]) -> Ch
         for position, step in measured:
             ids, theirs = torch.tensor([entry[0] for entry in step[1:]]), torch.tensor([entry[1] for entry in step[1:]])
             differences.append((own[position, ids] - theirs).abs())
+            of_probabilities = max(of_probabilities, float((own[position, ids].exp() - theirs.exp()).abs().max()))
         ended += given["ended"]
         ended_by_run += bool(given["ended"] and int(own[-1].argmax()) in reading.stops)
+    if not differences:
+        what = "llama.cpp reports no log-probability of a token that it wrote, so the file cannot be compared."
+        raise UserError(what, where=PACKAGE, fix="Install another release of it, or write the file with --no-verify.")
     every = torch.cat(differences)
     return Check(
         package=f"{PACKAGE} {reply['version']}",
@@ -280,6 +289,7 @@ def _compare(decoder: Decoder, reading: Reading, reply: Mapping[str, Any]) -> Ch
         logprob_difference_mean=float(every.mean()),
         logprob_difference_p99=float(every.quantile(0.99)),
         logprob_difference_max=float(every.max()),
+        probability_difference_max=of_probabilities,
         ended=ended,
         ended_by_run=ended_by_run,
         chats_equal=sum(ours == theirs for ours, theirs in zip(reading.prompts, reply["chats"], strict=True))

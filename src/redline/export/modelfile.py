@@ -118,7 +118,7 @@ def modelfile(
         lines.append(f'TEMPLATE """{kept.go_template()}"""')
         if turns.default_system is not None:
             lines.append(f'SYSTEM """{turns.default_system}"""')
-    lines += [f'PARAMETER stop "{stop}"' for stop in stops if '"' not in stop]
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops if not {'"', "\n"} & {*stop}]
     lines.append(f"PARAMETER num_ctx {context}")
     return "\n".join(lines) + "\n"
 

@@ -6,17 +6,14 @@ that broke off is repeated: what the hub has already is not sent again, and a co
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from redline.errors import UserError, install_hint
-from redline.hub import REPOSITORY, causes, is_offline
+from redline.hub import REPOSITORY, causes, is_offline, silence_libraries
 
 _ATTEMPTS, _PAUSE_S = 3, 2.0
 # Errors that another attempt cannot change.
@@ -39,10 +36,22 @@ class Pushed:
     files: dict[str, int]  # name → bytes
 
 
-def check_repository(name: str) -> None:
-    """Raise a UserError before anything is exported."""
-    if not REPOSITORY.fullmatch(name):
-        raise UserError(f"{name!r} is not a repository.", where="--push", fix="Write OWNER/NAME.")
+def check_push(repository: str, *, dry_run: bool = False) -> None:
+    """Raise a UserError for what a push lacks, before anything is exported. A dry run needs no hub."""
+    if not REPOSITORY.fullmatch(repository):
+        raise UserError(f"{repository!r} is not a repository.", where="--push", fix="Write OWNER/NAME.")
+    if dry_run:
+        return
+    if is_offline():
+        raise UserError("HF_HUB_OFFLINE is set.", where="--push", fix="Unset it to push.")
+    try:
+        from huggingface_hub import get_token
+    except ImportError:
+        what = "pushing needs the package huggingface_hub."
+        raise UserError(what, where="--push", fix=f"Install it: {install_hint('hub')}.") from None
+    if not get_token():
+        fix = "Log in with `hf auth login`, or set HF_TOKEN to a token that may write."
+        raise UserError("the hub needs a token to accept files, and there is none.", where="--push", fix=fix)
 
 
 def files_to_push(folder: Path) -> dict[str, int]:
@@ -58,17 +67,9 @@ def push(
     folder: Path, repository: str, *, public: bool, message: str, log: Callable[[str], None] = lambda _: None
 ) -> Pushed:
     """Upload the folder as one commit; make the repository, private unless `public`, if it does not exist."""
-    check_repository(repository)
-    if is_offline():
-        raise UserError("HF_HUB_OFFLINE is set.", where="--push", fix="Unset it to push.")
-    try:
-        from huggingface_hub import CommitOperationAdd, HfApi, get_token
-    except ImportError:
-        what = "pushing needs the package huggingface_hub."
-        raise UserError(what, where="--push", fix=f"Install it: {install_hint('hub')}.") from None
-    if not get_token():
-        fix = "Log in with `hf auth login`, or set HF_TOKEN to a token that may write."
-        raise UserError("the hub needs a token to accept files, and there is none.", where="--push", fix=fix)
+    check_push(repository)
+    from huggingface_hub import CommitOperationAdd, HfApi
+
     api, files = HfApi(), files_to_push(folder)
 
     def attempt() -> tuple[str, str, bool]:
@@ -89,7 +90,7 @@ def _repeated(
 ) -> tuple[str, str, bool]:
     for number in range(1, _ATTEMPTS + 1):
         try:
-            with _quiet():
+            with silence_libraries():  # their log lines may quote requests
                 return attempt()
         except Exception as error:  # huggingface_hub and its network library raise many kinds of errors
             names, status = _names(error), _status(error)
@@ -118,15 +119,3 @@ def _status(error: BaseException) -> int | None:
         if isinstance(status, int):
             return status
     return None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide progress bars and log lines of the library, which may quote requests."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.disable(before)

@@ -27,8 +27,18 @@ from redline.planning.flops import (
     with_scored_head,
 )
 from redline.planning.layout import Layout
-from redline.planning.memory import MemoryParts, activation_memory, adapter_moments, training_memory, workspace
+from redline.planning.memory import (
+    HALF,
+    Kernels,
+    MemoryParts,
+    activation_memory,
+    adapter_moments,
+    cast_weights,
+    training_memory,
+    workspace,
+)
 from redline.planning.shapes import TARGETS, Adapter, DecoderShape, matrix_sides
+from redline.planning.shards import Units, adapter_units, decoder_units
 from redline.planning.speed import Work, decoder_work
 
 
@@ -62,6 +72,9 @@ class Costs(Protocol):
         """Return the shares of the matmul and attention FLOPs that every data set needs, whatever its row lengths."""
 
     def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts: ...
+
+    def units(self, shape: DecoderShape, precision: str, checkpointing: str, kernels: Kernels) -> Units:
+        """Return what FSDP shards and gathers."""
 
     def passes(self, seq_len: int) -> Passes:
         """Return how often a token of data is read and scored."""
@@ -395,6 +408,16 @@ class DecoderCosts:
     def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:
         return training_memory(shape, **how)
 
+    # The same as of the objective (jobs/objective.py).
+    casts_weights: ClassVar[bool] = False
+
+    def units(self, shape: DecoderShape, precision: str, checkpointing: str, kernels: Kernels) -> Units:
+        """Return what FSDP shards and gathers. fp8 makes its operands of whole weights."""
+        if precision not in HALF:
+            return decoder_units(shape)
+        casts = cast_weights(shape, 2, kernels, checkpointing)
+        return decoder_units(shape, block_bytes=2, root_bytes=2 if self.casts_weights else 4, casts=casts)
+
     def passes(self, seq_len: int) -> Passes:
         """Return how often a token of data is read and scored."""
         return causal_passes(self.document(seq_len), self.scored)
@@ -414,6 +437,8 @@ FORMULA_RECOMPUTED = "2·(N_layers − N_down) + 2·N_lora + 2·L·d·T"
 
 class AdapterCosts(DecoderCosts):
     """The costs of training adapters on a frozen base; of a recipe without adapters, those of the decoder."""
+
+    casts_weights = True
 
     def __init__(self, recipe: Any, rows: Mapping[str, Any] | None = None, micro: int = 1) -> None:
         super().__init__(recipe, rows, micro)
@@ -476,6 +501,11 @@ class AdapterCosts(DecoderCosts):
             if held:
                 break
         return matmuls, attention
+
+    def units(self, shape: DecoderShape, precision: str, checkpointing: str, kernels: Kernels) -> Units:
+        if self.adapter is None:
+            return super().units(shape, precision, checkpointing, kernels)
+        return adapter_units(shape, self.adapter, 4 if precision == "fp32" else 2)
 
     def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:
         if self.adapter is None:

@@ -188,6 +188,9 @@ class Objective(ABC):
     whole_rows: ClassVar[bool] = True
     # `select_questions` reads the rows again, in another way than training did, and reports on them itself.
     reloads_rows_for_questions: ClassVar[bool] = False
+    # Everything outside the model's blocks reads its weights in the compute precision only, so that FSDP may gather
+    # them in it.
+    casts_weights: ClassVar[bool] = False
 
     context: ContextGroup | None = None  # the ranks that share each row; None: each rank computes whole rows
     log: Log = staticmethod(ignore_message)  # for messages that are not events
@@ -198,6 +201,14 @@ class Objective(ABC):
     @abstractmethod
     def build(self, device: torch.device) -> None:
         """Make and initialise the model on the device."""
+
+    def build_in_parts(self, device: torch.device) -> Iterator[nn.Module]:
+        """Do what `build` does, and yield each block of `model` when its weights are on the device.
+
+        FSDP shards a block before it asks for the next one, so that no rank holds the whole model. A job that has only
+        `build` is sharded after that; one that overrides `build` must override both.
+        """
+        raise NotImplementedError
 
     def remove_adapters(self) -> None:
         """Before `build`: leave out what would be trained, to use a pretrained base as it is."""

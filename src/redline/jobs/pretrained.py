@@ -7,10 +7,12 @@ filled into the recipe by `complete_recipe` in `models/pretrained.py`; the torch
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from redline.data.chat_template import definition_file
 from redline.data.corpus import TextData, load_text, random_text, text_tokenizer
@@ -20,7 +22,15 @@ from redline.data.tokens import OtherTokenizerError
 from redline.errors import UserError
 from redline.jobs.base import BASE_TOKENIZER, job
 from redline.jobs.objective import DataT, FinetunedModel, Float8Objective, JobRuntime, Log
-from redline.models.pretrained import Base, complete_recipe, fill_frozen, load_base, open_base, random_tensors
+from redline.models.pretrained import (
+    Base,
+    complete_recipe,
+    fill_frozen_in_parts,
+    load_base,
+    load_base_in_parts,
+    open_base,
+    random_tensors,
+)
 from redline.recipe.resolve import DataFacts, Resolved
 from redline.recipe.schema import Data, Recipe
 
@@ -30,6 +40,8 @@ from redline.recipe.schema import Data, Recipe
 
 class PretrainedObjective(Float8Objective):
     """The base class of objectives that train a base, adapters on a frozen base, or random weights."""
+
+    casts_weights = True
 
     def __init__(self, resolved: Resolved, base: Base | None) -> None:
         super().__init__(resolved)
@@ -57,17 +69,27 @@ class PretrainedObjective(Float8Objective):
             else:
                 load_base(self.model, self.base, known=self.known_tokens, generator=generator)
             return
-        # On the meta device: in bf16 the whole base may not fit where its quantised matrices do.
+        for _ in self.build_in_parts(device):
+            pass
+
+    def build_in_parts(self, device: torch.device) -> Iterator[nn.Module]:
+        """Build the decoder on the meta device and fill it block by block.
+
+        Not even a base to be quantised is in memory whole: in bf16 it may not fit where its quantised matrices do.
+        """
+        self.device, options = device, self.recipe.model
+        generator = torch.Generator().manual_seed(self.recipe.train.seed)
         with torch.device("meta"):
             self.model = self.decoder()
-        fill_frozen(
-            self.model,
-            random_tensors(self.model, device) if self.base is None else self.base.tensors(),
-            self.adapter,
-            lora=options.lora,
-            device=device,
-            generator=generator,
-        )
+        if self.adapter is not None:
+            tensors = random_tensors(self.model, device) if self.base is None else self.base.tensors()
+            yield from fill_frozen_in_parts(
+                self.model, tensors, self.adapter, lora=options.lora, device=device, generator=generator
+            )
+        elif self.base is None:
+            yield from self.model.initialise_in_parts(device, generator, options.init, options.embedding_std)
+        else:
+            yield from load_base_in_parts(self.model, self.base, device, known=self.known_tokens, generator=generator)
         self.use_float8()
 
     def remove_adapters(self) -> None:

@@ -184,8 +184,9 @@ def _pod(job: CloudJob, name: str, image: str) -> dict[str, Any]:
 
 
 def kubernetes_name(name: str) -> str:
-    """Return the name as Kubernetes allows it: lower-case letters, digits and hyphens."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:_NAME_LENGTH].strip("-") or "redline"
+    """Return the name as Kubernetes allows it: lower-case letters, digits and hyphens, a letter first."""
+    allowed = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "redline"
+    return (allowed if allowed[0].isalpha() else f"run-{allowed}")[:_NAME_LENGTH].strip("-")
 
 
 # ----------------------------------------------------------------------------------------------------

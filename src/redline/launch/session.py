@@ -12,7 +12,7 @@ import shlex
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from redline.errors import (
     redact_all,
 )
 from redline.jobs.base import job
+from redline.planning.communication import SHARDED
 from redline.recipe.forecast import remaining_fields
 from redline.recipe.load import STOPS, validate
 from redline.recipe.lock import make_lock, read_lock, write_lock
@@ -138,6 +139,7 @@ class Session:
 
     def train(self, console: View, signal_exit: SignalExit) -> int:
         from redline.jobs.objective import job_runtime
+        from redline.training.mirrored_commit import ranks_on_other_disks
 
         memory_change = None
         if self.resumed:
@@ -154,7 +156,8 @@ class Session:
                     url = recipe.checkpoint.mirror
                     restart = find_restart_point(run, self.ranks, monitor, resumed=self.resumed, mirror=url)
                     mirror = self._mirror(run, monitor, restart)
-                    trainer = self._trainer(objective, run, monitor, restart, mirror)
+                    elsewhere = ranks_on_other_disks(run.path, self.ranks)
+                    trainer = self._trainer(objective, run, monitor, restart, mirror, elsewhere)
                     self._build(trainer, restart, monitor)
                 self._emit_start(trainer, monitor)
                 if mirror is not None:
@@ -223,7 +226,13 @@ class Session:
         return Mirror(mirrored_run(self.path, options.mirror), run, monitor, keep=options.keep, forget=restart.given_up)
 
     def _trainer(
-        self, objective: Any, run: RunDirectory, monitor: Monitor, restart: RestartPoint, mirror: Mirror | None
+        self,
+        objective: Any,
+        run: RunDirectory,
+        monitor: Monitor,
+        restart: RestartPoint,
+        mirror: Mirror | None,
+        elsewhere: Collection[int],
     ) -> Trainer:
         from redline.training.trainer import Trainer
 
@@ -242,6 +251,7 @@ class Session:
             measure=self.host.callbacks.measure if self.host.callbacks and self.host.callbacks.metrics else None,
             signals=Signals(exits=self.host.is_command),
             mirror=mirror,
+            elsewhere=elsewhere,
         )
 
     def _build(self, trainer: Trainer, restart: RestartPoint, monitor: Monitor) -> None:
@@ -370,7 +380,7 @@ def find_restart_point(
         found = {"name": None, "skipped": [], "message": None}
         found = _find_checkpoint(run, monitor, mirror) if resumed else found
     found = ranks.broadcast(found)
-    if found["name"] is not None and mirror is not None:
+    if found["name"] is not None:
         _fetch_on_every_node(run.path, found["name"], mirror, ranks, monitor)
     checkpoint = None if found["name"] is None else run.checkpoints / found["name"]
     given_up = tuple(found.get("given_up", ()))
@@ -411,7 +421,7 @@ def _find_checkpoint(run: RunDirectory, monitor: Monitor, mirror: str | None) ->
     return {"name": name, "skipped": skipped, "message": message, "seconds": seconds, "given_up": given_up}
 
 
-def _fetch_on_every_node(run: Path, name: str, mirror: str, ranks: Ranks, monitor: Monitor) -> None:
+def _fetch_on_every_node(run: Path, name: str, mirror: str | None, ranks: Ranks, monitor: Monitor) -> None:
     """Fetch rank 0's checkpoint on the nodes that do not share its disk. Raise UserError on all ranks if one cannot.
 
     One rank of each node fetches. The ranks tell each other through the store, because a download may take longer than
@@ -461,7 +471,7 @@ def reduce_after_out_of_memory(
 ) -> tuple[Resolved, str | None]:
     """Plan again with less memory if the run has run out of it; return the plan and a message about the change."""
     before = (resolved.batch, resolved.recipe.train.grad_checkpointing)
-    sharded = resolved.recipe.parallel.mode == "fsdp"
+    sharded = resolved.recipe.parallel.mode in SHARDED
     reduced = None
     if ranks.is_main:
         plan, checkpointing = recovery.reduce_memory(*before, recovery.read_failures(run), sharded=sharded)

@@ -6,6 +6,7 @@ The backward is written by hand: it saves the input and its product with A, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from redline.kernels.low_rank import (
     project_down_weight_gradient,
 )
 from redline.kernels.matmul import weight_gradient
-from redline.kernels.nf4 import dense_nf4, largest_magnitude, quantise_nf4
+from redline.kernels.nf4 import NF4, dense_nf4, largest_magnitude, quantise_nf4
 
 # ----------------------------------------------------------------------------------------------------
 # A frozen base weight, plain or in NF4, and the operands that matmuls read of it, in bf16 or fp8.
@@ -60,9 +61,40 @@ class FrozenMatrix(nn.Module):
         self.shape = (weight.shape[0], weight.shape[1])
         self.rows = tuple(rows) or (weight.shape[0],)
         parts = weight.detach().split(self.rows) if quantise else ()
-        self.quantised = [quantise_nf4(part, double=double) for part in parts]
-        self.plain = None if quantise else weight.detach().to(dtype or weight.dtype)
+        self._quantised = [quantise_nf4(part, double=double) for part in parts]
+        self._sharded = False
+        self.plain: Tensor | None = None if quantise else weight.detach().to(dtype or weight.dtype)
         self._scale: Scale | None = None
+
+    @property
+    def quantised(self) -> list[NF4]:
+        """The merged matrices in NF4; empty if the weight is stored plain."""
+        if not self._sharded:
+            return self._quantised
+        parts = zip(self._quantised, self.codes, self.scales, strict=True)
+        return [
+            replace(part, codes=codes.detach(), scales=scales.detach().view(part.scales.dtype))
+            for part, codes, scales in parts
+        ]
+
+    def as_parameters(self) -> None:
+        """Store the weight in frozen parameters, which FSDP shards: the codes and scales of each matrix, or the plain
+        one. What is a few bytes per matrix stays as it is.
+
+        Scales are stored as bytes: their number is not that of the weight's rows, and FSDP must not cast them.
+        """
+        if self._sharded:
+            return
+        self._sharded = True
+        if self.plain is not None:
+            self.plain = nn.Parameter(self.plain, requires_grad=False)
+        kept = [(part.codes, part.scales.view(torch.uint8)) for part in self._quantised]
+        self.codes = nn.ParameterList(nn.Parameter(codes, requires_grad=False) for codes, _ in kept)
+        self.scales = nn.ParameterList(nn.Parameter(scales, requires_grad=False) for _, scales in kept)
+        nothing = [
+            replace(part, codes=part.codes[:0].clone(), scales=part.scales[:0].clone()) for part in self._quantised
+        ]
+        self._quantised = nothing
 
     @property
     def device(self) -> torch.device:
@@ -76,7 +108,7 @@ class FrozenMatrix(nn.Module):
 
     def unpack(self, dtype: torch.dtype) -> None:
         """Store the matrix dense: for generation, which would otherwise dequantise all of it for every token."""
-        self.plain, self.quantised, self._scale = self.dense(dtype), [], None
+        self.plain, self._quantised, self._scale = self.dense(dtype), [], None
 
     def rows8(self) -> Float8:
         """Return the fp8 operand of x·Wᵀ."""
@@ -103,9 +135,12 @@ class FrozenMatrix(nn.Module):
         # The tensors here are no parameters, so nn.Module.to() would miss them. Ask `fn` for the device only: its
         # change of dtype must not touch quantised codes.
         device = fn(torch.empty(0, dtype=torch.uint8, device=self.device)).device
-        self.plain = None if self.plain is None else self.plain.to(device)
-        self.quantised = [part.to(device) for part in self.quantised]
         self._scale = None
+        if self._sharded:
+            super()._apply(lambda tensor: tensor.to(device), recurse)
+            return self
+        self.plain = None if self.plain is None else self.plain.to(device)
+        self._quantised = [part.to(device) for part in self._quantised]
         return self
 
 

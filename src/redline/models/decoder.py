@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -507,21 +507,54 @@ class Decoder(nn.Module):
         `zero` makes them and an untied head zero. Value embeddings, skip weights and biases start at zero, so that the
         model starts as one without them.
         """
+        fill = self._initial(init, embedding_std)
+        drawn = []
+        for name, parameter in self.named_parameters():
+            if (std := fill[name].std) is None:
+                parameter.data.fill_(fill[name].constant)
+            else:
+                drawn.append((parameter.data, std))
+        fill_normal(drawn, tensor_seeds(len(drawn), generator))
+
+    def initialise_in_parts(
+        self, device: torch.device, generator: torch.Generator, init: str = "gpt2", embedding_std: float = _INIT_STD
+    ) -> Iterator[nn.Module]:
+        """Do what `initialise` does for a decoder on the meta device; yield each block when its weights are there.
+
+        Every tensor is drawn from a seed of its own, so that the weights are those of `initialise`, to the bit.
+        """
+        fill = self._initial(init, embedding_std)
+        drawn = [name for name, about in fill.items() if about.std is not None]
+        seeds = dict(zip(drawn, tensor_seeds(len(drawn), generator), strict=True))
+        parts = [[n for n in fill if n.startswith(f"blocks.{i}.")] for i in range(self.shape.layers)]
+        outside = [name for name in fill if not name.startswith("blocks.")]
+        for names, block in zip([*parts, outside], [*self.blocks, None], strict=True):
+            tensors = {name: materialise(self, name, device) for name in names}
+            for name in tensors.keys() - seeds.keys():
+                tensors[name].data.fill_(fill[name].constant)
+            random = [name for name in names if name in seeds]
+            stds = [(tensors[name].data, fill[name].std or 0.0) for name in random]
+            fill_normal(stds, [seeds[name] for name in random])
+            if block is not None:
+                yield block
+
+    def _initial(self, init: str, embedding_std: float) -> dict[str, Fill]:
+        """Return how each parameter is filled, in the order in which their seeds are drawn."""
         zero = init == "zero"
         stds = {
             "embedding.weight": embedding_std,
             "head.weight": 0.0 if zero else _INIT_STD,
             **dict.fromkeys(_OUTPUT_MATRICES, 0.0 if zero else _INIT_STD / (2 * self.shape.layers) ** 0.5),
         }
-        drawn = []
+        found = {}
         for name, parameter in self.named_parameters():
             if name.startswith(("value_embeddings.", "skip_weights")) or name.endswith(".bias"):
-                nn.init.zeros_(parameter)
+                found[name] = Fill(0.0)
             elif parameter.dim() == 1:
-                nn.init.ones_(parameter)
+                found[name] = Fill(1.0)
             else:
-                drawn.append((parameter.data, stds.get(re.sub(r"^blocks\.\d+\.", "", name), _INIT_STD)))
-        fill_normal(drawn, generator)
+                found[name] = Fill(std=stds.get(re.sub(r"^blocks\.\d+\.", "", name), _INIT_STD))
+        return found
 
     def use_float8(self, linears: Iterable[str], device: torch.device) -> None:
         """Train these linears of every block in fp8: fused blocks by our kernels, plain blocks by torchao."""
@@ -693,14 +726,37 @@ def _frozen_norms(block: nn.Module) -> list[float]:
 _DRAWN_AT_ONCE = 8  # tensors
 
 
+class Fill(NamedTuple):
+    """The initial values of a parameter: a constant, or normal random numbers of a standard deviation."""
+
+    constant: float = 0.0
+    std: float | None = None
+
+
+def materialise(model: nn.Module, name: str, device: torch.device) -> Tensor:
+    """Return the parameter of this name; if it is on the meta device, replace it by an uninitialised one."""
+    path, _, kind = name.rpartition(".")
+    owner = model.get_submodule(path)
+    parameter: Tensor = getattr(owner, kind)
+    if parameter.is_meta:
+        parameter = nn.Parameter(torch.empty_like(parameter, device=device))
+        setattr(owner, kind, parameter)
+    return parameter
+
+
+def tensor_seeds(count: int, generator: torch.Generator) -> list[int]:
+    """Return a seed for each of so many tensors: none depends on how the others are drawn, or where."""
+    seeds: list[int] = torch.randint(1 << 62, (count,), generator=generator).tolist()
+    return seeds
+
+
 @torch.no_grad()
-def fill_normal(tensors: Sequence[tuple[Tensor, float]], generator: torch.Generator) -> None:
+def fill_normal(tensors: Sequence[tuple[Tensor, float]], seeds: Sequence[int]) -> None:
     """Fill each tensor with normal random numbers of its standard deviation.
 
     They are drawn on the CPU, so that a seed gives the same model on every device, and each tensor has a seed of its
     own, so that several are drawn in parallel: one after the other, a billion parameters take ten seconds.
     """
-    seeds = torch.randint(1 << 62, (len(tensors),), generator=generator).tolist()
 
     def draw(tensor: Tensor, std: float, seed: int) -> Tensor:
         return torch.empty(tensor.shape, device="cpu").normal_(0.0, std, generator=torch.Generator().manual_seed(seed))

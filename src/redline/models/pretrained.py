@@ -5,15 +5,13 @@ A base is a folder of safetensors, a GGUF file, or a model on the Hugging Face h
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,10 +22,10 @@ from torch import Tensor, nn
 from redline.cache import atomic_dir, cache_dir, check_regular, explain_write_errors, open_regular, read_text
 from redline.errors import Problem, RecipeError, UsageError, UserError, install_hint, package_hint
 from redline.fields import AUTO, none_if_auto
-from redline.hub import MODEL, REPOSITORY, SCHEME, HubId, UnreachableError, fetch, parse_address
+from redline.hub import MODEL, REPOSITORY, SCHEME, HubId, UnreachableError, fetch, parse_address, silence_libraries
 from redline.kernels.attention import Attention, MaskSpec
 from redline.models.adapters import FrozenMatrix, LoraLinear
-from redline.models.decoder import Decoder, Linear
+from redline.models.decoder import Decoder, Linear, materialise
 from redline.models.families import BaseConfig, parse_config, read_config, tensor_names
 from redline.planning.shapes import SHAPE_KEYS, TARGETS, Adapter, DecoderShape
 from redline.recipe.schema import Lora, Model, Recipe
@@ -221,8 +219,11 @@ def unpack_gguf(path: Path, log: Callable[[str], None]) -> Path:
             what, where=str(path), fix=f"Install it: {install_hint('finetune')}; or give a folder of safetensors."
         )
     log(f"unpacking {path.name} once, into {folder}")
+    # before stderr is redirected: transformers' log handler keeps the stream that it finds at import
+    import transformers  # noqa: F401
+
     try:
-        with atomic_dir(folder) as temporary, _silence_libraries():
+        with atomic_dir(folder) as temporary, silence_libraries():
             _unpack(path, temporary)
     except OSError:
         if not folder.is_dir():  # otherwise another process has made it in the meantime
@@ -243,21 +244,6 @@ def _digest(path: Path) -> str:
     except OSError as error:
         raise UserError(f"cannot be read ({type(error).__name__}).", where=str(path)) from None
     return digest.hexdigest()[:32]
-
-
-@contextlib.contextmanager
-def _silence_libraries() -> Iterator[None]:
-    """Hide progress bars and notes of the libraries. Failures still raise."""
-    # before stderr is redirected: transformers' log handler keeps the stream that it finds at import
-    import transformers  # noqa: F401
-
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.disable(before)
 
 
 def _unpack(path: Path, folder: Path) -> None:
@@ -362,14 +348,35 @@ def open_base(spec: str, log: Callable[[str], None] = lambda _: None) -> Base:
     )
 
 
+def naming_base(error: UserError) -> UserError:
+    """Return the error about a run's base with the option that names another place of it."""
+    moved = f"{error.fix or ''} If the run's base has moved: --base PATH.".strip()
+    return type(error)(error.what, where=error.where, fix=moved)
+
+
+_BLOCK = re.compile(r"blocks\.\d+")
 _NEW_ROW_NOISE = 0.1  # of the standard deviation of the known rows
 
 
-@torch.no_grad()
 def load_base(
     decoder: Decoder, base: Base, *, known: int | None = None, generator: torch.Generator | None = None
 ) -> None:
-    """Copy all tensors into the decoder, each in the dtype and on the device of its parameter.
+    """Do what `load_base_in_parts` does, for a decoder that has memory already."""
+    for _ in load_base_in_parts(decoder, base, torch.device("cpu"), known=known, generator=generator):
+        pass
+
+
+def load_base_in_parts(
+    decoder: Decoder,
+    base: Base,
+    device: torch.device,
+    *,
+    known: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[nn.Module]:
+    """Copy all tensors into the decoder, each in the dtype of its parameter; yield each block when it is complete.
+
+    Parameters on the meta device get memory on `device`, the others stay where they are.
 
     With `known`, only the first `known` rows of the embedding and of the head belong to tokens that the base knows; the
     others, of which the decoder may have more than the base, are those of new tokens. Each starts as the mean of the
@@ -377,14 +384,28 @@ def load_base(
     token is then the mean of the known logits, so that the softmax over all tokens changes little. Rows drawn like
     those of a new model may instead have the largest logits of all. A little noise makes new tokens differ.
     """
-    parameters = dict(decoder.named_parameters())
-    for name, tensor in base.tensors():
-        parameter = parameters.pop(name)
-        if known is not None and name in VOCABULARY_TENSORS:
-            assert generator is not None
-            tensor = with_new_rows(tensor, known, parameter.shape[0], generator)
-        parameter.copy_(tensor)
-    assert not parameters, f"the base lacks {', '.join(parameters)}"
+    parameters = {name for name, _ in decoder.named_parameters()}
+    for block, tensors in _by_block(base.tensors()):
+        for name, tensor in tensors:
+            parameters.remove(name)
+            parameter = materialise(decoder, name, device)
+            if known is not None and name in VOCABULARY_TENSORS:
+                assert generator is not None
+                tensor = with_new_rows(tensor, known, parameter.shape[0], generator)
+            parameter.data.copy_(tensor)
+        if block:
+            yield decoder.get_submodule(block)
+    assert not parameters, f"the base lacks {', '.join(sorted(parameters))}"
+
+
+def _by_block(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
+    """Group tensors, which come block after block, by their block; those outside of blocks have ""."""
+
+    def block(item: tuple[str, Tensor]) -> str:
+        found = _BLOCK.match(item[0])
+        return found[0] if found else ""
+
+    return groupby(tensors, block)
 
 
 VOCABULARY_TENSORS = ("embedding.weight", "head.weight")  # have a row per token
@@ -523,23 +544,42 @@ def fill_frozen(
     generator: torch.Generator,
 ) -> None:
     """Put the base's tensors into the decoder, frozen, and add the adapters."""
-    biases: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        path, _, kind = name.rpartition(".")
-        owner = model.get_submodule(path)
-        if not path.startswith("blocks.") or not isinstance(owner, Linear):
-            dtype = torch.float32 if tensor.dim() == 1 else model.dtype  # norms stay in float32
-            setattr(owner, kind, nn.Parameter(tensor.to(device, dtype), requires_grad=False))
-        elif kind == "bias":
-            biases[path] = tensor.to(device, torch.float32)
-        else:
-            model.set_submodule(path, _adapted(owner, path, tensor.to(device), adapter, model.dtype, lora))
-    for path, bias in biases.items():
-        linear = model.get_submodule(path)
-        assert isinstance(linear, LoraLinear)
-        linear.bias = bias
-    for linear in adapted_linears(model).values():
-        linear.initialise(generator)
+    for _ in fill_frozen_in_parts(model, tensors, adapter, lora=lora, device=device, generator=generator):
+        pass
+
+
+def fill_frozen_in_parts(
+    model: Decoder,
+    tensors: Iterable[tuple[str, Tensor]],
+    adapter: Adapter,
+    *,
+    lora: Lora,
+    device: torch.device,
+    generator: torch.Generator,
+) -> Iterator[nn.Module]:
+    """Do what `fill_frozen` does, and yield each block when it is complete."""
+    for block, members in _by_block(tensors):
+        biases: dict[str, Tensor] = {}
+        for name, tensor in members:
+            path, _, kind = name.rpartition(".")
+            owner = model.get_submodule(path)
+            if not block or not isinstance(owner, Linear):
+                dtype = torch.float32 if tensor.dim() == 1 else model.dtype  # norms stay in float32
+                setattr(owner, kind, nn.Parameter(tensor.to(device, dtype), requires_grad=False))
+            elif kind == "bias":
+                biases[path] = tensor.to(device, torch.float32)
+            else:
+                model.set_submodule(path, _adapted(owner, path, tensor.to(device), adapter, model.dtype, lora))
+        if not block:
+            continue
+        for path, bias in biases.items():
+            linear = model.get_submodule(path)
+            assert isinstance(linear, LoraLinear)
+            linear.bias = bias
+        module = model.get_submodule(block)
+        for linear in adapted_linears(module).values():
+            linear.initialise(generator)
+        yield module
 
 
 def _adapted(linear: Linear, path: str, weight: Tensor, adapter: Adapter, dtype: torch.dtype, lora: Lora) -> LoraLinear:
@@ -554,7 +594,7 @@ def _adapted(linear: Linear, path: str, weight: Tensor, adapter: Adapter, dtype:
     return LoraLinear(base, parts, adapted, lora.r, lora.alpha, lora.dropout, rslora=lora.rslora)
 
 
-def adapted_linears(model: Decoder) -> dict[str, LoraLinear]:
+def adapted_linears(model: nn.Module) -> dict[str, LoraLinear]:
     """Return all layers with a frozen base, by path."""
     return {path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)}
 

@@ -7,13 +7,17 @@ to measure (docs/decisions/0018-several-cards.md).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from redline.planning.context import message_bytes
 from redline.planning.shapes import DecoderShape
+from redline.planning.shards import Units
 
-MODES = ("ddp", "fsdp")
+SHARDED = ("fsdp", "hsdp")  # modes in which a rank holds rows of every tensor
+MODES = ("ddp", *SHARDED)
+# How gradients of several micro-batches are summed in these modes: as rows, scattered after each of them, or whole
+# until the last one.
+ROWS, WHOLE = "sharded", "whole"
 # Assumptions, not measurements: the share of its rated bandwidth that a link reaches with large messages, and the
 # latency that a message of any size adds at each GPU of a ring.
 WIRE_SHARE = 0.8
@@ -32,16 +36,28 @@ class Volume:
     scattered: float = 0.0  # gradients, reduce-scattered to their shards
     exchanged: float = 0.0  # by all GPUs together, for Muon: rows sent to the owner of a matrix and back
     calls: int = 0
+    shards: int = 0  # GPUs of a group that shares one copy of the model; 0: all of them
     context: int = 1  # GPUs that share each sequence
     keys_gathered: float = 0.0  # keys and values, all-gathered in each of their groups
     keys_scattered: float = 0.0  # gradients of keys and values, reduce-scattered in each group
     key_calls: int = 0
     micros: int = 1  # micro-batches, whose forward and backward passes hide the messages
+    scatters: int = 1  # backward passes that scatter gradients: the last one, or each
 
     def sent(self, world: int) -> float:
         """Return the bytes that each GPU sends in rings, where an all-reduce is a reduce-scatter and an all-gather."""
-        whole = (world - 1) / world * (2 * self.reduced + self.gathered + self.scattered + self.exchanged / world)
-        return whole + self.keys_sent
+        return self.sent_in_group(world) + self.sent_between_groups(world) + self.keys_sent
+
+    def sent_in_group(self, world: int) -> float:
+        """Return the bytes that each GPU sends to those with which it shares a copy of the model."""
+        ranks = self.shards or world
+        reduced = 0.0 if self.shards else 2 * self.reduced
+        return (ranks - 1) / ranks * (reduced + self.gathered + self.scattered + self.exchanged / ranks)
+
+    def sent_between_groups(self, world: int) -> float:
+        """Return the bytes that each GPU sends to those that hold the same rows of other copies."""
+        replicas = world // (self.shards or world)
+        return (replicas - 1) / replicas * 2 * self.reduced
 
     @property
     def keys_sent(self) -> float:
@@ -57,21 +73,29 @@ def ddp_volume(gradient_bytes: float) -> Volume:
     return Volume(reduced=gradient_bytes, calls=math.ceil(gradient_bytes / BUCKET))
 
 
-def fsdp_volume(
-    *, blocks: float, root: float, gradients: float, layers: int, micros: int, orthogonalised: float = 0.0
+def sharded_volume(
+    units: Units, ranks: int, replicas: int = 1, *, micros: int, whole: bool, orthogonalised: float = 0.0
 ) -> Volume:
-    """Return the volume of FSDP.
+    """Return the volume of FSDP over groups of `ranks`, and with several `replicas` (groups) of HSDP.
 
-    Every micro-batch gathers each block for the forward pass and again for the backward pass. The rest of the model
-    (`root`) is gathered once and kept, because the backward pass needs it first. Gradients are scattered to their
-    shards once a step. Muon needs whole matrices: the rows of each go to one GPU, and the update's rows come back.
+    Every micro-batch gathers each block for the forward pass and again for the backward pass. The rest of the model is
+    gathered once and kept, because the backward pass needs it first. Gradients are scattered to their shards in every
+    micro-batch, or once a step if they are summed whole; the groups all-reduce their shards once a step. Muon needs
+    whole matrices: the rows of each go to one GPU of the group, and the update's rows come back.
     """
+    block, root = units.gathered(ranks)
+    of_block, of_root = units.scattered(ranks)
+    gradients, times = units.layers * of_block + of_root, 1 if whole else micros
+    messages = units.layers * (of_block > 0) + (of_root > 0)
     return Volume(
-        gathered=micros * (2 * blocks + root),
-        scattered=gradients,
+        reduced=gradients / ranks if replicas > 1 else 0.0,
+        gathered=micros * (2 * units.layers * block + root),
+        scattered=times * gradients,
         exchanged=2 * orthogonalised,
-        calls=micros * (2 * layers + 1) + layers + 1 + 2 * (orthogonalised > 0),
+        calls=micros * (2 * units.layers + 1) + (times + (replicas > 1)) * messages + 2 * (orthogonalised > 0),
         micros=micros,
+        shards=ranks,
+        scatters=times,
     )
 
 
@@ -96,26 +120,6 @@ def with_keys(
     gathers = 2 if again else 1
     calls = shape.layers * (gathers + 1) * micros
     return replace(volume, context=context, keys_gathered=gathers * each, keys_scattered=each, key_calls=calls)
-
-
-def padded_bytes(tensors: Iterable[tuple[int, int]], world: int, bytes_per_value: int = 4) -> int:
-    """Return the bytes of tensors sharded by rows: FSDP pads the rows to a multiple of the world size."""
-    return sum(-(-rows // world) * world * columns for rows, columns in tensors) * bytes_per_value
-
-
-def block_tensors(shape: DecoderShape) -> list[tuple[int, int]]:
-    """Return rows and columns of each parameter of a block."""
-    d = shape.d_model
-    matrices = [(shape.d_qkv, d), (d, shape.d_attention), (shape.d_up, d), (d, shape.d_ff)]
-    norms = [(d, 1), (d, 1), *[(shape.head_dim, 1)] * (2 if shape.qk_norm else 0)]
-    return [*matrices, *norms, *([(shape.d_qkv, 1)] if shape.qkv_bias else [])]
-
-
-def root_tensors(shape: DecoderShape) -> list[tuple[int, int]]:
-    """Return rows and columns of each parameter outside the blocks: embeddings, head, last norm, skip weights."""
-    tables = [(shape.vocab, shape.d_model)] * (1 if shape.tied else 2)
-    values = [(shape.vocab, shape.d_kv)] * shape.value_embeddings
-    return [*tables, *values, (shape.d_model, 1), *([(shape.skip_count, 1)] if shape.skip_count else [])]
 
 
 @dataclass(frozen=True)
@@ -145,14 +149,22 @@ class Fabric:
             return None
         hops = self.gpus - 1 + self.nodes - 1
         rest = volume.without_keys()
-        return (
-            rest.sent(self.world) / (WIRE_SHARE * bandwidth) + rest.calls * hops * HOP_SECONDS + self._of_keys(volume)
-        )
+        in_group, between = rest.sent_in_group(self.world), rest.sent_between_groups(self.world)
+        if self._within_node(rest.shards or self.world) and self.link:
+            sending = in_group / self.link
+        else:
+            sending = in_group / bandwidth
+        if between:  # all GPUs of a node send at the same time
+            sending += between * self.gpus / self.network if self.nodes > 1 and self.network else between / bandwidth
+        return sending / WIRE_SHARE + rest.calls * hops * HOP_SECONDS + self._of_keys(volume)
+
+    def _within_node(self, group: int) -> bool:
+        """Return whether groups of so many consecutive GPUs each lie within one node."""
+        return group <= self.gpus and self.gpus % group == 0
 
     def _of_keys(self, volume: Volume) -> float:
         """Return the seconds of the exchange of keys and values, in groups of consecutive GPUs."""
-        within = volume.context <= self.gpus and self.gpus % volume.context == 0
-        bandwidth = self.link if within else self.bandwidth
+        bandwidth = self.link if self._within_node(volume.context) else self.bandwidth
         if volume.context == 1 or not bandwidth:
             return 0.0
         return volume.keys_sent / (WIRE_SHARE * bandwidth) + volume.key_calls * (volume.context - 1) * HOP_SECONDS
@@ -185,6 +197,7 @@ def _exposed_in_passes(volume: Volume, total: float, micro: float) -> float:
         return exposed(total, micro * 2 / 3)
     gathering = total * volume.gathered / (volume.gathered + volume.scattered)
     each = gathering / volume.micros / 2  # once in a forward pass, once in a backward pass
+    scattering = (total - gathering) / volume.scatters
     forwards = volume.micros * exposed(each, micro / 3)
-    backwards = (volume.micros - 1) * exposed(each, micro * 2 / 3)
-    return forwards + backwards + exposed(each + total - gathering, micro * 2 / 3)
+    backwards = (volume.micros - volume.scatters) * exposed(each, micro * 2 / 3)
+    return forwards + backwards + volume.scatters * exposed(each + scattering, micro * 2 / 3)

@@ -5,7 +5,7 @@ Before step 1 a dry run of the largest batch shows whether the estimate holds.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from redline.planning.shapes import DecoderShape
 from redline.units import GIB
@@ -19,6 +19,7 @@ PROCESS = 0.30 * GIB  # Python, torch and oneDNN, which occupy the same memory w
 HEAP, HEAP_LOGITS = 1.36, 1.2
 MATMUL_POSITIONS, QUERIES_AT_ONCE = 2048, 128  # the longest rows of attention by matmuls, and its tiles
 COMPILER = 0.12 * GIB  # torch's compiler, once it is imported
+HALF = ("bf16", "fp16")  # precisions in which weights can be gathered as they are computed with
 LOW_BIT = ("adamw_8bit", "paged_adamw_8bit")
 MUON = ("muon", "normuon")  # they update the hidden matrices, and AdamW the rest
 LOW_BIT_BLOCK = 256  # values that share one fp32 scale
@@ -199,7 +200,7 @@ def training_memory(
         optimizer=moment_bytes(shape, optimizer),
         activations=activations,
         logits=logits,
-        workspace=_cast_weights(shape, bytes_per_value, kernels, checkpointing) + workspace(kernels),
+        workspace=cast_weights(shape, bytes_per_value, kernels, checkpointing) + workspace(kernels),
     )
 
 
@@ -251,7 +252,7 @@ def workspace(kernels: Kernels, *, imported: bool = False) -> float:
     return WORKSPACE_FUSED if kernels.fused else WORKSPACE
 
 
-def _cast_weights(shape: DecoderShape, bytes_per_value: int, kernels: Kernels, checkpointing: str) -> float:
+def cast_weights(shape: DecoderShape, bytes_per_value: int, kernels: Kernels, checkpointing: str) -> float:
     """Return the bytes of weights cast to the compute precision for forward and backward; fp8 keeps one layout.
 
     A checkpointed block casts its weights inside the checkpoint: autograd keeps none of them, and the backward pass
@@ -262,24 +263,3 @@ def _cast_weights(shape: DecoderShape, bytes_per_value: int, kernels: Kernels, c
     if checkpointing != "none":
         return 2.0 * (shape.layer_matmul_parameters + shape.head_parameters)
     return float((1 if kernels.fused and kernels.fp8 else 2) * shape.matmul_parameters)
-
-
-GATHERED_BLOCKS = 2  # FSDP holds the block that runs and prefetches the next
-
-
-def fsdp_rank_memory(parts: MemoryParts, shape: DecoderShape, world: int, *, accumulates: bool = True) -> MemoryParts:
-    """Return the memory of one of `world` ranks under FSDP; `parts` are those of the model on a single GPU.
-
-    A rank holds its rows of weights, averages and moments, and the blocks that are gathered at the time. Accumulated
-    micro-batches add up unsharded gradients until the last of a step. With one micro-batch a step, each block's
-    gradient is scattered when its backward pass ends, so a rank holds its rows and the blocks in progress.
-    """
-    block = 4.0 * shape.layer_matmul_parameters
-    root = 4.0 * (shape.parameters - shape.layers * shape.layer_matmul_parameters)
-    gathered = min(GATHERED_BLOCKS * block, shape.layers * block) + root
-    return replace(
-        parts,
-        weights=parts.weights / world + gathered,
-        gradients=parts.gradients if accumulates else parts.gradients / world + gathered,
-        optimizer=parts.optimizer / world,
-    )

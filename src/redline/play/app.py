@@ -7,6 +7,8 @@ connection cancels its request.
 from __future__ import annotations
 
 import json
+import select
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
@@ -175,7 +177,7 @@ def _content(value: Any) -> str:
 def _parse_ask(body: dict[str, Any], models: Mapping[str, PlayModel]) -> tuple[PlayModel, Ask, Sampling]:
     if unknown := set(body) - {"model", "panel", "messages", "sampling", "choices", "fields"}:
         raise RefusedError(400, f"{min(unknown)} is not part of a request.")
-    model = models.get(body.get("model", ""))
+    model = models.get(checked_text(body.get("model"), "model"))
     if model is None:
         raise RefusedError(404, "There is no such model.")
     panel = model.panel(checked_text(body.get("panel"), "panel"))
@@ -226,6 +228,19 @@ def event_stream(lines: Iterator[str], ticket: Ticket) -> Response:
     response = Response(chunks(), content_type="text/event-stream; charset=utf-8")
     response.call_on_close(ticket.cancel)  # also if the connection closes before the first chunk
     return response
+
+
+def client_waits(request: Request) -> bool:
+    """Return whether the client still holds the connection. An answer in one piece cannot notice it by writing."""
+    connection = request.environ.get("werkzeug.socket")
+    if connection is None:
+        return True
+    ready = select.poll()
+    ready.register(connection, select.POLLIN)
+    try:
+        return not ready.poll(0) or connection.recv(1, socket.MSG_PEEK) != b""
+    except OSError:
+        return False
 
 
 def sse(value: Any) -> str:

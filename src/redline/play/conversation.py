@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from redline.cache import explain_write_errors, write_atomically
+from redline.cache import read_text, write_atomically
 from redline.data.chat import ASSISTANT, SYSTEM, USER, Message
 from redline.errors import UsageError, UserError
 from redline.jobs.objective import Sampling
@@ -140,9 +140,15 @@ class Conversation:
         """Append one row for each side that has answered."""
         rows = [[*side.messages()] for side in self.sides if side.turns]
         lines = [json.dumps({"messages": [vars(turn) for turn in row]}, ensure_ascii=False) + "\n" for row in rows]
-        with explain_write_errors(path):
-            before = path.read_text(encoding="utf-8") if path.exists() else ""
+        try:
+            before = read_text(path) if path.exists() else ""
+            if before and not before.endswith("\n"):
+                before += "\n"  # the last row of another program may lack it
             write_atomically(path, before + "".join(lines))
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "the file holds something else than text"
+            what = f"the conversation cannot be saved there ({reason})."
+            raise UserError(what, where=str(path), fix="Name another file after /save.") from None
 
 
 def _in_turns(events: Sequence[Iterator[Event]], answers: Sequence[Answer]) -> Iterator[None]:
@@ -163,23 +169,30 @@ def read_line(prompt: str, read: Callable[[str], str] = input) -> str | None:
     try:
         while (line := read(prompt if not lines else "… ")).endswith("\\"):
             lines.append(line[:-1])
+        lines.append(line)
     except EOFError:
-        return "\n".join(lines) or None
+        if not lines:
+            return None
     # Bytes that are not UTF-8 arrive as lone surrogates, which no tokenizer accepts.
-    return "\n".join([*lines, line]).encode("utf-8", "replace").decode("utf-8")
+    return "\n".join(lines).encode("utf-8", "replace").decode("utf-8")
 
 
-def converse(conversation: Conversation, *, prompt: str = "> ", read: Callable[[str], str] = input) -> None:
-    """Read messages and commands until the user leaves."""
-    out = conversation.out
+def converse(conversation: Conversation, *, interactive: bool = True, read: Callable[[str], str] = input) -> bool:
+    """Read messages and commands until the user leaves; return whether none of them failed.
+
+    Ctrl-C stops an answer. If no user types, but a file is read, it raises KeyboardInterrupt.
+    """
+    out, fine = conversation.out, True
     while True:
         try:
-            line = read_line(prompt, read)
+            line = read_line("> " if interactive else "", read)
         except KeyboardInterrupt:
+            if not interactive:
+                raise
             out.write("\n(/exit or Ctrl-D leaves)\n")
             continue
         if line is None or line.strip() in ("/exit", "/quit"):
-            return
+            return fine
         if not line.strip():
             continue
         try:
@@ -189,9 +202,12 @@ def converse(conversation: Conversation, *, prompt: str = "> ", read: Callable[[
             stopped = conversation.ask(line)
         except UserError as error:
             out.write(f"redline: {error.message()}\n")
+            fine = False
             continue
         out.write(" (stopped)\n\n" if stopped else "\n\n")
         out.flush()
+        if stopped and not interactive:
+            raise KeyboardInterrupt
 
 
 def _command(conversation: Conversation, line: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from redline.play.app import (
     checked_messages,
     checked_number,
     checked_text,
+    client_waits,
     event_stream,
     json_response,
     read_json,
@@ -60,9 +61,9 @@ def answer_api(app: PlayApp, request: Request) -> Response:
         rows = [{"id": name, "object": "model", "created": 0, "owned_by": "redline"} for name in app.models]
         return json_response({"object": "list", "data": rows})
     if request.path == "/v1/chat/completions":
-        return _complete(app, read_json(request), chat=True)
+        return _complete(app, request, chat=True)
     if request.path == "/v1/completions":
-        return _complete(app, read_json(request), chat=False)
+        return _complete(app, request, chat=False)
     name = request.path.removeprefix("/v1/models/")
     if name in app.models:
         return json_response({"id": name, "object": "model", "created": 0, "owned_by": "redline"})
@@ -86,10 +87,11 @@ class _Asked:
     usage: bool  # a stream ends with the counts of tokens
 
 
-def _complete(app: PlayApp, body: dict[str, Any], *, chat: bool) -> Response:
+def _complete(app: PlayApp, request: Request, *, chat: bool) -> Response:
+    body = read_json(request)
     asked = _parse(app, body, chat)
     ticket = app.submit(lambda: asked.model.stream(asked.ask, asked.how))
-    answer = _Answer(asked, ticket)
+    answer = _Answer(asked, ticket, lambda: client_waits(request))
     if body.get("stream"):
         return event_stream(answer.stream(), ticket)
     try:
@@ -201,8 +203,8 @@ class _Piece:
 
 
 class _Answer:
-    def __init__(self, asked: _Asked, ticket: Ticket) -> None:
-        self.asked, self.ticket = asked, ticket
+    def __init__(self, asked: _Asked, ticket: Ticket, client_waits: Callable[[], bool]) -> None:
+        self.asked, self.ticket, self._client_waits = asked, ticket, client_waits
         self.prompt_tokens = self.tokens = 0
         prefix = "chatcmpl" if asked.chat else "cmpl"
         self._about = {
@@ -212,9 +214,15 @@ class _Answer:
         }
 
     def pieces(self) -> Iterator[_Piece | Failed | Waiting]:
-        """Yield the answer's text in pieces, the last of which has the reason why it ended."""
+        """Yield the answer's text in pieces, the last of which has the reason why it ended.
+
+        Between two pieces there may be many events and seconds: the positions of a diffusion model are unmasked in any
+        order. So each event looks whether the client still waits.
+        """
         stops, transcript, counted, reason = StopTexts(self.asked.stops), Transcript(), 0, STOP
         for message in self.ticket.messages():
+            if not self._client_waits():
+                return
             if isinstance(message, (Waiting, Failed)):
                 yield message
                 if isinstance(message, Failed):

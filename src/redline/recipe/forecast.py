@@ -22,23 +22,25 @@ from redline.planning.communication import (
     GIGABIT,
     HOP_SECONDS,
     NETWORK_GBPS_PER_CARD,
+    SHARDED,
+    WHOLE,
     WIRE_SHARE,
     Fabric,
     Volume,
-    block_tensors,
     ddp_volume,
-    fsdp_volume,
-    padded_bytes,
-    root_tensors,
+    sharded_volume,
     with_keys,
 )
 from redline.planning.flops import mfu
 from redline.planning.memory import MATMUL_POSITIONS, MUON, Kernels, causal_keys
 from redline.planning.schedule import horizon_steps
+from redline.planning.shapes import DecoderShape
+from redline.planning.shards import Units, decoder_units
 from redline.planning.speed import (
     BEST_MATMUL_SHARE,
     CACHED_OF_COPY,
     COPY_SHARE,
+    SHARDS_SPEED,
     CpuRates,
     Limit,
     Peaks,
@@ -288,7 +290,7 @@ def _prior(resolved: Resolved, work: Work, peaks: Peaks | None, known: bool) -> 
         return _cpu_prior(resolved, work, machine.cpu_flops), "prior: this CPU's measured rates"
     if peaks is None:
         return None, "unknown"
-    shards = batch.world if parallel_mode(resolved) == "fsdp" else 1
+    shards = shard_size(resolved)
     time = expected_step_time(work, peaks, micro_tokens=micro_tokens, accumulation=batch.accumulation, shards=shards)
     if not known:
         source = "prior: this card's measured rates"
@@ -296,6 +298,8 @@ def _prior(resolved: Resolved, work: Work, peaks: Peaks | None, known: bool) -> 
         source = "prior: H200 kernel rates"
     else:
         source = "prior: H200 kernel rates, scaled to this card"
+    if shards > 1:
+        source += f", at {SHARDS_SPEED:.0%} with shards (from torchtitan's published 8B on H100)"
     return time, source + costs(resolved.recipe).assumed
 
 
@@ -315,8 +319,16 @@ def _cpu_prior(resolved: Resolved, work: Work, fastest: float) -> StepTime:
 
 
 def parallel_mode(resolved: Resolved) -> str:
-    """Return "fsdp" if each card holds a shard of the model, else "ddp"."""
-    return "fsdp" if resolved.recipe.parallel.mode == "fsdp" else "ddp"
+    """Return "fsdp" or "hsdp" if each card holds a shard of the model, else "ddp"."""
+    mode = str(resolved.recipe.parallel.mode)
+    return mode if mode in SHARDED else "ddp"
+
+
+def shard_size(resolved: Resolved) -> int:
+    """Return how many cards share one copy of the model."""
+    if parallel_mode(resolved) == "hsdp":
+        return int(resolved.recipe.parallel.shard_size)
+    return resolved.batch.world if parallel_mode(resolved) == "fsdp" else 1
 
 
 def planned_fabric(resolved: Resolved) -> Fabric:
@@ -335,7 +347,7 @@ def communication_volume(resolved: Resolved) -> Volume:
     if parallel_mode(resolved) == "ddp":
         volume = ddp_volume(4.0 * costs(resolved.recipe).parameters(shape)["trainable"])
     else:
-        volume = _fsdp_volume(resolved)
+        volume = _sharded_volume(resolved)
     return with_keys(
         volume,
         shape,
@@ -347,19 +359,34 @@ def communication_volume(resolved: Resolved) -> Volume:
     )
 
 
-def _fsdp_volume(resolved: Resolved) -> Volume:
-    shape, batch = resolved.shape, resolved.batch
-    blocks = shape.layers * padded_bytes(block_tensors(shape), batch.world)
-    root = padded_bytes(root_tensors(shape), batch.world)
-    muon = resolved.recipe.train.optimizer in MUON
-    return fsdp_volume(
-        blocks=blocks,
-        root=root,
-        gradients=blocks + root,
-        layers=shape.layers,
-        micros=batch.accumulation,
-        orthogonalised=4.0 * shape.layers * shape.layer_matmul_parameters if muon else 0.0,
+def _sharded_volume(resolved: Resolved) -> Volume:
+    train, size = resolved.recipe.train, shard_size(resolved)
+    units = planned_units(resolved.recipe, resolved.shape, resolved.machine.device)
+    matrices = 0
+    if train.optimizer in MUON:
+        matrices = units.layers * sum(t.rows * t.columns for t in units.block if t.gradient and t.columns > 1)
+    return sharded_volume(
+        units,
+        size,
+        resolved.batch.world // size,
+        micros=resolved.batch.accumulation,
+        whole=resolved.recipe.parallel.accumulate == WHOLE,
+        orthogonalised=4.0 * matrices,
     )
+
+
+def planned_units(recipe: Recipe, shape: DecoderShape, device: str) -> Units:
+    """Return what FSDP shards and gathers with a resolved recipe."""
+    train = recipe.train
+    kernels = planned_kernels(recipe, device, precision=train.precision, compiled=bool(train.compile), fused=False)
+    return units_of(recipe, shape, train.precision, train.grad_checkpointing, kernels)
+
+
+def units_of(recipe: Recipe, shape: DecoderShape, precision: str, checkpointing: str, kernels: Kernels) -> Units:
+    """Return what FSDP shards and gathers; costs of another package that do not say it are those of a decoder."""
+    known = getattr(costs(recipe), "units", None)
+    units: Units = known(shape, precision, checkpointing, kernels) if known else decoder_units(shape)
+    return units
 
 
 def _hours(resolved: Resolved, tokens_per_s: float | None) -> float | None:

@@ -20,12 +20,13 @@ from redline.fields import AUTO, none_if_auto
 from redline.hub import parse_address
 from redline.jobs.base import is_job, job
 from redline.planning.batch import PRESETS, solve_batch
+from redline.planning.communication import SHARDED
 from redline.planning.context import indivisible_sequence
 from redline.planning.memory import MUON
 from redline.planning.schedule import ONE_CYCLE
 from redline.planning.shapes import SIZES
 from redline.recipe.aliases import ALIASES, canonical_keys
-from redline.recipe.schema import Model, Recipe, Train, recipe_class
+from redline.recipe.schema import Model, Parallel, Recipe, Train, recipe_class
 from redline.remote import MIRROR_SCHEMES, is_url, url_problem
 
 # ----------------------------------------------------------------------------------------------------
@@ -447,6 +448,18 @@ def _keys_without_effect(recipe: Recipe) -> list[Problem]:
         *_unused_stream(recipe),
         *_unused_compile_mode(recipe.train),
         *_unused_ring(recipe),
+        *_unused_sharding(recipe.parallel),
+    ]
+
+
+def _unused_sharding(parallel: Parallel) -> list[Problem]:
+    users = {"shard_size": ("hsdp",), "accumulate": SHARDED}
+    return [
+        Problem(
+            f"parallel.{key}", f"does nothing with parallel.mode={parallel.mode}.", f"Remove it, or use {modes[-1]}."
+        )
+        for key, modes in users.items()
+        if getattr(parallel, key) != AUTO and parallel.mode not in (AUTO, *modes)
     ]
 
 

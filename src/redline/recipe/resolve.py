@@ -17,11 +17,13 @@ from redline.hardware.compiled_kernels import kernels_off, objection
 from redline.hardware.machine import Machine
 from redline.jobs.base import costs, job
 from redline.planning.batch import BatchPlan, indivisible_batch, largest_micro_batch, round_to_divisible, solve_batch
+from redline.planning.communication import BUCKET, ROWS, SHARDED, WHOLE
 from redline.planning.context import indivisible_world, kept_bytes
 from redline.planning.flops import FlopsPerToken
-from redline.planning.memory import LOW_BIT, MUON, MemoryParts, fsdp_rank_memory
+from redline.planning.memory import LOW_BIT, MUON, MemoryParts
 from redline.planning.schedule import ONE_CYCLE, PCT_START, sqrt_scaled_lr
 from redline.planning.shapes import SHAPE_KEYS, SIZES, DecoderShape, padded_vocab
+from redline.planning.shards import sharded_memory
 from redline.recipe.forecast import (
     CPU_SHARE,
     UNKNOWN_WARMUP,
@@ -35,6 +37,7 @@ from redline.recipe.forecast import (
     recipe_steps,
     requested_batch,
     token_limit,
+    units_of,
     warmup_warnings,
 )
 from redline.recipe.load import preset_factor, preset_text, row_copies
@@ -53,7 +56,7 @@ def reason_not_fused(
     unsupported = shape.not_fused(dropout=model.dropout, checkpointing=checkpointing)
     if not unsupported and sharded:
         # FSDP gathers the parameters of a block in a hook on its forward call; the fused blocks bypass that call.
-        unsupported = "fused blocks do not work with fsdp"
+        unsupported = "fused blocks do not work with shards (fsdp, hsdp)"
     if model.kernels == "fused":
         # train.fp8 matters only with precision fp8, so it contradicts nothing without.
         if unsupported or (backend == "torchao" and precision == "fp8"):
@@ -112,60 +115,82 @@ def _problem(key: str, what: str, fix: str) -> RecipeError:
 
 
 # ----------------------------------------------------------------------------------------------------
-# How several GPUs share a run: each holds a copy of the model (ddp) or a shard of it (fsdp).
+# How several GPUs share a run: each holds a copy of the model (ddp), a shard of it (fsdp), or a shard of the copy that
+# its group holds (hsdp).
 
 
-DDP, FSDP = "ddp", "fsdp"
+DDP, FSDP, HSDP = "ddp", "fsdp", "hsdp"
 
 
 def choose_parallel_mode(
-    recipe: Recipe, world: int, *, frozen: bool, needed: float, available: float
+    recipe: Recipe, world: int, nodes: int, *, needed: Callable[[int], float], available: float
 ) -> tuple[str, str]:
     """Return the mode and the reason for it.
 
-    `needed` is the least memory (bytes) of a rank that holds the whole model, and `available` what a rank has.
-    `frozen` is whether some of the model is not trained.
+    `needed` is the least memory (bytes) of a rank by the number of ranks that share a copy, and `available` what a rank
+    has.
     """
-    mode, reason = recipe.parallel.mode, _reason_not_sharded(recipe, frozen)
-    if mode == FSDP and reason:
-        raise _problem("parallel.mode", f"fsdp is not possible: {reason}.", "Use parallel.mode=ddp.")
+    mode = recipe.parallel.mode
     if mode != AUTO:
         return mode, "set in the recipe"
     if world == 1:
         return DDP, ""
-    if reason:
-        return DDP, reason
-    memory = f"a copy of the model needs {needed / GIB:.1f} of {available / GIB:.1f} GiB with one sequence"
-    return (DDP, memory) if needed <= available else (FSDP, f"{memory}: each GPU holds a share of 1/{world}")
+    whole = needed(1)
+    memory = f"a copy of the model needs {whole / GIB:.1f} of {available / GIB:.1f} GiB with one sequence"
+    if whole <= available:
+        return DDP, memory
+    share = f"{memory}: each GPU holds a share of 1"
+    if nodes > 1 and (size := shard_size(recipe, world, nodes)) < world and needed(size) <= available:
+        return HSDP, f"{share}/{size}, and each node a copy, so that only gradients pass between nodes"
+    return FSDP, f"{share}/{world}"
 
 
-def _reason_not_sharded(recipe: Recipe, frozen: bool) -> str:
-    """Return why FSDP cannot shard the model by rows, or "" if it can."""
-    if recipe.model.quant != "none":
-        return "a quantised base has no rows that could be sharded; each GPU holds all of its 4 bits"
-    if frozen:
-        return "a frozen base has no gradients and moments to shard; each GPU holds all of it"
-    if recipe.train.optimizer in LOW_BIT:
-        return f"{recipe.train.optimizer} keeps moments in blocks that do not end where rows do"
-    return ""
+def with_bucket(parts: MemoryParts, world: int) -> MemoryParts:
+    """Return the memory of a rank of ddp: gradients are copied into the bucket that is sent."""
+    return replace(parts, gradients=parts.gradients + min(float(BUCKET), parts.gradients)) if world > 1 else parts
+
+
+def shard_size(recipe: Recipe, world: int, nodes: int) -> int:
+    """Return how many ranks share one copy under hsdp: `parallel.shard_size`, or those of a node."""
+    size: int = none_if_auto(recipe.parallel.shard_size) or world // nodes
+    return size
+
+
+def _hsdp_problem(recipe: Recipe, world: int, nodes: int) -> Problem | None:
+    """Return why the ranks cannot form groups for hsdp."""
+    stated, size = none_if_auto(recipe.parallel.shard_size), shard_size(recipe, world, nodes)
+    if stated is None and nodes == 1:
+        what = f"hsdp shards within a node and copies between nodes, but the {world} ranks are on one node."
+        fix = "Use parallel.mode=fsdp, or set parallel.shard_size to the ranks that share a copy."
+        return Problem("parallel.mode", what, fix)
+    if world % size:
+        fits = [number for number in range(1, world + 1) if world % number == 0]
+        what = f"groups of {size} ranks cannot be formed of {world}."
+        return Problem("parallel.shard_size", what, f"Use one of {', '.join(map(str, fits))}.")
+    return None
 
 
 def adapt_to_world(recipe: Recipe, world: int) -> Recipe:
     """Return a resolved recipe for another number of ranks.
 
     The global batch stays the same. If micro-batch and accumulation do not fit it any more, they become `auto`, the
-    micro-batch only if it has to. If the ranks cannot form groups of `parallel.context`, the groups become smaller.
+    micro-batch only if it has to. If the ranks cannot form groups of `parallel.context` or `parallel.shard_size`, the
+    groups become smaller.
     """
     if world % recipe.parallel.context:
         smaller = recipe.parallel.model_copy(update={"context": math.gcd(world, recipe.parallel.context)})
         recipe = recipe.model_copy(update={"parallel": smaller})
+    if world % (none_if_auto(recipe.parallel.shard_size) or 1):
+        other = math.gcd(world, recipe.parallel.shard_size)
+        recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"shard_size": other})})
     train, world = recipe.train, world // recipe.parallel.context
     total, micro, accumulation = (none_if_auto(x) for x in (train.global_batch, train.micro_batch, train.accumulation))
     if not total or not micro or micro * (accumulation or 0) * world == total:
         return recipe
     keep_micro = total % (micro * world) == 0
     update = {"accumulation": AUTO, "micro_batch": micro if keep_micro else AUTO}
-    return recipe.model_copy(update={"train": train.model_copy(update=update)})
+    parallel = recipe.parallel.model_copy(update={"accumulate": AUTO})  # chosen for another accumulation
+    return recipe.model_copy(update={"train": train.model_copy(update=update), "parallel": parallel})
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -258,7 +283,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe without any `auto`, the reasons for what was chosen, and the arithmetic behind it."""
+    """A recipe without any `auto` that is read, the reasons for what was chosen, and the arithmetic behind it."""
 
     recipe: Recipe
     shape: DecoderShape
@@ -320,8 +345,8 @@ class _Resolver:
     Later choices depend on earlier ones, so the order in `resolve` matters.
     """
 
-    def __init__(self, recipe: Recipe, machine: Machine, data: DataFacts, world: int) -> None:
-        self.recipe, self.machine, self.data, self.world = recipe, machine, data, world
+    def __init__(self, recipe: Recipe, machine: Machine, data: DataFacts, world: int, nodes: int = 1) -> None:
+        self.recipe, self.machine, self.data, self.world, self.nodes = recipe, machine, data, world, nodes
         self.context = recipe.parallel.context
         if problem := indivisible_world(self.context, world):
             raise RecipeError("recipe", [problem])
@@ -494,12 +519,23 @@ class _Resolver:
             available = min(1e9 * train.memory_gb, self.machine.memory_bytes)
         supported = ("none",) if self.recipe.model.kernels == "fused" else ("none", "selective", "full")
         levels = supported if requested == AUTO else (requested,)
-        sharded = self.parallel_mode(shape, memory(1, levels[-1]).peak, available) == FSDP
+
+        def in_shards(micro: int, checkpointing: str, ranks: int, *, whole: bool = False) -> MemoryParts:
+            device = self.machine.device
+            kernels = planned_kernels(self.recipe, device, precision=precision, compiled=compiled, fused=False)
+            units = units_of(self.recipe, shape, precision, checkpointing, kernels)
+            return sharded_memory(memory(micro, checkpointing), units, ranks, whole=whole)
+
+        def needed(ranks: int) -> float:
+            return (memory(1, levels[-1]) if ranks == 1 else in_shards(1, levels[-1], ranks)).peak
+
+        ranks = self.shards(shape, needed, available)
 
         def rank_memory(micro: int, checkpointing: str, accumulates: bool = True) -> MemoryParts:
-            if sharded:
-                return fsdp_rank_memory(memory(micro, checkpointing), shape, self.world, accumulates=accumulates)
-            return memory(micro, checkpointing, accumulates)
+            if ranks:
+                whole = accumulates and self.recipe.parallel.accumulate == WHOLE
+                return in_shards(micro, checkpointing, ranks, whole=whole)
+            return with_bucket(memory(micro, checkpointing, accumulates), self.world)
 
         checkpointing = next((level for level in levels if rank_memory(1, level).peak <= available), levels[-1])
         if requested == AUTO:
@@ -521,13 +557,43 @@ class _Resolver:
             "accumulation": batch.accumulation,
             "global_batch": batch.global_batch,
         }
-        return batch, checkpointing, rank_memory(batch.micro, checkpointing, batch.accumulation > 1)
+        if not ranks:
+            return batch, checkpointing, rank_memory(batch.micro, checkpointing, batch.accumulation > 1)
+        whole = in_shards(batch.micro, checkpointing, ranks, whole=True)
+        if not self.sums_whole(batch.accumulation, whole.peak, available):
+            return batch, checkpointing, in_shards(batch.micro, checkpointing, ranks)
+        return batch, checkpointing, whole
 
-    def parallel_mode(self, shape: DecoderShape, needed: float, available: float) -> str:
-        """Choose ddp or fsdp. `needed` is the least memory of a rank that holds the whole model."""
-        parameters = costs(self.recipe).parameters(shape)
-        frozen = parameters["trainable"] < parameters["total"]
-        mode, reason = choose_parallel_mode(self.recipe, self.world, frozen=frozen, needed=needed, available=available)
+    def sums_whole(self, micros: int, needed: float, available: float) -> bool:
+        """Choose how shards sum gradients: whole, which needs so many bytes, or as rows after every micro-batch."""
+        if self.recipe.parallel.accumulate != AUTO:
+            return bool(micros > 1 and self.recipe.parallel.accumulate == WHOLE)
+        if micros == 1:
+            self.values["parallel"]["accumulate"] = ROWS
+            return False
+        sums = f"whole gradients need {needed / GIB:.1f} of {available / GIB:.1f} GiB"
+        if needed <= available:
+            self.choose("parallel.accumulate", WHOLE, f"{sums}, and are sent once a step instead of {micros} times")
+            return True
+        self.choose("parallel.accumulate", ROWS, sums)
+        return False
+
+    def shards(self, shape: DecoderShape, needed: Callable[[int], float], available: float) -> int:
+        """Choose the parallel mode; return how many ranks share a copy of the model, or 0 if each has its own."""
+        mode = self.parallel_mode(needed, available)
+        if mode == HSDP and self.world > 1:
+            if problem := _hsdp_problem(self.recipe, self.world, self.nodes):
+                raise RecipeError("recipe", [problem])
+            size = shard_size(self.recipe, self.world, self.nodes)
+            self.values["parallel"]["shard_size"] = size
+            return size
+        if mode == HSDP:  # a run that is resumed on one GPU
+            self.values["parallel"]["shard_size"] = 1
+        return self.world if mode == FSDP else 0
+
+    def parallel_mode(self, needed: Callable[[int], float], available: float) -> str:
+        """Choose ddp, fsdp or hsdp. `needed` is the least memory of a rank by how many ranks share a copy."""
+        mode, reason = choose_parallel_mode(self.recipe, self.world, self.nodes, needed=needed, available=available)
         self.values["parallel"]["mode"] = mode
         if self.context > 1:
             positions = sum(row_copies(self.recipe)) // self.context
@@ -547,7 +613,7 @@ class _Resolver:
                 self.warnings.append(f"model.kernels is torch, which is slower: {why}")
 
     def reason_not_fused(self, shape: DecoderShape, precision: str, checkpointing: str) -> str:
-        sharded = self.values["parallel"].get("mode") == FSDP
+        sharded = self.values["parallel"].get("mode") in SHARDED
         return reason_not_fused(
             self.recipe, self.machine, shape, precision=precision, checkpointing=checkpointing, sharded=sharded
         )
@@ -658,7 +724,7 @@ def resolve(recipe: Recipe, machine: Machine, data: DataFacts, *, gpus: int = 1,
 
     Raise a RecipeError if the recipe is impossible on this machine or with these data.
     """
-    r = _Resolver(recipe, machine, data, gpus * nodes)
+    r = _Resolver(recipe, machine, data, gpus * nodes, nodes)
     r.choose("train.device", machine.device, machine.name)
     if recipe.train.preset:
         r.choices.append(Choice("train.preset", recipe.train.preset, preset_text(recipe.train.preset)))

@@ -44,6 +44,8 @@ from redline.fields import (
 )
 from redline.jobs.base import JOBS, is_job, job_names, options_of
 from redline.planning.batch import PRESETS
+from redline.planning.communication import MODES as PARALLEL_MODES
+from redline.planning.communication import ROWS, WHOLE
 from redline.planning.context import BACKENDS as CONTEXT_BACKENDS
 from redline.planning.memory import LOW_BIT, MUON
 from redline.planning.schedule import SCHEDULES
@@ -228,7 +230,7 @@ _SOURCE = Rule(
 
 class Data(Section):
     # embedded, text (a file, folder, JSONL, Parquet, dataset id), prepared shards, .bin tokens, word problems
-    # (problems:LEVEL), or a list of those
+    # (problems:LEVEL), facts (facts:SIZE), or a list of those
     source: Annotated[str | tuple[Part, ...], _SOURCE] = "embedded"
     tokenizer: Text = "train:4096"  # train:N, bytes, gpt2, or a tokenizer.json
     seq_len: Count = 1024
@@ -342,7 +344,10 @@ class MonitorSection(Section):
 class Parallel(Section):
     """How several GPUs, or processes on a CPU, share the work of a step."""
 
-    mode: Annotated[str, one_of(AUTO, "ddp", "fsdp")] = AUTO  # ddp: full copies of the model; fsdp: shards
+    # ddp: full copies of the model; fsdp: shards over all ranks; hsdp: shards over groups of ranks, each with a copy
+    mode: Annotated[str, one_of(AUTO, *PARALLEL_MODES)] = AUTO
+    shard_size: AutoCount = AUTO  # ranks of a group of hsdp
+    accumulate: Annotated[str, one_of(AUTO, ROWS, WHOLE)] = AUTO  # how shards sum gradients of several micro-batches
     context: Count = 1  # ranks that split each sequence among them
     context_backend: Annotated[str, one_of(*CONTEXT_BACKENDS)] = "gather"  # how they exchange keys and values
     timeout: Positive = 600.0  # seconds without progress after which a rank counts as hung

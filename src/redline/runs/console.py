@@ -11,11 +11,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 from redline.runs.events import Event, clean, finite, number, one_line, section
 from redline.runs.summary import ending, totals
-from redline.units import format_bytes, format_count, format_seconds, format_usd
+from redline.units import format_bytes, format_count, format_gib, format_seconds, format_usd
 from redline.vocabulary import status_of_stop
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def step_facts(event: Event) -> list[str]:
         _number(event, "tokens_per_s", "{} tok/s", format_count),
         _number(event, "samples_per_s", "{} samples/s", format_count),
         _number(event, "mfu", "MFU {:.1%}"),
-        _number(event, "memory_gib", "{:.1f} GiB"),
+        _number(event, "memory_gib", "{}", format_gib),
         _number(event, "cost_usd", "{}", format_usd),
         _number(event, "lr", "lr {:.2e}"),
         _number(event, "grad_norm", "grad {:.2f}"),
@@ -211,7 +212,7 @@ def plan_rows(event: Event) -> Iterator[tuple[str, str]]:
     memory = section(event, "memory_gib")
     yield from _row("memory", [_memory_total(memory)])
     parts = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
-    yield from _row("", [_number(memory, part, part + " {:.2f}") for part in parts])
+    yield from _row("", [_number(memory, part, part + " {}", partial(_gib, decimals=2)) for part in parts])
     yield from _speed_rows(event)
     yield from _horizon_rows(event)
 
@@ -276,7 +277,7 @@ def _speed_rows(event: Event) -> Iterator[tuple[str, str]]:
     yield from _row(
         "",
         [
-            _number(measured, "memory_gib", "{:.1f} GiB at the peak"),
+            _number(measured, "memory_gib", "{} at the peak", format_gib),
             _number(measured, "step_ms", "{:.0f} ms a step"),
             _number(measured, "compile_s", "first step after {:.0f} s"),
         ],
@@ -313,9 +314,14 @@ def _row(label: str, parts: list[str]) -> Iterator[tuple[str, str]]:
 def _memory_total(memory: Mapping[str, Any]) -> str:
     peak, available = number(memory, "peak"), number(memory, "available")
     if peak is None or not available or available < 0:
-        return _number(memory, "peak", "{:.1f} GiB at the peak")
+        return _number(memory, "peak", "{} at the peak", format_gib)
     filled = round(24 * min(max(peak / available, 0.0), 1.0))
-    return f"{'━' * filled}{'┈' * (24 - filled)} {peak:.1f} of {available:.1f} GiB ({peak / available:.0%})"
+    return f"{'━' * filled}{'┈' * (24 - filled)} {_gib(peak, 1)} of {available:.1f} GiB ({peak / available:.0%})"
+
+
+def _gib(gib: float, decimals: int) -> str:
+    """Return an amount in GiB without the unit, which the row names, or in MiB with it if that is more readable."""
+    return format_gib(gib) if 0 < gib < 0.1 else f"{gib:.{decimals}f}"
 
 
 def _choices(event: Event) -> list[tuple[str, str, str]]:

@@ -1,7 +1,7 @@
 """How fast a run's step could be: the plan's ceilings beside the step as measured, and what limits it.
 
-Only facts are computed here. `prose` makes sentences of them and `report.figures` draws them; the live page shows the
-sentences too.
+Only facts are computed here. `summary` makes sentences of them and `report.figures` draws them; the live page shows
+the sentences too.
 """
 
 from __future__ import annotations
@@ -166,11 +166,13 @@ def _matmul_bytes(
 
 
 DATA_WAIT_LIMIT = 0.02  # share of a step; with less, data loading is not what limits it
+CPU_SHARE_LIMIT = 0.75  # of the time of the run's threads; with less, they wait for a core or for each other
 _MOST_LINES = 0.5  # share of the log lines in which the card was slowed
 
 
 class LimitKind(StrEnum):
     DATA_LOADING = "data_loading"
+    CPU_TIME = "cpu_time"  # of a run on a CPU
     HEAT = "heat"  # or the power supply
     POWER = "power"
     KERNELS = "kernels"
@@ -186,6 +188,7 @@ class Limit:
     reported_lines: int = 0  # log lines that state whether it was slowed; 0 for a CPU
     power_w: float | None = None
     sm_clock_mhz: float | None = None
+    cpu_share: float | None = None  # CPU time over the time of all threads; None for a GPU
 
 
 @dataclass(frozen=True)
@@ -270,20 +273,23 @@ def _planned_ms(plan: Event) -> float | None:
 
 
 def _limit(steps: Sequence[Event], step_ms: float) -> Limit:
-    """Return the first limit that applies: data loading, heat, the power limit, otherwise the kernels."""
+    """Return the first limit that applies: data loading, CPU time, heat, the power limit, otherwise the kernels."""
     waiting = (_median(steps, "data_wait_ms") or 0.0) / step_ms if step_ms else 0.0
     reported = [found for step in steps if (found := throttling(step)) is not None]
     hot, capped = sum(found.heat for found in reported), sum(found.power_limit for found in reported)
-    most = _MOST_LINES * len(reported)
+    most, cpu_share = _MOST_LINES * len(reported), _median(steps, "cpu_share")
     if waiting > DATA_WAIT_LIMIT:
         kind, slowed = LimitKind.DATA_LOADING, 0
+    elif cpu_share is not None and cpu_share < CPU_SHARE_LIMIT:
+        kind, slowed = LimitKind.CPU_TIME, 0
     elif hot > most:
         kind, slowed = LimitKind.HEAT, hot
     elif capped > most:
         kind, slowed = LimitKind.POWER, capped
     else:
         kind, slowed = LimitKind.KERNELS, 0
-    return Limit(kind, waiting, slowed, len(reported), _median(steps, "power_w"), _median(steps, "sm_clock_mhz"))
+    watts, clock = _median(steps, "power_w"), _median(steps, "sm_clock_mhz")
+    return Limit(kind, waiting, slowed, len(reported), watts, clock, cpu_share)
 
 
 def data_wait_share(steps: Sequence[Event]) -> float | None:

@@ -27,6 +27,7 @@ from redline.runs.events import (
     section,
     throttling,
 )
+from redline.runs.speed import RunSpeed
 from redline.runs.summary import describe_event
 
 # ----------------------------------------------------------------------------------------------------
@@ -227,6 +228,7 @@ class RunState:
         self.samples: deque[dict[str, Any]] = deque(maxlen=_MAX_SAMPLES)
         self._notes: deque[dict[str, Any]] = deque(maxlen=_MAX_NOTES)
         self._routine_notes: deque[dict[str, Any]] = deque(maxlen=_MAX_ROUTINE_NOTES)  # must not crowd out a warning
+        self.speed = RunSpeed()
         self.peak_memory_gib: float | None = None
         self.end_step: float | None = None  # of the newest plan of the schedule
         self.last_time: float | None = None
@@ -290,6 +292,7 @@ class RunState:
         self._replaced_count += 1
         self.steps.drop_beyond(after)
         self.evals.drop_beyond(after)
+        self.speed.drop_beyond(after)
         if (number(self.step, "step") or 0) > after:
             kept = [event for event in self.recent if (number(event, "step") or 0) <= after]
             self.step = kept[-1] if kept else {"step": int(after)}
@@ -315,8 +318,10 @@ class RunState:
         # A curve runs forward. If a log goes back without a start event that says so, the later steps hold.
         if last is not None and x[0] <= last:
             self.steps.drop_beyond(x[0] - 1)
+            self.speed.drop_beyond(x[0] - 1)
         self.step = event
         self.recent.append(event)
+        self.speed.add(event)
         self.activity = ""
         values = [_finite(value) for value in map(event.get, STEP_FIELDS)]
         wait, step_ms = values[_DATA_WAIT], values[_STEP_MS]

@@ -28,6 +28,7 @@ from redline.runs.events import (
 )
 from redline.runs.roofline import (
     BEST_KERNELS,
+    CPU_SHARE_LIMIT,
     DATA_WAIT_LIMIT,
     DENSE_PEAK,
     MATMUL_RATE,
@@ -123,7 +124,7 @@ def is_locked(run: Path) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # a file system without locks: assume that nothing runs
+    except OSError:  # a file system without locks: assume that no process trains the run
         return False
     finally:
         os.close(descriptor)
@@ -326,7 +327,7 @@ def refuse_unreadable(path: Path) -> None:
 
 
 def dollars(cost: float) -> str:
-    """Return a cost that never reads as nothing when there was one."""
+    """Return a cost as text; one that rounds to $0.00 is "less than a cent"."""
     return format_usd(cost) if cost >= 0.005 or cost <= 0 else "less than a cent"
 
 
@@ -383,7 +384,7 @@ def totals(fields: Mapping[str, Any]) -> str:
 
 
 def describe_event(event: Event) -> str:
-    """Return one line about an event; empty if it has nothing to say."""
+    """Return one line about an event; empty if there is nothing to show."""
     kind = event["type"]
     if kind == "start":
         step = number(event, "resumed_from")
@@ -432,6 +433,7 @@ _SPEED_AT = {
 }
 _LIMIT_NAMES = {
     LimitKind.DATA_LOADING: "data loading",
+    LimitKind.CPU_TIME: "a lack of CPU time",
     LimitKind.HEAT: "heat or the power supply",
     LimitKind.POWER: "the GPU's power limit",
 }
@@ -467,6 +469,11 @@ def _limit_sentence(limit: Limit, step_ms: float, roofline: Roofline) -> str:
     lines = f"{limit.slowed_lines} of {limit.reported_lines} log lines"
     if limit.kind is LimitKind.DATA_LOADING:
         return f"Data loading limits the speed: {limit.data_wait:.0%} of a step is waiting for data."
+    if limit.kind is LimitKind.CPU_TIME:
+        return (
+            f"CPU time limits the speed: {_cpu_share(limit)}. Other processes use the CPU, a quota limits it, or the "
+            "model is too small for so many threads (OMP_NUM_THREADS)."
+        )
     if limit.kind is LimitKind.HEAT:
         return f"Heat or the power supply limits the speed: it slowed the GPU in {lines}{_gpu_reading(limit)}."
     if limit.kind is LimitKind.POWER:
@@ -480,6 +487,8 @@ def _limit_sentence(limit: Limit, step_ms: float, roofline: Roofline) -> str:
 
 def _kernel_sentence(step_ms: float, roofline: Roofline) -> str:
     best = next((bar for bar in roofline.bars if bar.name == BEST_KERNELS), None)
+    if (best is None or not best.ms) and roofline.limit is not None and roofline.limit.cpu_share is not None:
+        return f"The CPU's cores limit the speed: {_cpu_share(roofline.limit)}."
     if best is None or not best.ms:
         return "Neither data loading, heat nor power limits the speed; the best rates of its kernels are unknown."
     part, ms = max(best.ms.items(), key=lambda item: item[1])
@@ -492,6 +501,10 @@ def _kernel_sentence(step_ms: float, roofline: Roofline) -> str:
         f"The kernels limit the speed: {part} needs {_milliseconds(ms)} at best, and {_milliseconds(beyond)} of the "
         f"step is beyond the time of the best known kernels{explained}."
     )
+
+
+def _cpu_share(limit: Limit) -> str:
+    return f"the run's threads got {limit.cpu_share:.0%} of the CPU time that they could use"
 
 
 def _gpu_reading(limit: Limit) -> str:
@@ -511,6 +524,7 @@ def _milliseconds(value: float) -> str:
 _WORSE_THAN_BEST = 1.002  # times the best loss; below it the last loss counts as the best
 _OVERALL_DIFFERS = 0.1  # between the median speed and that of the whole run
 _SMALL_GAP = 0.05  # of a step
+_NOW_DIFFERS = 0.1  # between the speed of the run and that of its last log lines
 
 
 def summary_paragraph(data: Mapping[str, Any], history: History, roofline: Roofline) -> str:
@@ -574,7 +588,7 @@ def _speed(headline: Mapping[str, Any], plan: Event, roofline: Roofline) -> str:
     if ceiling is not None and ceiling.total and roofline.step_ms:
         share = 100 * ceiling.total / roofline.step_ms
         parts.append(f"{share:.0f} % of {_SPEED_AT[ceiling.name]}")
-    return f"that is {' and '.join(parts)}" if parts else ""
+    return f"its speed of {format_count(rate)} tokens/s is {' and '.join(parts)}" if parts else ""
 
 
 def _overall(headline: Mapping[str, Any], rate: float, planned: float) -> str:
@@ -675,15 +689,19 @@ def remaining_s(state: RunState, status: Status, now: float) -> float | None:
 
 
 def _current_speed(state: RunState, lock: Mapping[str, Any]) -> str:
-    rate = recent(state, "tokens_per_s")
+    """Return the speed of the run, as in its report, and that of the last log lines if it differs."""
+    rate = state.speed.median("tokens_per_s")
     if rate is None:
         return "Unknown before the first logged step"
     shares = [f"{100 * rate / level:.0f} % of {name}" for name, level in speed_levels(state, lock).items()]
-    mfu = recent(state, "mfu")
+    mfu = state.speed.median("mfu")
     parts = [f"{100 * mfu:.1f} % MFU" if mfu is not None else "", *shares]
-    sequences = recent(state, "samples_per_s")
+    sequences = state.speed.median("samples_per_s")
     samples = "" if sequences is None else f" ({format_count(sequences)} samples/s)"
-    return f"{format_count(rate)} tokens/s{samples}" + (": " if any(parts) else "") + ", ".join(filter(None, parts))
+    speed = f"{format_count(rate)} tokens/s{samples}" + (": " if any(parts) else "") + ", ".join(filter(None, parts))
+    now = recent(state, "tokens_per_s") if state.stop is None else None
+    differs = now is not None and abs(now / rate - 1) > _NOW_DIFFERS
+    return f"{speed}; {format_count(now)} in the last log lines" if differs and now is not None else speed
 
 
 def speed_levels(state: RunState, lock: Mapping[str, Any]) -> dict[str, float]:
@@ -745,10 +763,13 @@ def _current_problems(state: RunState) -> list[str]:
     skipped = int(sum(number(event, "skipped") or 0 for event in lines))
     wait, step_ms = recent(state, "data_wait_ms"), recent(state, "step_ms")
     share = wait / step_ms if wait is not None and step_ms else 0.0
+    measured = recent(state, "cpu_share")
+    cpu = 1.0 if measured is None else measured
     hot = sum(found.heat for event in lines if (found := throttling(event)) is not None)
     return [
         *([f"{_count(skipped, 'update', 'updates')} skipped recently"] if skipped else []),
         *([f"{100 * share:.0f} % of a step is waiting for data"] if share > DATA_WAIT_LIMIT else []),
+        *([f"the run gets only {100 * cpu:.0f} % of its CPU time"] if cpu < CPU_SHARE_LIMIT else []),
         *(["heat or the power supply slows the GPU"] if 2 * hot > len(lines) else []),
     ]
 

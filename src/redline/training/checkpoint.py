@@ -150,7 +150,7 @@ def match_folder_permissions(path: Path) -> None:
 def seal(folder: Path, snapshot: Snapshot, known: Mapping[str, dict[str, Any]] | None = None) -> dict[str, Any]:
     """Write state and manifest and sync the folder; return the manifest.
 
-    `known` has the manifest entries of files that other ranks have written and synced.
+    `known` has the manifest entries of files that other ranks have written and synced, here or on their own disks.
     """
     (folder / STATE).write_bytes(canonical_json(snapshot.state))
     manifest = _manifest(folder, snapshot.step, known or {})
@@ -163,7 +163,8 @@ def seal(folder: Path, snapshot: Snapshot, known: Mapping[str, dict[str, Any]] |
 
 
 def _manifest(folder: Path, step: int, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    files = {path.name: known.get(path.name) or _entry(path) for path in sorted(folder.iterdir())}
+    own = [path for path in folder.iterdir() if path.name not in known]
+    files = {**known, **{path.name: _entry(path) for path in own}}
     body: dict[str, Any] = {"schema": 1, "step": step, "files": files}
     return {**body, "digest": hashlib.sha256(canonical_json(body)).hexdigest()}
 
@@ -588,7 +589,8 @@ class CheckpointManager:
         if self.run.moved():
             self.monitor.warn(f"a checkpoint could not be written: the run directory is no longer at {self.run.path}")
             return
-        self.monitor.warn(f"a checkpoint could not be written ({error}); earlier ones are untouched. Free some disk.")
+        fix = "The next save tries again" if error.errno == errno.EREMOTEIO else "Free some disk"
+        self.monitor.warn(f"a checkpoint could not be written ({error}); earlier ones are untouched. {fix}.")
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ Training does not wait for the copies and does not fail because of them. `Mirror
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -35,6 +36,7 @@ from redline.training.checkpoint import (
     DamagedCheckpointError,
     apply_retention,
     best_step,
+    canonical_json,
     committed_steps,
     file_digest,
     match_folder_permissions,
@@ -147,7 +149,7 @@ class MirroredRun:
         with transaction(folder, step) as pending:
             if not pending.done:
                 for name, entry in manifest["files"].items():
-                    self._fetch_file(step, name, entry, pending.temporary)
+                    self.fetch_file(step, name, entry, pending.temporary)
                 raw = self.store.read(f"{self.folder(step)}/{MANIFEST}")
                 parse_manifest(raw, step_name(step))
                 (pending.temporary / MANIFEST).write_bytes(raw)
@@ -160,7 +162,8 @@ class MirroredRun:
             raise
         return folder / step_name(step)
 
-    def _fetch_file(self, step: int, name: str, entry: dict[str, Any], folder: Path) -> None:
+    def fetch_file(self, step: int, name: str, entry: dict[str, Any], folder: Path) -> None:
+        """Copy a file of a checkpoint to the disk. Raise DamagedCheckpointError if it differs from its manifest."""
         if Path(name).name != name or name.startswith("."):  # a manifest from elsewhere must not write elsewhere
             raise DamagedCheckpointError(f"{step_name(step)}/{MANIFEST} names a file outside of the checkpoint")
         local = folder / name
@@ -259,9 +262,16 @@ def check_mirror(mirror: str, path: Path, *, resumed: bool) -> None:
         raise UsageError("the folder does not exist.", where=mirror, fix="Create it, or mount its disk.")
     store = Store.open(url)
     probe = f".write-test-{uuid.uuid4().hex[:8]}"
-    with_retries(lambda: store.write(probe, b"redline"))
-    store.delete(probe)
-    there = with_retries(MirroredRun(store).lock)
+    try:
+        with_retries(lambda: store.write(probe, b"redline"))
+        with_retries(lambda: store.delete(probe))
+        there = with_retries(MirroredRun(store).lock)
+    except StoreError as error:
+        # The address is the mirror's: the name of the probe would tell the reader nothing.
+        what, fix = error.what, error.fix
+        if store.is_local:
+            what, fix = "no file can be written to this folder.", "Check its permissions and the space on its disk."
+        raise StoreError(what, where=url, fix=str(fix), passing=error.passing) from None
     own = read_lock(path)["run_id"] if resumed else None
     if there is not None and there.get("run_id") != own:
         fix = f"Choose another --run or mirror, or continue that run: redline train --resume {url}"
@@ -332,6 +342,32 @@ class Mirror:
         self._protected = protect
         self._wake()
 
+    # --- for ranks that send the files of a checkpoint themselves (see `mirrored_commit`)
+
+    def await_claim(self, seconds: float) -> None:
+        """Wait until this process has taken over the mirror and removed what older ones left behind."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._claimed or not self._thread.is_alive(), seconds)
+        if isinstance(self._failure, TakenOverError):
+            raise self._failure
+        if not self._claimed:
+            raise self._failure or OSError(errno.EREMOTEIO, f"{self.remote.store.url} does not answer")
+
+    def withdraw(self, step: int) -> None:
+        """Remove the copy of a step whose files are about to be replaced."""
+        self.copied.pop(step, None)
+        self._forget.discard(step)
+        self.remote.remove(step)
+
+    def commit(self, step: int, manifest: dict[str, Any], began: float) -> None:
+        """Write the manifest after all other files of the checkpoint have arrived: from now on the copy counts."""
+        store = self.remote.store
+        self._check_claim()
+        store.write(f"{self.remote.folder(step)}/{MANIFEST}", canonical_json(manifest))
+        self.copied[step] = str(manifest["digest"])
+        seconds = time.monotonic() - began
+        self._emit("mirror", step=step, url=store.url, seconds=seconds, bytes=total_bytes(manifest))
+
     @contextmanager
     def held(self) -> Iterator[tuple[int, ...]]:
         """Yield the steps that must stay on the disk, because they are being copied."""
@@ -391,7 +427,7 @@ class Mirror:
                 self._synchronize()
             except TakenOverError as error:
                 self._failure = error
-                self._warn(f"{error.message()} Training continues.")
+                self.warn(f"{error.message()} Training continues.")
                 return
             except _GivenUpError:
                 return
@@ -415,7 +451,7 @@ class Mirror:
             if not self._ended:
                 self.monitor.emit(type, **fields)
 
-    def _warn(self, message: str) -> None:
+    def warn(self, message: str) -> None:
         self._emit("warning", message=message)
 
     def _check_given_up(self) -> None:
@@ -426,7 +462,7 @@ class Mirror:
         """Warn once, and not again before a copy has succeeded."""
         if self._failure is None:
             text = error.message() if isinstance(error, UserError) else f"{error}."
-            self._warn(f"a checkpoint could not be copied: {text} Training continues, and the copy is repeated.")
+            self.warn(f"a checkpoint could not be copied: {text} Training continues, and the copy is repeated.")
         self._failure = error
 
     def _report_success(self) -> None:
@@ -456,7 +492,9 @@ class Mirror:
         local = set(committed_steps(self.run.checkpoints))
         for step in set(self.remote.incomplete()) - local:
             self.remote.remove(step)
-        self._claimed = True
+        with self._changed:
+            self._claimed = True
+            self._changed.notify_all()
 
     def _remove_forgotten(self) -> None:
         """Remove copies, the newest first. What could not be removed is tried again the next time."""
@@ -516,17 +554,17 @@ class Mirror:
         for name, entry in manifest["files"].items():
             if (step, name) not in self._sent:
                 self._check_given_up()
-                if store.upload(local / name, f"{folder}/{name}") != entry["sha256"]:
+                try:
+                    sent = store.upload(local / name, f"{folder}/{name}")
+                except FileNotFoundError:  # on this disk: a store's errors are StoreErrors
+                    sent = None
+                if sent != entry["sha256"]:
                     self._skip(step, DamagedCheckpointError(f"{step_name(step)}/{name} has changed on the disk"))
                     return
                 self._sent.add((step, name))
         self._check_given_up()
-        self._check_claim()
-        store.write(f"{folder}/{MANIFEST}", (local / MANIFEST).read_bytes())
+        self.commit(step, manifest, begin)
         self._sent.clear()
-        self.copied[step] = str(manifest["digest"])
-        seconds = time.monotonic() - begin
-        self._emit("mirror", step=step, url=store.url, seconds=seconds, bytes=total_bytes(manifest))
 
     def _is_another(self, step: int, manifest: dict[str, Any]) -> bool:
         """Return whether the mirror has another checkpoint of this step.
@@ -541,7 +579,7 @@ class Mirror:
 
     def _skip(self, step: int, damage: DamagedCheckpointError) -> None:
         self._skipped.add(step)
-        self._warn(f"a checkpoint is not copied to the mirror: {damage}")
+        self.warn(f"a checkpoint is not copied to the mirror: {damage}")
 
     def _retain(self) -> None:
         """Remove old checkpoints: from the mirror, and from the disk those that had to wait for their copy."""
@@ -596,14 +634,20 @@ class CheckpointFinder:
 
     def ensure(self, name: str) -> None:
         """Fetch a checkpoint by name, unless this disk has it whole. For nodes that do not share rank 0's disk."""
+        if self.remote is None:
+            if (self.folder / name).is_dir():
+                return
+            fix = "Put the run on a disk that all nodes share, or set checkpoint.mirror."
+            raise UserError(f"this node does not have {name}.", where=str(self.folder.parent), fix=fix)
         with suppress(DamagedCheckpointError):
             verify(self.folder / name)
             return
-        if self.remote is None:
-            fix = "Put the run on a disk that all nodes share, or set checkpoint.mirror."
-            raise UserError(f"this node does not have {name}.", where=str(self.folder.parent), fix=fix)
         make_folder(self.folder.parent)
         try:
-            with_retries(lambda: self.remote.fetch(int(name.removeprefix("step-")), self.folder))  # type: ignore[union-attr]
+            step = int(name.removeprefix("step-"))
+            with_retries(lambda: self.remote.fetch(step, self.folder))  # type: ignore[union-attr]
+            for older in committed_steps(self.folder):  # no save removes them from a disk that is not rank 0's
+                if older < step:
+                    remove_checkpoint(self.folder / step_name(older))
         except DamagedCheckpointError as damage:
             raise UserError(f"{damage}.", where=self.remote.store.url, fix="Resume on rank 0's node alone.") from None

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from redline.planning.memory import LOW_BIT, LOW_BIT_BLOCK, LOW_BIT_FROM, MUON
 from redline.recipe.schema import Train
 
 if TYPE_CHECKING:
-    from redline.training.parallel import FSDP
+    from redline.training.fsdp import FSDP
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -41,9 +41,13 @@ _MAX_BATCH = 1 << 26  # values that are updated by one launch
 _PAGED_FROM = 100_000  # values; as in bitsandbytes, smaller states stay in ordinary memory
 
 
-def is_large(parameter: nn.Parameter) -> bool:
-    """Return whether the moments are worth quantising. Small tensors save little and need the precision most."""
-    return parameter.numel() >= LOW_BIT_FROM
+def is_large(group: ParamGroup, name: str) -> bool:
+    """Return whether the moments are worth quantising. Small tensors save little and need the precision most.
+
+    What counts is the size of the whole parameter, of which this rank may hold a few rows.
+    """
+    parameter, rows = group.parameters[name], sum(group.splits[name])
+    return rows * (parameter.numel() // parameter.shape[0]) >= LOW_BIT_FROM
 
 
 class Adam8bit:
@@ -183,6 +187,43 @@ class _ParameterBatch:
         """Return the part of a concatenated tensor that belongs to one parameter, in its shape."""
         parameter, begin = self.parameters[index], self.first_block[index] * LOW_BIT_BLOCK
         return flat[begin : begin + parameter.numel()].view(parameter.shape)
+
+
+# The two tensors of a quantised moment, and whether its values have a sign.
+MOMENTS_8BIT = {"exp_avg": True, "exp_avg_sq": False}
+
+
+def blocks_of(values: int) -> int:
+    """Return the number of blocks, and so of scales, of so many values."""
+    return -(-values // LOW_BIT_BLOCK)
+
+
+def quantised_anew(
+    codes: Tensor, scales: Tensor, starts: Sequence[int], first: int, count: int, *, signed: bool
+) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of `count` values from `first` on, in blocks that begin there.
+
+    `codes` are all values of a parameter, and `starts` where each rank began to count blocks that it saved. Blocks that
+    are the same before and after keep every bit.
+    """
+    levels = _bitsandbytes().create_dynamic_map(signed=signed).to(codes.device)
+    sizes = [end - start for start, end in pairwise([*starts, codes.numel()])]
+    parts = zip(scales.split([blocks_of(size) for size in sizes]), sizes, strict=True)
+    part = slice(first, first + count)
+    scale = torch.cat([own.repeat_interleave(LOW_BIT_BLOCK)[:size] for own, size in parts])[part]
+    before = codes.flatten()[part]
+    values = levels[before.long()] * scale
+    # The largest magnitude of a block is its scale. Of a signed moment it may be −scale, for which there is no level:
+    # the lowest is −0.993.
+    magnitudes = torch.where(before == 0, scale, values.abs()) if signed else values
+    largest = _in_blocks(magnitudes).amax(1)
+    shares = _in_blocks(values) / torch.where(largest > 0, largest, 1.0)[:, None]
+    found = torch.bucketize(shares, (levels[:-1] + levels[1:]) / 2).to(torch.uint8)
+    return found.flatten()[:count], largest
+
+
+def _in_blocks(values: Tensor) -> Tensor:
+    return nn.functional.pad(values, (0, -values.numel() % LOW_BIT_BLOCK)).view(-1, LOW_BIT_BLOCK)
 
 
 class _ManagedMemory:
@@ -400,12 +441,12 @@ class ShardedMuon(Muon):
     """Muon for parameters of which each rank holds rows. `groups` has the full parameters (DTensors)."""
 
     def __init__(self, groups: Sequence[ParamGroup], train: Train, parallel: FSDP) -> None:
-        self.parallel, ranks = parallel, parallel.ranks
+        self.parallel, self.rank, self.size = parallel, parallel.shards.rank, parallel.shards.size
         full = {name: p for group in groups for name, p in group.parameters.items()}
         self.shapes = {name: p.shape for name, p in full.items()}
         self.splits = {name: rows for group in groups for name, rows in group.splits.items()}
-        self.owner = assign_owners({name: p.numel() for name, p in full.items()}, ranks.size)
-        owned = [name for name in full if self.owner[name] == ranks.rank]
+        self.owner = assign_owners({name: p.numel() for name, p in full.items()}, self.size)
+        owned = [name for name in full if self.owner[name] == self.rank]
         device = next(iter(parallel.parameters().values())).device
         # Placeholders for the full matrices that this rank owns: they get a shape and a gradient, but no memory for
         # weights, whose rows stay on all ranks.
@@ -437,7 +478,7 @@ class ShardedMuon(Muon):
 
     def _merged_matrices(self, name: str) -> Iterator[tuple[torch.Size, slice]]:
         """Yield the shape of each matrix in a parameter, and which of this rank's rows belong to it."""
-        first, last = self._row_range(name, self.parallel.ranks.rank)
+        first, last = self._row_range(name, self.rank)
         start = 0
         for rows in self.splits[name]:
             begin, end = max(start, first), min(start + rows, last)
@@ -446,8 +487,8 @@ class ShardedMuon(Muon):
             start += rows
 
     def _row_range(self, name: str, rank: int) -> tuple[int, int]:
-        rows, size = self.shapes[name][0], self.parallel.ranks.size
-        return first_row(rows, rank, size), first_row(rows, rank + 1, size)
+        rows = self.shapes[name][0]
+        return first_row(rows, rank, self.size), first_row(rows, rank + 1, self.size)
 
     def _shard_size(self, name: str, rank: int) -> int:
         """Return the number of values that a rank holds of a parameter."""
@@ -459,7 +500,7 @@ class ShardedMuon(Muon):
 
     def _gather_gradients(self) -> dict[str, Tensor]:
         """Return the full gradients of the matrices that this rank owns."""
-        own, size, rows = self.parallel.ranks.rank, self.parallel.ranks.size, self.parallel.parameters()
+        own, size, rows = self.rank, self.size, self.parallel.parameters()
         sent = [rows[n].grad for rank in range(size) for n in self._owned_by(rank) if n in rows]
         counts = [sum(self._shard_size(n, own) for n in self._owned_by(rank)) for rank in range(size)]
         received_counts = [sum(self._shard_size(n, rank) for n in self._owned_by(own)) for rank in range(size)]
@@ -473,7 +514,7 @@ class ShardedMuon(Muon):
 
     def _scatter_updates(self, updates: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Send the updates of the matrices that this rank owns; return this rank's rows of all updates."""
-        own, size = self.parallel.ranks.rank, self.parallel.ranks.size
+        own, size = self.rank, self.size
         sent = [updates[n][slice(*self._row_range(n, rank))] for rank in range(size) for n in self._owned_by(own)]
         counts = [sum(self._shard_size(n, rank) for n in self._owned_by(own)) for rank in range(size)]
         received_counts = [sum(self._shard_size(n, own) for n in self._owned_by(rank)) for rank in range(size)]
@@ -491,7 +532,7 @@ class ShardedMuon(Muon):
         device = next(iter(self.parallel.parameters().values())).device
         sent = torch.cat([torch.zeros(0, device=device), *(t.reshape(-1) for t in tensors if t is not None)])
         received = torch.empty(sum(received_counts), device=device)
-        dist.all_to_all_single(received, sent, received_counts, counts)
+        dist.all_to_all_single(received, sent, received_counts, counts, group=self.parallel.shards.group)
         self.parallel.traffic.exchanged += sent.nbytes
         return list(received.split(received_counts))
 
@@ -587,7 +628,7 @@ class Optimizer:
         rest = [g for g in groups if g not in hidden]
         large: list[ParamGroup] = []
         if train.optimizer in LOW_BIT:
-            large, rest = _select(rest, is_large), _select(rest, lambda p: not is_large(p))
+            large, rest = _select(rest, is_large), _select(rest, lambda group, name: not is_large(group, name))
         self.muon = make_muon(hidden, train) if hidden else None
         self.low_bit = Adam8bit(large, train) if large else None
         self.adam = Adam(rest, train) if rest else None
@@ -614,9 +655,9 @@ class Optimizer:
         return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def _select(groups: Sequence[ParamGroup], wanted: Callable[[nn.Parameter], bool]) -> list[ParamGroup]:
+def _select(groups: Sequence[ParamGroup], wanted: Callable[[ParamGroup, str], bool]) -> list[ParamGroup]:
     """Return the groups with the wanted parameters only, without groups that have none."""
-    selected = [replace(g, parameters={n: p for n, p in g.parameters.items() if wanted(p)}) for g in groups]
+    selected = [replace(g, parameters={n: p for n, p in g.parameters.items() if wanted(g, n)}) for g in groups]
     return [group for group in selected if group.parameters]
 
 

@@ -1,32 +1,25 @@
-"""How ranks share a step: one process alone, the whole model on every rank (DDP), or shards of it (FSDP).
+"""How ranks share a step: one process alone, the whole model on every rank (DDP), or shards of it (fsdp.py).
 
 Every rank computes its positions of the global batch, and its gradients are parts of one sum over all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from redline.jobs.objective import Objective, ParamGroup
-from redline.models.decoder import ShardedBlock
-from redline.planning.communication import BUCKET
-from redline.recipe.schema import Train
+from redline.planning.communication import BUCKET, SHARDED
+from redline.recipe.schema import Parallel, Train
+from redline.training.checkpoint import copy_weights
 from redline.training.control import HEARTBEAT
 from redline.training.distributed import Ranks
-from redline.training.optim import Muon, ShardedMuon, first_row
-
-if TYPE_CHECKING:
-    # Only FSDP imports these: they bring in 640 modules (sympy among them), 0.05 GiB that `redline plan` does not count
-    # for a run on a CPU.
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
+from redline.training.optim import Muon
 
 
 @dataclass
@@ -53,10 +46,22 @@ class ShardSpec:
     start: int = 0
 
 
+def _own_rows(
+    tensors: Mapping[str, Tensor], specs: Mapping[str, ShardSpec], like: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the rows of full tensors that this rank holds; a tensor of another shape than expected stays whole."""
+    found = dict(tensors)
+    for name, spec in specs.items():
+        if name in found and tuple(found[name].shape) == spec.shape and spec.shape:
+            found[name] = found[name][spec.start : spec.start + len(like[name])]
+    return found
+
+
 class ParallelStrategy:
     """One process: no communication. The subclasses replace what several ranks do differently."""
 
     sharded = False  # whether each rank holds only rows of the parameters
+    saves = True  # whether this rank's tensors belong into a checkpoint of all ranks: replicas of shards do not
 
     def __init__(self, ranks: Ranks, objective: Objective) -> None:
         self.ranks, self.objective, self.traffic = ranks, objective, Traffic()
@@ -108,28 +113,68 @@ class ParallelStrategy:
         return {name: ShardSpec(tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def parallelize(mode: str, ranks: Ranks, objective: Objective) -> ParallelStrategy:
+def parallelize(options: Parallel, ranks: Ranks, objective: Objective) -> ParallelStrategy:
     """Return the strategy for `parallel.mode`. The objective has built its model already."""
     if not ranks.joined:
         return ParallelStrategy(ranks, objective)
-    if mode == "fsdp":
-        return FSDP(ranks, objective)
+    if options.mode in SHARDED:
+        from redline.training.fsdp import FSDP, Shards
+
+        return FSDP(ranks, objective, Shards(options, ranks, objective))
     return DDP(ranks, objective)
 
 
-def build_on_all_ranks(objective: Objective, device: torch.device, ranks: Ranks, *, restored: bool) -> None:
+def build_parallel(
+    options: Parallel,
+    ranks: Ranks,
+    objective: Objective,
+    device: torch.device,
+    *,
+    restored: bool,
+    initial: Mapping[str, Tensor] | None = None,
+) -> ParallelStrategy:
+    """Build the model on all ranks, with `initial` weights if given, and return the strategy that trains it.
+
+    A sharded model is built one block at a time, each sharded before the next one is made, if the objective can.
+    """
+    if not (ranks.joined and options.mode in SHARDED):
+        build_on_all_ranks(objective, objective.build, device, ranks, restored=restored)
+        if initial is not None:
+            trained = {n: p for n, p in objective.model.named_parameters() if p.requires_grad}
+            copy_weights(trained, dict(initial), "model.init_from")
+        return parallelize(options, ranks, objective)
+    from redline.training.fsdp import FSDP, Shards
+
+    shards = Shards(options, ranks, objective)
+    shards.mesh(device.type)  # by all ranks together, before rank 0 builds first
+    build_on_all_ranks(objective, shards.build, device, ranks, restored=restored)
+    parallel = FSDP(ranks, objective, shards)
+    if initial is not None:
+        own = parallel.parameters()
+        copy_weights(own, _own_rows(initial, parallel.shard_specs(own), own), "model.init_from")
+    return parallel
+
+
+def build_on_all_ranks(
+    objective: Objective,
+    build: Callable[[torch.device], None],
+    device: torch.device,
+    ranks: Ranks,
+    *,
+    restored: bool,
+) -> None:
     """Build the model. What rank 0 chooses by measuring, the other ranks take over.
 
     Their measurements could differ a little, and then the ranks would run different kernels. With `restored`, the
     choices of a checkpoint have been loaded on every rank and nothing is measured.
     """
     if ranks.is_main or restored:
-        objective.build(device)
+        build(device)
     if not restored:
         state = ranks.broadcast(objective.state() if ranks.is_main else None)
         if not ranks.is_main:
             objective.load_state(state)
-            objective.build(device)
+            build(device)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -228,138 +273,3 @@ def buckets(parameters: Sequence[nn.Parameter], size: int = BUCKET) -> list[_Buc
         last.parameters.append(parameter)
         last.bytes += parameter.nbytes
     return result
-
-
-# ----------------------------------------------------------------------------------------------------
-# FSDP2: each rank holds rows of every tensor, of weights, gradients, moments and averages.
-#
-# torch's `fully_shard` gathers the weights of a block when it runs and reduce-scatters its gradients after its
-# backward. The rest of the trainer sees plain tensors: `parameters()` are views of this rank's rows, so that AdamW,
-# averages, checkpoints and the gate need no code for DTensors.
-
-
-class FSDP(ParallelStrategy):
-    sharded = True
-
-    def __init__(self, ranks: Ranks, objective: Objective) -> None:
-        super().__init__(ranks, objective)
-        for parameter in self.model.parameters():
-            dist.broadcast(parameter.data, 0)  # shards of one model, even if a node has other files
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
-        mesh = init_device_mesh(next(self.model.parameters()).device.type, (ranks.size,))
-        for block in blocks(self.model):
-            fully_shard(block, mesh=mesh)
-            for method in block.entry_points if isinstance(block, ShardedBlock) else ():
-                register_fsdp_forward_method(block, method)
-        fully_shard(self.model, mesh=mesh)
-        self.root = cast("FSDPModule", self.model)
-        for unit in self._units():
-            unit.set_gradient_divide_factor(1.0)  # gradients are parts of one sum, not of a mean
-            unit.set_custom_all_gather(cast(Any, _CountedAllGather(self.traffic)))
-            unit.set_custom_reduce_scatter(cast(Any, _CountedReduceScatter(self.traffic)))
-        self.dtensors = {n: cast("DTensor", p) for n, p in self.model.named_parameters() if p.requires_grad}
-        rows = {name: cast("DTensor", p.detach()).to_local() for name, p in self.dtensors.items()}
-        # A tensor with fewer rows than ranks leaves some ranks without any.
-        self._rows = {name: nn.Parameter(local) for name, local in rows.items() if local.numel()}
-
-    def _units(self) -> Iterator[FSDPModule]:
-        from torch.distributed.fsdp import FSDPModule
-
-        return (module for module in self.model.modules() if isinstance(module, FSDPModule))
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return self._rows
-
-    def groups(self) -> list[ParamGroup]:
-        """Return the groups with this rank's rows.
-
-        A group without rows stays: the rank still takes part in the collectives of its optimizer.
-        """
-        return [
-            replace(group, parameters={n: self._rows[n] for n in group.parameters if n in self._rows})
-            for group in self.objective.param_groups()
-        ]
-
-    def make_muon(self, groups: Sequence[ParamGroup], train: Train) -> Muon:
-        return ShardedMuon([g for g in self.objective.param_groups() if g.role == "matrix"], train, self)
-
-    def begin_micro_batch(self, last: bool) -> None:
-        self.root.set_requires_gradient_sync(last)
-
-    def end_backward(self) -> None:
-        for name, parameter in self.dtensors.items():
-            if name in self._rows:
-                gradient = parameter.grad
-                self._rows[name].grad = None if gradient is None else cast("DTensor", gradient).to_local()
-
-    def all_reduce(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values)
-        return values
-
-    def grad_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        squares = torch.stack(torch._foreach_norm(list(gradients))).square().sum()
-        return self.all_reduce(squares).sqrt()
-
-    def reshard(self) -> None:
-        """Shard the weights again after an evaluation.
-
-        After a forward the root module keeps its weights gathered for the backward, which an evaluation does not run.
-        """
-        for unit in self._units():
-            unit.reshard()
-
-    def clear(self) -> None:
-        for parameter in (*self.dtensors.values(), *self._rows.values()):
-            parameter.grad = None
-
-    def shard_specs(self, tensors: Mapping[str, Tensor]) -> dict[str, ShardSpec]:
-        return {name: self._shard_spec(name, tensor) for name, tensor in tensors.items()}
-
-    def _shard_spec(self, name: str, tensor: Tensor) -> ShardSpec:
-        # Moments and averages are named after their parameter and have the shape of its rows; other tensors (step
-        # counts, loss scale) are the same on every rank.
-        base = name if name in self._rows else name.rpartition(".")[0]
-        rows = self._rows.get(base)
-        if rows is None or tensor.shape != rows.shape:
-            return ShardSpec(tuple(tensor.shape))
-        full = self.dtensors[base]
-        return ShardSpec(tuple(full.shape), first_row(full.shape[0], self.ranks.rank, self.ranks.size))
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that FSDP gathers one at a time: transformer blocks, which are items of a ModuleList.
-
-    Items without submodules (single embeddings or norms) stay with the root module.
-    """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return [child for items in lists for child in items if any(True for _ in child.children())]
-
-
-class _CountedAllGather:
-    """torch's all-gather that counts its bytes."""
-
-    def __init__(self, traffic: Traffic) -> None:
-        self.traffic = traffic
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        self.traffic.gathered += output_tensor.nbytes
-        # older versions of torch have the second name only
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class _CountedReduceScatter(_CountedAllGather):
-    """torch's reduce-scatter that counts its bytes and always sums."""
-
-    def __call__(  # type: ignore[override]
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> Any:
-        self.traffic.scattered += input_tensor.nbytes
-        # Ignore `op`: with a divide factor of 1 torch may pass another op than SUM, which gloo does not support.
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return scatter(output_tensor, input_tensor, group=group, async_op=async_op)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,18 @@ from redline.training.checkpoint import (
     tensor_files,
 )
 from redline.training.distributed import LostRankError, Ranks
+from redline.training.optim import MOMENTS_8BIT, blocks_of, quantised_anew
 from redline.training.parallel import ShardSpec
 
 SCHEMA = 1
+
+
+class CommittedElsewhereError(OSError):
+    """The checkpoint is committed, but not on this disk."""
+
+    def __init__(self, what: str, size: int) -> None:
+        super().__init__(errno.EREMOTEIO, what)
+        self.size = size
 
 
 class SharedCommit:
@@ -59,22 +69,38 @@ class SharedCommit:
         if self.count > 2:
             self.ranks.delete(*(self._key(what, back=2) for what in ("folder", "done", *range(1, self.ranks.size))))
         answer: dict[str, Any] = {}
+        invited = False
         try:
             with checkpoint.transaction(folder, snapshot.step) as pending:
+                if not pending.done:
+                    self._prepare(snapshot.step)
                 self.ranks.post(self._key("folder"), None if pending.done else pending.temporary.name)
+                invited = True
                 if not pending.done:
                     pending.bytes = checkpoint.total_bytes(self._write_and_seal(pending.temporary, snapshot))
             answer = {"bytes": pending.bytes}
+        except CommittedElsewhereError as error:  # for all ranks, or some of them would save this step again
+            answer = {"bytes": error.size}
+            return Committed(pending.final, snapshot.step, error.size)
         except OSError as error:
             answer = {"error": str(error)}
             raise
         finally:
+            if not invited:  # the folder could not be made; the others would wait for its name, and rank 0 for them
+                self.ranks.post(self._key("folder"), None)
             self.ranks.post(self._key("done"), answer)
         return pending.committed()
 
+    def _prepare(self, step: int) -> None:
+        """Do what must be done before any rank writes."""
+
+    def _write_own(self, folder: Path, snapshot: Snapshot) -> dict[str, Any]:
+        """Write this rank's files into the folder that rank 0 has named."""
+        return write_shard(folder, snapshot, self.ranks)
+
     def _write_and_seal(self, temporary: Path, snapshot: Snapshot) -> dict[str, Any]:
         """Write rank 0's files, wait for those of the others, and write index and manifest."""
-        own = _write_shard(temporary, snapshot, self.ranks)
+        own = self._write_own(temporary, snapshot)
         shards = [own, *(self.ranks.wait_for(self._key(rank)) for rank in range(1, self.ranks.size))]
         if failed := [shard["error"] for shard in shards if "error" in shard]:
             raise OSError(errno.EIO, failed[0])
@@ -88,7 +114,7 @@ class SharedCommit:
         name = self.ranks.wait_for(self._key("folder"))
         if name is not None:
             try:
-                shard = _write_shard(folder / name, snapshot, self.ranks)
+                shard = self._write_own(folder / name, snapshot)
             except OSError as error:
                 shard = {"error": f"rank {self.ranks.rank}: {error}"}
             self.ranks.post(self._key(self.ranks.rank), shard)
@@ -98,10 +124,14 @@ class SharedCommit:
         return Committed(folder / checkpoint.step_name(snapshot.step), snapshot.step, int(answer["bytes"]))
 
 
-def _write_shard(folder: Path, snapshot: Snapshot, ranks: Ranks) -> dict[str, Any]:
+def write_shard(folder: Path, snapshot: Snapshot, ranks: Ranks) -> dict[str, Any]:
     """Write and sync this rank's files; return their manifest entries and which rows they hold."""
-    files, index = {}, {}
+    files: dict[str, Any] = {}
+    index: dict[str, Any] = {}
     for stem, tensors in snapshot.tensors.items():
+        index[stem] = {}
+        if not tensors:  # this rank holds the same rows as another one
+            continue
         path = folder / f"{stem}-{ranks.rank + 1:05d}-of-{ranks.size:05d}.safetensors"
         try:
             save_file(tensors, path)
@@ -140,13 +170,30 @@ def read_full_tensors(path: Path, stem: str, device: str = "cpu") -> Tensors:
 
 
 def read_rows(path: Path, stem: str, tensors: Mapping[str, Tensor], specs: Mapping[str, ShardSpec]) -> Tensors:
-    """Read the rows that these tensors hold, from a checkpoint of any number of ranks."""
+    """Read the rows that these tensors hold, from a checkpoint of any number of ranks.
+
+    Quantised moments of other rows than these were saved in other blocks, and are quantised anew.
+    """
     if (path / f"{stem}.safetensors").is_file():
         index = _index_of_single_file(path, stem)
     else:
         index = _read_index(path, stem)
     rows = {name: (specs[name].start, list(tensor.shape)) for name, tensor in tensors.items()}
-    return _Reader(path, index).read(rows)
+    reader = _Reader(path, index)
+    moments = [(f"{name}_8bit", f"{name}_scale", signed) for name, signed in _quantised(index, tensors)]
+    apart = {name for codes, scales, _ in moments for name in (codes, scales)}
+    found = reader.read({name: place for name, place in rows.items() if name not in apart})
+    for codes, scales, signed in moments:
+        found[codes], found[scales] = reader.read_blocks(codes, scales, *rows[codes], signed=signed)
+    return found
+
+
+def _quantised(index: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, bool]]:
+    """Yield the name of each quantised moment without its suffix, and whether it has a sign."""
+    for name in tensors:
+        base, _, kind = name.removesuffix("_8bit").rpartition(".")
+        if name.endswith("_8bit") and kind in MOMENTS_8BIT and name in index:
+            yield f"{base}.{kind}", MOMENTS_8BIT[kind]
 
 
 def check_index(path: Path, stem: str) -> None:
@@ -204,6 +251,21 @@ class _Reader:
             if begin < stop:
                 pieces.append(rows[begin - first : stop - first])
         return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
+
+    def read_blocks(
+        self, codes: str, scales: str, start: int, shape: list[int], *, signed: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Read the rows of a quantised moment from `start` on, with the scale of each of its blocks."""
+        full, width = self.index[codes]["shape"], math.prod(shape[1:])
+        starts = sorted({first * width for _, first in self.index[codes]["parts"]})
+        everything, every_scale = (self._read_tensor(name, 0, self.index[name]["shape"]) for name in (codes, scales))
+        first, count = start * width, shape[0] * width
+        ends = [*starts[1:], math.prod(full)]
+        if (first, first + count) in zip(starts, ends, strict=True):  # these very blocks
+            before = sum(blocks_of(b - a) for a, b in zip(starts, ends, strict=True) if a < first)
+            return everything[start : start + shape[0]], every_scale[before : before + blocks_of(count)]
+        found, largest = quantised_anew(everything, every_scale, starts, first, count, signed=signed)
+        return found.view(shape), largest
 
     def shape(self, file: str, name: str) -> list[int]:
         shape: list[int] = self._file(file).get_slice(name).get_shape()

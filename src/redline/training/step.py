@@ -535,18 +535,37 @@ class Rates:
     mfu_causal: float | None  # counts only the FLOPs that the attention mask and the loss mask leave
     step_ms: float
     data_wait_ms: float
+    cpu_share: float | None = None  # CPU time of the process over the time of its threads; None on a GPU
+
+    def fields(self) -> dict[str, float | None]:
+        """Return the fields of a step event."""
+        known = vars(self)
+        return known if self.cpu_share is not None else {key: known[key] for key in known if key != "cpu_share"}
 
 
 class Throughput:
-    """Count steps and tokens since the last reading."""
+    """Count steps and tokens since the last reading.
 
-    def __init__(self, flops: FlopsPerToken, peak: float | None, clock: Clock = time.perf_counter) -> None:
+    `threads`, for a run on a CPU, is the number of threads that compute: less CPU time than they could use means that
+    other processes or a quota take it.
+    """
+
+    def __init__(
+        self,
+        flops: FlopsPerToken,
+        peak: float | None,
+        clock: Clock = time.perf_counter,
+        *,
+        threads: int | None = None,
+        cpu_clock: Clock = time.process_time,
+    ) -> None:
         self._flops, self._peak, self._clock = flops, peak, clock
+        self._threads, self._cpu_clock = threads, cpu_clock
         self._restart()
 
     def _restart(self) -> None:
-        self._begin = self._clock()
-        self._paused = self._waited = 0.0
+        self._begin, self._cpu_begin = self._clock(), self._cpu_clock()
+        self._paused = self._cpu_paused = self._waited = 0.0
         self._tokens = self._steps = 0
 
     def begin(self) -> None:
@@ -560,15 +579,17 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        begin = self._clock()
+        begin, cpu_begin = self._clock(), self._cpu_clock()
         try:
             yield
         finally:
             self._paused += self._clock() - begin
+            self._cpu_paused += self._cpu_clock() - cpu_begin
 
     def read(self) -> Rates | None:
         """Return the rates since the last reading; None if there was no step."""
         seconds = self._clock() - self._begin - self._paused
+        cpu_seconds = self._cpu_clock() - self._cpu_begin - self._cpu_paused
         if not self._steps or seconds <= 0:
             return None
         rate = self._tokens / seconds
@@ -578,6 +599,7 @@ class Throughput:
             mfu_causal=mfu(rate, self._flops.executed, self._peak),
             step_ms=1000.0 * seconds / self._steps,
             data_wait_ms=1000.0 * self._waited / self._steps,
+            cpu_share=None if self._threads is None else min(1.0, cpu_seconds / (self._threads * seconds)),
         )
         self._restart()
         return rates
@@ -654,7 +676,7 @@ class StepLog:
             **{name: value.item() for name, value in result.figures.items()},
             lr=lr,
             grad_norm=result.grad_norm.item(),
-            **({**vars(rates), "samples_per_s": rates.tokens_per_s / self.seq_len} if rates else {}),
+            **({**rates.fields(), "samples_per_s": rates.tokens_per_s / self.seq_len} if rates else {}),
             memory_gib=memory,
             **card.fields(),
             **columns,

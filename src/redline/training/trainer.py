@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from redline.hardware.device import is_out_of_memory, synchronize
 from redline.jobs.objective import Objective, Sampling
 from redline.kernels.context import join_context
 from redline.planning.batch import BatchPlan
+from redline.planning.communication import SHARDED
 from redline.planning.schedule import cycled_momentum, lr_factor
 from redline.recipe.forecast import warmup_warnings
 from redline.recipe.lock import check_model_identity, model_identity
@@ -29,10 +30,11 @@ from redline.training.checkpoint import CheckpointManager, Tensors, committed_st
 from redline.training.control import HEARTBEAT, Deadline, RunDirectory, Signals, StopRequested
 from redline.training.distributed import SINGLE_PROCESS, Ranks
 from redline.training.mirror import Mirror
+from redline.training.mirrored_commit import shared_commit
 from redline.training.optim import Ema, Optimizer
-from redline.training.parallel import ParallelStrategy, build_on_all_ranks, parallelize
+from redline.training.parallel import ParallelStrategy, build_parallel
 from redline.training.schedule import Horizon, StepTimer, TrainState
-from redline.training.sharded_checkpoint import SharedCommit, read_rows
+from redline.training.sharded_checkpoint import read_rows
 from redline.training.step import (
     BatchLoader,
     LossScale,
@@ -66,6 +68,7 @@ class Outcome:
 # Reasons by their order of precedence. Ranks agree on a reason by the maximum of its index.
 _REASONS = (None, *StopReason)
 _DAMAGE_KEY = "damaged-data"  # in the store of the ranks: what a rank has found
+_NOISE_TOKENS = 32  # of the sample that untrained weights write
 
 
 class Trainer:
@@ -85,11 +88,12 @@ class Trainer:
         measure: Measure | None = None,
         signals: Signals | None = None,
         mirror: Mirror | None = None,
+        elsewhere: Collection[int] = (),
     ) -> None:
         """`supervised`: a supervisor restarts the run after a failure. `skipped`: steps whose data are left out.
 
         `measure` adds figures to every evaluation: it gets the objective, and the names that are taken. `mirror` copies
-        the checkpoints.
+        the checkpoints. `elsewhere`: the ranks that do not see rank 0's disk.
         """
         self.resolved, self.recipe, self.train = resolved, resolved.recipe, resolved.recipe.train
         self.objective, self.run_directory, self.monitor = objective, run, monitor
@@ -108,18 +112,21 @@ class Trainer:
         self.measure = measure
         self.deadline = Deadline()
         peak = resolved.machine.peak("bf16") if objective.whole_rows or not resolved.flops.assumed else None
-        self.throughput = Throughput(resolved.flops, peak and peak * ranks.size, clock)
+        threads = torch.get_num_threads() if self.device.type == "cpu" else None
+        self.throughput = Throughput(resolved.flops, peak and peak * ranks.size, clock, threads=threads)
         self.step_log = StepLog(
             monitor, self.throughput, self.device, self.train.max_nonfinite, self.recipe.data.seq_len, ranks
         )
-        sharded = ranks.joined and self.recipe.parallel.mode == "fsdp"
+        sharded = ranks.joined and self.recipe.parallel.mode in SHARDED
         self.checkpoints = CheckpointManager(
             run,
             monitor,
             self.timer,
             self.recipe.checkpoint,
             is_main=ranks.is_main,
-            shared_commit=SharedCommit(ranks) if sharded else None,
+            shared_commit=shared_commit(ranks, run, self.recipe.checkpoint.mirror, mirror, elsewhere)
+            if sharded
+            else None,
             mirror=mirror,
         )
         # The token files are checked once per node, because each node may have its own copy.
@@ -138,11 +145,11 @@ class Trainer:
             self.objective.context = join_context(
                 *(self.ranks.rank, self.ranks.size, context, self.recipe.parallel.context_backend), HEARTBEAT.waiting
             )
-        build_on_all_ranks(self.objective, self.device, self.ranks, restored=checkpoint is not None)
-        if initial is not None and checkpoint is None:
-            trainable = {n: p for n, p in self.objective.model.named_parameters() if p.requires_grad}
-            copy_weights(trainable, initial, "model.init_from")
-        self.parallel = parallelize(self.recipe.parallel.mode, self.ranks, self.objective)
+        self.parallel = build_parallel(
+            *(self.recipe.parallel, self.ranks, self.objective, self.device),
+            restored=checkpoint is not None,
+            initial=None if checkpoint is not None else initial,
+        )
         self.parameters = self.parallel.parameters()
         self.optimizer = Optimizer(self.parallel.groups(), self.train, self.parallel.make_muon)
         self.scale = LossScale(self.train.precision, self.device)
@@ -393,7 +400,11 @@ class Trainer:
         """Evaluate and write samples; `label` is "before" or "after" the training."""
         if self.evaluator.evaluated_at != self.state.step:
             self.evaluate()
-        self.evaluator.sample(self.state, label, self.recipe.eval)
+        options = self.recipe.eval
+        if label == "before" and self.recipe.model.base is None and self.recipe.model.init_from is None:
+            # Random weights write noise. A line of it shows where the run began, and the first step comes sooner.
+            options = options.model_copy(update={"sample_tokens": min(options.sample_tokens, _NOISE_TOKENS)})
+        self.evaluator.sample(self.state, label, options)
 
     def save(self) -> None:
         HEARTBEAT.at("saving", self.state.step)
@@ -401,6 +412,8 @@ class Trainer:
         self.step_log.wait()
         self.step_log.read_skipped(self.state.step)  # a run that resumes here cannot read these steps any more
         files = self.tensors()
+        if not self.parallel.saves:
+            files = {stem: {} for stem in files}
         shard_specs = {stem: self.parallel.shard_specs(tensors) for stem, tensors in files.items()}
         with self.throughput.paused():
             self.checkpoints.save(self.state.step, files, self._record(), self.state.best_step, shard_specs)
@@ -638,7 +651,7 @@ class Evaluator:
                 self.timer.timed("samples", lambda: self._write_samples(state, label, options))
 
     def _write_samples(self, state: TrainState, label: str, options: Eval) -> None:
-        count = 1 if label == "before" else options.samples  # untrained weights write noise; one sample is enough
+        count = 1 if label == "before" else options.samples
         temperature, top_p = options.sample_temperature, options.sample_top_p
         sampling = Sampling(count, options.sample_tokens, self.seed, temperature, top_p=top_p)
         objective = self.parallel.objective

@@ -203,13 +203,14 @@ class RedlineLatent(PreTrainedModel):
         prefix: Tensor = self.adapters[name](latents)
         return prefix
 
-    def start(self, name: str, model: Any, latents: Tensor) -> Tensor:
-        """Return the embeddings that the frozen model reads before its answer: begin, prefix, anchor."""
+    def start(self, name: str, model: Any, latents: Tensor, question: list[int] | None = None) -> Tensor:
+        """Return the embeddings that the frozen model reads before its answer: begin, prefix, question, anchor."""
         about, embed = self.config.frozen[name], model.get_input_embeddings()
         device = embed.weight.device
-        ids = [torch.tensor(about[part], device=device, dtype=torch.long) for part in ("begin", "anchor")]
-        begin, anchor = (embed(part).expand(len(latents), -1, -1) for part in ids)
-        return torch.cat((begin, self.prefix(name, latents).to(device, begin.dtype), anchor), 1)
+        parts = (about["begin"], [*(question or []), *about["anchor"]])
+        ids = [torch.tensor(part, device=device, dtype=torch.long) for part in parts]
+        begin, end = (embed(part).expand(len(latents), -1, -1) for part in ids)
+        return torch.cat((begin, self.prefix(name, latents).to(device, begin.dtype), end), 1)
 
     @torch.no_grad()
     def answer(
@@ -218,15 +219,20 @@ class RedlineLatent(PreTrainedModel):
         model: Any,
         latents: Tensor,
         *,
+        question: list[int] | None = None,
         tokens: int = 32,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
     ) -> list[list[int]]:
-        """Return the token ids that a frozen causal model of transformers writes, without the one that ends them."""
+        """Return the token ids that a frozen causal model of transformers writes, without the one that ends them.
+
+        `question` has the tokens of `Question: …` and a line break, if the encoder was trained on contexts without
+        questions (`question_aware: false`): the model reads them after the prefix.
+        """
         about = self.config.frozen[name]
-        inputs: dict[str, Any] = {"inputs_embeds": self.start(name, model, latents)}
+        inputs: dict[str, Any] = {"inputs_embeds": self.start(name, model, latents, question)}
         generator = torch.Generator(device=inputs["inputs_embeds"].device).manual_seed(seed)
         rows: list[list[int]] = [[] for _ in latents]
         ended, past = [False] * len(rows), None

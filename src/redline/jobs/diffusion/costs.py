@@ -82,6 +82,8 @@ class HierarchicalOptions(DiffusionOptions):
 class DiffusionCosts(DecoderCosts):
     """FLOPs, memory and work of a decoder that reads a noisy and a clean copy, and scores the masked positions."""
 
+    casts_weights = True
+
     def __init__(self, recipe: Any, layout: Layout, rows: Mapping[str, Any] | None = None, micro: int = 1) -> None:
         super().__init__(recipe, rows, micro)
         self.layout = layout

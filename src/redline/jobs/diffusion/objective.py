@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from redline.data.sources import ProgressCallback
 from redline.data.tokenizer import LibraryTokenizer, Tokenizer
@@ -136,6 +136,13 @@ class DiffusionObjective(PretrainedObjective):
 
     def build(self, device: torch.device) -> None:
         super().build(device)
+        self._built(device)
+
+    def build_in_parts(self, device: torch.device) -> Iterator[nn.Module]:
+        yield from super().build_in_parts(device)
+        self._built(device)
+
+    def _built(self, device: torch.device) -> None:
         self.attentions = [*(self.attention_for(stage.mask) for stage in self.stages[:-1]), self.attention]
         # Rotary positions begin again in the clean copy: a token has the same position in both.
         self.positions = torch.from_numpy(np.concatenate((self._noisy, self._clean))).to(device)

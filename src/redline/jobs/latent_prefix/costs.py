@@ -31,12 +31,14 @@ from redline.jobs.base import DecoderCosts, Job, JobOptions
 from redline.planning.flops import FlopsPerToken, Passes
 from redline.planning.memory import (
     WORKSPACE,
+    Kernels,
     MemoryParts,
     adapter_moments,
     training_memory,
     workspace,
 )
 from redline.planning.shapes import DecoderShape, nf4_bytes
+from redline.planning.shards import Sharded, Units
 from redline.planning.speed import Work, decoder_work
 from redline.units import parse_count
 
@@ -213,6 +215,7 @@ class Options(JobOptions):
         "heads",
         "patch",
         "bytes",
+        "question_aware",
         "anchor",
     )
 
@@ -226,6 +229,7 @@ class Options(JobOptions):
     patch: Count = 1  # bytes per position of the encoder
     focus: NonNegative = 1.0  # initial focus of a latent on its own stretch of the text; 0: on the whole text
     bytes: Count = 2048  # the longest text
+    question_aware: Flag = True  # the encoder reads the question too; false: only the model does, after the prefix
     anchor: Text = "Answer: "  # text between prefix and answer
     first_tokens: Count = 4  # K: the tokens of an answer that CE_K and KD_K cover
     first_weight: NonNegative = 0.5  # coefficient of CE_first
@@ -455,6 +459,13 @@ class Costs(DecoderCosts):
         attention = 6.0 * seq_len * sum(one.layers * one.d_attention for one in shapes)
         matmuls = self.flops(shape, seq_len, "none").executed - attention
         return 4.0 * blocks * (seq_len - self.answer + 1) / seq_len / matmuls, 0.0
+
+    def units(self, shape: DecoderShape, precision: str, checkpointing: str, kernels: Kernels) -> Units:
+        """Return what FSDP shards: the prefix model, as if it were one unit. Each rank holds the frozen models."""
+        models = zip((self.recipe.model, *self.recipe.latent_prefix.others), self.shapes(shape), strict=True)
+        frozen = sum(_frozen_bytes(one, options, 4 if precision == "fp32" else 2) for options, one in models)
+        trained = self.prefix.parameters([one.d_model for one in self.shapes(shape)])
+        return Units(0, (), (Sharded(int(trained), 1),), replicated=frozen)
 
     def memory(self, shape: DecoderShape, **how: Any) -> MemoryParts:
         value_bytes, kernels = how["bytes_per_value"], how["kernels"]

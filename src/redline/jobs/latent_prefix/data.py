@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from redline.data.chat_template import load_chat_tokenizer
 from redline.data.corpus import RowIndex, epoch_sample, row_index, row_mixture_key
+from redline.data.facts import is_facts, paragraphs
 from redline.data.loader import IGNORE
 from redline.data.problems import PREFIX, is_problems, problems
 from redline.data.sources import (
@@ -47,8 +48,10 @@ from redline.recipe.schema import Data, Model, Recipe
 # ----------------------------------------------------------------------------------------------------
 # Pairs of a text and its answers: SQuAD's JSON, rows of SQuAD, HotpotQA and GSM8K, and {source, answer}.
 #
-# A text is `Question: …⏎Context: …⏎`, with the question first, so that truncation takes from the context. Pairs that
-# share something (paragraphs of an article, questions about a text) form a group, which is held out as a whole.
+# A text is `Question: …⏎Context: …⏎`, with the question first, so that truncation takes from the context. If the
+# encoder is not to know the question (`question_aware: false`), the text is `Context: …⏎`, and the model reads
+# `Question: …⏎` between prefix and anchor. Pairs that share something (paragraphs of an article, questions about a
+# text) form a group, which is held out as a whole.
 
 
 _FIELDS = ("source", "question", "context", "answer", "answers", "title")
@@ -61,22 +64,31 @@ _ANSWER_MARK = "####"  # GSM8K: the answer follows
 class Pair:
     """A text and its answers."""
 
-    text: str  # the whole text: question and context
+    text: str  # what the encoder reads: question and context, or the context alone
     question: str  # the text without its context; empty if they cannot be separated
     answers: tuple[str, ...]  # training uses the first; any of them is right
     group: str
+    asked: str = ""  # the question, if it is not in the text: the model reads it between prefix and anchor
 
     def key(self) -> bytes:
-        content = json.dumps([self.text, self.answers], ensure_ascii=True)
+        content = json.dumps([self.text, self.answers, *([self.asked] if self.asked else [])], ensure_ascii=True)
         return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
 
-def read_pairs(source: str) -> tuple[list[Pair], RowReport]:
-    """Return every usable pair in the order of the source.
+def read_pairs(source: str, *, question_aware: bool = True) -> tuple[list[Pair], RowReport]:
+    """Return every usable pair in the order of the source. If not `question_aware`, questions are apart from the texts.
 
     A source of which more than half is unusable, or that holds nothing, is an error.
     """
+    if is_facts(source):
+        fact_pairs = [
+            _pair(one.question, one.context, (one.answer,), one.context, question_aware) for one in paragraphs(source)
+        ]
+        return fact_pairs, RowReport(source, len(fact_pairs))
     if is_problems(source):
+        if not question_aware:
+            what = "word problems have no context, which latent_prefix.question_aware=false needs."
+            raise UserError(what, where=source, fix="Use facts:8, or rows with question and context.")
         problem_pairs = [
             Pair(_question_line(one.question), "", (one.answer,), one.question) for one in problems(source)
         ]
@@ -87,13 +99,15 @@ def read_pairs(source: str) -> tuple[list[Pair], RowReport]:
         rows = squad_rows(path, stats, _FIX)
     else:
         rows = source_rows(source, stats, _FIELDS, fix=_FIX, instead=_INSTEAD)
-    pairs = list(parse_rows(rows, lambda place, row: parse_pair(row), stats, _FIX))
+    pairs = list(parse_rows(rows, lambda place, row: parse_pair(row, question_aware), stats, _FIX))
     return pairs, RowReport.of(stats)
 
 
-def parse_pair(row: Mapping[str, Any]) -> Pair:
+def parse_pair(row: Mapping[str, Any], question_aware: bool = True) -> Pair:
     """Parse a row; raise UnusableRowError if it cannot be used. A null field counts as absent."""
-    if row.get("source") is not None:
+    if not question_aware and (row.get("question") is None or row.get("context") is None):
+        raise UnusableRowError("no question apart from its context, which latent_prefix.question_aware=false needs")
+    if row.get("source") is not None and question_aware:
         text = text_field(row["source"], "source")
         return Pair(_with_newline(text), "", _answers(row), text)
     if row.get("question") is None:
@@ -104,7 +118,21 @@ def parse_pair(row: Mapping[str, Any]) -> Pair:
     context = _context(row["context"])
     title = row.get("title")
     group = title if isinstance(title, str) and title else context
-    return Pair(f"{_question_line(question)}Context: {context}\n", _question_line(question), _answers(row), group)
+    return _pair(question, context, _answers(row), group, question_aware)
+
+
+def _pair(question: str, context: str, answers: tuple[str, ...], group: str, question_aware: bool) -> Pair:
+    line, text = _question_line(question), f"Context: {context}\n"
+    return Pair(line + text, line, answers, group) if question_aware else Pair(text, line, answers, group, line)
+
+
+def separate(text: str) -> tuple[str, str]:
+    """Return a text without the question in its last line, and that line."""
+    before, mark, question = text.rstrip("\n").rpartition("\nQuestion: ")
+    if not mark or "\n" in question:
+        what = "the text does not end with a question, which this run's model reads apart from the text."
+        raise UserError(what, fix="End it with a line `Question: …`.")
+    return f"{before}\n", _question_line(question)
 
 
 def _question_line(question: str) -> str:
@@ -229,9 +257,13 @@ class PromptTokenizer:
         """Return the tokens of an answer, with the end-of-text token."""
         return [*self._ids(self._space + text), self.eos_ids[0]]
 
-    def prompt(self, text: str, most: int | None = None) -> list[int]:
-        """Return the tokens of a text (at most its first `most`), followed by the anchor."""
-        return [*self.begin, *self._ids(text)[:most], *self.anchor]
+    def question(self, text: str) -> list[int]:
+        """Return the tokens of a question that stands between prefix and anchor; none of an empty one."""
+        return self._ids(text) if text else []
+
+    def prompt(self, text: str, most: int | None = None, asked: str = "") -> list[int]:
+        """Return the tokens of a text (at most its first `most`), of a question apart from it, and of the anchor."""
+        return [*self.begin, *self._ids(text)[:most], *self.question(asked), *self.anchor]
 
     def count(self, text: str) -> int:
         return len(self._ids(text))
@@ -251,6 +283,7 @@ class RowLengths:
     patch: int  # the padded bytes of a row are a multiple of this
     answers: tuple[int, ...]  # tokens of an answer with its end, for each model
     words: bool  # whether batches have the words of their texts
+    asked: tuple[int, ...] = ()  # tokens of a question apart from its text, for each model; empty if there are none
 
     def limited_to(self, parts: Sequence[PairRows], longest: int) -> RowLengths:
         """Return the lengths that actually occur: a graph for a length that never occurs need not be compiled."""
@@ -258,7 +291,8 @@ class RowLengths:
         answers = [
             max((len(one) for rows in parts for one in rows.answers[n]), default=1) for n in range(len(self.answers))
         ]
-        return replace(self, bytes=min(self.bytes, texts), answers=tuple(answers))
+        asked = [max(len(one) for rows in parts for one in rows.asked[n]) for n in range(len(parts[0].asked))]
+        return replace(self, bytes=min(self.bytes, texts), answers=tuple(answers), asked=tuple(asked))
 
 
 @dataclass(frozen=True)
@@ -268,12 +302,13 @@ class PairRows:
     pairs: list[Pair]
     answers: list[list[list[int]]]  # tokens, for each model and pair
     lengths: RowLengths
+    asked: list[list[list[int]]] = field(default_factory=list)  # tokens of the questions, if apart from their texts
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def batch(self, numbers: Int64s) -> dict[str, npt.NDArray[Any]]:
-        """Return `bytes` [B, S], `targets.N` [B, A] of the N-th model and `words` [B, W].
+        """Return `bytes` [B, S], `targets.N` [B, A] and `asked.N` [B, Q] of the N-th model, and `words` [B, W].
 
         Each is padded to one of a few lengths, so that compiled graphs are reused.
         """
@@ -286,6 +321,10 @@ class PairRows:
             targets = batch[f"targets.{model}"] = np.full((len(some), length), IGNORE, dtype=np.int64)
             for row, one in enumerate(some):
                 targets[row, : len(one)] = one
+        for model, (questions, longest) in enumerate(zip(self.asked, self.lengths.asked, strict=True)):
+            asked = batch[f"asked.{model}"] = np.full((len(texts), longest), IGNORE, dtype=np.int64)
+            for row, number in enumerate(numbers.tolist()):
+                asked[row, : len(questions[number])] = questions[number]
         if self.lengths.words:
             batch["words"] = np.stack([_words(text) for text in texts])
         return batch
@@ -310,7 +349,8 @@ class PairRows:
         }
 
     def first(self, count: int) -> PairRows:
-        return PairRows(self.pairs[:count], [some[:count] for some in self.answers], self.lengths)
+        answers, asked = ([some[:count] for some in kind] for kind in (self.answers, self.asked))
+        return PairRows(self.pairs[:count], answers, self.lengths, asked)
 
 
 def cut_bytes(text: str, most: int) -> bytes:
@@ -392,6 +432,7 @@ def load_pairs(
     words: bool,
     seed: int,
     val_fraction: float,
+    question_aware: bool = True,
     progress: ProgressCallback | None = None,
 ) -> PairData:
     """Read all sources, split them, and tokenize their answers. With `val_fraction` 0 everything is in `train`."""
@@ -405,12 +446,12 @@ def load_pairs(
     for part in data.parts:
         if progress:
             progress(Progress(f"reading {part.source}", 0, None, 0))
-        pairs[part.source], row_report = read_pairs(part.source)
+        pairs[part.source], row_report = read_pairs(part.source, question_aware=question_aware)
         reports.append(row_report)
     trained, held_out = split_pairs(pairs, seed, val_fraction)
     report = PairsReport(reports, 0, 0)
     lengths = RowLengths(most_bytes, patch, tuple(room), words)
-    encoder = _PairEncoder(report, tokenizers, lengths, data.overlong, names)
+    encoder = _PairEncoder(report, tokenizers, lengths, data.overlong, not question_aware, names)
     by_source = [encoder.rows(list(dict.fromkeys(some)) if data.dedup else some) for some in trained]
     val = encoder.rows([pair for some in held_out for pair in some])
     if not all(len(rows) for rows in by_source):
@@ -422,6 +463,7 @@ def load_pairs(
         [pair for rows in by_source for pair in rows.pairs],
         [[one for rows in by_source for one in rows.answers[n]] for n in range(len(tokenizers))],
         lengths,
+        [[one for rows in by_source for one in rows.asked[n]] for n in range(len(val.asked))],
     )
     report.train, report.val = len(train), len(val)
     sizes = [len(rows) for rows in by_source]
@@ -457,26 +499,30 @@ class _PairEncoder:
         tokenizers: list[PromptTokenizer],
         lengths: RowLengths,
         overlong: str | None,
+        apart: bool,
         where: str,
     ) -> None:
         self.report, self.tokenizers, self.lengths = report, tokenizers, lengths
-        self.overlong, self.where = overlong, where
+        self.overlong, self.apart, self.where = overlong, apart, where
 
     def rows(self, pairs: Sequence[Pair]) -> PairRows:
         kept: list[Pair] = []
         answers: list[list[list[int]]] = [[] for _ in self.tokenizers]
+        questions: list[list[list[int]]] = [[] for _ in self.tokenizers]
         for pair in pairs:
             if not self._keeps_text(pair):
                 continue
             encoded = [tokenizer.answer(pair.answers[0]) for tokenizer in self.tokenizers]
-            if any(len(one) > room for one, room in zip(encoded, self.lengths.answers, strict=True)):
+            asked = [tokenizer.question(pair.asked) for tokenizer in self.tokenizers]
+            lengths = [len(question) + len(answer) for question, answer in zip(asked, encoded, strict=True)]
+            if any(length > room for length, room in zip(lengths, self.lengths.answers, strict=True)):
                 self._raise_if_strict(pair, "an answer", "data.seq_len")
                 self.report.unanswerable += 1
                 continue
             kept.append(pair)
-            for some, one in zip(answers, encoded, strict=True):
+            for some, one in zip((*answers, *questions), (*encoded, *asked), strict=True):
                 some.append(one)
-        return PairRows(kept, answers, self.lengths)
+        return PairRows(kept, answers, self.lengths, questions if self.apart else [])
 
     def _keeps_text(self, pair: Pair) -> bool:
         """Return whether the pair stays, and count texts that are too long."""
@@ -578,12 +624,17 @@ def load_data(recipe: Recipe, *, for_evaluation: bool = False, progress: Progres
         words=options.words_weight > 0,
         seed=recipe.train.seed,
         val_fraction=0.0 if for_evaluation else recipe.data.val_fraction,
+        question_aware=options.question_aware,
         progress=progress,
     )
     seq_len = recipe.data.seq_len
+    asked = pairs.train.lengths.asked or [0] * len(data.tokenizers)
     rows = {
         **pairs.train.length_counts(epoch_sample(pairs.index)),
-        "before": [len(tokenizer.begin) + len(tokenizer.anchor) for tokenizer in data.tokenizers.values()],
+        "before": [
+            len(tokenizer.begin) + longest + len(tokenizer.anchor)
+            for tokenizer, longest in zip(data.tokenizers.values(), asked, strict=True)
+        ],
     }
     facts = replace(
         data.facts,

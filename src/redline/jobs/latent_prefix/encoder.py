@@ -173,6 +173,8 @@ class Adapter(nn.Module):
 class PrefixModel(nn.Module):
     """All trained parameters. Frozen models are named by their numbers in the recipe; some may be absent."""
 
+    entry_points = ("latents",)  # as of ShardedBlock; everything else is computed after it
+
     def __init__(
         self,
         shape: PrefixShape,

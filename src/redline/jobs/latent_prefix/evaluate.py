@@ -227,9 +227,11 @@ def _evaluate_model(
     tokenizer, slots, room = model.tokenizer, z.shape[1], context_length(model) - tokens - 1
     assert tokenizer is not None
     references = [tokenizer.answer(pair.answers[0]) for pair in pairs]
+    asked = [pair.asked for pair in pairs]
+    questions = [tokenizer.question(one) for one in asked]
     prompts = {
-        "text": [text_prompt(model, pair.text, room) for pair in pairs],
-        "budget": [text_prompt(model, pair.text, room, slots) for pair in pairs],
+        "text": [text_prompt(model, pair.text, room, asked=pair.asked) for pair in pairs],
+        "budget": [text_prompt(model, pair.text, room, slots, pair.asked) for pair in pairs],
         "no_context": [text_prompt(model, pair.question, room) for pair in pairs],
     }
     other = unrelated_pairs(pairs)
@@ -241,8 +243,8 @@ def _evaluate_model(
             answers = answer_from_prompts(model, prompts[name], tokens)
             scores = _score_prompts(model, prompts[name], references)
         elif name in latents:
-            answers = answer_from_latents(objective, model.name, latents[name], tokens)
-            scores = _score_latents(objective, model, latents[name], references)
+            answers = answer_from_latents(objective, model.name, latents[name], tokens, asked=asked)
+            scores = _score_latents(objective, model, latents[name], references, questions)
         else:  # "other", where all pairs have the same text
             continue
         label = f"latent {name}" if name in QUANTISED else name
@@ -282,14 +284,24 @@ def _score_prompts(model: FrozenModel, prompts: Sequence[Sequence[int]], referen
 
 
 def _score_latents(
-    objective: LatentPrefix, model: FrozenModel, z: Tensor, references: Sequence[Sequence[int]]
+    objective: LatentPrefix,
+    model: FrozenModel,
+    z: Tensor,
+    references: Sequence[Sequence[int]],
+    questions: Sequence[Sequence[int]],
 ) -> Scores:
     scores = Scores()
     for first in range(0, len(references), _BATCH):
-        some = references[first : first + _BATCH]
-        targets = torch.full((len(some), max(len(row) for row in some)), IGNORE, device=model.device)
-        for i, row in enumerate(some):
-            targets[i, : len(row)] = torch.tensor(row, device=model.device)
-        prefix = objective.model.prefix(model.name, z[first : first + len(some)])
-        scores += score(model.decoder, model.states(prefix, targets), targets)
+        last = first + _BATCH
+        targets = _padded(references[first:last], model.device)
+        asked = _padded(questions[first:last], model.device) if any(questions) else None
+        prefix = objective.model.prefix(model.name, z[first:last])
+        scores += score(model.decoder, model.states(prefix, targets, asked), targets)
     return scores
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    padded = torch.full((len(rows), max(len(row) for row in rows)), IGNORE, device=device)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = torch.tensor(row, device=device)
+    return padded

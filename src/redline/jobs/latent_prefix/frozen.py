@@ -1,4 +1,7 @@
-"""The frozen language models: each reads [begin][prefix][anchor][answer], or a text in place of the prefix."""
+"""The frozen language models: each reads [begin][prefix][anchor][answer], or a text in place of the prefix.
+
+If the encoder does not know the question, it stands between prefix and anchor.
+"""
 
 from __future__ import annotations
 
@@ -62,22 +65,41 @@ class FrozenModel:
         """The RMS of its token embeddings, which a prefix is scaled to."""
         return float(self.decoder.embedding.weight.float().square().mean().sqrt())
 
-    def start(self, prefix_BMD: Tensor) -> Tensor:
-        """Return the embeddings of everything before the answer: begin, prefix, anchor."""
+    def start(self, prefix_BMD: Tensor, asked_BQ: Tensor | None = None) -> Tensor:
+        """Return the embeddings of everything before the answer: begin, prefix, questions of one length, anchor."""
         begin, anchor = (self.decoder.embed(ids).expand(len(prefix_BMD), -1, -1) for ids in (self.begin, self.anchor))
-        return torch.cat((begin, prefix_BMD.to(begin.dtype), anchor), 1)
+        question = () if asked_BQ is None else (self.decoder.embed(asked_BQ),)
+        return torch.cat((begin, prefix_BMD.to(begin.dtype), *question, anchor), 1)
 
-    def states(self, prefix_BMD: Tensor, targets_BA: Tensor) -> Tensor:
+    def states(self, prefix_BMD: Tensor, targets_BA: Tensor, asked_BQ: Tensor | None = None) -> Tensor:
         """Return the hidden states [B, A, D] that predict the targets, from one teacher-forced pass.
 
-        CE, CE_first, CE_K and KD_K are all computed from these states. The original ran a pass for each.
+        CE, CE_first, CE_K and KD_K are all computed from these states. The original ran a pass for each. Questions are
+        padded with IGNORE at their ends.
         """
+        if asked_BQ is not None:
+            return self._states_after_questions(prefix_BMD, targets_BA, asked_BQ)
         start = self.start(prefix_BMD)
         # Targets are padded at the end, so under the causal mask no real position sees the padding.
         answer = self.decoder.embed(targets_BA[:, :-1].clamp_min(0))
         inputs = torch.cat((start, answer), 1)
         hidden: Tensor = self.decoder(inputs, self._bind(inputs.shape[1]))
         return hidden[:, start.shape[1] - 1 :]
+
+    def _states_after_questions(self, prefix_BMD: Tensor, targets_BA: Tensor, asked_BQ: Tensor) -> Tensor:
+        """As `states`, with answers that begin at different positions: behind each row's own question."""
+        (B, Q), A = asked_BQ.shape, targets_BA.shape[1]
+        lengths_B1 = (asked_BQ != IGNORE).sum(1, keepdim=True)
+        padded = torch.cat((asked_BQ, self.anchor.expand(B, -1), targets_BA[:, :-1]), 1).clamp_min(0)
+        # Move anchor and answer of each row to the left, over the padding of its question.
+        columns = torch.arange(padded.shape[1], device=self.device)[None]
+        moved = torch.where(columns < lengths_B1, columns, (columns + Q - lengths_B1).clamp_max(padded.shape[1] - 1))
+        begin = self.decoder.embed(self.begin).expand(B, -1, -1)
+        inputs = torch.cat((begin, prefix_BMD.to(begin.dtype), self.decoder.embed(padded.gather(1, moved))), 1)
+        hidden: Tensor = self.decoder(inputs, self._bind(inputs.shape[1]))
+        first_B1 = len(self.begin) + prefix_BMD.shape[1] + lengths_B1 + len(self.anchor) - 1
+        places_BA = first_B1 + torch.arange(A, device=self.device)
+        return hidden.gather(1, places_BA[..., None].expand(-1, -1, hidden.shape[-1]))
 
     def text_states(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]

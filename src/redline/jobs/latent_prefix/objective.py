@@ -30,6 +30,7 @@ from redline.jobs.latent_prefix.data import (
     load_data,
     open_models,
     options_of,
+    separate,
     unrelated_pairs,
 )
 from redline.jobs.latent_prefix.encoder import PrefixModel, mean_cosine, word_loss
@@ -141,18 +142,29 @@ def context_length(model: FrozenModel) -> int:
 
 
 def answer_from_latents(
-    objective: LatentPrefix, name: str, z_BMD: torch.Tensor, tokens: int, pick: Pick | None = None
+    objective: LatentPrefix,
+    name: str,
+    z_BMD: torch.Tensor,
+    tokens: int,
+    pick: Pick | None = None,
+    asked: Sequence[str] | None = None,
 ) -> list[Answer]:
-    """Return one model's answers to latents; greedy without `pick`."""
-    model, answers = objective.frozen[name], []
-    assert model.tokenizer is not None
-    for some in z_BMD.split(_ANSWER_BATCH):
-        start = model.start(objective.model.prefix(name, some))
-        rows = continue_embeddings(
-            model.decoder, start, tokens=tokens, vocab=model.vocab, stop=model.tokenizer.eos_ids, pick=pick
-        )
-        answers += [Answer(model.tokenizer.decode(row.tokens), row.ended) for row in rows]
-    return answers
+    """Return one model's answers to latents, and to the questions `asked` apart from them; greedy without `pick`."""
+    model, answers = objective.frozen[name], dict[int, Answer]()
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    questions = [tokenizer.question(one) for one in asked or [""] * len(z_BMD)]
+    for length in sorted({len(one) for one in questions}):
+        same = torch.tensor([row for row, one in enumerate(questions) if len(one) == length])
+        for some in same.split(_ANSWER_BATCH):
+            question = torch.tensor([questions[row] for row in some.tolist()], device=z_BMD.device) if length else None
+            start = model.start(objective.model.prefix(name, z_BMD[some.to(z_BMD.device)]), question)
+            rows = continue_embeddings(
+                model.decoder, start, tokens=tokens, vocab=model.vocab, stop=tokenizer.eos_ids, pick=pick
+            )
+            written = [Answer(tokenizer.decode(row.tokens), row.ended) for row in rows]
+            answers |= dict(zip(some.tolist(), written, strict=True))
+    return [answers[row] for row in range(len(z_BMD))]
 
 
 def answer_from_prompts(model: FrozenModel, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
@@ -172,14 +184,15 @@ def answer_from_prompts(model: FrozenModel, prompts: Sequence[Sequence[int]], to
 @torch.no_grad()
 def sample_answers(objective: LatentPrefix, text: str, how: Sampling) -> list[Sample]:
     """Return, for each model, `how.count` answers from the latents, each beside an answer from the text."""
-    latents, samples = objective.encode([text] * how.count), []
+    context, asked = objective.separate(text)
+    latents, samples = objective.encode([context] * how.count), []
     options: Any = {"temperature": how.temperature, "top_k": how.top_k, "top_p": how.top_p}
     for name, one in objective.frozen.items():
         assert one.tokenizer is not None
         pick = sampler(objective.device, seed=how.seed, **options)
-        from_latents = answer_from_latents(objective, name, latents[name], how.tokens, pick)
+        from_latents = answer_from_latents(objective, name, latents[name], how.tokens, pick, [asked] * how.count)
         room = max(1, min(how.tokens, context_length(one) // 2))
-        prompt = text_prompt(one, text, context_length(one) - room)
+        prompt = text_prompt(one, context, context_length(one) - room, asked=asked)
         rows = generate(
             one.decoder,
             prompt,
@@ -326,12 +339,15 @@ class LatentPrefix(Objective):
 
     def _tensors(self, rows: PairRows, numbers: np.ndarray) -> Batch:
         """Return a batch whose targets are named by the models' numbers in the recipe, not by their positions."""
-        names = {f"targets.{i}": f"targets.{name}" for i, name in enumerate(self.frozen)}
+        kinds = ("targets", "asked")
+        names = {f"{kind}.{i}": f"{kind}.{name}" for i, name in enumerate(self.frozen) for kind in kinds}
         return {names.get(key, key): torch.from_numpy(array) for key, array in rows.batch(np.asarray(numbers)).items()}
 
     def worst_batch(self, micro: int) -> Batch:
         rng, lengths = np.random.default_rng(0), self._lengths()
         batch: dict[str, np.ndarray] = {"bytes": rng.integers(0, PAD, (micro, lengths.bytes), dtype=np.int64)}
+        for (name, one), longest in zip(self.frozen.items(), lengths.asked, strict=bool(lengths.asked)):
+            batch[f"asked.{name}"] = rng.integers(0, one.decoder.shape.vocab, (micro, longest), dtype=np.int64)
         for (name, one), longest in zip(self.frozen.items(), lengths.answers, strict=True):
             shape = one.decoder.shape
             batch[f"targets.{name}"] = rng.integers(0, shape.vocab, (micro, longest), dtype=np.int64)
@@ -375,7 +391,7 @@ class LatentPrefix(Objective):
         terms: dict[str, Term] = {}
         for name, one in self.frozen.items():
             targets = batch[f"targets.{name}"]
-            hidden = one.states(self.model.prefix(name, latents[name]), targets)
+            hidden = one.states(self.model.prefix(name, latents[name]), targets, batch.get(f"asked.{name}"))
             sums = answer_losses(
                 one.decoder,
                 hidden,
@@ -453,8 +469,10 @@ class LatentPrefix(Objective):
         for some in batches:
             batch = self._tensors(rows, some)
             for name, one in self.frozen.items():
-                targets, prefix = batch[f"targets.{name}"].to(self.device), self.model.prefix(name, latents[name][some])
-                scores[name] += score(one.decoder, one.states(prefix, targets), targets)
+                targets, asked = batch[f"targets.{name}"].to(self.device), batch.get(f"asked.{name}")
+                question = None if asked is None else asked.to(self.device)
+                prefix = self.model.prefix(name, latents[name][some])
+                scores[name] += score(one.decoder, one.states(prefix, targets, question), targets)
         return scores
 
     @torch.no_grad()
@@ -463,6 +481,11 @@ class LatentPrefix(Objective):
         raw, patch = [cut_bytes(text, self.options.bytes) for text in texts], self.options.patch
         size = -(-max(len(one) for one in raw) // patch) * patch
         return self.model.latents(torch.from_numpy(byte_rows(raw, size)).to(self.device))
+
+    def separate(self, text: str) -> tuple[str, str]:
+        """Return what the encoder reads of a text, and the question that the model reads apart from it."""
+        text = text if text.endswith("\n") else f"{text}\n"
+        return (text, "") if self.options.question_aware else separate(text)
 
     def select_questions(self, count: int | None) -> None:
         if self.data.held_out is not None and count is not None:
@@ -473,14 +496,14 @@ class LatentPrefix(Objective):
 
     def sample(self, prompt: str, how: Sampling) -> list[Sample]:
         """Sample each model's answers from the latents and from the text; without a prompt, of a validation text."""
-        text = prompt or next((pair.text for pair in self.held_out_pairs()), "")
+        text = prompt or next((pair.text + pair.asked for pair in self.held_out_pairs()), "")
         if not text or self.data.tokenizers is None:
             return []
         if (size := len(text.encode("utf-8", "replace"))) > self.options.bytes:
             self.log(f"the text has {size:,} bytes, and the encoder reads {self.options.bytes:,}: the rest is cut off")
         self.model.eval()
         with self.uncompiled():
-            samples = sample_answers(self, text if text.endswith("\n") else f"{text}\n", how)
+            samples = sample_answers(self, text, how)
         self.model.train()
         return samples
 
@@ -506,23 +529,27 @@ class LatentPrefix(Objective):
             sources = SOURCES if other.strip() else SOURCES[:-1]
         if OTHER in sources and not other.strip():
             raise UserError("there is no other text.", fix="Write another text, whose latents the model then reads.")
-        texts = [text if text.endswith("\n") else f"{text}\n" for text in (ask.text, other) if text.strip()]
-        z = self.encode(texts)[name]
-        for number, title in enumerate(("Latents of the text", "Latents of the other text")[: len(texts)]):
+        separated = [self.separate(text) for text in (ask.text, other) if text.strip()]
+        z = self.encode([text for text, _ in separated])[name]
+        for number, title in enumerate(("Latents of the text", "Latents of the other text")[: len(separated)]):
             yield HeatMap(f"map {number}", title, _heat_map(z[number]))
         for source in sources:
-            yield from self._answer(name, texts[0], z, source, ask, how)
+            yield from self._answer(name, separated[0], z, source, ask, how)
 
-    def _answer(self, name: str, text: str, z_BMD: Tensor, source: str, ask: Ask, how: Sampling) -> Iterator[Event]:
-        one = self.frozen[name]
+    def _answer(
+        self, name: str, separated: tuple[str, str], z_BMD: Tensor, source: str, ask: Ask, how: Sampling
+    ) -> Iterator[Event]:
+        one, (text, asked) = self.frozen[name], separated
         assert one.tokenizer is not None
         context = context_length(one)
         room = context - max(1, min(how.tokens, context // 2))
         prompt: list[int] | Tensor
         if source in (LATENTS, OTHER):
-            prompt = one.start(self.model.prefix(name, z_BMD[:1] if source == LATENTS else z_BMD[1:2]))
+            ids = one.tokenizer.question(asked)
+            question = torch.tensor([ids], device=self.device) if ids else None
+            prompt = one.start(self.model.prefix(name, z_BMD[:1] if source == LATENTS else z_BMD[1:2]), question)
         else:
-            prompt = text_prompt(one, text, room, z_BMD.shape[1] if source == BUDGET else None)
+            prompt = text_prompt(one, text, room, z_BMD.shape[1] if source == BUDGET else None, asked)
         yield from stream_tokens(
             one.decoder,
             prompt,
@@ -625,7 +652,8 @@ class LatentPrefixRuntime(JobRuntime[LatentData]):
             pair = rows.pairs[row]
             read, size = cut_bytes(pair.text, rows.lengths.bytes), len(pair.text.encode("utf-8", "replace"))
             cut = "" if len(read) == size else f", of which the first {len(read):,} are read"
-            text = TokenRun(read.decode("utf-8", "replace").rstrip() + "\n→ ", in_loss=False, special=False)
+            shown = f"{read.decode('utf-8', 'replace')}{pair.asked}".rstrip()
+            text = TokenRun(f"{shown}\n→ ", in_loss=False, special=False)
             answer = TokenRun(pair.answers[0], in_loss=True, special=False)
             views.append(SampleView(f"text {number}: {size:,} bytes{cut}", [text, answer]))
         return SamplePreview(views, data.messages)

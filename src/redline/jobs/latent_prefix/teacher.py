@@ -127,7 +127,8 @@ class TeacherStates:
     ) -> Tensor:
         states = torch.zeros(len(some), self.k, self.width, dtype=self.dtype)
         first_tokens = [answers[row][: self.k] for row in some]
-        prompts = [text_prompt(model, rows.pairs[row].text, context - self.k) for row in some]
+        pairs = [rows.pairs[row] for row in some]
+        prompts = [text_prompt(model, pair.text, context - self.k, asked=pair.asked) for pair in pairs]
         for i, hidden in model.text_states(prompts, first_tokens):
             states[i, : len(hidden)] = hidden.to("cpu", self.dtype)
         return states
@@ -180,12 +181,16 @@ def load_teacher(
     return states
 
 
-def text_prompt(model: FrozenModel, text: str, room: int, most: int | None = None) -> list[int]:
-    """Return the tokens of a text (at most its first `most`) and the anchor, with the text's end cut to fit `room`."""
-    assert model.tokenizer is not None
-    prompt = model.tokenizer.prompt(text, most)
+def text_prompt(model: FrozenModel, text: str, room: int, most: int | None = None, asked: str = "") -> list[int]:
+    """Return the tokens of a text (at most its first `most`), of a question apart from it, and of the anchor.
+
+    The text's end is cut to fit `room`.
+    """
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    prompt = tokenizer.prompt(text, most, asked)
     excess = len(prompt) - room
     if excess <= 0:
         return prompt
-    anchor = len(model.tokenizer.anchor)
-    return [*prompt[: len(prompt) - anchor - excess], *prompt[len(prompt) - anchor :]]
+    kept = len(tokenizer.question(asked)) + len(tokenizer.anchor)
+    return [*prompt[: len(prompt) - kept - excess], *prompt[len(prompt) - kept :]]

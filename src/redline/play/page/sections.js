@@ -111,6 +111,7 @@ class Section {
   finished(event) {
     if (this.places) this.element.append(make("p", { className: "whole", text: event.text }));
     else if (!this.list) this.body("tokens").append(make("span", { className: "token", text: event.text }));
+    if (!event.text.trim()) this.element.append(make("p", { className: "faint", text: "(an empty answer)" }));
     this.text = event.text;
     this.reason = this.places ? "" : event.reason;  // the layout decides the length of a denoised section
   }

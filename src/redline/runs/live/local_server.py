@@ -233,6 +233,12 @@ def open_local_server(make_app: MakeApp, host: str, port: int | None, guarded: b
     return server, f"http://{_public_name(host)}:{bound}/" + (f"?token={token}" if token else "")
 
 
+def check_address(host: str, port: int | None) -> None:
+    """Raise the UserError of `open_local_server` for an address that is taken, before something long is done."""
+    if port:
+        _listen(host, [port]).close()
+
+
 def serve_until_interrupted(server: Server) -> None:
     """Answer requests until Ctrl-C, and close the socket. Call it on the main thread.
 
@@ -261,7 +267,7 @@ def _listen(host: str, ports: Iterable[int]) -> socket.socket:
             return socket.create_server((host, port), family=family, backlog=64)
         except (OSError, OverflowError) as error:
             failed = error if isinstance(error, OSError) else OSError("the highest port is 65535")
-    reason = failed.strerror or str(failed)
+    reason = os.strerror(failed.errno) if failed.errno else str(failed)  # its own text repeats the address
     fix = "Set another port with --port (0 takes any free one), or another address of this machine with --host."
     raise UserError(f"The page cannot be served there ({reason}).", where=f"{host}:{port}", fix=fix)
 

@@ -199,9 +199,10 @@ class WatchedRun:
             "metrics": {
                 k: v for k in state.eval if k not in ("time", "step") and (v := number(state.eval, k)) is not None
             },
-            "tokens_per_s": recent(state, "tokens_per_s"),
-            "samples_per_s": recent(state, "samples_per_s"),
-            "mfu": recent(state, "mfu"),
+            "tokens_per_s": state.speed.median("tokens_per_s"),
+            "samples_per_s": state.speed.median("samples_per_s"),
+            "mfu": state.speed.median("mfu"),
+            "tokens_per_s_now": recent(state, "tokens_per_s"),
             "memory_gib": state.peak_memory_gib,
             "progress": 1.0 if status is Status.FINISHED else number(state.step, "progress"),
             "eta_s": remaining_s(state, status, now),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
@@ -17,8 +16,9 @@ from redline.recipe.load import flatten
 from redline.runs.events import Event, number, numbers, one_line, read_events, section
 from redline.runs.report.figures import RUN_INKS, Figure, draw_curve, drawing, ink, series, time_unit
 from redline.runs.report.page import comparable_evals, lock_at_the_end, read_run, render, run_data, write_page
+from redline.runs.speed import RunSpeed
 from redline.runs.summary import dollars, summarise
-from redline.units import format_count, format_seconds
+from redline.units import format_count, format_gib, format_seconds
 from redline.vocabulary import COMPARISON_FILE, EVENTS_FILE, Status
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def sweep_row(run: Path, values: dict[str, str], exit_code: int | None) -> Row:
     if not (run / EVENTS_FILE).is_file():
         return Row(run.name, values, NOT_STARTED if exit_code is None else Status.FAILED, exit_code)
     history = read_events(run / EVENTS_FILE)
-    summary, rates = summarise(run, history), numbers(history.of_type("step"), "tokens_per_s")
+    summary, speed = summarise(run, history), RunSpeed(history.of_type("step"))
     return Row(
         run.name,
         values,
@@ -64,7 +64,7 @@ def sweep_row(run: Path, values: dict[str, str], exit_code: int | None) -> Row:
         step=summary.step,
         loss=summary.loss,
         best_val=min(numbers(history.of_type("eval"), "loss"), default=None),
-        tokens_per_s=statistics.median(rates) if rates else None,
+        tokens_per_s=speed.median("tokens_per_s"),
         hours=summary.hours,
     )
 
@@ -475,7 +475,7 @@ _COLUMNS = (
     Column("cost", "cost_usd", dollars),
     Column("tokens/s", "tokens_per_s_median", format_count, max),
     Column("MFU", "mfu_median", "{:.1%}".format, max),
-    Column("peak memory", "peak_memory_gib", "{:.2f} GiB".format, min),
+    Column("peak memory", "peak_memory_gib", format_gib, min),
 )
 _LOSSES = ("best_val_loss", "bits_per_byte")
 

@@ -34,10 +34,10 @@ _CROWDED = 300  # points; with more, a curve is drawn as its mean over a band
 RUN_INKS = tuple(f"run-{number}" for number in range(6))
 _INK_NAMES = ("ink", "faint", "grid", "accent", "second", "good", "warn", "card", *RUN_INKS)  # as in report.html.j2
 _PLACEHOLDERS = {name: f"#0102{number:02x}" for number, name in enumerate(_INK_NAMES, 3)}
-_SIZE_INCHES = (5.2, 3.1)
+_SIZE_INCHES = (4.4, 2.75)  # on a phone, where a figure is about 340 pixels wide, text is 10 pixels high
 _RC: Any = {
     "svg.fonttype": "none",
-    "font.size": 9,
+    "font.size": 10,
     "text.color": _PLACEHOLDERS["ink"],
     "axes.edgecolor": _PLACEHOLDERS["grid"],
     "axes.labelcolor": _PLACEHOLDERS["faint"],
@@ -52,8 +52,8 @@ _RC: Any = {
     "xtick.major.size": 0,
     "ytick.major.size": 0,
     "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "lines.linewidth": 1.4,
+    "legend.fontsize": 9.5,
+    "lines.linewidth": 1.2,
     "axes.xmargin": 0.015,
     "xtick.minor.size": 0,
     "ytick.minor.size": 0,
@@ -167,7 +167,7 @@ def _loss_figure(steps: Sequence[Event], evals: Sequence[Event], axis: TokenAxis
     def draw(axes: Sequence[Axes]) -> None:
         (ax,) = axes
         if len(train_loss):
-            draw_curve(ax, axis(train_step), train_loss, "accent", "train", axis.logarithmic)
+            draw_curve(ax, axis(train_step), train_loss, "run-0", "train", axis.logarithmic)
         if len(val_loss):
             x, y = thin(axis(val_step), val_loss, 200, axis.logarithmic)
             ax.plot(
@@ -177,7 +177,7 @@ def _loss_figure(steps: Sequence[Event], evals: Sequence[Event], axis: TokenAxis
                 zorder=3,
                 markersize=4.5,
                 markeredgewidth=0,
-                color=_PLACEHOLDERS["second"],
+                color=_PLACEHOLDERS["ink"],
                 label="validation",
             )
         ax.legend(loc="upper right")
@@ -202,7 +202,7 @@ def _stacked_figure(title: str, panels: Sequence[Panel], steps: Sequence[Event],
 
 def _draw_panel(ax: Axes, panel: Panel, steps: Sequence[Event], axis: TokenAxis) -> None:
     drawn = []
-    for (key, name), (ink, dash) in zip(panel.fields, (("accent", "-"), ("second", "--")), strict=False):
+    for (key, name), (ink, dash) in zip(panel.fields, (("run-0", "-"), ("run-1", "--")), strict=False):
         step, value = series(steps, "step", key)
         if len(value):
             draw_curve(ax, axis(step), value, ink, name, dash=dash)
@@ -222,7 +222,7 @@ def _from_zero(ax: Axes, values: Array, show: Callable[[float], str], side: Lite
     if usual > 0 and top > 3 * usual and len(values) >= 20:
         note = f"highest: {show(top)}"
         x = 0.01 if side == "left" else 0.99
-        ax.text(x, 0.97, note, transform=ax.transAxes, ha=side, va="top", size=8, color=_PLACEHOLDERS["faint"])
+        ax.text(x, 0.97, note, transform=ax.transAxes, ha=side, va="top", size=9.5, color=_PLACEHOLDERS["faint"])
         top = 1.5 * usual
     if top > 0:
         ax.set_ylim(0, 1.15 * top)
@@ -353,7 +353,8 @@ def draw_timeline(moments: Sequence[Moment]) -> Figure | None:
     if len(lanes) < 2 or moments[-1].seconds <= 0:
         return None
     return Figure(
-        "Timeline", drawing(lambda canvas: _draw_lanes(canvas, lanes, moments), (5.2, 0.8 + 0.26 * len(lanes)))
+        "Timeline",
+        drawing(lambda canvas: _draw_lanes(canvas, lanes, moments), (_SIZE_INCHES[0], 0.7 + 0.25 * len(lanes))),
     )
 
 
@@ -416,11 +417,11 @@ def _draw_bars(canvas: Canvas, roofline: Roofline) -> None:
     most = max([step_ms, *(bar.total + sum(bar.may_hide.values()) for bar in bars)])
     for row, bar in enumerate(bars):
         _draw_bar(ax, row, bar, inks, most)
-    ax.barh(len(bars), step_ms, height=0.56, color=ink("accent"))
+    ax.barh(len(bars), step_ms, height=0.56, color=ink("ink"))
     share = "" if roofline.mfu is None else f" · {roofline.mfu:.1%} MFU"
     _inside_or_beside(ax, len(bars), step_ms, f"{_format_ms(step_ms)} ms{share}", most)
     if roofline.planned_ms is not None and roofline.planned_ms < 1.25 * most:
-        ax.plot([roofline.planned_ms] * 2, [len(bars) - 0.4, len(bars) + 0.4], color=ink("ink"), linewidth=1.2)
+        ax.plot([roofline.planned_ms] * 2, [len(bars) - 0.4, len(bars) + 0.4], color=ink("warn"), linewidth=1.6)
         _note(ax, roofline.planned_ms, len(bars) + 0.46, f"planned: {_format_ms(roofline.planned_ms)}", "center", "top")
     ax.set_yticks(range(len(bars) + 1), [*(bar.name for bar in bars), THIS_RUN])
     for label in ax.get_yticklabels():
@@ -439,12 +440,12 @@ def _draw_bar(ax: Axes, row: int, bar: Bar, inks: dict[str, str], most: float) -
     for part, ms in bar.ms.items():
         ax.barh(row, ms, left=left, height=0.56, color=ink(inks[part]))
         if ms > 0.09 * most:
-            ax.text(left + ms / 2, row, _format_ms(ms), ha="center", va="center", color=ink("card"), size=8.5)
+            ax.text(left + ms / 2, row, _format_ms(ms), ha="center", va="center", color=ink("card"), size=9.5)
         left += ms
     for part, ms in bar.may_hide.items():
         ax.barh(row, ms, left=left, height=0.56, color=ink(inks[part]), alpha=0.25)
         if ms > 0.09 * most:
-            ax.text(left + ms / 2, row, _format_ms(ms), ha="center", va="center", color=ink("ink"), size=8.5)
+            ax.text(left + ms / 2, row, _format_ms(ms), ha="center", va="center", color=ink("ink"), size=9.5)
         left += ms
     _note(ax, left + 0.012 * most, row, f"{_format_ms(bar.total)} ms", "left", "center", "ink")
 
@@ -452,7 +453,7 @@ def _draw_bar(ax: Axes, row: int, bar: Bar, inks: dict[str, str], most: float) -
 def _inside_or_beside(ax: Axes, row: int, ms: float, text: str, most: float) -> None:
     inside = ms > 0.45 * most
     x = 0.02 * most if inside else ms + 0.02 * most
-    ax.text(x, row, text, ha="left", va="center", color=ink("card" if inside else "accent"), size=8.5, weight="bold")
+    ax.text(x, row, text, ha="left", va="center", color=ink("card" if inside else "ink"), size=9.5, weight="bold")
 
 
 def _legend(canvas: Canvas, inks: dict[str, str]) -> None:
@@ -505,7 +506,7 @@ def _span(points: list[Point], bandwidth: Roof, peaks: list[Roof]) -> tuple[floa
 
 def _draw_point(ax: Axes, point: Point, below: float) -> None:
     """Draw a point with its name to the right, `below` points lower where a roof would cross the name out."""
-    name = "accent" if point.measured else _PART_INKS.get(point.name, "second")
+    name = "ink" if point.measured else _PART_INKS.get(point.name, "second")
     label = f"{point.name if point.measured else f'{point.name} at best'}: {_rate(point.tflops)}"
     ax.plot(point.flops_per_byte, point.tflops, "o", color=ink(name), markersize=8 if point.measured else 6, zorder=3)
     ax.annotate(
@@ -514,7 +515,7 @@ def _draw_point(ax: Axes, point: Point, below: float) -> None:
         xytext=(9, -below),
         textcoords="offset points",
         va="center",
-        size=8.5,
+        size=9.5,
         color=ink(name),
         weight="bold" if point.measured else "normal",
     )
@@ -535,13 +536,13 @@ def _along_the_slope(ax: Axes, low: float, bandwidth: Roof, top: float) -> None:
         transform_rotates_text=True,
         ha="center",
         va="bottom",
-        size=8.5,
+        size=9.5,
         color=ink("faint"),
     )
 
 
 def _note(ax: Axes, x: float, y: float, text: str, ha: str, va: str, name: str = "faint") -> None:
-    ax.text(x, y, text, ha=ha, va=va, size=8.5, color=ink(name))
+    ax.text(x, y, text, ha=ha, va=va, size=9.5, color=ink(name))
 
 
 def _inks(parts: Iterable[str]) -> dict[str, str]:

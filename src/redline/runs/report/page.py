@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shlex
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,16 +32,18 @@ from redline.runs.events import (
 )
 from redline.runs.report.figures import MAX_POINTS, draw_figures, draw_roofline, draw_timeline, timeline
 from redline.runs.roofline import Roofline, analyse
+from redline.runs.speed import RATES, RunSpeed
 from redline.runs.summary import (
     RunSummary,
     describe_event,
     dollars,
+    ending_reason,
     limit_sentences,
     resume_command,
     summarise,
     summary_paragraph,
 )
-from redline.units import format_bytes, format_count, format_seconds
+from redline.units import format_bytes, format_count, format_gib, format_seconds
 from redline.vocabulary import EVENTS_FILE, RECIPE_LOCK_FILE, REPORT_FILE, Status, StopReason, parse_stop_reason
 
 # ----------------------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ def plan_rows_of(plan: Event, headline: Mapping[str, Any], roofline: Roofline) -
         PlanRow("ms per step", roofline.planned_ms, roofline.step_ms, _ms),
         PlanRow("MFU", number(speed, "mfu"), headline["mfu_median"], _percent),
         PlanRow("mask-exact MFU", number(speed, "mfu_causal"), headline["mfu_causal_median"], _percent),
-        PlanRow("peak memory", number(section(plan, "memory_gib"), "peak"), headline["peak_memory_gib"], _gib),
+        PlanRow("peak memory", number(section(plan, "memory_gib"), "peak"), headline["peak_memory_gib"], format_gib),
         PlanRow("steps", steps, headline["step"], "{:,.0f}".format),
         PlanRow("tokens", tokens, headline["tokens"], format_count),
         PlanRow("training time", number(plan, "hours"), headline["hours"], _hours),
@@ -98,10 +99,6 @@ def _ms(value: float) -> str:
 
 def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
-
-
-def _gib(value: float) -> str:
-    return f"{value:.1f} GiB" if value >= 1 else f"{value:.2f} GiB"
 
 
 def _hours(value: float) -> str:
@@ -262,6 +259,7 @@ def run_data(run: Path, history: History, lock: Mapping[str, Any]) -> dict[str, 
         "name": summary.name,
         "status": summary.status,
         "reason": one_line(stop.get("reason")) if ended and stop is not None else None,
+        "reason_text": ending_reason(summary.status, stop),
         "recipe_name": lock.get("recipe_name") or start.get("recipe"),
         "device": section(lock, "machine").get("name") or start.get("device"),
         "started": number(start, "time"),
@@ -293,19 +291,14 @@ def run_data(run: Path, history: History, lock: Mapping[str, Any]) -> dict[str, 
 
 
 def _headline(steps: Sequence[Event], evals: Sequence[Event]) -> dict[str, Any]:
-    val_losses, rates = numbers(evals, "loss"), numbers(steps, "tokens_per_s")
-    samples = numbers(steps, "samples_per_s")
-    mfu, causal = numbers(steps, "mfu"), numbers(steps, "mfu_causal")
+    val_losses, speed = numbers(evals, "loss"), RunSpeed(steps)
     return {
         "train_loss": _last(numbers(steps, "loss")),
         "val_loss": _last(val_losses),
         "best_val_loss": min(val_losses, default=None),
         "perplexity": _last(numbers(evals, "perplexity")),
         "bits_per_byte": _last(numbers(evals, "bits_per_byte")),
-        "tokens_per_s_median": statistics.median(rates) if rates else None,
-        "samples_per_s_median": statistics.median(samples) if samples else None,
-        "mfu_median": statistics.median(mfu) if mfu else None,
-        "mfu_causal_median": statistics.median(causal) if causal else None,
+        **{f"{rate}_median": speed.median(rate) for rate in RATES},
         "peak_memory_gib": max(numbers(steps, "memory_gib"), default=None),
     }
 
@@ -416,7 +409,7 @@ def _cards(headline: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("tokens/s", h["tokens_per_s_median"], format_count, "median"),
         ("samples/s", h["samples_per_s_median"], format_count, "median; sequences of data.seq_len"),
         ("MFU", h["mfu_median"], "{:.1%}".format, "; ".join(filter(None, ["median", causal, formula]))),
-        ("peak memory", h["peak_memory_gib"], "{:.1f} GiB".format, ""),
+        ("peak memory", h["peak_memory_gib"], format_gib, ""),
         ("training time", h["hours"], _hours, ""),
         ("cost", h["cost_usd"], dollars, ""),
     ]

@@ -16,7 +16,12 @@ const duration = (h) => {
   if (s < 60) return `${+s.toPrecision(2)}s`;
   return s < 3600 ? `${Math.floor(s / 60)}m${pad(s % 60)}s` : `${Math.floor(h)}h${pad((s / 60) % 60)}m`;
 };
-export const format = { count, percent, small, duration };
+const gib = (v) => {
+  if (v === 0) return "0";
+  if (v >= 1) return `${v.toFixed(1)} GiB`;
+  return v >= 0.1 ? `${v.toFixed(2)} GiB` : `${(1024 * v).toFixed(1024 * v < 10 ? 1 : 0)} MiB`;
+};
+export const format = { count, percent, small, duration, gib };
 
 // `lines`: levels of the plan to compare with; `zero`: the axis starts at zero; `whole`: ticks at whole numbers only;
 // `held`: a strip at the bottom shows where the GPU was slowed.
@@ -38,7 +43,7 @@ export const CHARTS = [
   { key: "sm_clock_mhz", title: "GPU clock", whole: true, show: (v) => `${Math.round(v)} MHz`, held: true },
   { key: "temperature_c", title: "Temperature", whole: true, show: (v) => `${Math.round(v)} °C` },
   {
-    key: "memory_gib", title: "Peak memory so far", zero: true, show: (v) => `${v.toFixed(v < 10 ? 2 : 1)} GiB`,
+    key: "memory_gib", title: "Peak memory so far", zero: true, show: gib,
     lines: (plan, run) => (run.held_lines.all ? { "the plan": plan.memory_peak } : {}),
   },
 ];

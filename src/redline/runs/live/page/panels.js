@@ -77,7 +77,7 @@ function figures(run) {
     ...rest.slice(0, 4).map(([key, value]) => [key.replaceAll("_", " "), value, (v) => `${+v.toPrecision(4)}`]),
     ["tokens", run.tokens, format.count],
     ["training time", run.hours, format.duration],
-    ["peak memory", run.memory_gib, (v) => `${v.toFixed(1)} GiB`],
+    ["peak memory", run.memory_gib, format.gib],
     ["skipped updates", run.skipped || null, (v) => `${v}`],
   ];
   return all.filter(([, value]) => value !== null && value !== undefined).map(([name, value, show]) => [name, show(value)]);
@@ -152,7 +152,7 @@ export function memory(section, parent, runs) {
 
 function memoryCard(run, several) {
   const { memory: parts, memory_peak: peak, memory_available: available } = run.plan;
-  const gib = (v) => `${v.toFixed(v < 10 ? 2 : 1)} GiB`;
+  const { gib } = format;
   const onGpu = run.held_lines.all > 0;  // on a CPU the measured peak is that of the whole process, which is not planned
   const total = onGpu ? available : Math.max(peak * 1.1, Object.values(parts).reduce((a, b) => a + b, 0));
   const bar = make("div", "bar"), list = make("ul", "parts");
