@@ -270,3 +270,14 @@ def fp8_tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
         return {name: answer_of(trial) for name, trial in trials.items()}
 
     monkeypatch.setattr(float8_choice, "try_linears", try_here)
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Print figures even if the test passes."""
+
+    def write(text: str) -> None:
+        with capsys.disabled():
+            print(f"\n{text}")
+
+    return write

@@ -169,14 +169,3 @@ def calls() -> Callable[[int, Callable[[], None]], AbstractContextManager[Calls]
             yield Calls(patch, at, act)
 
     return counted
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Print figures even if the test passes."""
-
-    def write(text: str) -> None:
-        with capsys.disabled():
-            print(f"\n{text}")
-
-    return write

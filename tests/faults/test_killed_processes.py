@@ -1,6 +1,6 @@
 """SIGKILL for ranks, torchrun and the supervisor of one run, in turn: no commit is lost, and none of them hangs.
 
-The figures of each kill are kept in `.kills.json`, so that a test that was interrupted goes on with the next kill.
+The figures are written to `.kills-MODE.json` after each kill, so that an interrupted test goes on with the next one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -20,11 +21,11 @@ from typing import Any
 import pytest
 
 from redline.errors import EXIT_PREEMPTED
+from redline.recipe.lock import git_state, versions
 from redline.runs.events import read_events
 from redline.training.checkpoint import committed_steps, newest_valid
 
 ROOT = Path(__file__).parents[2]
-STATE = ROOT / ".kills.json"
 KILLS, TIMEOUT = 50, 20
 STARTUP_S = 60  # to import torch three times on a busy machine, and to pause before a restart
 RECIPE = f"""
@@ -34,7 +35,7 @@ train: {{device: cpu, precision: fp32, compile: false, epochs: null, steps: 1000
 eval: {{every: 10000000, sequences: 4, samples: 0}}
 checkpoint: {{every: 25, keep: 2, best: false}}
 monitor: {{log_every: 25}}
-parallel: {{timeout: {TIMEOUT}}}
+parallel: {{mode: MODE, timeout: {TIMEOUT}}}
 """
 VICTIMS = ("rank 0", "rank 1", "torchrun", "supervisor")
 
@@ -42,9 +43,9 @@ VICTIMS = ("rank 0", "rank 1", "torchrun", "supervisor")
 class Run:
     """A supervised run of two ranks. Its processes have a mark in their environment."""
 
-    def __init__(self, folder: Path, corpus: Path) -> None:
+    def __init__(self, folder: Path, corpus: Path, mode: str) -> None:
         self.recipe, self.path, self.log = folder / "toy.yaml", folder / "run", folder / "log"
-        self.recipe.write_text(RECIPE.replace("CORPUS", str(corpus)))
+        self.recipe.write_text(RECIPE.replace("CORPUS", str(corpus)).replace("MODE", mode))
         self.mark = f"REDLINE_KILLS={folder}".encode()
 
     def start(self) -> None:
@@ -90,13 +91,37 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
 
 
+def summary(mode: str, done: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what `benchmarks/results/` keeps of the kills."""
+    seconds = {victim: sorted(kill["seconds"] for kill in done if kill["victim"] == victim) for victim in VICTIMS}
+    return {
+        "benchmark": "kills",
+        "test": "tests/faults/test_killed_processes.py",
+        "mode": mode,
+        "machine": f"{os.cpu_count()} CPU cores, two gloo ranks",
+        "versions": versions(),
+        "git": git_state(),
+        "parallel_timeout_s": TIMEOUT,
+        "kills": len(done),
+        "commits_lost": sum(kill["lost"] for kill in done),
+        "seconds_until_training_again": {
+            victim: {"count": len(some), "min": some[0], "median": statistics.median(some), "max": some[-1]}
+            for victim, some in seconds.items()
+            if some
+        },
+        "each": done,
+    }
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3 * 3600)
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-def test_ranks_and_their_launchers_are_killed_at_random(tmp_path: Path, corpus: Path, say: Any) -> None:
-    done = json.loads(STATE.read_text()) if STATE.exists() else []
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_ranks_and_their_launchers_are_killed_at_random(tmp_path: Path, corpus: Path, mode: str, say: Any) -> None:
+    state = ROOT / f".kills-{mode}.json"
+    done = json.loads(state.read_text())["each"] if state.exists() else []
     done = [] if len(done) >= KILLS else done
-    chance, run = random.Random(len(done)), Run(tmp_path, corpus)
+    chance, run = random.Random(len(done)), Run(tmp_path, corpus, mode)
     run.start()
     try:
         while len(done) < KILLS:
@@ -120,7 +145,7 @@ def test_ranks_and_their_launchers_are_killed_at_random(tmp_path: Path, corpus: 
             done.append(
                 {"victim": victim, "seconds": round(resumed, 1), "lost": max(0, before - start["resumed_from"])}
             )
-            STATE.write_text(json.dumps(done, indent=1) + "\n")
+            state.write_text(json.dumps(summary(mode, done), indent=1) + "\n")
             assert not done[-1]["lost"], done[-1]
         run.wait(lambda: len(run.processes()) >= len(VICTIMS), STARTUP_S)
         run.supervisor.send_signal(signal.SIGTERM)

@@ -212,14 +212,3 @@ def launch_on_two(tmp_path: Path) -> Iterator[Callable[[int], Launch]]:
 
 
 PATHS = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/bin"
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Print a figure that `make soak` shows."""
-
-    def print_line(text: str) -> None:
-        with capsys.disabled():
-            print(f"\n  {text}")
-
-    return print_line

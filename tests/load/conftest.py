@@ -47,14 +47,3 @@ def measured(tmp_path: Path) -> Callable[..., Done]:
         return Done(*json.loads((tmp_path / ".done.json").read_text(encoding="utf-8")))
 
     return run
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Print figures even if the test passes."""
-
-    def write(text: str) -> None:
-        with capsys.disabled():
-            print(f"\n{text}")
-
-    return write

@@ -63,14 +63,14 @@ class Live(TorchDispatchMode):
         return out
 
 
-def planned(world: int, mode: str, method: str, precision: str) -> Resolved:
+def planned(world: int, mode: str, method: str, precision: str, *more: str) -> Resolved:
     how = {
         "ddp": ("parallel.mode=ddp",),
         "rows": ("parallel.mode=fsdp", "parallel.accumulate=sharded"),
         "whole": ("parallel.mode=fsdp", "parallel.accumulate=whole"),
         "groups": ("parallel.mode=hsdp", "parallel.shard_size=2", "parallel.accumulate=sharded"),
     }[mode]
-    words = (*SHAPE, *METHODS[method], *how, f"train.precision={precision}", f"train.global_batch={2 * world}")
+    words = (*SHAPE, *METHODS[method], *how, f"train.precision={precision}", f"train.global_batch={2 * world}", *more)
     recipe = load("pretrain-350m", [*words, *(() if method == "full" else ("model.base=unused",))]).recipe
     return resolve(recipe, CPU, FACTS, gpus=world)
 
@@ -138,15 +138,20 @@ def test_planned_memory_is_that_of_the_tensors(
     assert {one["held"] for one in found} == {found[0]["held"]}, "all ranks hold equally much"
 
 
-def test_what_a_rank_holds_shrinks_with_the_ranks(tmp_path: Path) -> None:
-    """Weights, moments and gradients of N ranks are 1/N each; whole blocks do not shrink."""
+@pytest.mark.parametrize("layers", [6, pytest.param(48, marks=pytest.mark.soak)])
+def test_what_a_rank_holds_shrinks_with_the_ranks(layers: int, tmp_path: Path, say: Any) -> None:
+    """Weights, moments and gradients of N ranks are 1/N each; the blocks in progress are whole, whatever N is."""
     peaks = {}
     for world in (1, 2, 4):
         (tmp_path / str(world)).mkdir()
-        found = in_ranks(world, counted(planned(world, "rows", "full", "fp32")), tmp_path / str(world))
-        peaks[world] = found[0]
+        resolved = planned(world, "rows", "full", "fp32", f"model.layers={layers}")
+        peaks[world] = in_ranks(world, counted(resolved), tmp_path / str(world))[0]
     held = [peaks[world]["held"] * world for world in (1, 2, 4)]
     assert held == pytest.approx([held[0]] * 3, rel=0.001)
-    under_way = [peaks[world]["peak"] - 4 / 3 * peaks[world]["held"] for world in (1, 2, 4)]  # + rows of gradients
-    assert under_way[1] == pytest.approx(under_way[2], rel=0.02)
-    assert under_way[0] < under_way[1], "one rank sends nothing"
+    rows = {world: peaks[world]["held"] / 3 for world in peaks}  # gradients, beside weights and two moments
+    in_progress = {world: peaks[world]["peak"] - 4 * rows[world] for world in peaks}
+    assert in_progress[2] == pytest.approx(in_progress[4], rel=0.02)
+    assert in_progress[1] < in_progress[2], "one rank sends nothing"
+    for world, found in peaks.items():
+        beside = (found["peak"] - found["held"]) / 1e6
+        say(f"{layers} layers, {world} ranks: {found['held'] / 1e6:.1f} MB held, {beside:.1f} MB beside at the peak")
