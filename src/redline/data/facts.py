@@ -1,22 +1,22 @@
 """Paragraphs of facts with questions about them, generated without a download.
 
-    Context: Anna left the lamp in the attic. Ben left the drum in the cellar. …
-    Question: Where did Ben leave it?
+    Context: The lamp is in the attic. The drum is in the cellar. …
+    Question: Where is the drum?
     Answer: cellar
 
-A paragraph is a function of (seed, number, size, split). Its names, things and places are all different, and drawn
-evenly: which words occur says nothing about which belong together, so an answer has to be read. Of all facts one in
-eight is held out by its content: a training paragraph has none of them, and a test paragraph has no others.
+A paragraph is a function of (seed, number, size, split). Its things and places are all different, and drawn evenly:
+which words occur says nothing about which belong together, so an answer has to be read. Of all facts one in eight is
+held out by its content: a training paragraph has none of them, and a test paragraph has no others.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from redline.data.chance import Chance, T
+from redline.data.chance import Chance
 from redline.errors import UserError
 from redline.units import parse_count
 
@@ -31,36 +31,32 @@ _TEST_SHARE = 8  # one in so many facts is in the test split
 _FORM = f"{PREFIX}SIZE, {PREFIX}SIZE:COUNT or {PREFIX}SIZE:COUNT@{TEST}"
 _PATTERN = re.compile(r"(?P<size>[^:@]+)(:(?P<count>[^:@]+))?(@(?P<split>\w+))?")
 
-_NAMES = "Ada Anna Ben Carla Diego Emma Felix Grace Hugo Ida Jonas Lara Maria Omar Paul Ruth"
 _THINGS = "basket book bottle candle coat drum guitar hammer kettle ladder lamp letter mirror scarf shovel violin"
 _PLACES = "attic bakery barn cabin cellar forest garage garden kitchen library market mill office school station tower"
-NAMES, THINGS, PLACES = (tuple(words.split()) for words in (_NAMES, _THINGS, _PLACES))
+THINGS, PLACES = (tuple(words.split()) for words in (_THINGS, _PLACES))
 
 
 @dataclass(frozen=True)
 class Fact:
-    name: str
     thing: str
     place: str
 
     @property
     def held_out(self) -> bool:
-        digest = hashlib.blake2b(f"{self.name} {self.thing} {self.place}".encode()).digest()
+        digest = hashlib.blake2b(f"{self.thing} {self.place}".encode()).digest()
         return digest[0] % _TEST_SHARE == 0
 
     @property
     def sentence(self) -> str:
-        return f"{self.name} left the {self.thing} in the {self.place}."
+        return f"The {self.thing} is in the {self.place}."
 
     @property
     def short(self) -> str:
-        return f"{self.name} {self.thing} {self.place}."
+        return f"{self.thing} {self.place}."
 
-    def asked(self, kind: int) -> tuple[str, str]:
-        """Return a question about the thing (0) or the place (1), and its answer."""
-        if kind:
-            return f"Where did {self.name} leave it?", self.place
-        return f"What did {self.name} leave?", self.thing
+    @property
+    def question(self) -> str:
+        return f"Where is the {self.thing}?"
 
 
 @dataclass(frozen=True)
@@ -82,27 +78,28 @@ def paragraphs(source: str) -> list[Paragraph]:
     for number in range(count):
         chance = Chance("paragraph", size, split, _SEED, number)
         facts = _facts(chance, size, split)
-        rows.append(Paragraph(_context(facts), *chance.of(facts).asked(chance.below(2))))
+        asked = chance.of(facts)
+        rows.append(Paragraph(_context(facts), asked.question, asked.place))
     return rows
 
 
 def documents(source: str) -> Iterator[str]:
-    """Yield texts to learn reading from: up to SIZE facts, half of them again in short, and questions about the others.
+    """Yield texts to learn reading from: up to SIZE facts, some of them again in short, and questions about some.
 
-    In short a fact is `Anna lamp attic.`: there the token before says what to look up, where a question says it further
-    away. The last question has the form that LatentWire asks in, `Question: …⏎Answer: …`, and ends the text. Texts of
-    few facts are the most frequent.
+    In short a fact is `lamp attic.`: there the token before says what to look up, where a question says it further
+    away. Half of the texts state their facts in short, too. What is looked up is drawn with replacement: of facts that
+    are each asked for once, a reader learns to guess among those that are left. The last question has the form that
+    LatentWire asks in, `Question: …⏎Answer: …`, and ends the text.
     """
     size, count, split = _parsed(source)
     for number in range(count):
         chance = Chance("document", size, split, _SEED, number)
-        facts = _facts(chance, 1 + chance.below(1 + chance.below(size)), split)
-        order = _shuffled(chance, facts)
-        half = len(order) // 2
-        short = [f"Short: {' '.join(fact.short for fact in order[:half])}"] if half else []
-        *asked, (question, answer) = _shuffled(chance, [fact.asked(kind) for fact in order[half:] for kind in (0, 1)])
-        lines = [f"Context: {_context(facts)}", *short, *(f"{one} {reply}" for one, reply in asked)]
-        yield "\n".join([*lines, f"Question: {question}", f"Answer: {answer}"])
+        facts = _facts(chance, 1 + chance.below(size), split)
+        stated = " ".join(fact.short for fact in facts) if chance.below(2) else _context(facts)
+        again = " ".join(chance.of(facts).short for _ in facts * 2)
+        *asked, last = [chance.of(facts) for _ in facts]
+        lines = [f"Context: {stated}", f"Short: {again}", *(f"{fact.question} {fact.place}" for fact in asked)]
+        yield "\n".join([*lines, f"Question: {last.question}", f"Answer: {last.place}"])
 
 
 def _context(facts: list[Fact]) -> str:
@@ -111,22 +108,15 @@ def _context(facts: list[Fact]) -> str:
 
 def _facts(chance: Chance, count: int, split: str) -> list[Fact]:
     """Draw facts of the split that share no word."""
-    words = [list(NAMES), list(THINGS), list(PLACES)]
+    things, places = list(THINGS), list(PLACES)
     facts: list[Fact] = []
     while len(facts) < count:
-        fact = Fact(*(chance.of(some) for some in words))
+        fact = Fact(chance.of(things), chance.of(places))
         if fact.held_out == (split == TEST):
             facts.append(fact)
-            for some, word in zip(words, (fact.name, fact.thing, fact.place), strict=True):
-                some.remove(word)
+            things.remove(fact.thing)
+            places.remove(fact.place)
     return facts
-
-
-def _shuffled(chance: Chance, some: Sequence[T]) -> list[T]:
-    left, order = list(some), []
-    while left:
-        order.append(left.pop(chance.below(len(left))))
-    return order
 
 
 def fact_count(source: str) -> int:

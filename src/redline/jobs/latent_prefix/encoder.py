@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redline.jobs.latent_prefix.costs import BYTES, WORDS, PrefixShape
+from redline.kernels.attention import additive, by_matmuls
 from redline.models.decoder import CHECKPOINTING, Linear, rotary_table, rotate
 
 PAD = BYTES - 1
 _THETA = 10000.0
 _EPS = 1e-5
 _QUERY_STD = 0.02
+_MATMUL_POSITIONS = 384  # from about 512 on, torch's fused kernel is as fast, and keeps no weights
 
 
 class LayerNorm(nn.Module):
@@ -46,6 +48,13 @@ def _merge_heads(x_BHTK: Tensor) -> Tensor:
     return x_BHTK.transpose(1, 2).flatten(2)
 
 
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen_B11S: Tensor) -> Tensor:
+    """Compute attention to the keys that are seen, on a CPU by matmuls where they are faster (decision 0030)."""
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[2] <= _MATMUL_POSITIONS:
+        return by_matmuls(q, k, v, additive(seen_B11S, q.dtype), causal=False)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen_B11S)
+
+
 class EncoderBlock(nn.Module):
     """A pre-norm transformer block: attention over all positions that are not padding, and an MLP."""
 
@@ -67,7 +76,7 @@ class EncoderBlock(nn.Module):
 
     def _body(self, x: Tensor, cos: Tensor, sin: Tensor, seen_B11S: Tensor) -> Tensor:
         q, k, v = (_split_heads(part, self.heads) for part in self.qkv(self.attention_norm(x)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, attn_mask=seen_B11S)
+        y = _attend(rotate(q, cos, sin), rotate(k, cos, sin), v, seen_B11S)
         x = x + self.out(_merge_heads(y))
         down: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
         return x + down
