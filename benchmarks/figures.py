@@ -481,9 +481,10 @@ SECTIONS: dict[str, list[Figure]] = {
                "latent-problems-h200-20261116", _share(("conditions",), "latent int4", "text", "budget")),
         Figure("latent-squad", "SQuAD, articles held out: from latents and from the text", "each other",
                "latent-squad-h200-20261116", _share(("answers", "models", "0", "conditions"), "latent", "text")),
-        Figure("latent-facts", "the reader of facts, held-out text, last evaluation", "",
-               "latent-facts-reader-cpu-20261119",
-               lambda r: f"loss {[e for e in r['reader']['events'] if e['type'] == 'eval'][-1]['loss']:.3f}"),
+        Figure("latent-facts",
+               "held-out facts answered from the text, 16 latents, its first 16 tokens, another text's latents",
+               "each other", "latent-facts-cpu-20261120",
+               _share(("ask", "models", "0", "conditions"), "text", "latent", "budget", "other")),
         Figure("latent-toy", "toy: loss after 600 steps with a text's own latents and another's", "each other",
                "latent-toy-cpu-20261115",
                lambda r: " and ".join(

@@ -100,6 +100,7 @@ class Latents:
                 "bytes": 64,
                 "match_weight": 0.5,
                 "words_weight": 0.1,
+                "tokens_weight": 0.1,
             },
             "data": {"source": str(rows), "val_fraction": 0.2},
             "train": {

@@ -111,7 +111,8 @@ def home(tmp_path_factory: pytest.TempPathFactory, corpus: Path, tiny_base: Path
         assert _redline("prepare", "notes", "--out", "tokens-32k", "--tokenizer", "train:32000") == 0
     finally:
         os.chdir(before)
-    names = {"first": ("small", "long", "second"), "tuned": ("orders",), "plans": ("hdp", "bd3lm"), "wired": ("wire",)}
+    names = {"first": ("small", "long", "second", "reader"), "tuned": ("orders",)}
+    names |= {"plans": ("hdp", "bd3lm"), "wired": ("wire",)}
     for run, copies in names.items():
         for name in copies:
             shutil.copytree(folder / "runs" / run, folder / "runs" / name)
@@ -175,6 +176,8 @@ def smaller(words: tuple[str, ...]) -> list[str]:
         return [*words, "train.steps=104"]
     if "--dry-run" in words:
         return [*words]
+    if verb == "train" and len(words) > 1 and words[1] == "latentwire-facts":  # its questions have many tiny tokens
+        return [*words, *WIRED, "data.source=facts:2:200", "data.seq_len=96"]
     if verb == "train" and any(word.startswith("model.base=") for word in words):
         words = tuple("model.base=base" if word.startswith("model.base=") else word for word in words)
         return [*words, *ON_BASE]

@@ -3,7 +3,7 @@
     python -m benchmarks.studies.latent_facts OUT.json FOLDER [PART …]   parts: reader, wire, ask; all if none is named
 
 FOLDER keeps the runs, so that the parts may be run one by one. The questions are about facts that no training text has
-(`facts:8:500@test`). Only the reader was trained so far, and does not read: docs/decisions/0015-latent-prefix.md.
+(`facts:8:500@test`). The recipes are the shipped ones, `facts-reader` and `latentwire-facts`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.studies.runs import read_existing, redline
 
 QUESTIONS = 500
-READER, WIRE = (str(Path(__file__).with_name(f"facts_{name}.yaml")) for name in ("reader", "wire"))
+READER, WIRE = "facts-reader", "latentwire-facts"
 PARTS = ("reader", "wire", "ask")
 
 

@@ -2,7 +2,7 @@
 
 usage: python -m benchmarks.studies.latent_picture OUT.svg RESULT.json
 
-RESULT.json holds the evaluation events and the lock of a run, as `latent_squad.py` writes them.
+RESULT.json holds the evaluation events and the lock of a run, as `latent_squad.py` and `latent_facts.py` write them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ def draw(result: dict[str, Any], out: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
+    result = result.get("wire", result)  # latent_facts.py keeps the reader beside it
     evaluations = [event for event in result["events"] if event["type"] == "eval"]
     steps, lock = [event["step"] for event in evaluations], result["lock"]
     with mpl.rc_context(RC):
@@ -54,9 +55,8 @@ def main() -> None:
     try:
         draw(json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")), Path(sys.argv[1]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(
-            f"Cannot plot {sys.argv[2]} ({type(error).__name__}). RESULT.json is a file that latent_squad.py wrote."
-        )
+        what = f"Cannot plot {sys.argv[2]} ({type(error).__name__})."
+        sys.exit(f"{what} RESULT.json is a file that one of these studies wrote.")
 
 
 if __name__ == "__main__":

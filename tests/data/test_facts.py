@@ -62,7 +62,8 @@ def test_documents_hold_up_to_so_many_facts_and_end_with_the_question_of_latentw
         stated, again, *rest = text.split("\n")
         facts = {fact.thing: fact.place for fact in facts_of(stated)}
         sizes[len(facts)] += 1
-        assert len(looked_up := facts_of(again)) == 2 * len(facts)
+        looked_up = facts_of(again)
+        assert len(looked_up) == 2 * len(facts)
         asked = ASKED.findall("\n".join(rest))
         assert len(asked) == len(facts)
         for thing, place in [*asked, *((fact.thing, fact.place) for fact in looked_up)]:

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from latents import Latents, other_base, write_rows
-from redline.jobs.latent_prefix.encoder import PAD
+from redline.jobs.latent_prefix.encoder import _MATMUL_POSITIONS, PAD, EncoderBlock, token_loss
 from redline.jobs.latent_prefix.teacher import text_prompt
 from redline.kernels.cross_entropy import IGNORE
+from redline.models.decoder import rotary_table
 
 pytest.importorskip("transformers", reason="bases are made by transformers")
 
@@ -124,13 +125,64 @@ def test_each_weight_scales_its_term(one: Latents) -> None:
     perturb(objective)
     found = objective.loss(batch)
     weights = objective.weights(batch)
-    for term in ("first", "k", "kd", "match", "words", "scale"):
+    for term in ("first", "k", "kd", "match", "words", "tokens", "scale"):
         other = one.objective(f"latent_prefix.{term}_weight=3")
         other.model.load_state_dict(objective.model.state_dict())
         key = term if term == "scale" else f"{term}_0"
         change = (3 - found[key].coefficient) * found[key].sum / weights[found[key].weight]
         moved = (total(other, batch) - total(objective, batch)).item()
         assert moved == pytest.approx(change.item(), rel=1e-3, abs=1e-5)
+
+
+def test_the_token_term_rewards_a_prefix_that_is_the_text_s_own_tokens(two: Latents) -> None:
+    """The reference sums over slots and tokens one by one. The embeddings of another text have a higher loss."""
+    objective = two.objective(teach=False)
+    perturb(objective)
+    batch = objective.batch(np.arange(4))
+    numbers = objective.data.pairs.index.sequences(np.arange(4)).tolist()
+    found = objective.loss(batch)
+    for name, llm in objective.frozen.items():
+        embedding, expected = F.normalize(llm.decoder.embedding.weight, dim=-1), 0.0
+        prefix = objective.model.prefix(name, objective.model.latents(batch["bytes"])[name])
+        for row, number in enumerate(numbers):
+            tokens = set(llm.tokenizer._ids(objective.data.pairs.train.pairs[number].text))
+            assert set(batch[f"text.{name}"][row].tolist()) == {*tokens, -1}
+            slots = [F.normalize(slot, dim=-1) for slot in prefix[row]]
+            chances = [(slot @ embedding.T * llm.decoder.shape.d_model**0.5).softmax(-1) for slot in slots]
+            each = [torch.stack([one[token] for one in chances]).mean().log().item() for token in tokens]
+            expected -= sum(each) / len(each)
+        assert found[f"tokens_{name}"].sum.item() == pytest.approx(expected, rel=1e-4)
+        text, weight = batch[f"text.{name}"], llm.decoder.embedding.weight
+        own = token_loss(llm.decoder.embed(text.clamp_min(0)), weight, text)
+        others = token_loss(llm.decoder.embed(text.clamp_min(0)).roll(1, 0), weight, text)
+        assert (own < others).all()
+
+
+@pytest.mark.parametrize("positions", [80, _MATMUL_POSITIONS + 8])
+def test_the_encoder_in_bf16_is_the_encoder_in_float32(positions: int) -> None:
+    """Up to _MATMUL_POSITIONS it attends by matmuls on a CPU. Padding changes nothing in either form."""
+    torch.manual_seed(0)
+    block = EncoderBlock(64, 4, "none")
+    for parameter in block.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    x, seen = torch.randn(3, positions, 64), torch.ones(3, 1, 1, positions, dtype=torch.bool)
+    seen[1, ..., positions // 2 :] = False
+    cos, sin = rotary_table(positions, 16, 10000.0, x.device)
+    exact = block(x, cos, sin, seen)
+    rough = block(x.bfloat16(), cos, sin, seen)
+    real = seen[:, 0, 0]
+    assert (rough.float() - exact)[real].norm() / exact[real].norm() < 0.01
+    changed = x.clone()
+    changed[1, positions // 2 :] += 5
+    again = block(changed.bfloat16(), cos, sin, seen)
+    assert torch.equal(again[real], rough[real])
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        block.zero_grad()
+        (block(x.to(dtype), cos, sin, seen).float() * real[..., None]).square().sum().backward()
+        gradients.append(block.qkv.weight.grad.clone())
+    assert (gradients[1] - gradients[0]).norm() / gradients[0].norm() < 0.02
 
 
 def test_auxiliary_terms_fade(one: Latents) -> None:
@@ -267,7 +319,7 @@ def test_a_model_is_trained_the_same_with_and_without_the_other(two: Latents, on
     alone.model.load_state_dict({name: both.model.state_dict()[name] for name in mine})
     batch = both.batch(np.arange(8))
     found, expected = both.loss(batch), alone.loss(alone.batch(np.arange(8)))
-    for term in ("ce_0", "first_0", "k_0", "kd_0", "match_0", "words_0"):
+    for term in ("ce_0", "first_0", "k_0", "kd_0", "match_0", "words_0", "tokens_0"):
         torch.testing.assert_close(found[term].sum, expected[term].sum)
         assert found[term].coefficient == expected[term].coefficient / 2
     found["ce_0"].sum.backward()

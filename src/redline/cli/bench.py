@@ -122,8 +122,6 @@ def start_record(record: Record) -> Record:
     typer.echo(f"bench {record.benchmark} · {record.machine.name}", err=True)
     for key, value in record.about.items():
         typer.echo(f"  {key:10} {' '.join(value) if isinstance(value, list) else value}", err=True)
-    if record.machine.device == "cpu":
-        typer.echo("  no GPU: this run shows that the benchmark works; its speed is that of a tiny model", err=True)
     return record
 
 
@@ -135,7 +133,10 @@ def open_record(
 
     file = file_for(out, benchmark, setting.machine)
     about = {"recipe": setting.name, "overrides": list(setting.overrides)}
-    return start_record((make or Record)(benchmark, setting.machine, about, file))
+    record = start_record((make or Record)(benchmark, setting.machine, about, file))
+    if setting.machine.device == "cpu":
+        typer.echo("  no GPU: this run shows that the benchmark works; its speed is that of a tiny model", err=True)
+    return record
 
 
 def collect(record: Record, rows: Iterator[Row]) -> None:

@@ -200,7 +200,9 @@ def training_memory(
         optimizer=moment_bytes(shape, optimizer),
         activations=activations,
         logits=logits,
-        workspace=cast_weights(shape, bytes_per_value, kernels, checkpointing) + workspace(kernels),
+        # torch's checkpointing imports its compiler, to keep it from tracing the recomputation.
+        workspace=cast_weights(shape, bytes_per_value, kernels, checkpointing)
+        + workspace(kernels, imported=checkpointing != "none"),
     )
 
 

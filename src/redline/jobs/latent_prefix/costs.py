@@ -239,8 +239,9 @@ class Options(JobOptions):
     tau: Positive = 2.0  # temperature of KD_K
     match_weight: NonNegative = 0.0  # coefficient of the distance to the teacher's last hidden states
     words_weight: NonNegative = 0.0  # coefficient of predicting the text's words from its latents
+    tokens_weight: NonNegative = 0.0  # coefficient of predicting the text's tokens from its prefix, by their embeddings
     scale_weight: NonNegative = 0.05  # coefficient of (scale − 1)²
-    fade_steps: MaybeCount = None  # steps over which kd, match and words fade linearly to 0
+    fade_steps: MaybeCount = None  # steps over which kd, match, words and tokens fade linearly to 0
 
 
 class LatentPrefixJob(Job):
@@ -305,8 +306,9 @@ class LatentPrefixJob(Job):
         if options.only is not None and options.only > len(options.others):
             known = ", ".join(str(number) for number in range(1 + len(options.others)))
             problems.append(Problem(f"{NAME}.only", f"there is no model {options.only}.", f"Use one of {known}."))
-        if options.fade_steps and not (options.kd_weight or options.match_weight or options.words_weight):
-            what = "has no effect: kd_weight, match_weight and words_weight are 0."
+        fading = ("kd_weight", "match_weight", "words_weight", "tokens_weight")
+        if options.fade_steps and not any(getattr(options, key) for key in fading):
+            what = f"has no effect: {', '.join(fading[:-1])} and {fading[-1]} are 0."
             problems.append(Problem(f"{NAME}.fade_steps", what, "Remove it."))
         return problems
 
@@ -360,6 +362,7 @@ class Costs(DecoderCosts):
         options = recipe.latent_prefix
         self.prefix = PrefixShape.of(options, 1 + len(options.others))
         self.answer = max(1, recipe.data.seq_len - prefix_length(options))
+        self.named = self.prefix.read if options.tokens_weight else 0  # positions whose tokens are predicted
 
     def unmeasured(self, shape: DecoderShape) -> str:
         return f"with objective={NAME} the fused ones are not measured yet"
@@ -385,6 +388,7 @@ class Costs(DecoderCosts):
         for one, lengths in zip(shapes, self._model_lengths(len(shapes), seq_len), strict=True):
             blocks = one.layers * one.layer_matmul_parameters * lengths.length
             head = 4.0 * lengths.answer + (2.0 * lengths.first if kd else 0.0)  # the teacher's logits have no gradient
+            head += 4.0 * self.named  # its embeddings are as large as the head
             matmuls = 4.0 * blocks + head * one.head_parameters + self.prefix.adapter_flops(one.d_model)
             pairs = one.layers * one.d_attention * lengths.squared
             useful += matmuls + 12.0 * pairs
@@ -480,8 +484,9 @@ class Costs(DecoderCosts):
             gradients=4.0 * trained,
             optimizer=adapter_moments(trained, how["optimizer"]),
             activations=sum(one.activations for one in decoders) + rows * self.prefix.activation_bytes(value_bytes),
-            # Logits, their logarithms, both at the teacher's temperature, and gradients, in float32.
-            logits=float(sum(rows * self.answer * one.vocab * 4 * 6 for one in shapes)),
+            # Logits, their logarithms, both at the teacher's temperature, and gradients, in float32; of the prefix,
+            # logits, their logarithms and gradients.
+            logits=float(sum(rows * one.vocab * 4 * (6 * self.answer + 3 * self.named) for one in shapes)),
             workspace=float(value_bytes * trained + (WORKSPACE if kernels.gpu else workspace(kernels, imported=True))),
         )
 

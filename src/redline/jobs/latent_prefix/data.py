@@ -217,7 +217,7 @@ def split_pairs(
 PAD = BYTES - 1
 CUT, DROP, ERROR = "cut", "drop", "error"
 _WORD = re.compile(r"\w+")
-_MOST_WORDS = 128  # distinct words of a text that the word loss covers
+_MOST_WORDS = 128  # distinct words or tokens of a text that the word loss and the token loss cover
 _BYTE_BUCKETS = 4  # texts are padded to quarters of the longest length
 _LEAST_ANSWER = 8  # answers are padded to 8 tokens, 16, 32 and so on
 
@@ -268,6 +268,10 @@ class PromptTokenizer:
     def count(self, text: str) -> int:
         return len(self._ids(text))
 
+    def distinct(self, text: str) -> list[int]:
+        """Return the tokens of a text, each once, in the order in which they first occur."""
+        return list(dict.fromkeys(self._ids(text)))
+
     def decode(self, ids: Sequence[int]) -> str:
         return self.decode_unstripped(ids).strip()
 
@@ -284,6 +288,7 @@ class RowLengths:
     answers: tuple[int, ...]  # tokens of an answer with its end, for each model
     words: bool  # whether batches have the words of their texts
     asked: tuple[int, ...] = ()  # tokens of a question apart from its text, for each model; empty if there are none
+    tokens: bool = False  # whether batches have the tokens of their texts
 
     def limited_to(self, parts: Sequence[PairRows], longest: int) -> RowLengths:
         """Return the lengths that actually occur: a graph for a length that never occurs need not be compiled."""
@@ -303,12 +308,13 @@ class PairRows:
     answers: list[list[list[int]]]  # tokens, for each model and pair
     lengths: RowLengths
     asked: list[list[list[int]]] = field(default_factory=list)  # tokens of the questions, if apart from their texts
+    tokenizers: Sequence[PromptTokenizer] = ()  # for the tokens of the texts
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def batch(self, numbers: Int64s) -> dict[str, npt.NDArray[Any]]:
-        """Return `bytes` [B, S], `targets.N` [B, A] and `asked.N` [B, Q] of the N-th model, and `words` [B, W].
+        """Return `bytes` [B, S] and `words` [B, W]; for model N `targets.N` [B, A], `asked.N` [B, Q], `text.N` [B, W].
 
         Each is padded to one of a few lengths, so that compiled graphs are reused.
         """
@@ -326,7 +332,11 @@ class PairRows:
             for row, number in enumerate(numbers.tolist()):
                 asked[row, : len(questions[number])] = questions[number]
         if self.lengths.words:
-            batch["words"] = np.stack([_words(text) for text in texts])
+            batch["words"] = np.stack([_padded(_words(text)) for text in texts])
+        if self.lengths.tokens:
+            for model, tokenizer in enumerate(self.tokenizers):
+                decoded = [text.decode("utf-8", "replace") for text in texts]
+                batch[f"text.{model}"] = np.stack([_padded(tokenizer.distinct(text)) for text in decoded])
         return batch
 
     def length_counts(self, numbers: Int64s) -> dict[str, Any]:
@@ -350,7 +360,7 @@ class PairRows:
 
     def first(self, count: int) -> PairRows:
         answers, asked = ([some[:count] for some in kind] for kind in (self.answers, self.asked))
-        return PairRows(self.pairs[:count], answers, self.lengths, asked)
+        return replace(self, pairs=self.pairs[:count], answers=answers, asked=asked)
 
 
 def cut_bytes(text: str, most: int) -> bytes:
@@ -379,11 +389,16 @@ def _answer_bucket(length: int, most: int) -> int:
     return min(most, size)
 
 
-def _words(text: bytes) -> Int64s:
-    """Return the distinct hash buckets of a text's words, padded with −1."""
+def _words(text: bytes) -> list[int]:
+    """Return the distinct hash buckets of a text's words."""
     words = dict.fromkeys(word.lower() for word in _WORD.findall(text.decode("utf-8", "replace")))
-    buckets = list(dict.fromkeys(zlib.crc32(word.encode()) % WORDS for word in words))[:_MOST_WORDS]
-    return np.array([*buckets, *[-1] * (_MOST_WORDS - len(buckets))], dtype=np.int64)
+    return list(dict.fromkeys(zlib.crc32(word.encode()) % WORDS for word in words))
+
+
+def _padded(ids: list[int]) -> Int64s:
+    """Return the first ids, padded with −1 to the length of all rows."""
+    some = ids[:_MOST_WORDS]
+    return np.array([*some, *[-1] * (_MOST_WORDS - len(some))], dtype=np.int64)
 
 
 @dataclass
@@ -433,6 +448,7 @@ def load_pairs(
     seed: int,
     val_fraction: float,
     question_aware: bool = True,
+    tokens: bool = False,
     progress: ProgressCallback | None = None,
 ) -> PairData:
     """Read all sources, split them, and tokenize their answers. With `val_fraction` 0 everything is in `train`."""
@@ -450,7 +466,7 @@ def load_pairs(
         reports.append(row_report)
     trained, held_out = split_pairs(pairs, seed, val_fraction)
     report = PairsReport(reports, 0, 0)
-    lengths = RowLengths(most_bytes, patch, tuple(room), words)
+    lengths = RowLengths(most_bytes, patch, tuple(room), words, tokens=tokens)
     encoder = _PairEncoder(report, tokenizers, lengths, data.overlong, not question_aware, names)
     by_source = [encoder.rows(list(dict.fromkeys(some)) if data.dedup else some) for some in trained]
     val = encoder.rows([pair for some in held_out for pair in some])
@@ -464,6 +480,7 @@ def load_pairs(
         [[one for rows in by_source for one in rows.answers[n]] for n in range(len(tokenizers))],
         lengths,
         [[one for rows in by_source for one in rows.asked[n]] for n in range(len(val.asked))],
+        tokenizers,
     )
     report.train, report.val = len(train), len(val)
     sizes = [len(rows) for rows in by_source]
@@ -522,7 +539,7 @@ class _PairEncoder:
             kept.append(pair)
             for some, one in zip((*answers, *questions), (*encoded, *asked), strict=True):
                 some.append(one)
-        return PairRows(kept, answers, self.lengths, questions if self.apart else [])
+        return PairRows(kept, answers, self.lengths, questions if self.apart else [], self.tokenizers)
 
     def _keeps_text(self, pair: Pair) -> bool:
         """Return whether the pair stays, and count texts that are too long."""
@@ -625,6 +642,7 @@ def load_data(recipe: Recipe, *, for_evaluation: bool = False, progress: Progres
         seed=recipe.train.seed,
         val_fraction=0.0 if for_evaluation else recipe.data.val_fraction,
         question_aware=options.question_aware,
+        tokens=options.tokens_weight > 0,
         progress=progress,
     )
     seq_len = recipe.data.seq_len

@@ -275,15 +275,26 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 def word_loss(head: Linear, z_BMD: Tensor, words_BW: Tensor) -> Tensor:
-    """Return −log p(word), averaged over the words of each text [B].
+    """Return −log p(word), averaged over the words of each text [B]. Words are hashed, and padded with −1."""
+    return _mixture_loss(head(z_BMD).float(), words_BW)
 
-    p is a mixture: every slot predicts a distribution over the word buckets, and the slots' distributions are averaged.
-    Words are padded with −1.
+
+def token_loss(prefix_BMD: Tensor, embedding_VD: Tensor, tokens_BW: Tensor) -> Tensor:
+    """Return −log p(token), averaged over the distinct tokens of each text [B], which are padded with −1.
+
+    A position of the prefix predicts the tokens by how near their embeddings in the frozen model are. That model reads
+    embeddings of tokens best, so a prefix begins as the text's own words in the order of their places. The logits are
+    cosines, times √D: as large as a trained model's products of a norm's output and its weights.
     """
-    logs_BMV = head(z_BMD).float().log_softmax(-1)
-    mixture_BV = logs_BMV.logsumexp(1) - math.log(z_BMD.shape[1])
-    valid_BW = words_BW >= 0
-    logs_BW = mixture_BV.gather(1, words_BW.clamp_min(0)) * valid_BW
+    prefix, embedding = (F.normalize(x.float(), dim=-1) for x in (prefix_BMD, embedding_VD))
+    return _mixture_loss(math.sqrt(embedding_VD.shape[1]) * (prefix @ embedding.T), tokens_BW)
+
+
+def _mixture_loss(logits_BMV: Tensor, ids_BW: Tensor) -> Tensor:
+    """Return −log p(id), averaged over the valid ids of each row, where p is the mean of all slots' distributions."""
+    mixture_BV = logits_BMV.log_softmax(-1).logsumexp(1) - math.log(logits_BMV.shape[1])
+    valid_BW = ids_BW >= 0
+    logs_BW = mixture_BV.gather(1, ids_BW.clamp_min(0)) * valid_BW
     return -logs_BW.sum(1) / valid_BW.sum(1).clamp_min(1)
 
 

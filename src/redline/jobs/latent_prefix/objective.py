@@ -33,7 +33,7 @@ from redline.jobs.latent_prefix.data import (
     separate,
     unrelated_pairs,
 )
-from redline.jobs.latent_prefix.encoder import PrefixModel, mean_cosine, word_loss
+from redline.jobs.latent_prefix.encoder import PrefixModel, mean_cosine, token_loss, word_loss
 from redline.jobs.latent_prefix.frozen import FrozenModel, FrozenSpec, Scores, build_frozen, choose_attention, score
 from redline.jobs.latent_prefix.teacher import TeacherStates, load_teacher, text_prompt
 from redline.jobs.objective import (
@@ -339,7 +339,7 @@ class LatentPrefix(Objective):
 
     def _tensors(self, rows: PairRows, numbers: np.ndarray) -> Batch:
         """Return a batch whose targets are named by the models' numbers in the recipe, not by their positions."""
-        kinds = ("targets", "asked")
+        kinds = ("targets", "asked", "text")
         names = {f"{kind}.{i}": f"{kind}.{name}" for i, name in enumerate(self.frozen) for kind in kinds}
         return {names.get(key, key): torch.from_numpy(array) for key, array in rows.batch(np.asarray(numbers)).items()}
 
@@ -351,6 +351,8 @@ class LatentPrefix(Objective):
         for (name, one), longest in zip(self.frozen.items(), lengths.answers, strict=True):
             shape = one.decoder.shape
             batch[f"targets.{name}"] = rng.integers(0, shape.vocab, (micro, longest), dtype=np.int64)
+            if lengths.tokens:
+                batch[f"text.{name}"] = rng.integers(0, shape.vocab, (micro, 128), dtype=np.int64)
             if needs_teacher(self.options):
                 size = (micro, self.options.first_tokens, shape.d_model)
                 batch[f"teacher.{name}"] = rng.standard_normal(size).astype(np.float32)
@@ -373,7 +375,9 @@ class LatentPrefix(Objective):
             return self.data.pairs.train.lengths
         room = self.recipe.data.seq_len - prefix_length(self.options)
         answers = tuple(max(2, room - len(one.begin) - len(one.anchor) + 1) for one in self.frozen.values())
-        return RowLengths(self.options.bytes, self.options.patch, answers, self.options.words_weight > 0)
+        options = self.options
+        words, tokens = options.words_weight > 0, options.tokens_weight > 0
+        return RowLengths(options.bytes, options.patch, answers, words, tokens=tokens)
 
     def weights(self, batch: Batch) -> dict[str, float]:
         # `once` divides a term that every micro-batch repeats, so that it counts once per step.
@@ -391,7 +395,8 @@ class LatentPrefix(Objective):
         terms: dict[str, Term] = {}
         for name, one in self.frozen.items():
             targets = batch[f"targets.{name}"]
-            hidden = one.states(self.model.prefix(name, latents[name]), targets, batch.get(f"asked.{name}"))
+            prefix = self.model.prefix(name, latents[name])
+            hidden = one.states(prefix, targets, batch.get(f"asked.{name}"))
             sums = answer_losses(
                 one.decoder,
                 hidden,
@@ -405,6 +410,8 @@ class LatentPrefix(Objective):
             )
             if self.model.words is not None:
                 sums["words"] = word_loss(self.model.words, latents[name], batch["words"])
+            if options.tokens_weight:
+                sums["tokens"] = token_loss(prefix, one.decoder.embedding.weight, batch[f"text.{name}"])
             terms |= {f"{term}_{name}": self._term(term, name, rows, fade, share) for term, rows in sums.items()}
         if options.scale_weight:
             terms["scale"] = Term(self.model.scale_terms(), "once", options.scale_weight * share)
@@ -419,6 +426,7 @@ class LatentPrefix(Objective):
             "kd": (options.kd_weight, f"places.{name}"),
             "match": (options.match_weight, f"places.{name}"),
             "words": (options.words_weight, "rows"),
+            "tokens": (options.tokens_weight, "rows"),
         }[term]
         faded = rows_B if fade_B is None or term in ("ce", "first", "k") else rows_B * fade_B
         return Term(faded.sum(), weight, coefficient * share)
