@@ -142,13 +142,13 @@ def test_the_token_term_rewards_a_prefix_that_is_the_text_s_own_tokens(two: Late
     numbers = objective.data.pairs.index.sequences(np.arange(4)).tolist()
     found = objective.loss(batch)
     for name, llm in objective.frozen.items():
-        embedding, expected = F.normalize(llm.decoder.embedding.weight, dim=-1), 0.0
+        embedding, expected = llm.decoder.embedding.weight, 0.0
         prefix = objective.model.prefix(name, objective.model.latents(batch["bytes"])[name])
         for row, number in enumerate(numbers):
             tokens = set(llm.tokenizer._ids(objective.data.pairs.train.pairs[number].text))
             assert set(batch[f"text.{name}"][row].tolist()) == {*tokens, -1}
-            slots = [F.normalize(slot, dim=-1) for slot in prefix[row]]
-            chances = [(slot @ embedding.T * llm.decoder.shape.d_model**0.5).softmax(-1) for slot in slots]
+            length = embedding.square().sum(1).mean() / llm.decoder.shape.d_model**0.5
+            chances = [(slot @ embedding.T / length).softmax(-1) for slot in prefix[row]]
             each = [torch.stack([one[token] for one in chances]).mean().log().item() for token in tokens]
             expected -= sum(each) / len(each)
         assert found[f"tokens_{name}"].sum.item() == pytest.approx(expected, rel=1e-4)

@@ -282,12 +282,13 @@ def word_loss(head: Linear, z_BMD: Tensor, words_BW: Tensor) -> Tensor:
 def token_loss(prefix_BMD: Tensor, embedding_VD: Tensor, tokens_BW: Tensor) -> Tensor:
     """Return −log p(token), averaged over the distinct tokens of each text [B], which are padded with −1.
 
-    A position of the prefix predicts the tokens by how near their embeddings in the frozen model are. That model reads
-    embeddings of tokens best, so a prefix begins as the text's own words in the order of their places. The logits are
-    cosines, times √D: as large as a trained model's products of a norm's output and its weights.
+    A position of the prefix predicts tokens by its products with their embeddings in the frozen model. That model reads
+    embeddings of tokens best, so a prefix begins as the text's own words in the order of their places. The products are
+    divided so that those of a vector as long as the embeddings with itself are √D, whatever their scale.
     """
-    prefix, embedding = (F.normalize(x.float(), dim=-1) for x in (prefix_BMD, embedding_VD))
-    return _mixture_loss(math.sqrt(embedding_VD.shape[1]) * (prefix @ embedding.T), tokens_BW)
+    prefix, embedding = prefix_BMD.float(), embedding_VD.float()
+    scale = embedding.square().mean() * math.sqrt(embedding.shape[1])
+    return _mixture_loss(prefix @ embedding.T / scale, tokens_BW)
 
 
 def _mixture_loss(logits_BMV: Tensor, ids_BW: Tensor) -> Tensor:
