@@ -55,6 +55,7 @@ CASES: dict[str, Cases] = {
         "5m-t512": "quickstart model.size=5m data.seq_len=512",
         "2-layers": "quickstart model.layers=2 model.d_model=128 model.heads=2",
         "bd3lm": "problems-bd3lm",
+        "5m-full": "quickstart model.size=5m train.grad_checkpointing=full",
     },
 }
 # Configurations that no constant of the plan may be fitted to, from the commit that added this list on. They cover what
@@ -81,7 +82,7 @@ HELD_OUT: dict[str, Cases] = {
         "2m-vocab-1024": "quickstart model.size=2m data.tokenizer=train:1024 data.seq_len=128",
         "6-layers-gqa": "quickstart model.layers=6 model.d_model=256 model.heads=4 model.kv_heads=2",
         "5m-fp32-muon": "quickstart model.size=5m train.precision=fp32 train.optimizer=muon",
-        "5m-full": "quickstart model.size=5m train.grad_checkpointing=full",
+        "4-layers-full": "quickstart model.layers=4 model.d_model=256 model.heads=4 train.grad_checkpointing=full",
     },
 }
 NAMES = {False: "plan-accuracy", True: "plan-accuracy-held-out"}  # of the results: they are never in one file

@@ -13,12 +13,12 @@ from redline.units import GIB
 LOGITS_PER_CHUNK = 1 << 29  # logits that exist at once; must stay below 2^31, because kernels index in int32
 WORKSPACE = 1.0 * GIB  # measured: buffers of cuBLAS, cuDNN and compiled kernels
 WORKSPACE_FUSED = 0.1 * GIB
-PROCESS = 0.30 * GIB  # Python, torch and oneDNN, which occupy the same memory when training on a CPU
+PROCESS = 0.33 * GIB  # Python, torch and oneDNN, which occupy the same memory when training on a CPU
 # A CPU's heap holds this much per byte of activations and logits that a step needs at once: pieces that no buffer fits
 # into, and what the running block makes and frees. Fitted to whole steps: docs/decisions/0037-plans-on-cpus.md.
 HEAP, HEAP_LOGITS = 1.36, 1.2
 MATMUL_POSITIONS, QUERIES_AT_ONCE = 2048, 128  # the longest rows of attention by matmuls, and its tiles
-COMPILER = 0.12 * GIB  # torch's compiler, once it is imported
+COMPILER = 0.13 * GIB  # torch's compiler, once it is imported
 HALF = ("bf16", "fp16")  # precisions in which weights can be gathered as they are computed with
 LOW_BIT = ("adamw_8bit", "paged_adamw_8bit")
 MUON = ("muon", "normuon")  # they update the hidden matrices, and AdamW the rest

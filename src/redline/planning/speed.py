@@ -151,8 +151,12 @@ def decoder_work(
     if kernels.fused:
         moved = _fused_traffic(shape, bytes_per_value, kernels.fp8, passes)
     elif kernels.cpu:
-        moved = CPU_TRAFFIC * kept + recompute_traffic + CPU_LOSS_TRAFFIC * passes.scored * shape.vocab
+        # A forward pass is about a third of the traffic and of the operations, and is repeated with recomputation.
+        moved = (4 / 3 if recompute_traffic else 1.0) * CPU_TRAFFIC * kept
+        moved += CPU_LOSS_TRAFFIC * passes.scored * shape.vocab
     launches = KERNELS_PER_LAYER if kernels.compiled else KERNELS_UNCOMPILED
+    if kernels.cpu:
+        launches = round(CPU_KERNELS_PER_LAYER * (4 / 3 if recompute_traffic else 1))
     hidden = 12.0 * passes.read * kernels.keys * layers * shape.d_attention - attention
     return Work(
         matmul=layer_matmul + 6.0 * passes.scored * shape.head_parameters,
@@ -164,7 +168,7 @@ def decoder_work(
         moved=moved,
         update=_update_traffic(shape, optimizer, ema, muon_steps),
         gradient_bytes=4.0 * shape.parameters,
-        kernels=(CPU_KERNELS_PER_LAYER if kernels.cpu else launches) * layers,
+        kernels=launches * layers,
         update_flops=_orthogonalisation(shape, muon_steps, symmetric=not kernels.cpu) if optimizer in MUON else 0.0,
         mask="documents" if kernels.packed else passes.mask,
         width=d,
