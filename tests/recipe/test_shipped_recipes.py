@@ -15,6 +15,7 @@ from redline.training.checkpoint import verify
 
 SHRUNK = ("train.steps=2", "train.warmup_steps=1", "train.precision=auto")
 PROBLEMS = "data.source=problems:easy:40"
+FACTS = ["data.source=facts:2:40", "data.seq_len=64"]
 # what stands in for a job's own data, and for lengths that suit it
 TOYS = {
     "block_diffusion": (PROBLEMS, "block_diffusion.question=16", "block_diffusion.block_size=8"),
@@ -48,7 +49,8 @@ def test_it_trains(name: str, world: Any, tmp_path: Path, request: pytest.Fixtur
         free += ["model.tied=true", "model.rope_theta=10000", "model.rope_scaling=null", "data.tokenizer=bytes"]
         small = [f"latent_prefix.{word}" for word in ("d_z=16", "slots=4", "layers=1", "heads=2", "bytes=64")]
         others = f"latent_prefix.others=[{base}]" if recipe.latent_prefix.others else "latent_prefix.others=[]"
-        mine = [*free, *small, others, f"model.base={base}", PROBLEMS, "data.seq_len=32"]
+        rows = [PROBLEMS, "data.seq_len=32"] if recipe.latent_prefix.question_aware else FACTS
+        mine = [*free, *small, others, f"model.base={base}", *rows]
     elif recipe.objective in TOYS and not recipe.data.source.startswith("Skylion007/"):
         mine = [*TOYS[recipe.objective]]
     replaced = {word.partition("=")[0] for word in mine}
