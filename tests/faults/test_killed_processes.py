@@ -105,7 +105,7 @@ def summary(mode: str, done: list[dict[str, Any]]) -> dict[str, Any]:
         "kills": len(done),
         "commits_lost": sum(kill["lost"] for kill in done),
         "seconds_until_training_again": {
-            victim: {"count": len(some), "min": some[0], "median": statistics.median(some), "max": some[-1]}
+            victim: {"count": len(some), "min": some[0], "median": round(statistics.median(some), 1), "max": some[-1]}
             for victim, some in seconds.items()
             if some
         },
